@@ -4,15 +4,16 @@ VENV := .venv
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 BIN := $(VENV)/bin
 SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.toml -o -name '*.proto') Cargo.toml Cargo.lock pyproject.toml
-# All builds of the extension use one interpreter, so the wheel, the tests and the lints share what cargo built.
+# All builds of the extension use one interpreter, so the wheel, the tests and the lints share what
+# cargo built.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
 .PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links release release-again clean
 
-# Packages that the wheel is built and used with. In a new environment, `make demo` installs only those
-# that it needs. All other targets install all.
+# Packages that the wheel is built and used with. In a new environment, `make demo` installs only
+# those that it needs. All other targets install all.
 ifeq ($(MAKECMDGOALS)$(wildcard $(VENV)/.packages),demo)
 PACKAGES := $(VENV)/.few
 else
@@ -22,13 +23,14 @@ endif
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
-# JVMs of tests live for seconds. The JIT's C2 compiler costs more processor time than it saves in such short runs (one
-# short session: 24 s of processor time with it, 14 s without).
+# JVMs of tests live for seconds. The JIT's C2 compiler costs more processor time than it saves in
+# such short runs (one short session: 24 s of processor time with it, 14 s without).
 test test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 
 RUST_TESTS := cargo test --release --workspace --exclude farandole-python
-# Deadlines are short and machines are shared, so a failed test runs once more, with a message. Python tests spend half of
-# their time waiting, so two halves run in parallel. The output of each half appears when it has ended.
+# Deadlines are short and machines are shared, so a failed test runs once more, with a message.
+# Python tests spend half of their time waiting, so two halves run in parallel. The output of each
+# half appears when it has ended.
 test: bytecode loom
 	$(RUST_TESTS) --no-fail-fast || { echo "make test: once more, for the failures above"; $(RUST_TESTS); }
 	@echo "make test: the tests in Python, in two halves side by side"
@@ -42,18 +44,20 @@ test-jobs:
 test-rest:
 	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
 
-# Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests of it.
+# Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
+# of it.
 test-ray: bytecode
 	$(BIN)/python -m pytest tests/ray --reruns 1 --durations=10
 
-# Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root. If a program is
-# missing, its tests are skipped and a message names it. Then the slow tests of jobs on this host, elastic ones too.
+# Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root.
+# If a program is missing, its tests are skipped and a message names it. Then the slow tests of jobs
+# on this host, elastic ones too.
 test-launch: bytecode packages
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
 	$(BIN)/python -m pytest tests/launcher tests/parallel tests/elastic -m slow --reruns 1 --durations=10
 
-# An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is target/chaos.json. `make test` does
-# the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.
+# An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is
+# target/chaos.json. `make test` does the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.
 chaos: bytecode packages
 	FARANDOLE_CHAOS_SECONDS=$${FARANDOLE_CHAOS_SECONDS:-1200} FARANDOLE_CHAOS_REPORT=$(CURDIR)/target/chaos.json \
 	$(BIN)/python -m pytest tests/chaos
@@ -62,9 +66,9 @@ chaos: bytecode packages
 packages:
 	@.ci/packages
 
-# The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, live runs. All notebooks, on a
-# real Jupyter kernel. The timelines of all ranks. `test` has the short ones. The Training tab on Spark 4.1 and 4.2, which
-# neither `test` nor `test-spark` has.
+# The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, live runs.
+# All notebooks, on a real Jupyter kernel. The timelines of all ranks. `test` has the short ones.
+# The Training tab on Spark 4.1 and 4.2, which neither `test` nor `test-spark` has.
 test-ui: bytecode packages .tools/pyspark-4.1/ready .tools/pyspark-4.2/ready
 	$(MAKE) spark-plugin-4.1 spark-plugin-4.2
 	$(BIN)/python -m pytest tests/ui tests/notebooks tests/launcher/test_timeline_of_ranks.py --reruns 1 --durations=10
@@ -78,16 +82,18 @@ loom:
 	RUSTFLAGS="--cfg loom" cargo test --release --target-dir target/loom -p farandole-shm -p farandole-transport -p farandole-engine \
 	--lib loom_
 
-# Feeds garbage to each target for a minute, with a new seed each time. `make test` takes a second each, with a fixed seed.
+# Feeds garbage to each target for a minute, with a new seed each time. `make test` takes a second
+# each, with a fixed seed.
 fuzz: export FARANDOLE_FUZZ_SECONDS ?= 60
 fuzz: install
 	cargo test --release -p farandole-fuzz --no-fail-fast
 	$(BIN)/python -m pytest tests/trust/test_garbage.py
 
-# The crates with unsafe code that needs no special process. AddressSanitizer checks shm, transport and collectives. Its
-# runtime comes with the compiler, and RUSTC_BOOTSTRAP=1 allows the option without a nightly compiler. valgrind, if
-# installed, checks shm, also for reads of uninitialized memory. It does not support `mremap` of a detached range (shm_6).
-# Not covered: launcher's hook between fork and exec, telemetry's NVTX, and calls from Python, TensorFlow and CUDA through C.
+# The crates with unsafe code that needs no special process. AddressSanitizer checks shm, transport
+# and collectives. Its runtime comes with the compiler, and RUSTC_BOOTSTRAP=1 allows the option
+# without a nightly compiler. valgrind, if installed, checks shm, also for reads of uninitialized
+# memory. It does not support `mremap` of a detached range (shm_6). Not covered: launcher's hook
+# between fork and exec, telemetry's NVTX, and calls from Python, TensorFlow and CUDA through C.
 sanitize:
 	ASAN_OPTIONS=allocator_may_return_null=1 RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" \
 	cargo test --release --target $(HOST) --target-dir target/asan \
@@ -97,8 +103,9 @@ sanitize:
 	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
 	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
 
-# Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, which this target installs below .tools. Tests
-# of Kerberos need kinit (Debian: apt-get install krb5-user), and are skipped without it.
+# Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, which this target installs
+# below .tools. Tests of Kerberos need kinit (Debian: apt-get install krb5-user), and are skipped
+# without it.
 test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(BIN)/python -m pytest tests/storage
 
@@ -111,9 +118,10 @@ test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target
 jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/farandole/*.java)
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
-# Slow tests of Spark: clusters, killed executors, large results; and those of one process. Then the tests that depend on
-# Spark run on older versions of pyspark, each in its own environment, which sees the other packages of this one. Two parts
-# run in parallel, because they spend more than half of their time waiting.
+# Slow tests of Spark: clusters, killed executors, large results; and those of one process. Then the
+# tests that depend on Spark run on older versions of pyspark, each in its own environment, which
+# sees the other packages of this one. Two parts run in parallel, because they spend more than half
+# of their time waiting.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
 test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	@echo "test-spark: four parts, two at a time, for about half an hour; the output of each comes when it has ended"
@@ -129,8 +137,9 @@ spark-older-%:
 spark-plugin-%:
 	PYSPARK_PYTHON=$(python) $(python) -m pytest tests/spark/test_plugin.py -m "not newest" -k "live_tab or links" --reruns 1
 
-# pyspark 3.5 does not contain its Connect server, so the jar is downloaded: 3.5.7 is the last version with such a jar. The
-# environment is created again if this file or the packages of the main environment have changed.
+# pyspark 3.5 does not contain its Connect server, so the jar is downloaded: 3.5.7 is the last
+# version with such a jar. The environment is created again if this file or the packages of the main
+# environment have changed.
 .tools/pyspark-%/ready: Makefile $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python "pyspark==$(if $(filter 3.5,$*),3.5.7,$*.*)"
@@ -139,7 +148,8 @@ spark-plugin-%:
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
 	touch $@
 
-# MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old for everything else.
+# MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old
+# for everything else.
 test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 	$(BIN)/uv pip install --quiet --python .tools/mxnet/bin/python --no-deps --reinstall dist/farandole-*.whl
 	.tools/mxnet/bin/python -m pytest tests/retired
@@ -149,19 +159,22 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 	$(BIN)/uv pip install --quiet --python .tools/mxnet/bin/python mxnet==1.9.1 numpy==1.23.5 cloudpickle pytest pytest-timeout pytest-rerunfailures
 	touch $@
 
-# The whole grid of faults. `test` runs a part of it. target/faults.jsonl records the error of every rank and its time.
+# The whole grid of faults. `test` runs a part of it. target/faults.jsonl records the error of every
+# rank and its time.
 test-faults: bytecode
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
-# Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in containers of one machine.
+# Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in
+# containers of one machine.
 test-scale: bytecode
 	cargo test --release -p farandole-world -p farandole-collectives -p farandole-engine -p farandole-transport -p farandole-session
 	$(BIN)/python -m pytest tests/scale tests/parallel/test_rounded_sums.py -m "slow or not slow"
 
-# Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random collectives, a driver that
-# is stopped or cut off from its executors: half an hour at most, in two parallel halves. `test` runs the short ones.
+# Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random
+# collectives, a driver that is stopped or cut off from its executors: half an hour at most, in two
+# parallel halves. `test` runs the short ones.
 SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
 test-trust: bytecode packages
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
@@ -188,7 +201,8 @@ lint: $(VENV)/.packages .tools/bin/vale
 	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-logo
 	.tools/bin/vale --output=line $(PROSE)
 
-# Vale is built from its Go module, because its other packages download a program from a place that may be unreachable.
+# Vale is built from its Go module, because its other packages download a program from a place that
+# may be unreachable.
 .tools/bin/vale: Makefile
 	@command -v go >/dev/null || { echo "missing: go (builds Vale, which checks the prose). Install Go 1.25 or newer." >&2; exit 1; }
 	GOBIN=$(CURDIR)/.tools/bin go install github.com/vale-cli/vale/v3/cmd/vale@v3.21.0
@@ -216,12 +230,14 @@ install: $(VENV)/.wheel
 
 bytecode: $(VENV)/.bytecode
 
-# TensorFlow's ops are a separate library and a file of the package. In a checkout, that file is a link to cargo's output.
+# TensorFlow's ops are a separate library and a file of the package. In a checkout, that file is a
+# link to cargo's output.
 tensorflow-ops:
 	cargo build --release -p farandole-tensorflow
 	ln -sf ../../../target/release/libfarandole_tensorflow.so python/farandole/tensorflow/libfarandole_tensorflow.so
 
-# The Spark plugin is one jar, which the wheel contains. In a checkout it is at the same place in the package.
+# The Spark plugin is one jar, which the wheel contains. In a checkout it is at the same place in
+# the package.
 SHIM := python/farandole/spark/farandole-spark.jar
 shim: $(SHIM)
 
@@ -229,7 +245,8 @@ $(SHIM): jvm-shim/spark/pom.xml $(shell find jvm-shim/spark/src -type f) | tools
 	cd jvm-shim/spark && mvn -q -B -Dstyle.color=never package
 	cp jvm-shim/spark/target/farandole-spark.jar $@
 
-# The page of the run viewer: one script and one style. Both contain ours and uPlot's, with the licence of uPlot.
+# The page of the run viewer: one script and one style. Both contain ours and uPlot's, with the
+# licence of uPlot.
 PAGE := python/farandole/ui/viewer
 UPLOT := crates/ui/page/node_modules/uplot
 SCRIPTS := $(addprefix crates/ui/page/,dom.js list.js charts.js run.js main.js)
@@ -251,9 +268,9 @@ $(VENV)/.wheel: $(SOURCES) $(PACKAGES) $(SHIM) $(PAGE).js crates/ui/page/index.h
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
 	touch $@
 
-# Tests start hundreds of processes. If PYTHONDONTWRITEBYTECODE is set, as in many containers, each process compiles all that
-# it imports (TensorFlow: 7 s of processor time). So all packages are compiled once. Some contain files that no Python 3 can
-# compile, hence `|| true`.
+# Tests start hundreds of processes. If PYTHONDONTWRITEBYTECODE is set, as in many containers, each
+# process compiles all that it imports (TensorFlow: 7 s of processor time). So all packages are
+# compiled once. Some contain files that no Python 3 can compile, hence `|| true`.
 $(VENV)/.bytecode: $(VENV)/.wheel
 	@echo "compiling the bytecode of all packages, for the tests"
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
@@ -276,20 +293,23 @@ $(VENV)/.few: pyproject.toml | tools
 tools:
 	@sh .ci/tools "$(PYTHON)"
 
-# Generates the reference of the settings, then builds the site in target/docs/html. Only this target installs Sphinx.
+# Generates the reference of the settings, then builds the site in target/docs/html. Only this
+# target installs Sphinx.
 docs: $(VENV)/.packages
 	cargo xtask docs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs/doctrees docs target/docs/html
 	@echo "make docs: target/docs/html/index.html"
 
-# Opens the external links of the pages, which needs the internet. `make test` checks only their form.
+# Opens the external links of the pages, which needs the internet. `make test` checks only their
+# form.
 links: $(VENV)/.packages
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
 	$(BIN)/python -m sphinx -q -b linkcheck -d target/docs/doctrees-links docs target/docs/links
 
-# Builds the files of a release in dist/release: a wheel for glibc 2.17 with licences and a bill of materials, an sdist,
-# farandole-horovod. Then the wheel is installed into empty environments and used. Needs a clean checkout.
+# Builds the files of a release in dist/release: a wheel for glibc 2.17 with licences and a bill of
+# materials, an sdist, farandole-horovod. Then the wheel is installed into empty environments and
+# used. Needs a clean checkout.
 release: $(SHIM) $(PAGE).js .tools/release/ready
 	.tools/release/bin/python release/build.py dist/release
 	.tools/release/bin/python release/smoke.py dist/release $(SMOKE)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Allreduce from 4 B to 64 MiB through farandole.torch, next to torch.distributed's Gloo in the same processes.
+"""Allreduce from 4 B to 64 MiB through farandole.torch, next to torch.distributed's Gloo in the
+same processes.
 
-Rows alternate between the two, so that both see the same machine. Prints min, p50, p99 and max in microseconds, the
-bandwidth at the median and the ratio of medians, and writes everything to bench/results/allreduce.json. Where mpi4py
-and `mpirun` are installed, the same sizes follow through MPI's own Allreduce of NumPy arrays, in processes of its own.
+Rows alternate between the two, so that both see the same machine. Prints min, p50, p99 and max in
+microseconds, the bandwidth at the median and the ratio of medians, and writes everything to
+bench/results/allreduce.json. Where mpi4py and `mpirun` are installed, the same sizes follow through
+MPI's own Allreduce of NumPy arrays, in processes of its own.
 
     python bench/allreduce.py [--ranks 2 4] [--seconds 1.0]
 """
@@ -74,7 +76,9 @@ def measure(seconds: float) -> None:
         tensor = torch.ones(size // 4)
         name = f"bench.{size}"
         calls: dict[str, Callable[[], object]] = {
-            "farandole": lambda tensor=tensor, name=name: hvd.allreduce_(tensor, name=name, op=hvd.Sum),
+            "farandole": lambda tensor=tensor, name=name: hvd.allreduce_(
+                tensor, name=name, op=hvd.Sum
+            ),
             "gloo": lambda tensor=tensor: dist.all_reduce(tensor),
         }
         times: dict[str, list[float]] = {library: [] for library in calls}
@@ -91,7 +95,12 @@ def measure(seconds: float) -> None:
                 times[library] += turn(call, counts[library])
         if hvd.rank() == 0:
             print(
-                json.dumps({"bytes": size, **{library: summary(values) for library, values in times.items()}}),
+                json.dumps(
+                    {
+                        "bytes": size,
+                        **{library: summary(values) for library, values in times.items()},
+                    }
+                ),
                 flush=True,
             )
     dist.destroy_process_group()
@@ -147,7 +156,10 @@ def run(ranks: int, seconds: float) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     rows: list[dict[str, Any]] = []
     print(f"\nallreduce of float32, {ranks} ranks on {os.cpu_count()} cores (microseconds)")
-    columns = f"{'size':>8}  {'library':<9} {'calls':>6} {'min':>9} {'p50':>9} {'p99':>9} {'max':>9} {'GB/s':>7}  ratio"
+    columns = (
+        f"{'size':>8}  {'library':<9} {'calls':>6} {'min':>9} {'p50':>9} {'p99':>9} {'max':>9} "
+        f"{'GB/s':>7}  ratio"
+    )
     print(columns)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -165,7 +177,10 @@ def run(ranks: int, seconds: float) -> list[dict[str, Any]]:
                 bandwidth = row["bytes"] / times["p50"] / 1e3
                 numbers = " ".join(f"{times[key]:>9.1f}" for key in ("min", "p50", "p99", "max"))
                 tail = f"  {ratio:.3f} x gloo" if library == "farandole" else ""
-                print(f"{human(row['bytes']):>8}  {library:<9} {times['count']:>6} {numbers} {bandwidth:>7.2f}{tail}")
+                print(
+                    f"{human(row['bytes']):>8}  {library:<9} {times['count']:>6} {numbers} "
+                    f"{bandwidth:>7.2f}{tail}"
+                )
     if process.returncode != 0:
         sys.exit(f"ranks failed with exit code {process.returncode}")
     for row, peer in zip(rows, run_mpi(ranks, seconds), strict=False):
@@ -176,9 +191,13 @@ def run(ranks: int, seconds: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the world")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each library at each size")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="time for each library at each size"
+    )
     for own in ("--worker", "--mpi-worker"):
         parser.add_argument(own, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

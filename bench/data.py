@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Shuffled batches as torch tensors, next to pyarrow's plain scan of the same files in the same run.
+"""Shuffled batches as torch tensors, next to pyarrow's plain scan of the same files in the same
+run.
 
     python bench/data.py [--rows 2000000] [--repeat 5] [--images 1000]
 
-Prints medians: rows per second of each, and the ratio to the scan (no shuffle, no tensors) or to pyarrow's dataset
-writer, with the least that is asked for; then how well rows are mixed, how long plans and first batches of many files
-take, how much memory ten million rows of CSV take while they are prepared, and how fast image files become tensors,
-next to torchvision. Without torchvision, the row of images says so.
+Prints medians: rows per second of each, and the ratio to the scan (no shuffle, no tensors) or to
+pyarrow's dataset writer, with the least that is asked for; then how well rows are mixed, how long
+plans and first batches of many files take, how much memory ten million rows of CSV take while they
+are prepared, and how fast image files become tensors, next to torchvision. Without torchvision, the
+row of images says so.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def vectors(rows: int, seed: int) -> pa.Table:
     random = np.random.default_rng(seed)
     values = pa.array(random.standard_normal(rows * 784, dtype=np.float32))
     offsets = pa.array(np.arange(0, rows * 784 + 1, 784, dtype=np.int32))
-    return pa.table({"x": pa.ListArray.from_arrays(offsets, values), "label": random.integers(0, 10, rows)})
+    return pa.table(
+        {"x": pa.ListArray.from_arrays(offsets, values), "label": random.integers(0, 10, rows)}
+    )
 
 
 def prepared(tables: list[pa.Table], url: str, compression: str) -> None:
@@ -86,13 +90,20 @@ def first_epoch(path: Path) -> int:
 
 
 def fresh(case: str, path: Path, repeat: int) -> float:
-    """Median seconds of a case of this module, the first thing that a new process does once all is imported."""
+    """Median seconds of a case of this module, the first thing that a new process does once all
+    is imported.
+    """
     script = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); import data, torch; from pathlib import Path\n"
-        f"start = time.perf_counter(); data.{case}(Path(sys.argv[2])); print(time.perf_counter() - start)"
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import data, torch; from pathlib "
+        "import Path\n"
+        f"start = time.perf_counter(); data.{case}(Path(sys.argv[2])); print(time.perf_counter() "
+        "- start)"
     )
     command = [sys.executable, "-c", script, str(Path(__file__).parent), str(path)]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(repeat)]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for _ in range(repeat)
+    ]
     return statistics.median(float(run) for run in runs)
 
 
@@ -126,9 +137,10 @@ def write_prepared(tables: list[pa.Table], path: Path, compression: str) -> int:
 def quality(title: str, orders: dict[str, list[np.ndarray]], batch: int = BATCH) -> None:
     """Prints how well rows are mixed, in numbers that are 1 for a full shuffle.
 
-    The distance of neighbours is that of two rows that follow each other, in rows of the files; the spread of batches
-    is the standard deviation of the mean row number of a batch: below 1, batches are more even than chance makes them.
-    The share of blocks is how many of 64 equal parts of the data a batch has rows of.
+    The distance of neighbours is that of two rows that follow each other, in rows of the files; the
+    spread of batches is the standard deviation of the mean row number of a batch: below 1, batches
+    are more even than chance makes them. The share of blocks is how many of 64 equal parts of the
+    data a batch has rows of.
     """
     print(f"\n{title}: how well rows are mixed, next to a full shuffle")
     for name, batches in orders.items():
@@ -137,9 +149,16 @@ def quality(title: str, orders: dict[str, list[np.ndarray]], batch: int = BATCH)
         distance = np.abs(np.diff(rows)).mean() / ((count + 1) / 3)
         means = np.array([part.mean() for part in batches if len(part) == batch])
         spread = means.std() / (count / np.sqrt(12 * batch))
-        parts = np.mean([len(np.unique(part * 64 // (rows.max() + 1))) for part in batches if len(part) == batch])
+        parts = np.mean(
+            [
+                len(np.unique(part * 64 // (rows.max() + 1)))
+                for part in batches
+                if len(part) == batch
+            ]
+        )
         told = (
-            f"distance of neighbours {distance:6.3f}   spread of batches {spread:6.3f}   parts in a batch {parts:5.1f}"
+            f"distance of neighbours {distance:6.3f}   spread of batches {spread:6.3f}   parts in "
+            f"a batch {parts:5.1f}"
         )
         print(f"  {name:<32} {told}")
 
@@ -149,7 +168,9 @@ def mixed(tables: list[pa.Table], directory: Path) -> None:
     rows = sum(table.num_rows for table in tables)
     numbered, start = [], 0
     for table in tables:
-        numbered.append(pa.table({"row": np.arange(start, start + table.num_rows), "c0": table["c0"]}))
+        numbered.append(
+            pa.table({"row": np.arange(start, start + table.num_rows), "c0": table["c0"]})
+        )
         start += table.num_rows
     foreign = directory / "numbered"
     foreign.mkdir()
@@ -176,7 +197,9 @@ def mixed(tables: list[pa.Table], directory: Path) -> None:
 def first_batches(directory: Path) -> None:
     """Prints how long plans and first batches of many files take; the files are links to one."""
     one = directory / "one.parquet"
-    pq.write_table(pa.table({f"c{number}": np.zeros(1000, np.float32) for number in range(20)}), one)
+    pq.write_table(
+        pa.table({f"c{number}": np.zeros(1000, np.float32) for number in range(20)}), one
+    )
     print("\nmany files of 1000 rows")
     for files in (100, 1000, 10_000):
         many = directory / f"many-{files}"
@@ -194,7 +217,10 @@ def first_batches(directory: Path) -> None:
             firsts.append(time.perf_counter() - start)
             epoch.close()
         first = statistics.median(firsts)
-        print(f"  {files:6} files: plan {plan * 1e3:8.1f} ms, then the first batch {first * 1e3:8.2f} ms")
+        print(
+            f"  {files:6} files: plan {plan * 1e3:8.1f} ms, then the first batch "
+            f"{first * 1e3:8.2f} ms"
+        )
 
 
 PREPARE = """
@@ -221,8 +247,13 @@ def from_csv(directory: Path, rows: int) -> dict[str, float]:
     command = [sys.executable, "-c", PREPARE, str(path), str(directory / "from-csv")]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     count, seconds, memory = map(float, told.split())
-    print(f"\n{count:.0f} rows of CSV, {path.stat().st_size / 2**20:.0f} MiB, prepared without Spark")
-    print(f"  {seconds:.1f} s, {count / seconds / 1e6:.2f} M rows/s, {memory:.0f} MiB at most (allowed: 1024)")
+    print(
+        f"\n{count:.0f} rows of CSV, {path.stat().st_size / 2**20:.0f} MiB, prepared without Spark"
+    )
+    print(
+        f"  {seconds:.1f} s, {count / seconds / 1e6:.2f} M rows/s, {memory:.0f} MiB at most "
+        "(allowed: 1024)"
+    )
     return {"rows": count, "seconds": seconds, "mebibytes": memory}
 
 
@@ -255,7 +286,9 @@ def compare(title: str, tables: list[pa.Table], repeat: int) -> dict[str, dict[s
         writing = measure(writers, repeat)
 
         def loader(path: Path, *, keep: bool = False) -> Callable[[], int]:
-            return partial(batches, ParquetLoader(path, BATCH, framework="torch", inmemory_cache_all=keep))
+            return partial(
+                batches, ParquetLoader(path, BATCH, framework="torch", inmemory_cache_all=keep)
+            )
 
         cases = {
             "scan: pyarrow": partial(scan, foreign),
@@ -271,13 +304,20 @@ def compare(title: str, tables: list[pa.Table], repeat: int) -> dict[str, dict[s
             "farandole, foreign, new process": fresh("first_epoch", foreign, repeat),
         }
     print(f"\n{title}: {rows} rows in {len(tables)} files, batches of {BATCH}")
-    bases = ((writing, "write: pyarrow, snappy"), (reading, "scan: pyarrow"), (alone, "scan: pyarrow, new process"))
+    bases = (
+        (writing, "write: pyarrow, snappy"),
+        (reading, "scan: pyarrow"),
+        (alone, "scan: pyarrow, new process"),
+    )
     for times, base in bases:
         for case, seconds in times.items():
             speed = times[base] / seconds
             results[case] = {"seconds": seconds, "rows_per_second": rows / seconds, "ratio": speed}
             asked = f"   at least {LEAST[title][case]} x" if case in LEAST[title] else ""
-            told = f"{seconds * 1e3:9.1f} ms {rows / seconds / 1e6:8.2f} M rows/s {speed:7.2f} x{asked}"
+            told = (
+                f"{seconds * 1e3:9.1f} ms {rows / seconds / 1e6:8.2f} M rows/s {speed:7.2f} "
+                f"x{asked}"
+            )
             print(f"  {case:<32} {told}")
     return results
 
@@ -296,10 +336,15 @@ def words(rows: int, seed: int) -> pa.Table:
     """Four columns of words, of which some are missing, four of numbers, and a label."""
     random = np.random.default_rng(seed)
     known = pa.array([f"word-{number}" for number in range(1000)])
-    drawn = [pa.array(random.integers(0, 1000, rows), mask=random.random(rows) < MISSING) for _ in range(4)]
+    drawn = [
+        pa.array(random.integers(0, 1000, rows), mask=random.random(rows) < MISSING)
+        for _ in range(4)
+    ]
     columns = {f"w{number}": known.take(indices) for number, indices in enumerate(drawn)}
     for number in range(4):
-        columns[f"n{number}"] = pa.array(random.standard_normal(rows), mask=random.random(rows) < MISSING)
+        columns[f"n{number}"] = pa.array(
+            random.standard_normal(rows), mask=random.random(rows) < MISSING
+        )
     return pa.table({**columns, "label": random.integers(0, 10, rows)})
 
 
@@ -318,21 +363,31 @@ def encoded(
         preparing = time.perf_counter() - start
         cases = {
             "scan: pyarrow": partial(scan, foreign),
-            "farandole, encoded": partial(batches, ParquetLoader(data.train_url, BATCH, framework="torch")),
+            "farandole, encoded": partial(
+                batches, ParquetLoader(data.train_url, BATCH, framework="torch")
+            ),
         }
         reading = measure(cases, repeat)
-    print(f"\n{title}: {rows} rows in {len(tables)} files, batches of {BATCH}; prepared in {preparing:.2f} s")
+    print(
+        f"\n{title}: {rows} rows in {len(tables)} files, batches of {BATCH}; prepared in "
+        f"{preparing:.2f} s"
+    )
     results = {"prepare": {"seconds": preparing, "rows_per_second": rows / preparing, "ratio": 0.0}}
     for case, seconds in reading.items():
         speed = reading["scan: pyarrow"] / seconds
         results[case] = {"seconds": seconds, "rows_per_second": rows / seconds, "ratio": speed}
         asked = f"   at least {least} x" if case.startswith("farandole") else ""
-        print(f"  {case:<32} {seconds * 1e3:9.1f} ms {rows / seconds / 1e6:8.2f} M rows/s {speed:7.2f} x{asked}")
+        print(
+            f"  {case:<32} {seconds * 1e3:9.1f} ms {rows / seconds / 1e6:8.2f} M rows/s "
+            f"{speed:7.2f} x{asked}"
+        )
     return results
 
 
 def photographs(count: int, repeat: int) -> dict[str, Any]:
-    """Prints how fast JPEG files become tensors, next to torchvision, as `bench/images.py` measures it."""
+    """Prints how fast JPEG files become tensors, next to torchvision, as `bench/images.py`
+    measures it.
+    """
     title = f"\n{count} photographs of 500 x 375 as float32 of 3 x 224 x 224"
     try:
         import images  # noqa: PLC0415 - it needs Pillow and torchvision
@@ -353,7 +408,10 @@ def photographs(count: int, repeat: int) -> dict[str, Any]:
         speed = times["torchvision"][0] / seconds
         results[case] = {"seconds": seconds, "rows_per_second": count / seconds, "ratio": speed}
         asked = "   at least 1.0 x" if case == "farandole" else ""
-        print(f"  {case:<32} {seconds * 1e3:9.1f} ms {count / seconds:8.0f} images/s {speed:7.2f} x{asked}")
+        print(
+            f"  {case:<32} {seconds * 1e3:9.1f} ms {count / seconds:8.0f} images/s {speed:7.2f} "
+            f"x{asked}"
+        )
     return results
 
 
@@ -366,14 +424,20 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000)
     given = parser.parse_args()
     flat = [scalars(given.rows // FILES, seed) for seed in range(FILES)]
-    results: dict[str, dict[str, Any]] = {"scalars": compare("20 float32 columns", flat, given.repeat)}
+    results: dict[str, dict[str, Any]] = {
+        "scalars": compare("20 float32 columns", flat, given.repeat)
+    }
     wide = given.rows // 50
     results["vectors"] = compare(
         "784 float32 a row", [vectors(wide // FILES, seed) for seed in range(FILES)], given.repeat
     )
     lists = [sequences(given.rows // 10 // FILES, seed) for seed in range(FILES)]
     results["ragged"] = encoded(
-        "lists of up to 511 int32", lists, given.repeat, 0.6, ragged={"tokens": Pad(max_length=512, buckets=8)}
+        "lists of up to 511 int32",
+        lists,
+        given.repeat,
+        0.6,
+        ragged={"tokens": Pad(max_length=512, buckets=8)},
     )
     texts = [words(given.rows // 2 // FILES, seed) for seed in range(FILES)]
     results["words"] = encoded(

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Time until training continues after a rank is lost, and the cost of fault tolerance in steps without a fault.
+"""Time until training continues after a rank is lost, and the cost of fault tolerance in steps
+without a fault.
 
-Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of about 60 ms; one gets SIGKILL, or its
-host is cut off. Each rank notes when each step is finished, by the clock of the machine. Between hosts is between
-namespaces, which needs root and Debian's packages (.ci/packages). Cost is a ratio of steps taken in turns by the same
-processes. Peers' published times to recover are torchft's 120 to 948 s at scale, and 105 s of commercial systems.
-Writes bench/results/elastic.json, with --cost only bench/results/elastic-cost.json, and with --joins only
+Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of about 60 ms; one
+gets SIGKILL, or its host is cut off. Each rank notes when each step is finished, by the clock of
+the machine. Between hosts is between namespaces, which needs root and Debian's packages
+(.ci/packages). Cost is a ratio of steps taken in turns by the same processes. Peers' published
+times to recover are torchft's 120 to 948 s at scale, and 105 s of commercial systems. Writes
+bench/results/elastic.json, with --cost only bench/results/elastic-cost.json, and with --joins only
 bench/results/elastic-joins.json.
 
     .venv/bin/python bench/elastic.py [--repeat 5] [--goodput 600]
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEP = 0.05
-"""Seconds that a step sleeps: what a GPU would take, for two cores cannot compute on four ranks at once."""
+"""Seconds that a step sleeps: what a GPU would take, for two cores cannot compute on four ranks
+at once.
+"""
 PEER_TIMEOUT = 5.0
 LIMIT = 120.0
 
@@ -56,7 +60,8 @@ network = torch.nn.Linear(width, width)
 hvd.init()
 (notes / f"{os.getpid()}.began").write_text(str(time.monotonic()))
 optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters(), fault_tolerant=True)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters(),
+    fault_tolerant=True)
 note = (notes / f"{os.getpid()}-{socket.gethostname()}.steps").open("w", buffering=1)
 inputs = torch.ones(1, width)
 while not (notes / "enough").exists():
@@ -82,12 +87,14 @@ dist.init_process_group("farandole")
 LAYERS, WIDTH, BATCH = 160, 400, 8
 inputs, targets = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 def model():
-    layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.ReLU())]
     return torch.nn.Sequential(*layers)
 def make(**options):
     network = model()
     plain = torch.optim.SGD(network.parameters(), lr=0.001)
-    return network, hvd.DistributedOptimizer(plain, named_parameters=network.named_parameters(), **options)
+    return network, hvd.DistributedOptimizer(plain, named_parameters=network.named_parameters(),
+        **options)
 def make_ddp(wrap):
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001)
@@ -143,7 +150,8 @@ for number in range(int(sys.argv[1]) + 1):
         hvd.barrier()
         began = time.perf_counter()
         move(f"{way}.{number}", tensors, roles)
-        took = hvd.allreduce(torch.tensor([time.perf_counter() - began], dtype=torch.float64), op=hvd.Max)
+        took = hvd.allreduce(torch.tensor([time.perf_counter() - began], dtype=torch.float64),
+            op=hvd.Max)
         if number:
             times[way].append(took.item())
 if hvd.rank() == 0:
@@ -154,7 +162,9 @@ if hvd.rank() == 0:
 class Run:
     """A job whose ranks note their steps."""
 
-    def __init__(self, folder: Path, start: Callable[..., subprocess.Popen[Any]], width: int = 64) -> None:
+    def __init__(
+        self, folder: Path, start: Callable[..., subprocess.Popen[Any]], width: int = 64
+    ) -> None:
         """Starts it."""
         self.notes = folder / "notes"
         self.notes.mkdir(parents=True)
@@ -180,20 +190,28 @@ class Run:
         os.kill(int(name.partition("-")[0]), signal.SIGKILL)
 
     def until_size(self, size: int, after: float, ranks: int) -> float:
-        """Returns the time at which all ranks had finished a step in a world of this size that began later."""
+        """Returns the time at which all ranks had finished a step in a world of this size that
+        began later.
+        """
         firsts: list[float] = []
 
         def fits() -> bool:
             if self.process.poll() is not None:
                 sys.exit(f"elastic: the job ended with status {self.process.returncode}")
             found = [
-                next((at for at, _, now in told if at > after and now == size), None) for told in self.steps().values()
+                next((at for at, _, now in told if at > after and now == size), None)
+                for told in self.steps().values()
             ]
             firsts[:] = sorted(at for at in found if at is not None)
             return len(firsts) >= ranks
 
         until(
-            fits, lambda: f"a step of {size} ranks: { ({pid: told[-1:] for pid, told in self.steps().items()}) }", LIMIT
+            fits,
+            lambda: (
+                f"a step of {size} ranks: "
+                f"{ ({pid: told[-1:] for pid, told in self.steps().items()}) }"
+            ),
+            LIMIT,
         )
         return firsts[ranks - 1]
 
@@ -211,7 +229,16 @@ def here(folder: Path, *flags: object, width: int = 64) -> Run:
     """A job of this host."""
 
     def start(*words: object) -> subprocess.Popen[Any]:
-        command = [sys.executable, "-m", "farandole", "run", "--peer-timeout", PEER_TIMEOUT, *flags, *words]
+        command = [
+            sys.executable,
+            "-m",
+            "farandole",
+            "run",
+            "--peer-timeout",
+            PEER_TIMEOUT,
+            *flags,
+            *words,
+        ]
         with (folder / "said").open("wb") as said:
             return subprocess.Popen([*map(str, command)], stdout=said, stderr=said)
 
@@ -243,10 +270,11 @@ def spare_here(folder: Path) -> float:
 
 
 def joins_here(folder: Path) -> tuple[float, float, float]:
-    """A new worker with 1 GB of parameters and momentum: the survivors' longest pause, a usual step, and a first one.
+    """A new worker with 1 GB of parameters and momentum: the survivors' longest pause, a usual
+    step, and a first one.
 
-    The first step is that of processes that begin together, from `init` on: like a new worker, they get their memory
-    from the system, but they transfer no state.
+    The first step is that of processes that begin together, from `init` on: like a new worker, they
+    get their memory from the system, but they transfer no state.
     """
     width = 11_180  # 125 M parameters, and as many numbers of momentum
     run = here(folder, "-np", 2, "--min-np", 1, "-H", "localhost:2", width=width)
@@ -269,7 +297,9 @@ def joins_here(folder: Path) -> tuple[float, float, float]:
 
 
 def between_hosts(folder: Path, fault: str) -> float:
-    """One of four on two hosts gets SIGKILL, or both of one host are cut off, until the others have finished a step."""
+    """One of four on two hosts gets SIGKILL, or both of one host are cut off, until the others
+    have finished a step.
+    """
     with Bed("head", "h1", "h2") as bed:
         for name in ("h1", "h2"):
             bed[name].listen()
@@ -279,12 +309,18 @@ def between_hosts(folder: Path, fault: str) -> float:
 
         def start(*words: object) -> subprocess.Popen[Any]:
             # The bed's hosts see this machine's files.
-            return bed["head"].start(sys.executable, "-m", "farandole", "run", *flags, *words).process
+            return (
+                bed["head"].start(sys.executable, "-m", "farandole", "run", *flags, *words).process
+            )
 
         run = Run(folder, start)
         run.until_size(4, 0.0, 4)
         time.sleep(random.uniform(1.0, 1.2))
-        victims = [process.pid for process in bed["h2"].processes() if "worker.py" in " ".join(process.argv[:2])]
+        victims = [
+            process.pid
+            for process in bed["h2"].processes()
+            if "worker.py" in " ".join(process.argv[:2])
+        ]
         began = time.monotonic()
         if fault == "SIGKILL":
             os.kill(victims[0], signal.SIGKILL)
@@ -304,19 +340,37 @@ def undisturbed(run: Run, seconds: float) -> float:
 
 
 def goodput(folder: Path, seconds: float, quiet: float) -> tuple[float, int]:
-    """Steps with one SIGKILL a minute, as a share of those without, and the kills. A spare replaces each lost worker.
+    """Steps with one SIGKILL a minute, as a share of those without, and the kills. A spare replaces
+    each lost worker.
 
-    The job is undisturbed for `quiet` seconds before the first SIGKILL, and for as long when all four are at work again
-    after the last one.
+    The job is undisturbed for `quiet` seconds before the first SIGKILL, and for as long when all
+    four are at work again after the last one.
     """
-    run = here(folder, "-np", 4, "--min-np", 2, "--spares", 1, "-H", "localhost:5", "--blacklist-cooldown-range", 1, 1)
+    run = here(
+        folder,
+        "-np",
+        4,
+        "--min-np",
+        2,
+        "--spares",
+        1,
+        "-H",
+        "localhost:5",
+        "--blacklist-cooldown-range",
+        1,
+        1,
+    )
     run.until_size(4, 0.0, 4)
     time.sleep(10.0)  # the spare has imported everything
     rates = [undisturbed(run, quiet)]
     first, began, kills = run.last(), time.monotonic(), 0
     while time.monotonic() < began + seconds:
         time.sleep(min(60.0, max(0.1, began + seconds - time.monotonic())))
-        alive = [pid for pid, told in run.steps().items() if told and told[-1][0] > time.monotonic() - 1.0]
+        alive = [
+            pid
+            for pid, told in run.steps().items()
+            if told and told[-1][0] > time.monotonic() - 1.0
+        ]
         run.kill(random.choice(alive))
         kills += 1
     run.until_size(4, time.monotonic(), 4)
@@ -328,31 +382,57 @@ def goodput(folder: Path, seconds: float, quiet: float) -> tuple[float, int]:
 
 
 def cost(folder: Path, rounds: int) -> dict[str, float]:
-    """Ratios of steps that are fault tolerant, or followed by a commit, to those that are neither; two ranks.
+    """Ratios of steps that are fault tolerant, or followed by a commit, to those that are neither;
+    two ranks.
 
-    DDP's step that is fault tolerant is compared with DDP's on this backend, in a job of its own: a process has one
-    model or optimizer that is fault tolerant.
+    DDP's step that is fault tolerant is compared with DDP's on this backend, in a job of its own: a
+    process has one model or optimizer that is fault tolerant.
     """
     script = folder / "cost.py"
     script.write_text(COST)
     times: dict[str, float] = {}
     for kind in ("optimizer", "ddp"):
-        command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(script), str(rounds), kind]
+        command = [
+            sys.executable,
+            "-m",
+            "farandole",
+            "run",
+            "-np",
+            "2",
+            sys.executable,
+            str(script),
+            str(rounds),
+            kind,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         (line,) = (line for line in done.stdout.splitlines() if "{" in line)
         times |= json.loads(line[line.index("{") :])
-    ratios = {name: times[name] / times["plain"] for name in ("fault_tolerant", "commit", "commit_in_background")}
+    ratios = {
+        name: times[name] / times["plain"]
+        for name in ("fault_tolerant", "commit", "commit_in_background")
+    }
     return ratios | {"fault_tolerant_ddp": times["fault_tolerant_ddp"] / times["ddp"]}
 
 
 def transfer(folder: Path, rounds: int) -> dict[str, float]:
-    """Seconds in which 384 MiB come to 1 of 4 ranks from the others, and to 3 of 4 from one, as it was done formerly.
+    """Seconds in which 384 MiB come to 1 of 4 ranks from the others, and to 3 of 4 from one, as it
+    was done formerly.
 
     Until the slowest rank has finished. The memory of all ranks is in use before.
     """
     script = folder / "transfer.py"
     script.write_text(TRANSFER)
-    command = [sys.executable, "-m", "farandole", "run", "-np", "4", sys.executable, str(script), str(rounds)]
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        "4",
+        sys.executable,
+        str(script),
+        str(rounds),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = (line for line in done.stdout.splitlines() if "{" in line)
     return json.loads(line[line.index("{") :])
@@ -368,9 +448,14 @@ class Table:
     def row(self, what: str, value: float, limit: float, unit: str, *, least: bool = False) -> None:
         """Adds a row."""
         met = value >= limit if least else value <= limit
-        self.rows.append({"what": what, "value": round(value, 3), "limit": limit, "unit": unit, "met": met})
+        self.rows.append(
+            {"what": what, "value": round(value, 3), "limit": limit, "unit": unit, "met": met}
+        )
         bound = "at least" if least else "at most"
-        print(f"{what:66} {value:8.3f} {unit:3} {bound} {limit:g}  {'' if met else 'MISSED'}", flush=True)
+        print(
+            f"{what:66} {value:8.3f} {unit:3} {bound} {limit:g}  {'' if met else 'MISSED'}",
+            flush=True,
+        )
 
     def middle(self, what: str, measure: Callable[[Path], float], times: int, limit: float) -> None:
         """Adds the median of several measurements, in seconds."""
@@ -413,7 +498,12 @@ class Table:
         what = "SIGKILL of 1 of 4 on 2 hosts -> a step of the 3 survivors"
         self.middle(what, lambda folder: between_hosts(folder, "SIGKILL"), repeat, 0.6)
         what = f"a host of 2 cut off -> a step, peer timeout {PEER_TIMEOUT:g} s"
-        self.middle(what, lambda folder: between_hosts(folder, "cut"), max(1, repeat // 2), PEER_TIMEOUT + 1.0)
+        self.middle(
+            what,
+            lambda folder: between_hosts(folder, "cut"),
+            max(1, repeat // 2),
+            PEER_TIMEOUT + 1.0,
+        )
 
     def goodput(self, seconds: float, quiet: float) -> None:
         """Adds the share of useful steps."""
@@ -421,7 +511,8 @@ class Table:
             share, kills = goodput(Path(folder), seconds, quiet)
         self.row(f"goodput with {kills} SIGKILLs in {seconds:g} s", share, 0.99, "x", least=True)
         print(
-            "    published by peers, at a larger scale: 120 to 948 s to recover (torchft), 105 s (commercial systems)"
+            "    published by peers, at a larger scale: 120 to 948 s to recover (torchft), 105 s "
+            "(commercial systems)"
         )
 
 
@@ -429,15 +520,27 @@ def main() -> None:
     """Measures, prints the table and saves it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
     parser.add_argument(
-        "--quiet", type=float, default=60.0, help="seconds without a SIGKILL, before that run and after"
+        "--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute"
+    )
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=60.0,
+        help="seconds without a SIGKILL, before that run and after",
     )
     parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
-    parser.add_argument("--rounds", type=int, default=8, help="of the cost (ten steps of each kind) and the transfer")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=8,
+        help="of the cost (ten steps of each kind) and the transfer",
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--cost", action="store_true", help="measure only the cost without a fault")
-    only.add_argument("--joins", action="store_true", help="measure only what a worker that joins costs")
+    only.add_argument(
+        "--joins", action="store_true", help="measure only what a worker that joins costs"
+    )
     arguments = parser.parse_args()
     table, name = Table(), "elastic"
     if arguments.joins:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Time until a rank gets the error of a peer that died or stopped, compared with torch.distributed on Gloo.
+"""Time until a rank gets the error of a peer that died or stopped, compared with torch.distributed
+on Gloo.
 
-Two ranks on one host add up 4 MiB again and again; after a second, rank 1 sends itself SIGKILL or SIGSTOP, and rank 0
-notes when its call raises. Gloo's own limit for a silent peer is 30 minutes, so it is not waited for there. Prints
-milliseconds, and writes them to bench/results/failures.json.
+Two ranks on one host add up 4 MiB again and again; after a second, rank 1 sends itself SIGKILL or
+SIGSTOP, and rank 0 notes when its call raises. Gloo's own limit for a silent peer is 30 minutes, so
+it is not waited for there. Prints milliseconds, and writes them to bench/results/failures.json.
 
     python bench/failures.py [--repeat 5]
 """
@@ -33,13 +34,16 @@ def work(library: str, fault: str, folder: Path) -> None:
     """One rank."""
     import torch  # noqa: PLC0415 - only ranks need it
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends survivors, which have still to note the time
+    # the launcher ends survivors, which have still to note the time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tensor = torch.ones(1 << 20)
     if library == "gloo":
         import torch.distributed as dist  # noqa: PLC0415
 
         rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+        )
 
         def call() -> None:
             dist.all_reduce(tensor)
@@ -97,7 +101,9 @@ def trial(library: str, fault: str) -> tuple[float, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=5, help="trials of each")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -106,11 +112,17 @@ def main() -> None:
         work(library, fault, Path(folder))
         return
     rows = []
-    print(f"{'fault':<8} {'library':<10} {'median':>8} {'worst':>8}  milliseconds from the fault to the peer's error")
+    print(
+        f"{'fault':<8} {'library':<10} {'median':>8} {'worst':>8}  milliseconds from the fault to "
+        "the peer's error"
+    )
     for fault, library in CASES:
         trials = [trial(library, fault) for _ in range(arguments.repeat)]
         times = [seconds * 1e3 for seconds, _ in trials]
-        print(f"{fault:<8} {library:<10} {statistics.median(times):>8.1f} {max(times):>8.1f}  {trials[0][1][:90]}")
+        print(
+            f"{fault:<8} {library:<10} {statistics.median(times):>8.1f} {max(times):>8.1f}  "
+            f"{trials[0][1][:90]}"
+        )
         rows.append({"fault": fault, "library": library, "milliseconds": times})
     save("failures", {"rows": rows})
 

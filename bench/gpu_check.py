@@ -2,12 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Everything that only a GPU can show, in a few minutes, each against torch in the same run.
 
-Prints one line a check, `pass`, `FAIL` or `left out` with the numbers, and ends with 1 when one failed. Where there is
-no GPU it says so and ends with 0. Needs the package, torch with CUDA and one GPU.
+Prints one line a check, `pass`, `FAIL` or `left out` with the numbers, and ends with 1 when one
+failed. Where there is no GPU it says so and ends with 0. Needs the package, torch with CUDA and one
+GPU.
 
     python bench/gpu_check.py [--only kernels nccl ranks training estimator faults sanitizer]
 
-The ranks' part is also there for hosts without a GPU, so that it is known to work: `--rehearse` runs it on the CPU.
+The ranks' part is also there for hosts without a GPU, so that it is known to work: `--rehearse`
+runs it on the CPU.
 """
 
 # ruff: noqa: PLC0415, BLE001, PLR2004 - torch is loaded where it is needed; a failed check must not end the others
@@ -33,7 +35,9 @@ PARTS = ["kernels", "nccl", "ranks", "training", "estimator", "faults", "sanitiz
 SIZES = [(256 * (i % 9 + 1) + i % 4, 1024 if i % 8 == 0 else 96) for i in range(160)]
 SEED = 7
 AHEAD = 2_000_000
-"""Cycles that hold a GPU for a millisecond: what is timed is put behind them, so that it waits for no launch."""
+"""Cycles that hold a GPU for a millisecond: what is timed is put behind them, so that it waits
+for no launch.
+"""
 
 
 class Page:
@@ -76,7 +80,9 @@ def microseconds(call: Callable[[], object], repeat: int = 30) -> float:
 
 
 def kernels(page: Page, timed: bool = True) -> None:
-    """Right results, and the speed of packing next to that of a copy, unless something else runs that makes it slow."""
+    """Right results, and the speed of packing next to that of a copy, unless something else runs
+    that makes it slow.
+    """
     import torch
 
     from farandole._native import cuda
@@ -97,7 +103,9 @@ def kernels(page: Page, timed: bool = True) -> None:
     for dtype, least in [(torch.float32, 0.85), (torch.bfloat16, 0.80), (torch.float16, 0.80)]:
         number = DTYPES[dtype]
         packed = torch.empty(
-            cuda.packed_bytes([count for _, count in listed], number), dtype=torch.uint8, device="cuda"
+            cuda.packed_bytes([count for _, count in listed], number),
+            dtype=torch.uint8,
+            device="cuda",
         )
         before = [tensor.clone() for tensor in tensors]
 
@@ -108,7 +116,9 @@ def kernels(page: Page, timed: bool = True) -> None:
         for tensor in tensors:
             tensor.zero_()
         move(False)
-        same = all(torch.equal(a, b.to(dtype).float()) for a, b in zip(tensors, before, strict=True))
+        same = all(
+            torch.equal(a, b.to(dtype).float()) for a, b in zip(tensors, before, strict=True)
+        )
         page.check(same, f"160 tensors as {dtype} and back", f"{total / 1e6:.0f} MB")
         if timed:
             moved = 2 * (total + sum(tensor.numel() for tensor in tensors) * dtype.itemsize)
@@ -121,10 +131,17 @@ def kernels(page: Page, timed: bool = True) -> None:
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
     wrong = [case for case, good in reductions(ours, DTYPES, stream) if not good]
-    page.check(not wrong, "reductions of 4 buffers, every type", ", ".join(wrong) or "the host's results")
+    page.check(
+        not wrong, "reductions of 4 buffers, every type", ", ".join(wrong) or "the host's results"
+    )
     a, b = (torch.randn(1_000_003, device="cuda") for _ in range(2))
-    out, scratch = torch.empty_like(a), torch.empty(ours.adasum_scratch(a.numel()), dtype=torch.uint8, device="cuda")
-    ours.adasum(f32, a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel(), scratch.data_ptr(), stream)
+    out, scratch = (
+        torch.empty_like(a),
+        torch.empty(ours.adasum_scratch(a.numel()), dtype=torch.uint8, device="cuda"),
+    )
+    ours.adasum(
+        f32, a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel(), scratch.data_ptr(), stream
+    )
     x, y = a.double(), b.double()
     dot = x @ y
     exact = (1 - dot / (2 * (x @ x))) * x + (1 - dot / (2 * (y @ y))) * y
@@ -133,13 +150,25 @@ def kernels(page: Page, timed: bool = True) -> None:
 
 
 def reductions(ours: Any, dtypes: dict[Any, int], stream: int) -> Iterator[tuple[str, bool]]:
-    """Each case, and whether the kernel gives what torch gives on the host, joined in the same order."""
+    """Each case, and whether the kernel gives what torch gives on the host, joined in the same
+    order.
+    """
     import torch
 
-    floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    floats = (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
     for dtype in (*floats, torch.int32, torch.int64, torch.uint8):
         parts = [(torch.rand(99_991) * 100).to(dtype) for _ in range(4)]
-        wide = [part.float() if dtype.itemsize <= 2 and dtype.is_floating_point else part for part in parts]
+        wide = [
+            part.float() if dtype.itemsize <= 2 and dtype.is_floating_point else part
+            for part in parts
+        ]
         for op, join in [(1, torch.add), (3, torch.minimum), (4, torch.maximum)]:
             expected = join(join(join(wide[0], wide[1]), wide[2]), wide[3]).to(dtype)
             there = [part.cuda() for part in parts]
@@ -147,7 +176,10 @@ def reductions(ours: Any, dtypes: dict[Any, int], stream: int) -> Iterator[tuple
             addresses = [part.data_ptr() for part in there]
             ours.reduce(dtypes[dtype], op, addresses, 1.0, 1.0, out.data_ptr(), out.numel(), stream)
             # torch does not compare floats of eight bits.
-            yield f"{dtype} by {op}", torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
+            yield (
+                f"{dtype} by {op}",
+                torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8)),
+            )
 
 
 def nccl(page: Page) -> None:
@@ -180,7 +212,11 @@ def nccl(page: Page) -> None:
         mine = timed(lambda: ring.allreduce(tensor.data_ptr(), tensor.nbytes, number))
         other = timed(theirs)
         dist.destroy_process_group()
-    page.check(mine <= other + 15, "NCCL, 1 rank, 1 MiB: at most 15 us more", f"{mine:.1f} us, torch {other:.1f} us")
+    page.check(
+        mine <= other + 15,
+        "NCCL, 1 rank, 1 MiB: at most 15 us more",
+        f"{mine:.1f} us, torch {other:.1f} us",
+    )
     page.check(bool((tensor == 1).all()), "  its result", "a sum of one")
     one_rank(page, "cuda")
 
@@ -198,19 +234,38 @@ def one_rank(page: Page, device: str) -> None:
         page.check(added <= 15, "the engine, 1 rank, 1 MiB: at most 15 us more", detail)
         longest = max(note["held"].values())
         detail = f"{longest:.2f} ms behind a kernel of {note['ahead']:.0f} ms"
-        page.check(longest < note["ahead"] / 4, "  the host waits for no kernel, in gathers neither", detail)
+        page.check(
+            longest < note["ahead"] / 4,
+            "  the host waits for no kernel, in gathers neither",
+            detail,
+        )
     page.check(note["good"]["allreduce"], "  its result", "a sum of one")
     for name, ms in note["gathers"].items():
         page.check(note["good"][name], f"  {name} of the same", f"{ms * 1e3:.1f} us")
 
 
-def launch(ranks: int, role: str, device: str, more: dict[str, str] | None = None) -> tuple[int, list[Any]]:
-    """Runs ranks of this file with these variables besides; the exit status and what they wrote down."""
+def launch(
+    ranks: int, role: str, device: str, more: dict[str, str] | None = None
+) -> tuple[int, list[Any]]:
+    """Runs ranks of this file with these variables besides; the exit status and what they wrote
+    down.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "farandole", "run", "-np", str(ranks)]
-        command += [sys.executable, __file__, "--role", role, "--device", device, "--folder", folder]
+        command += [
+            sys.executable,
+            __file__,
+            "--role",
+            role,
+            "--device",
+            device,
+            "--folder",
+            folder,
+        ]
         env = {**os.environ, **(more or {})}
-        done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False, env=env)
+        done = subprocess.run(
+            command, timeout=600, capture_output=True, text=True, check=False, env=env
+        )
         notes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     if not notes:
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
@@ -243,25 +298,37 @@ def ranks(page: Page, device: str) -> None:
     if ours and theirs:
         ratio = theirs[0]["ms"] / ours[0]["ms"]
         # Ours is to be that much quicker where Gloo copies from and to a GPU.
-        name = "64 MiB by CUDA IPC, at least 10 x Gloo" if device == "cuda" else "64 MiB, 2 ranks, next to Gloo"
+        name = (
+            "64 MiB by CUDA IPC, at least 10 x Gloo"
+            if device == "cuda"
+            else "64 MiB, 2 ranks, next to Gloo"
+        )
         page.check(ratio >= 10 or device == "cpu", name, f"{ratio:.1f} x, {ours[0]['ms']:.2f} ms")
     else:
         page.check(False, "64 MiB by CUDA IPC, at least 10 x Gloo", "a rank ended without a result")
 
 
 def training(page: Page, device: str) -> None:
-    """Measures the cost of the optimizer with one rank, and two ranks against one with the double batch."""
+    """Measures the cost of the optimizer with one rank, and two ranks against one with the
+    double batch.
+    """
     _, alone = launch(1, "train", device)
     if alone:
         cost = alone[0]["wrapped"] / alone[0]["plain"] - 1
         page.check(
-            cost <= 0.02, "a step with 1 rank costs at most 2 % more", f"{cost:+.1%} of {alone[0]['plain']:.1f} ms"
+            cost <= 0.02,
+            "a step with 1 rank costs at most 2 % more",
+            f"{cost:+.1%} of {alone[0]['plain']:.1f} ms",
         )
     else:
-        page.check(False, "a step with 1 rank costs at most 2 % more", "the rank ended without a result")
+        page.check(
+            False, "a step with 1 rank costs at most 2 % more", "the rank ended without a result"
+        )
     _, pair = launch(2, "alike", device)
     worst = max((note["difference"] for note in pair), default=float("inf"))
-    page.check(worst < 1e-4, "2 ranks are 1 rank with the double batch", f"largest difference {worst:.1e}")
+    page.check(
+        worst < 1e-4, "2 ranks are 1 rank with the double batch", f"largest difference {worst:.1e}"
+    )
     registered(page, device)
 
 
@@ -275,12 +342,16 @@ def registered(page: Page, device: str) -> None:
         return
     same = max(abs(one / other - 1) for one in plain[0]["learnt"] for other in given[0]["learnt"])
     wanted = 2 if device == "cuda" else 0
-    detail = f"{given[0]['ms']:.1f} ms, torch's {plain[0]['ms']:.1f} ms; parameters differ by {same:.1e}"
+    detail = (
+        f"{given[0]['ms']:.1f} ms, torch's {plain[0]['ms']:.1f} ms; parameters differ by {same:.1e}"
+    )
     page.check(given[0]["given"] == wanted and plain[0]["given"] == 0 and same < 1e-6, name, detail)
 
 
 def estimator(page: Page, device: str) -> None:
-    """Measures the rows that a TorchEstimator's reader delivers; the goal is a million rows a second for a GPU."""
+    """Measures the rows that a TorchEstimator's reader delivers; the goal is a million rows a
+    second for a GPU.
+    """
     name = "a TorchEstimator's GPU gets 1 M rows/s"
     try:
         from gpu_estimator import GOAL, measure
@@ -289,8 +360,15 @@ def estimator(page: Page, device: str) -> None:
         return
     note = measure(device, 4_000_000 if device == "cuda" else 100_000)
     fed, resident = note["fed"] / 1e6, note["resident"] / 1e6
-    detail = f"{fed:.2f} M rows/s, {resident:.2f} M from memory of the {'GPU' if device == 'cuda' else 'host'}"
-    page.check(note["fed"] >= GOAL or device == "cpu", name if device == "cuda" else "a TorchEstimator is fed", detail)
+    detail = (
+        f"{fed:.2f} M rows/s, {resident:.2f} M from memory of the "
+        f"{'GPU' if device == 'cuda' else 'host'}"
+    )
+    page.check(
+        note["fed"] >= GOAL or device == "cpu",
+        name if device == "cuda" else "a TorchEstimator is fed",
+        detail,
+    )
 
 
 def faults(page: Page, device: str) -> None:
@@ -304,13 +382,18 @@ def sanitizer(page: Page) -> None:
     """The kernels under NVIDIA's own checks."""
     for tool in ("memcheck", "racecheck"):
         name = f"compute-sanitizer, {tool}"
-        # Not calls that fail: torch asks the driver for functions that an older one lacks, and goes without.
+        # Not calls that fail: torch asks the driver for functions that an older one lacks, and goes
+        # without.
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
         command += ["--report-api-errors", "no"] if tool == "memcheck" else []
         command += [sys.executable, __file__]
         try:
             done = subprocess.run(
-                [*command, "--role", "kernels"], timeout=900, capture_output=True, text=True, check=False
+                [*command, "--role", "kernels"],
+                timeout=900,
+                capture_output=True,
+                text=True,
+                check=False,
             )
         except FileNotFoundError:
             page.leave_out(name, "compute-sanitizer is not installed")
@@ -334,7 +417,9 @@ def role(name: str, device: str, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rehearse", action="store_true", help="the ranks' part on the CPU")
     for hidden in ("--role", "--device", "--folder"):
@@ -351,8 +436,16 @@ def main() -> int:
         print("no GPU here: nothing was checked")
         return 0
     page = Page()
-    alone: dict[str, Callable[[Page], None]] = {"kernels": kernels, "nccl": nccl, "sanitizer": sanitizer}
-    together: dict[str, Callable[[Page, str], None]] = {"ranks": ranks, "training": training, "faults": faults}
+    alone: dict[str, Callable[[Page], None]] = {
+        "kernels": kernels,
+        "nccl": nccl,
+        "sanitizer": sanitizer,
+    }
+    together: dict[str, Callable[[Page, str], None]] = {
+        "ranks": ranks,
+        "training": training,
+        "faults": faults,
+    }
     together["estimator"] = estimator
     if device == "cpu":
         together["nccl"] = one_rank
@@ -366,7 +459,9 @@ def main() -> int:
             except Exception as error:
                 page.check(False, part, f"{type(error).__name__}: {error}")
     if torch.cuda.device_count() < 2:
-        page.leave_out("NCCL among several GPUs", "one GPU is here; `ranks` tries it where there are more")
+        page.leave_out(
+            "NCCL among several GPUs", "one GPU is here; `ranks` tries it where there are more"
+        )
     print(f"{page.failed} failed" if page.failed else "all passed")
     return int(page.failed > 0)
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""An estimator whose GPU takes a million rows a second: what the reader feeds it, next to rows that lie on the GPU.
+"""An estimator whose GPU takes a million rows a second: what the reader feeds it, next to rows that
+lie on the GPU.
 
-The model holds the GPU for three quarters of the time that a batch has at that rate, so a reader with that rate keeps
-the GPU waiting for less than the rest of the time. On a CPU it holds nothing, which shows that the measurement works.
+The model holds the GPU for three quarters of the time that a batch has at that rate, so a reader
+with that rate keeps the GPU waiting for less than the rest of the time. On a CPU it holds nothing,
+which shows that the measurement works.
 """
 
 from __future__ import annotations
@@ -58,12 +60,16 @@ def cycles_of(seconds: float) -> int:
 
 
 def busy_model(cycles: int) -> torch.nn.Module:
-    """Two layers, and so many cycles of a GPU that do nothing. Of a class that workers get with it."""
+    """Two layers, and so many cycles of a GPU that do nothing. Of a class that workers get with
+    it.
+    """
 
     class Busy(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.Sequential(torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+            )
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             if rows.is_cuda:
@@ -115,4 +121,8 @@ def measure(device: str, rows: int) -> dict[str, Any]:
         history = estimator.fit_on_parquet().getHistory()
     speeds = [entry["rows"] / entry["seconds"] for entry in history[1:]]
     steps = max(10, rows // BATCH // 4)
-    return {"fed": statistics.median(speeds), "resident": resident(model, device, steps), "epochs": len(history)}
+    return {
+        "fed": statistics.median(speeds),
+        "resident": resident(model, device, steps),
+        "epochs": len(history),
+    }

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Programs of the ranks in `gpu_check.py`; they run on any device, so that they can be tested without a GPU."""
+"""Programs of the ranks in `gpu_check.py`; they run on any device, so that they can be tested
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,11 @@ def correct(device: str, folder: Path) -> dict[str, Any]:
         compare(f"broadcast of {dtype}", hvd.broadcast(own, size - 1), parts[-1])
         uneven = [part[: index + 1] for index, part in enumerate(parts)]
         compare(f"allgather of {dtype}", hvd.allgather(own), torch.cat(parts))
-        compare(f"uneven allgather of {dtype}", hvd.allgather(uneven[rank].to(device)), torch.cat(uneven))
+        compare(
+            f"uneven allgather of {dtype}",
+            hvd.allgather(uneven[rank].to(device)),
+            torch.cat(uneven),
+        )
         pair = hvd.grouped_allgather([own, uneven[rank].to(device)])
         compare(f"allgathers of {dtype} in a group", torch.cat(pair), torch.cat(parts + uneven))
         rows = [part[rank * 12 // size : (rank + 1) * 12 // size] for part in parts]
@@ -91,7 +97,11 @@ def correct(device: str, folder: Path) -> dict[str, Any]:
             wrong.append(f"splits of {dtype} on rank {rank}")
         if dtype in FLOATS + EIGHT_BITS:
             mine = slice(rank * 12 // size, (rank + 1) * 12 // size)
-            compare(f"reducescatter of {dtype}", hvd.reducescatter(own, op=hvd.Sum), whole.sum(0).to(dtype)[mine])
+            compare(
+                f"reducescatter of {dtype}",
+                hvd.reducescatter(own, op=hvd.Sum),
+                whole.sum(0).to(dtype)[mine],
+            )
     hvd.shutdown()
     return {"wrong": wrong}
 
@@ -108,7 +118,9 @@ def speed(device: str, folder: Path) -> dict[str, Any] | None:
 
 
 def engine(device: str, folder: Path) -> dict[str, Any]:
-    """One rank: an allreduce of 1 MiB through the engine and by torch, and whether a kernel in front holds the host."""
+    """One rank: an allreduce of 1 MiB through the engine and by torch, and whether a kernel in
+    front holds the host.
+    """
     import torch.distributed as dist  # noqa: PLC0415
 
     hvd.init()
@@ -128,7 +140,8 @@ def engine(device: str, folder: Path) -> dict[str, Any]:
         cycles = 200_000_000
         ahead = median(lambda: torch.cuda._sleep(cycles), device, 3)  # noqa: SLF001
         for name, call in calls.items():
-            # The first of a kind takes memory, loads kernels and connects ranks, which may wait for the GPU.
+            # The first of a kind takes memory, loads kernels and connects ranks, which may wait for
+            # the GPU.
             call()
             settle(device)
             torch.cuda._sleep(cycles)  # noqa: SLF001
@@ -139,7 +152,14 @@ def engine(device: str, folder: Path) -> dict[str, Any]:
     good = {name: torch.equal(call(), torch.ones_like(tensor)) for name, call in calls.items()}
     gathers = {name: median(calls[name], device, 100) for name in ("allgather", "alltoall")}
     hvd.shutdown()
-    return {"ours": ours, "theirs": theirs, "ahead": ahead, "held": held, "good": good, "gathers": gathers}
+    return {
+        "ours": ours,
+        "theirs": theirs,
+        "ahead": ahead,
+        "held": held,
+        "good": good,
+        "gathers": gathers,
+    }
 
 
 def gloo(device: str, folder: Path) -> dict[str, Any] | None:
@@ -163,12 +183,18 @@ def model(device: str, width: int) -> torch.nn.Module:
         before, here = width << max(stage - 1, 0), width << stage
         layers += [torch.nn.Conv2d(before, here, 3, stride=2, padding=1), torch.nn.ReLU()]
         for _ in range(3):
-            layers += [torch.nn.Conv2d(here, here, 3, padding=1), torch.nn.GroupNorm(8, here), torch.nn.ReLU()]
+            layers += [
+                torch.nn.Conv2d(here, here, 3, padding=1),
+                torch.nn.GroupNorm(8, here),
+                torch.nn.ReLU(),
+            ]
     layers += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(width << 3, 1000)]
     return torch.nn.Sequential(*layers).to(device)
 
 
-def step_of(network: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Callable[[], None]:
+def step_of(
+    network: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
+) -> Callable[[], None]:
     """One step of training on a batch."""
 
     def step() -> None:
@@ -190,7 +216,9 @@ def train(device: str, folder: Path) -> dict[str, Any]:
         network = model(device, width)
         optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.01)
         if name == "wrapped":
-            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters())
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, named_parameters=network.named_parameters()
+            )
         step = step_of(network, optimizer, batch)
         median(step, device, 5)
         times[name] = median(step, device, 30 if device == "cuda" else 5)
@@ -199,7 +227,8 @@ def train(device: str, folder: Path) -> dict[str, Any]:
 
 
 def views(device: str, folder: Path) -> dict[str, Any]:
-    """Milliseconds of a step whose gradients are views of buckets, how many of them NCCL gave, and what was learnt.
+    """Milliseconds of a step whose gradients are views of buckets, how many of them NCCL gave, and
+    what was learnt.
 
     The second optimizer takes the memory of the first, while the device may still be at work on it.
     """
@@ -225,14 +254,20 @@ def views(device: str, folder: Path) -> dict[str, Any]:
         step = step_of(network, optimizer, batch)
         times.append(median(step, device, 10 if device == "cuda" else 3))
         step()
-        learnt.append(float(sum(parameter.detach().double().abs().sum() for parameter in network.parameters())))
+        learnt.append(
+            float(
+                sum(parameter.detach().double().abs().sum() for parameter in network.parameters())
+            )
+        )
         del network, optimizer, step
     hvd.shutdown()
     return {"ms": min(times), "given": given, "learnt": learnt}
 
 
 def alike(device: str, folder: Path) -> dict[str, Any]:
-    """The largest difference of parameters between two ranks' training and one rank's with all batches."""
+    """The largest difference of parameters between two ranks' training and one rank's with all
+    batches.
+    """
     del folder
     # Convolutions in fewer bits would differ by more than the order of sums does.
     torch.backends.cudnn.allow_tf32 = False
@@ -242,7 +277,8 @@ def alike(device: str, folder: Path) -> dict[str, Any]:
     together, alone = model(device, 8), model(device, 8)
     plain = torch.optim.SGD(alone.parameters(), lr=0.01)
     wrapped = hvd.DistributedOptimizer(
-        torch.optim.SGD(together.parameters(), lr=0.01), named_parameters=together.named_parameters()
+        torch.optim.SGD(together.parameters(), lr=0.01),
+        named_parameters=together.named_parameters(),
     )
     for batch in batches:
         step_of(together, wrapped, batch[hvd.rank()])()
@@ -255,7 +291,8 @@ def alike(device: str, folder: Path) -> dict[str, Any]:
 
 def die(device: str, folder: Path) -> dict[str, Any] | None:
     """Seconds from the other rank's death to the error."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends survivors, which have still to note the time
+    # the launcher ends survivors, which have still to note the time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hvd.init()
     tensor = torch.ones(1 << 20, device=device)
     hvd.allreduce_(tensor, name="step", op=hvd.Max)

@@ -5,10 +5,11 @@
     pip install torchvision
     python bench/images.py [--images 1000] [--repeat 5]
 
-Photographs of 500 x 375 pixels, made up of smooth noise. JPEG files become float32 of 3 x 224 x 224: the middle,
-normalised. Then JPEG and PNG files are decoded alone, to uint8 of their own size. torchvision has the files in memory;
-the loader reads them from prepared data. Prints medians of images per second, and of the processor time of an image,
-which other load on the machine changes less. The goal is 1.0 x torchvision.
+Photographs of 500 x 375 pixels, made up of smooth noise. JPEG files become float32 of 3 x 224 x
+224: the middle, normalised. Then JPEG and PNG files are decoded alone, to uint8 of their own size.
+torchvision has the files in memory; the loader reads them from prepared data. Prints medians of
+images per second, and of the processor time of an image, which other load on the machine changes
+less. The goal is 1.0 x torchvision.
 """
 
 from __future__ import annotations
@@ -53,7 +54,12 @@ def photographs(count: int, kind: str) -> list[bytes]:
 def normalised() -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns torchvision's steps of a decoded image."""
     return v2.Compose(
-        [v2.Resize(224), v2.CenterCrop(224), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        [
+            v2.Resize(224),
+            v2.CenterCrop(224),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
     )
 
 
@@ -81,7 +87,9 @@ def loader_pass(loader: ParquetLoader) -> int:
     return sum(len(batch["image"]) for batch in loader)
 
 
-def medians(repeat: int, passes: dict[str, Callable[[], int]], count: int) -> dict[str, tuple[float, float]]:
+def medians(
+    repeat: int, passes: dict[str, Callable[[], int]], count: int
+) -> dict[str, tuple[float, float]]:
     """Returns the seconds of one pass of each: elapsed, and of processors.
 
     Passes alternate, so that other load on the machine slows all alike.
@@ -94,7 +102,10 @@ def medians(repeat: int, passes: dict[str, Callable[[], int]], count: int) -> di
                 raise RuntimeError("not all images were decoded")
             seconds[name].append((time.perf_counter() - start, time.process_time() - used))
     both = {name: zip(*some[1:], strict=True) for name, some in seconds.items()}
-    return {name: (statistics.median(next(one)), statistics.median(next(one))) for name, one in both.items()}
+    return {
+        name: (statistics.median(next(one)), statistics.median(next(one)))
+        for name, one in both.items()
+    }
 
 
 def main() -> None:
@@ -129,9 +140,17 @@ def compare(
         url = prepare_data(pa.table({"image": files}), directory).train_url
         decode = Decode({"image": how})
         loader = ParquetLoader(
-            url, BATCH, ["image"], framework="torch", transformation_fn=decode, transform_workers=THREADS
+            url,
+            BATCH,
+            ["image"],
+            framework="torch",
+            transformation_fn=decode,
+            transform_workers=THREADS,
         )
-        passes = {"torchvision": lambda: torchvision_pass(files, steps), "farandole": lambda: loader_pass(loader)}
+        passes = {
+            "torchvision": lambda: torchvision_pass(files, steps),
+            "farandole": lambda: loader_pass(loader),
+        }
         return medians(repeat, passes, len(files))
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Time until 64 workers on 4 hosts are up: `farandole run` next to `mpirun`, both by ssh, on the same hosts.
+"""Time until 64 workers on 4 hosts are up: `farandole run` next to `mpirun`, both by ssh, on the
+same hosts.
 
-Hosts are namespaces of this machine, each with an sshd of its own (tests/launch/bed.py). `up` is the time from the
-start of the launcher until the last worker has passed a barrier of all. The workers' programs import the same;
-`imports` is what that alone takes: as many processes on the same hosts, started by a shell loop, until the last has
-imported. All take turns. Needs root and Debian's packages (.ci/packages); writes bench/results/launch.json.
+Hosts are namespaces of this machine, each with an sshd of its own (tests/launch/bed.py). `up` is
+the time from the start of the launcher until the last worker has passed a barrier of all. The
+workers' programs import the same; `imports` is what that alone takes: as many processes on the same
+hosts, started by a shell loop, until the last has imported. All take turns. Needs root and Debian's
+packages (.ci/packages); writes bench/results/launch.json.
 
     .venv/bin/python bench/launch.py [--workers 64] [--hosts 4] [--rounds 3]
 """
@@ -64,9 +66,17 @@ def words(launcher: str, bed: Bed, workers: int) -> list[object]:
     program = [sys.executable, f"by_{launcher}.py"]
     if launcher == "farandole":
         return [sys.executable, "-m", "farandole", "run", "-np", workers, "-H", hosts, *program]
-    # `mpirun` needs an option for more processes than cores: otherwise they would spin in each other's way. It forwards
-    # no variable by itself.
-    flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    # `mpirun` needs an option for more processes than cores: otherwise they would spin in each
+    # other's way. It forwards no variable by itself.
+    flags = [
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "--mca",
+        "mpi_yield_when_idle",
+        "1",
+    ]
     flags += ["--mca", "btl", "self,vader,tcp"]
     flags += ["--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]
     forwarded = [word for name in ("OPENBLAS_NUM_THREADS", "PYTHONPATH") for word in ("-x", name)]
@@ -93,7 +103,10 @@ def once(launcher: str, bed: Bed, workers: int, limit: float) -> dict[str, float
     codes = [one.wait(limit) for one in running]
     found = stamps(running)
     if any(codes) or len(found) != workers:
-        sys.exit(f"launch: {launcher}: {len(found)} of {workers} workers: {''.join(one.said for one in running)}")
+        sys.exit(
+            f"launch: {launcher}: {len(found)} of {workers} workers: "
+            f"{''.join(one.said for one in running)}"
+        )
     bed.until_quiet()
     return {
         "first": min(stamp["began"] for stamp in found) - began,
@@ -114,7 +127,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds that one start may take")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds that one start may take"
+    )
     parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
     arguments = parser.parse_args()
     reason = missing()
@@ -140,19 +155,28 @@ def main() -> None:
                 found.append(once(name, bed, arguments.workers, arguments.limit))
     show(arguments.workers, arguments.hosts, rows)
     if not arguments.keep:
-        results: dict[str, Any] = {"workers": arguments.workers, "hosts": arguments.hosts, "rounds": rows}
+        results: dict[str, Any] = {
+            "workers": arguments.workers,
+            "hosts": arguments.hosts,
+            "rounds": rows,
+        }
         save("launch", results, began=began)
 
 
 def show(workers: int, hosts: int, rows: dict[str, list[dict[str, float]]]) -> None:
     """Prints the table: medians, and what is beyond the imports."""
     alone = middle(rows["imports"])["up"]
-    print(f"\n{workers} workers on {hosts} hosts, {os.cpu_count()} cores, {len(rows['imports'])} rounds (seconds)")
+    print(
+        f"\n{workers} workers on {hosts} hosts, {os.cpu_count()} cores, {len(rows['imports'])} "
+        "rounds (seconds)"
+    )
     print(f"{'':<10} {'first':>7} {'imported':>9} {'up':>7} {'ended':>7} {'beyond imports':>15}")
     for name, found in rows.items():
         row = middle(found)
         beyond = "" if name == "imports" else f"{row['up'] - alone:.2f}"
-        times = f"{row['first']:>7.2f} {row['imported']:>9.2f} {row['up']:>7.2f} {row['ended']:>7.2f}"
+        times = (
+            f"{row['first']:>7.2f} {row['imported']:>9.2f} {row['up']:>7.2f} {row['ended']:>7.2f}"
+        )
         print(f"{name:<10} {times} {beyond:>15}")
 
 

@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Allreduce between hosts that are network namespaces, next to torch Gloo in the same processes.
 
-Every host has a network, IPC and host-name namespace of its own and a veth pair to a bridge in this process's
-namespace, where the registrar listens. Worlds run at the speed of the machine, then shaped by `tc tbf`. Rows alternate
-between the two libraries, and from 64 KiB on float32 that travels as bfloat16 (`Compression.bf16`). `cpu` is the
-processor time of one call in milliseconds, over all ranks. Writes bench/results/netns.json.
+Every host has a network, IPC and host-name namespace of its own and a veth pair to a bridge in this
+process's namespace, where the registrar listens. Worlds run at the speed of the machine, then
+shaped by `tc tbf`. Rows alternate between the two libraries, and from 64 KiB on float32 that
+travels as bfloat16 (`Compression.bf16`). `cpu` is the processor time of one call in milliseconds,
+over all ranks. Writes bench/results/netns.json.
 
     bench/netns.sh [--hosts 2 4] [--ranks-per-host 1] [--rates 0 2gbit] [--sizes 1024 67108864] [--seconds 2]
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -61,8 +62,20 @@ class Host:
     def __init__(self, number: int, arguments: list[str], script: str = __file__) -> None:
         """Starts the process of `script` and plugs its cable in; it runs nothing before `start`."""
         self.number = number
-        own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, script, "--agent", str(number)]
-        self.process = subprocess.Popen([*own, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        own = [
+            "unshare",
+            "--net",
+            "--ipc",
+            "--uts",
+            "--",
+            sys.executable,
+            script,
+            "--agent",
+            str(number),
+        ]
+        self.process = subprocess.Popen(
+            [*own, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         # Its first line says that it is in its namespaces.
         if next(self.lines(), "") != "ready":
             sys.exit("netns: no namespace for a host")
@@ -92,11 +105,15 @@ class Host:
         self.process.kill()
         self.process.wait()
         # The other end goes with its namespace, which the kernel ends at its leisure.
-        subprocess.run(["ip", "link", "delete", f"port{self.number}"], check=False, capture_output=True)
+        subprocess.run(
+            ["ip", "link", "delete", f"port{self.number}"], check=False, capture_output=True
+        )
 
 
 def plugged(number: int, rate: str) -> tuple[str, str]:
-    """In the process of a host: says that it is there, and brings its network up; the line it got, and its card."""
+    """In the process of a host: says that it is there, and brings its network up; the line it
+    got, and its card.
+    """
     command("hostname", f"host{number}")
     print("ready", flush=True)
     line = sys.stdin.readline().strip()
@@ -106,7 +123,21 @@ def plugged(number: int, rate: str) -> tuple[str, str]:
         command("ip", "address", "add", f"{SUBNET}.{number + 1}/24", "dev", card)
         command("ip", "link", "set", card, "up")
         if rate != "0":
-            command("tc", "qdisc", "add", "dev", card, "root", "tbf", "rate", rate, "burst", "512kb", "latency", "20ms")
+            command(
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                card,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "512kb",
+                "latency",
+                "20ms",
+            )
     return line, card
 
 
@@ -123,7 +154,9 @@ def agent(number: int, arguments: argparse.Namespace) -> None:
     each = arguments.ranks_per_host
     with ThreadPoolExecutor(each) as pool:
         runs = [
-            pool.submit(run_agent, ticket, number * each + rank, worker, env=env, stream_output=False)
+            pool.submit(
+                run_agent, ticket, number * each + rank, worker, env=env, stream_output=False
+            )
             for rank in range(each)
         ]
         outcomes = [run.result() for run in runs]
@@ -152,7 +185,9 @@ def measure(sizes: list[int], seconds: float) -> None:
         tensor = torch.ones(size // 4)
         name = f"bench.{size}"
         calls: dict[str, Callable[[], object]] = {
-            "farandole": lambda tensor=tensor, name=name: hvd.allreduce_(tensor, name=name, op=hvd.Sum),
+            "farandole": lambda tensor=tensor, name=name: hvd.allreduce_(
+                tensor, name=name, op=hvd.Sum
+            ),
             "gloo": lambda tensor=tensor: dist.all_reduce(tensor),
         }
         if size >= COMPRESSED_FROM:
@@ -172,7 +207,9 @@ def measure(sizes: list[int], seconds: float) -> None:
                 dist.barrier()
                 before = cpu()
                 times[library] += turn(call, counts[library])
-                spent[library] += (cpu() - before) / (counts[library] + min(20, counts[library])) / ROUNDS
+                spent[library] += (
+                    (cpu() - before) / (counts[library] + min(20, counts[library])) / ROUNDS
+                )
                 if library != "bf16" and not bool((tensor[: 1 << 10] > 1.0).all()):
                     sys.exit("netns: a wrong sum")
         total = torch.tensor([spent[library] * 1e3 for library in calls], dtype=torch.float64)
@@ -192,9 +229,23 @@ def run(hosts: int, rate: str, arguments: argparse.Namespace) -> list[dict[str, 
 
     each = arguments.ranks_per_host
     shaped = "unshaped" if rate == "0" else rate
-    print(f"\n{hosts} hosts of {each} ranks on {os.cpu_count()} cores, {shaped} (microseconds; cpu in milliseconds)")
-    print(f"{'size':>8}  {'library':<9} {'calls':>6} {'min':>9} {'p50':>9} {'p99':>9} {'cpu':>8} {'GB/s':>6}  ratio")
-    own = ["--rate", rate, "--ranks-per-host", str(each), "--seconds", str(arguments.seconds), "--sizes"]
+    print(
+        f"\n{hosts} hosts of {each} ranks on {os.cpu_count()} cores, {shaped} (microseconds; cpu "
+        "in milliseconds)"
+    )
+    print(
+        f"{'size':>8}  {'library':<9} {'calls':>6} {'min':>9} {'p50':>9} {'p99':>9} {'cpu':>8} "
+        f"{'GB/s':>6}  ratio"
+    )
+    own = [
+        "--rate",
+        rate,
+        "--ranks-per-host",
+        str(each),
+        "--seconds",
+        str(arguments.seconds),
+        "--sizes",
+    ]
     own += map(str, arguments.sizes)
     rows = []
     with ExitStack() as stack:
@@ -233,12 +284,20 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="sizes of the world")
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--rates", nargs="+", default=["0", "2gbit"], help="what tc shapes each host to; 0: nothing")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 10, 64 << 20], help="bytes of float32")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for each library at each size")
+    parser.add_argument(
+        "--rates", nargs="+", default=["0", "2gbit"], help="what tc shapes each host to; 0: nothing"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[1 << 10, 64 << 20], help="bytes of float32"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="time for each library at each size"
+    )
     parser.add_argument("--keep", action="store_true", help="print only, and write no file")
     for own in ("--agent", "--rate"):
         parser.add_argument(own, help=argparse.SUPPRESS)
@@ -254,7 +313,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("netns: ended by SIGTERM"))
     bridge()
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    rows = [row for hosts in arguments.hosts for rate in arguments.rates for row in run(hosts, rate, arguments)]
+    rows = [
+        row
+        for hosts in arguments.hosts
+        for rate in arguments.rates
+        for row in run(hosts, rate, arguments)
+    ]
     if not arguments.keep:
         save("netns", {"rows": rows}, began=began)
 

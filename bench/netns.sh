@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 #
-# Allreduce between hosts that are network namespaces, next to torch Gloo in the same layout: see netns.py.
-# SCRIPT runs another one in the same way: see simulated.sh.
-# Everything lives in nameless namespaces whose first process dies with this script, so nothing is left behind.
+# Allreduce between hosts that are network namespaces, next to torch Gloo in the same layout: see
+# netns.py. SCRIPT runs another one in the same way: see simulated.sh.
+# Everything lives in nameless namespaces whose first process dies with this script, so nothing is
+# left behind.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-.venv/bin/python}"

@@ -15,16 +15,31 @@ RESULTS = Path(__file__).parent / "results"
 def commit() -> str:
     """The commit measured, with a mark when the tree differs from it, results aside."""
     git = ["git", "-C", str(RESULTS)]
-    name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    changed = [*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/bench/results"]
+    name = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
+    changed = [
+        *git,
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ":/",
+        ":!/bench/results",
+    ]
     dirty = subprocess.run(changed, capture_output=True, text=True, check=False)
     return (name.stdout.strip() or "unknown") + ("-dirty" if dirty.stdout.strip() else "")
 
 
 def processor() -> str:
-    """Its name, as the kernel has it: two kinds of machine differ in every ratio that memory decides."""
+    """Its name, as the kernel has it: two kinds of machine differ in every ratio that memory
+    decides.
+    """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 def save(name: str, results: dict[str, Any], **extra: Any) -> None:

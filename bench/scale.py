@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Resources of a rank and the time to form a world, by hosts and ranks: counted in real processes.
 
-Hosts are namespaces of this machine (UTS: they differ in their names), so ranks of different hosts are linked by TCP
-over the loopback device. `sockets`, `descriptors`, `threads` and `resident` are those of the rank that has most, after
-every rank took part in an allreduce; `formed` is the time from the first call of `init()` to the last return. More
-ranks than cores take turns: times say how this machine copes, counts hold anywhere. Needs root; writes
-bench/results/scale.json.
+Hosts are namespaces of this machine (UTS: they differ in their names), so ranks of different hosts
+are linked by TCP over the loopback device. `sockets`, `descriptors`, `threads` and `resident` are
+those of the rank that has most, after every rank took part in an allreduce; `formed` is the time
+from the first call of `init()` to the last return. More ranks than cores take turns: times say how
+this machine copes, counts hold anywhere. Needs root; writes bench/results/scale.json.
 
     .venv/bin/python bench/scale.py [--worlds 1x2,2x2,4x4,8x8]
 """
@@ -74,7 +74,10 @@ def measure(hosts: int, each: int) -> dict[str, Any]:
     if failed:
         raise SystemExit(failed[0])
     ranks = [json.loads(one.out) for one in ended]
-    most = {name: max(rank[name] for rank in ranks) for name in ("sockets", "descriptors", "threads", "resident")}
+    most = {
+        name: max(rank[name] for rank in ranks)
+        for name in ("sockets", "descriptors", "threads", "resident")
+    }
     formed = max(rank["ended"] for rank in ranks) - min(rank["began"] for rank in ranks)
     return {"hosts": hosts, "ranks": size, "formed": round(formed, 3), **most}
 

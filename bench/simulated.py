@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Allreduces between hosts that are network namespaces, next to what `farandole simulate` says of them.
+"""Allreduces between hosts that are network namespaces, next to what `farandole simulate` says of
+them.
 
-First the latency and the bandwidth of a TCP connection between two namespaces are measured, and what a core copies.
-With these, each allreduce is simulated, and then measured as bench/netns.sh measures it. A simulated rank has a core of
-its own, so worlds should have no more ranks than this machine has cores. Writes bench/results/simulated.json.
+First the latency and the bandwidth of a TCP connection between two namespaces are measured, and
+what a core copies. With these, each allreduce is simulated, and then measured as bench/netns.sh
+measures it. A simulated rank has a core of its own, so worlds should have no more ranks than this
+machine has cores. Writes bench/results/simulated.json.
 
     bench/simulated.sh [--hosts 2] [--ranks-per-host 1] [--rates 2gbit] [--sizes 4 1048576 67108864] [--keep]
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PING = 64
 BLOCK = 1 << 20
 SECONDS = 2.0
 SEALING = 0.03e-9
-"""Seconds of a core for each byte that one end seals or opens: docs/developer-guide/network-security.md."""
+"""Seconds of a core for each byte that one end seals or opens:
+docs/developer-guide/network-security.md.
+"""
 
 
 def received(connection: socket.socket, count: int) -> None:
@@ -45,8 +49,13 @@ def received(connection: socket.socket, count: int) -> None:
 
 
 def answer() -> None:
-    """The first host: sends pings back, then counts bytes until the end and says that it has them."""
-    with socket.create_server((f"{netns.SUBNET}.1", PORT)) as server, server.accept()[0] as connection:
+    """The first host: sends pings back, then counts bytes until the end and says that it has
+    them.
+    """
+    with (
+        socket.create_server((f"{netns.SUBNET}.1", PORT)) as server,
+        server.accept()[0] as connection,
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(PINGS):
             received(connection, PING)
@@ -84,13 +93,19 @@ def ask() -> dict[str, float]:
             sent += BLOCK
         connection.shutdown(socket.SHUT_WR)
         received(connection, 1)
-        return {"latency": statistics.median(times) / 2, "bandwidth": sent / (time.perf_counter() - began)}
+        return {
+            "latency": statistics.median(times) / 2,
+            "bandwidth": sent / (time.perf_counter() - began),
+        }
 
 
 def link(rate: str) -> dict[str, float]:
     """Measures a connection between two namespaces."""
     with ExitStack() as stack:
-        hosts = [stack.enter_context(netns.Host(number, ["--rate", rate], __file__)) for number in range(2)]
+        hosts = [
+            stack.enter_context(netns.Host(number, ["--rate", rate], __file__))
+            for number in range(2)
+        ]
         for host in hosts:
             host.start("go")
         found = next((line for line in hosts[1].lines() if line.startswith("{")), "")
@@ -112,7 +127,9 @@ def copied() -> float:
     return len(source) / statistics.median(times)
 
 
-def simulated(hosts: int, each: int, facts: dict[str, float], sizes: list[int]) -> list[dict[str, Any]]:
+def simulated(
+    hosts: int, each: int, facts: dict[str, float], sizes: list[int]
+) -> list[dict[str, Any]]:
     """Returns the rows that the command prints."""
     options = {
         "ranks": hosts * each,
@@ -135,12 +152,20 @@ def simulated(hosts: int, each: int, facts: dict[str, float], sizes: list[int]) 
 
 def main() -> None:
     """Prints the table and writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, default=2, help="namespaces")
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--rates", nargs="+", default=["2gbit"], help="what tc shapes each host to; 0: nothing")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 1 << 20, 64 << 20], help="bytes of float32")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for each library at each size")
+    parser.add_argument(
+        "--rates", nargs="+", default=["2gbit"], help="what tc shapes each host to; 0: nothing"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[4, 1 << 20, 64 << 20], help="bytes of float32"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="time for each library at each size"
+    )
     parser.add_argument("--keep", action="store_true", help="print only, and write no file")
     for own in ("--agent", "--rate"):
         parser.add_argument(own, help=argparse.SUPPRESS)
@@ -164,12 +189,19 @@ def main() -> None:
         facts = {**link(rate), "copy": copied(), "socket": socket_rate}
         told = simulated(arguments.hosts, arguments.ranks_per_host, facts, arguments.sizes)
         measured = netns.run(arguments.hosts, rate, arguments)
-        print(f"\n{facts['latency'] * 1e6:.1f} us, {facts['bandwidth'] * 8 / 1e9:.2f} Gbit/s, a core copies", end=" ")
+        print(
+            f"\n{facts['latency'] * 1e6:.1f} us, {facts['bandwidth'] * 8 / 1e9:.2f} Gbit/s, a "
+            "core copies",
+            end=" ",
+        )
         print(f"{facts['copy'] / 1e9:.1f} GB/s and sends {socket_rate / 1e9:.1f} GB/s")
         print(f"{'size':>8} {'measured us':>12} {'simulated us':>13}  simulated / measured")
         for row, answered in zip(measured, told, strict=True):
             times = (row["farandole"]["p50"], answered["seconds"] * 1e6)
-            print(f"{human(row['bytes']):>8} {times[0]:>12.1f} {times[1]:>13.1f}  {times[1] / times[0]:.2f}")
+            print(
+                f"{human(row['bytes']):>8} {times[0]:>12.1f} {times[1]:>13.1f}  "
+                f"{times[1] / times[0]:.2f}"
+            )
             rows.append({**row, "facts": facts, "simulated": answered})
     if not arguments.keep:
         save("simulated", {"rows": rows}, began=began)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The estimators' lives on Spark next to their floors: what any such job must pay on this machine, in the same run.
+"""The estimators' lives on Spark next to their floors: what any such job must pay on this machine,
+in the same run.
 
-The floor of a fit is two processes that import the framework at once, Spark's own `df.write.parquet` of the same frame,
-and one bare barrier job; a second fit finds its data prepared and is measured without the write. The floor of a
-transform is Spark's `mapInArrow` that returns its batches, on the same frame.
+The floor of a fit is two processes that import the framework at once, Spark's own
+`df.write.parquet` of the same frame, and one bare barrier job; a second fit finds its data prepared
+and is measured without the write. The floor of a transform is Spark's `mapInArrow` that returns its
+batches, on the same frame.
 
     python bench/spark.py [--rows 200000] [--rounds 3] [--peers] [--only torch|keras]
 """
@@ -79,10 +81,19 @@ def torch_estimator(store: str, **params: Any) -> Any:
     from farandole.spark.torch import TorchEstimator  # noqa: PLC0415
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    known = plain(store) | {"num_proc": 2, "model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss()}
-    return TorchEstimator(**{name: value for name, value in (known | params).items() if value is not None})
+    known = plain(store) | {
+        "num_proc": 2,
+        "model": model,
+        "optimizer": optimizer,
+        "loss": torch.nn.MSELoss(),
+    }
+    return TorchEstimator(
+        **{name: value for name, value in (known | params).items() if value is not None}
+    )
 
 
 def keras_estimator(store: str) -> Any:
@@ -91,13 +102,21 @@ def keras_estimator(store: str) -> Any:
 
     from farandole.spark.keras import KerasEstimator  # noqa: PLC0415
 
-    layers = [keras.Input((COLUMNS,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)]
+    layers = [
+        keras.Input((COLUMNS,)),
+        keras.layers.Dense(64, activation="relu"),
+        keras.layers.Dense(1),
+    ]
     optimizer = keras.optimizers.SGD(0.01)
-    return KerasEstimator(num_proc=2, model=keras.Sequential(layers), optimizer=optimizer, loss="mse", **plain(store))
+    return KerasEstimator(
+        num_proc=2, model=keras.Sequential(layers), optimizer=optimizer, loss="mse", **plain(store)
+    )
 
 
 def distributor_fit(rows: int) -> None:
-    """The same number of steps by pyspark's TorchDistributor and DDP over Gloo, on data that each rank makes up."""
+    """The same number of steps by pyspark's TorchDistributor and DDP over Gloo, on data that
+    each rank makes up.
+    """
     from pyspark.ml.torch.distributor import TorchDistributor  # noqa: PLC0415
 
     def train(steps: int) -> None:
@@ -105,7 +124,9 @@ def distributor_fit(rows: int) -> None:
         import torch.distributed as dist  # noqa: PLC0415
 
         dist.init_process_group("gloo")
-        layers = torch.nn.Sequential(torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+        )
         model = torch.nn.parallel.DistributedDataParallel(layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         x, y = torch.randn(BATCH, COLUMNS), torch.randn(BATCH, 1)
@@ -115,7 +136,9 @@ def distributor_fit(rows: int) -> None:
             optimizer.step()
         dist.destroy_process_group()
 
-    TorchDistributor(num_processes=2, local_mode=False, use_gpu=False).run(train, EPOCHS * -(-rows // (2 * BATCH)))
+    TorchDistributor(num_processes=2, local_mode=False, use_gpu=False).run(
+        train, EPOCHS * -(-rows // (2 * BATCH))
+    )
 
 
 def floors(spark: Any, frame: Any, scratch: str, rounds: int, module: str) -> dict[str, float]:
@@ -129,7 +152,9 @@ def floors(spark: Any, frame: Any, scratch: str, rounds: int, module: str) -> di
 
     bare()
     return {
-        f"import {module} twice": statistics.median(timed(lambda: import_twice(module)) for _ in range(rounds)),
+        f"import {module} twice": statistics.median(
+            timed(lambda: import_twice(module)) for _ in range(rounds)
+        ),
         "write.parquet": statistics.median(timed(write) for _ in range(rounds)),
         "bare job": statistics.median(timed(bare) for _ in range(rounds)),
     }
@@ -143,17 +168,29 @@ class Table:
 
     def floor(self, parts: dict[str, float]) -> None:
         """Notes what a floor is made of."""
-        self.rows += [{"what": f"floor: {name}", "seconds": seconds} for name, seconds in parts.items()]
+        self.rows += [
+            {"what": f"floor: {name}", "seconds": seconds} for name, seconds in parts.items()
+        ]
 
-    def row(self, name: str, seconds: float, floor: float, above: float, peer: float | None = None) -> None:
+    def row(
+        self, name: str, seconds: float, floor: float, above: float, peer: float | None = None
+    ) -> None:
         """Notes a measurement next to its floor, and how far beyond it may be."""
-        told = {"seconds": seconds, "floor": floor, "beyond": seconds - floor, "allowed": above, "horovod": peer}
+        told = {
+            "seconds": seconds,
+            "floor": floor,
+            "beyond": seconds - floor,
+            "allowed": above,
+            "horovod": peer,
+        }
         self.rows.append({"what": name} | told)
 
 
 @dataclass
 class Run:
-    """One framework's measurements: a session with two slots, a frame that it holds, and the table so far."""
+    """One framework's measurements: a session with two slots, a frame that it holds, and the
+    table so far.
+    """
 
     spark: Any
     columns: list[Any]
@@ -179,7 +216,9 @@ class Run:
         first = timed(lambda: fitted.append(made.fit(self.frame)))
         self.table.row(f"first fit{of}", first, self.first, above[0], HOROVOD.get(f"first fit{of}"))
         later = statistics.median(timed(lambda: made.fit(self.frame)) for _ in range(self.rounds))
-        self.table.row(f"second fit{of}", later, self.again, above[1], HOROVOD.get(f"second fit{of}"))
+        self.table.row(
+            f"second fit{of}", later, self.again, above[1], HOROVOD.get(f"second fit{of}")
+        )
         return fitted[0]
 
 
@@ -198,11 +237,16 @@ def running(rows: int, rounds: int, module: str) -> Iterator[Run]:
         .getOrCreate()
     )
     spark.sparkContext.setLogLevel("ERROR")
-    columns = [*(sf.rand(index).alias(f"x{index}") for index in range(COLUMNS)), sf.rand(99).alias("y")]
+    columns = [
+        *(sf.rand(index).alias(f"x{index}") for index in range(COLUMNS)),
+        sf.rand(99).alias("y"),
+    ]
     frame = spark.range(0, rows, 1, 4).select(*columns).cache()
     frame.count()
     with tempfile.TemporaryDirectory() as scratch:
-        run = Run(spark, columns, frame, scratch, rounds, floors(spark, frame, scratch, rounds, module))
+        run = Run(
+            spark, columns, frame, scratch, rounds, floors(spark, frame, scratch, rounds, module)
+        )
         run.table.floor(run.floors)
         yield run
     spark.stop()
@@ -217,8 +261,15 @@ def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
         frame, table, scratch = run.frame, run.table, run.scratch
         before = resident()
         fitted = run.fits(torch_estimator(f"{scratch}/store"), "", (3.0, 1.5))
-        warm = torch_estimator(f"{scratch}/store", num_proc=None, backend=SparkBackend(2, warm=True, verbose=0))
-        table.row("first fit with warm workers, on prepared data", timed(lambda: warm.fit(frame)), run.again, 3.0)
+        warm = torch_estimator(
+            f"{scratch}/store", num_proc=None, backend=SparkBackend(2, warm=True, verbose=0)
+        )
+        table.row(
+            "first fit with warm workers, on prepared data",
+            timed(lambda: warm.fit(frame)),
+            run.again,
+            3.0,
+        )
         second = statistics.median(timed(lambda: warm.fit(frame)) for _ in range(rounds))
         table.row("second fit with warm workers", second, run.again, 0.0, HOROVOD["second fit"])
         some = frame.limit(TRANSFORMED).repartition(2).cache()
@@ -242,7 +293,9 @@ def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
         table.rows.append({"what": what, "mib": [before, after_small, resident()]})
         if peers:
             seconds = timed(lambda: distributor_fit(rows))
-            table.rows.append({"what": "TorchDistributor + DDP, as many steps, no data", "seconds": seconds})
+            table.rows.append(
+                {"what": "TorchDistributor + DDP, as many steps, no data", "seconds": seconds}
+            )
     return table.rows
 
 
@@ -260,12 +313,23 @@ def shown(table: list[dict[str, Any]]) -> None:
         if "mib" in one:
             print(f"{one['what']:58}" + "".join(f"{value:8.0f}" for value in one["mib"]))
             continue
-        cells = [one["seconds"], one.get("floor"), one.get("beyond"), one.get("allowed"), one.get("horovod")]
-        print(f"{one['what']:58}" + "".join(f"{value:8.2f}" if value is not None else " " * 8 for value in cells))
+        cells = [
+            one["seconds"],
+            one.get("floor"),
+            one.get("beyond"),
+            one.get("allowed"),
+            one.get("horovod"),
+        ]
+        print(
+            f"{one['what']:58}"
+            + "".join(f"{value:8.2f}" if value is not None else " " * 8 for value in cells)
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", action="store_true", help="also pyspark's TorchDistributor")
@@ -281,7 +345,10 @@ def main() -> None:
     measure = {"torch": measure_torch, "keras": measure_keras}[options.only]
     table = measure(options.rows, options.rounds, options.peers)
     shown(table)
-    save("spark" if options.only == "torch" else "spark_keras", {"rows": options.rows, "table": table})
+    save(
+        "spark" if options.only == "torch" else "spark_keras",
+        {"rows": options.rows, "table": table},
+    )
 
 
 if __name__ == "__main__":

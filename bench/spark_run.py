@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A trivial function on two tasks of a Spark session that is up, next to TorchDistributor in the same run.
+"""A trivial function on two tasks of a Spark session that is up, next to TorchDistributor in the
+same run.
 
     python bench/spark_run.py [--repeat 5] [--skip-peer]
 
-Prints medians in seconds: `farandole.spark.run`, the same with torch imported in the function, cold and warm,
-`TorchDistributor.run` where pyspark has it, and the floors: a bare barrier job, two `import torch` at once.
+Prints medians in seconds: `farandole.spark.run`, the same with torch imported in the function, cold
+and warm, `TorchDistributor.run` where pyspark has it, and the floors: a bare barrier job, two
+`import torch` at once.
 """
 
 from __future__ import annotations
@@ -86,14 +88,20 @@ def main() -> None:
 
         tasks = spark.range(0, 2, 1, 2)
         print(f"{'seconds':<44} {'first':>8} {'median':>8}")
-        row("bare barrier job", seconds(tasks.mapInArrow(bare, "id long", barrier=True).collect, options.repeat))
+        row(
+            "bare barrier job",
+            seconds(tasks.mapInArrow(bare, "id long", barrier=True).collect, options.repeat),
+        )
         row("two `import torch` at once", seconds(imports, 2))
         row(
-            "farandole.spark.run", seconds(lambda: farandole.spark.run(nothing, num_proc=2, warm=False), options.repeat)
+            "farandole.spark.run",
+            seconds(lambda: farandole.spark.run(nothing, num_proc=2, warm=False), options.repeat),
         )
         cold = seconds(lambda: farandole.spark.run(with_torch, num_proc=2, warm=False), 2)
         row("farandole.spark.run, imports torch", cold)
-        warm = seconds(lambda: farandole.spark.run(with_torch, num_proc=2, warm=True), options.repeat)
+        warm = seconds(
+            lambda: farandole.spark.run(with_torch, num_proc=2, warm=True), options.repeat
+        )
         row("farandole.spark.run, imports torch, warm", warm)
         if not options.skip_peer:
             from pyspark.ml.torch.distributor import TorchDistributor  # noqa: PLC0415 - heavy, and may be left out

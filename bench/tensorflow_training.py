@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""TensorFlow: eager allreduce next to torch, the cost of a step, and `fit` next to one process and to tf.distribute.
+"""TensorFlow: eager allreduce next to torch, the cost of a step, and `fit` next to one process and
+to tf.distribute.
 
     python bench/tensorflow_training.py [--ranks 2] [--steps 30] [--batch 64]
 
-Operations take turns in the same processes. The training rows run one after the other, each in processes of its own,
-twice: `alone` and `whole` are one process, with one thread on a rank's share of the batch and with a thread for every
-rank on all of it; `apart` is as many processes as ranks, each as `alone`, at the same time: no reduction at all, which
-nobody's can beat; `fit` and `loop` are Farandole's, `groups` is `fit` with gradients in four groups, of which the first
-travel while the backward pass computes the last; `mirrored` is tf.distribute's MultiWorkerMirroredStrategy with
+Operations take turns in the same processes. The training rows run one after the other, each in
+processes of its own, twice: `alone` and `whole` are one process, with one thread on a rank's share
+of the batch and with a thread for every rank on all of it; `apart` is as many processes as ranks,
+each as `alone`, at the same time: no reduction at all, which nobody's can beat; `fit` and `loop`
+are Farandole's, `groups` is `fit` with gradients in four groups, of which the first travel while
+the backward pass computes the last; `mirrored` is tf.distribute's MultiWorkerMirroredStrategy with
 strategy.run, which Keras 3 refuses in `fit`. Writes bench/results/tensorflow.json.
 """
 
@@ -56,7 +58,10 @@ def report(what: str, microseconds: dict[str, float]) -> None:
     import farandole.torch as hvd  # noqa: PLC0415
 
     if hvd.rank() == 0:
-        print(json.dumps({"what": what, "ranks": hvd.size(), "microseconds": microseconds}), flush=True)
+        print(
+            json.dumps({"what": what, "ranks": hvd.size(), "microseconds": microseconds}),
+            flush=True,
+        )
 
 
 def operations() -> None:
@@ -76,17 +81,25 @@ def operations() -> None:
         number = tf.constant([1], tf.int64)
         calls: dict[str, Callable[[], object]] = {
             "farandole.tensorflow": lambda ours=ours: hvd.allreduce(ours, op=hvd.Sum, name="t"),
-            "farandole.torch": lambda theirs=theirs: torched.allreduce(theirs, op=hvd.Sum, name="t"),
-            "farandole.torch, in place": lambda theirs=theirs: torched.allreduce_(theirs, op=hvd.Average, name="i"),
+            "farandole.torch": lambda theirs=theirs: torched.allreduce(
+                theirs, op=hvd.Sum, name="t"
+            ),
+            "farandole.torch, in place": lambda theirs=theirs: torched.allreduce_(
+                theirs, op=hvd.Average, name="i"
+            ),
         }
         if size == 4:  # noqa: PLR2004
-            calls["op that does nothing"] = lambda number=number: ops.farandole_probe(tensor=number, delay=0)
+            calls["op that does nothing"] = lambda number=number: ops.farandole_probe(
+                tensor=number, delay=0
+            )
         report(f"allreduce of {size} B", turns(calls, count))
     overhead()
 
 
 def overhead() -> None:
-    """A step of many tiny layers, compiled by tf.function, with and without its reduction; and that by torch."""
+    """A step of many tiny layers, compiled by tf.function, with and without its reduction; and
+    that by torch.
+    """
     import tensorflow as tf  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
@@ -117,7 +130,8 @@ def overhead() -> None:
 
     def meet() -> None:
         alone()
-        # The cost of a reduction for its caller: the transfer, and the wait for the rank that comes later.
+        # The cost of a reduction for its caller: the transfer, and the wait for the rank that comes
+        # later.
         reduce()
 
     calls = {
@@ -136,7 +150,9 @@ def data(batch: int, steps: int) -> tuple[Any, Any]:
     return tuple(random.normal(size=(batch * steps, WIDTH)).astype(np.float32) for _ in range(2))
 
 
-def fit(batch: int, steps: int, threads: int, distributed: bool, groups: int | None = None) -> float:
+def fit(
+    batch: int, steps: int, threads: int, distributed: bool, groups: int | None = None
+) -> float:
     """Median milliseconds of a step of `model.fit`."""
     import tensorflow as tf  # noqa: PLC0415
 
@@ -202,7 +218,9 @@ def loop(batch: int, steps: int, mirrored: bool) -> float:
             grads = hvd.DistributedGradientTape(tape).gradient(loss, weights)
         else:
             mine = tape.gradient(loss, weights)
-            grads = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, mine)
+            grads = tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.MEAN, mine
+            )
         for weight, grad in zip(weights, grads, strict=True):
             weight.assign_sub(1e-4 * grad)
 
@@ -223,7 +241,9 @@ def mirror(rank: int, size: int) -> None:
         free.bind(("127.0.0.1", 0))
         ports = arrays.allgather_object(free.getsockname()[1])
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports[:size]]}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+    os.environ["TF_CONFIG"] = json.dumps(
+        {"cluster": cluster, "task": {"type": "worker", "index": rank}}
+    )
 
 
 def worker(what: str, batch: int, steps: int, threads: int) -> None:
@@ -254,7 +274,10 @@ def worker(what: str, batch: int, steps: int, threads: int) -> None:
 def judged(times: dict[str, float]) -> Iterator[str]:
     """Yields comparisons for the times of operations."""
     ours, theirs = times.get("farandole.tensorflow"), times.get("farandole.torch")
-    nothing, step = times.get("op that does nothing"), times.get("step with DistributedGradientTape")
+    nothing, step = (
+        times.get("op that does nothing"),
+        times.get("step with DistributedGradientTape"),
+    )
     if ours is not None and theirs is not None:
         yield f"{ours / theirs:.2f} x farandole.torch" + (
             "" if nothing is None else f", {ours - nothing:.1f} beyond nothing"
@@ -265,8 +288,26 @@ def judged(times: dict[str, float]) -> Iterator[str]:
 
 def launch(ranks: int, what: str, batch: int, steps: int, threads: int = 1) -> list[dict[str, Any]]:
     """Starts the processes of a row and reads what they print."""
-    command = [sys.executable, "-m", "farandole", "run", "-np", str(ranks), sys.executable, __file__]
-    command += ["--worker", what, "--batch", str(batch), "--steps", str(steps), "--threads", str(threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        str(ranks),
+        sys.executable,
+        __file__,
+    ]
+    command += [
+        "--worker",
+        what,
+        "--batch",
+        str(batch),
+        "--steps",
+        str(steps),
+        "--threads",
+        str(threads),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     # The launcher puts the rank before every line.
@@ -274,7 +315,9 @@ def launch(ranks: int, what: str, batch: int, steps: int, threads: int = 1) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="size of the world")
     parser.add_argument("--steps", type=int, default=30, help="training steps of a row")
     parser.add_argument("--batch", type=int, default=64, help="rows of a rank's batch")
@@ -306,11 +349,21 @@ def main() -> None:
             [row] = launch(processes, what, rows_of_batch, steps, threads)
             times.setdefault(what, []).append(row["milliseconds"])
     medians = {what: min(values) for what, values in times.items()}
-    print(f"\na training step of 25 M parameters, {batch} rows a rank (median milliseconds, the better of two runs)")
+    print(
+        f"\na training step of 25 M parameters, {batch} rows a rank (median milliseconds, the "
+        "better of two runs)"
+    )
     for what, milliseconds in medians.items():
         peer = "mirrored" if what == "loop" else "whole"
         print(f"{what:>14} {milliseconds:>9.1f}  {milliseconds / medians[peer]:.3f} x {peer}")
-    rows.append({"what": f"training step, {batch} rows a rank", "ranks": ranks, "milliseconds": medians, "runs": times})
+    rows.append(
+        {
+            "what": f"training step, {batch} rows a rank",
+            "ranks": ranks,
+            "milliseconds": medians,
+            "runs": times,
+        }
+    )
     save("tensorflow", {"rows": rows})
 
 

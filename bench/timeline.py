@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Cost of the timeline of all ranks: steps with it and without it, alternately in the same processes.
+"""Cost of the timeline of all ranks: steps with it and without it, alternately in the same
+processes.
 
     python bench/timeline.py [--ranks 2] [--blocks 40] [--steps 15]
 
-Each rank trains a network of PyTorch and marks its phases, as estimators do. Prints the median step without and with a
-timeline, and bytes of the timeline for each step of a rank. `small` is the worst case: nothing but small sums.
+Each rank trains a network of PyTorch and marks its phases, as estimators do. Prints the median step
+without and with a timeline, and bytes of the timeline for each step of a rank. `small` is the worst
+case: nothing but small sums.
 """
 
 # ruff: noqa: PLC0415 - each rank loads what it needs
@@ -45,7 +47,9 @@ def training() -> Callable[[], None]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layers = [part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    layers = [
+        part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+    ]
     model = torch.nn.Sequential(*layers)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
@@ -83,7 +87,9 @@ def small() -> Callable[[], None]:
 KINDS = {"training": training, "small": small}
 
 
-def measure(kind: str, blocks: int, steps: int, folder: str) -> tuple[list[float], list[float], float]:
+def measure(
+    kind: str, blocks: int, steps: int, folder: str
+) -> tuple[list[float], list[float], float]:
     """Seconds of each step on this rank without and with a timeline, and bytes for a step."""
     import farandole.numpy as hvd
     from farandole.common.timeline import start_timeline, stop_timeline
@@ -114,7 +120,9 @@ def measure(kind: str, blocks: int, steps: int, folder: str) -> tuple[list[float
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--steps", type=int, default=15)
@@ -122,7 +130,9 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
-            told = farandole.run(measure, (kind, given.blocks, given.steps, folder), num_proc=given.ranks)
+            told = farandole.run(
+                measure, (kind, given.blocks, given.steps, folder), num_proc=given.ranks
+            )
         without, traced, size = told[0]
         medians = statistics.median(without), statistics.median(traced)
         rows[kind] = {
@@ -134,7 +144,11 @@ def main() -> None:
             "share_of_means": sum(traced) / sum(without) - 1,
             "bytes_per_step": size,
         }
-        print(kind, ", ".join(f"{name} {value:,.4g}" for name, value in rows[kind].items()), flush=True)
+        print(
+            kind,
+            ", ".join(f"{name} {value:,.4g}" for name, value in rows[kind].items()),
+            flush=True,
+        )
     save("timeline", rows)
 
 

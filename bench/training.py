@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A training step of a model with many tensors, and bursts of asynchronous allreduces, next to DDP and Gloo.
+"""A training step of a model with many tensors, and bursts of asynchronous allreduces, next to DDP
+and Gloo.
 
-Contestants take turns in the same processes, so that all see the same machine. Every step computes the loss, its
-gradients, reduces them and updates: `alone` without reducing, `farandole` by DistributedOptimizer, `ddp` by
-DistributedDataParallel over Gloo, and both again with gradients that are views of their buckets.
+Contestants take turns in the same processes, so that all see the same machine. Every step computes
+the loss, its gradients, reduces them and updates: `alone` without reducing, `farandole` by
+DistributedOptimizer, `ddp` by DistributedDataParallel over Gloo, and both again with gradients that
+are views of their buckets.
 
     python bench/training.py [--ranks 2] [--rounds 5]
 """
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYERS, WIDTH, BATCH = 160, 400, 8
-"""160 layers of 400 x 400 and their biases: 25.7 M parameters in 320 tensors, about 45 ms a step on one core."""
+"""160 layers of 400 x 400 and their biases: 25.7 M parameters in 320 tensors, about 45 ms a step
+on one core.
+"""
 STEPS = 10
 """Steps of one turn; one more comes before they count."""
 BURST, BURST_BYTES = 100, 64 << 10
@@ -61,7 +65,11 @@ def measure(rounds: int) -> None:
     inputs, targets = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
     def model() -> torch.nn.Module:
-        layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+        layers = [
+            layer
+            for _ in range(LAYERS)
+            for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+        ]
         return torch.nn.Sequential(*layers)
 
     def step_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -76,10 +84,15 @@ def measure(rounds: int) -> None:
         return torch.optim.SGD(module.parameters(), lr=0.001)
 
     def reducing(module: torch.nn.Module, **options: object) -> torch.optim.Optimizer:
-        return hvd.DistributedOptimizer(plain(module), named_parameters=module.named_parameters(), **options)
+        return hvd.DistributedOptimizer(
+            plain(module), named_parameters=module.named_parameters(), **options
+        )
 
     alone, ours, viewed = model(), model(), model()
-    ddp, ddp_viewed = DistributedDataParallel(model()), DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    ddp, ddp_viewed = (
+        DistributedDataParallel(model()),
+        DistributedDataParallel(model(), gradient_as_bucket_view=True),
+    )
     report(
         {
             "training step": {
@@ -100,7 +113,9 @@ def measure(rounds: int) -> None:
     tensors = [torch.ones(BURST_BYTES // 4) for _ in range(BURST)]
 
     def our_burst() -> None:
-        for handle in [hvd.allreduce_async_(t, name=f"burst.{i}", op=hvd.Sum) for i, t in enumerate(tensors)]:
+        for handle in [
+            hvd.allreduce_async_(t, name=f"burst.{i}", op=hvd.Sum) for i, t in enumerate(tensors)
+        ]:
             hvd.synchronize(handle)
 
     def gloo_burst() -> None:
@@ -126,7 +141,9 @@ def report(tables: dict[str, dict[str, Callable[[], object]]], rounds: int, coun
     """Measures the contestants of all tables turn by turn."""
     import farandole.torch as hvd  # noqa: PLC0415
 
-    times: dict[tuple[str, str], list[float]] = {(what, name): [] for what in tables for name in tables[what]}
+    times: dict[tuple[str, str], list[float]] = {
+        (what, name): [] for what in tables for name in tables[what]
+    }
     for _ in range(rounds):
         for (what, name), taken in times.items():
             hvd.barrier()
@@ -134,11 +151,15 @@ def report(tables: dict[str, dict[str, Callable[[], object]]], rounds: int, coun
     for what, calls in tables.items():
         if hvd.rank() == 0:
             medians = {name: statistics.median(times[what, name]) * 1e3 for name in calls}
-            print(json.dumps({"what": what, "ranks": hvd.size(), "milliseconds": medians}), flush=True)
+            print(
+                json.dumps({"what": what, "ranks": hvd.size(), "milliseconds": medians}), flush=True
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="size of the world")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contestant")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -159,7 +180,9 @@ def main() -> None:
         row = json.loads(brace + rest)
         rows.append(row)
         *_, (peer, theirs) = row["milliseconds"].items()
-        print(f"\n{row['what']}, {row['ranks']} ranks on {os.cpu_count()} cores (median milliseconds)")
+        print(
+            f"\n{row['what']}, {row['ranks']} ranks on {os.cpu_count()} cores (median milliseconds)"
+        )
         for name, milliseconds in row["milliseconds"].items():
             print(f"{name:>14} {milliseconds:>9.2f}  {milliseconds / theirs:.3f} x {peer}")
     save("training", {"rows": rows})

@@ -4,10 +4,11 @@
 
     python bench/tuning.py [--trials 20] [--only optuna tune spark]
 
-Prints seconds of each search, next to the same trials one after the other without warm workers: those of Optuna and Ray
-Tune as functions on `LocalBackend`, those of Spark's `CrossValidator` as fits of an estimator. The two of Spark have a
-process and a session each, because the second would find a warm JVM. Their clocks start when the rows are in Spark's
-memory and the model and its optimizer are made.
+Prints seconds of each search, next to the same trials one after the other without warm workers:
+those of Optuna and Ray Tune as functions on `LocalBackend`, those of Spark's `CrossValidator` as
+fits of an estimator. The two of Spark have a process and a session each, because the second would
+find a warm JVM. Their clocks start when the rows are in Spark's memory and the model and its
+optimizer are made.
 """
 
 # ruff: noqa: PLC0415 - each search loads what it needs
@@ -41,7 +42,9 @@ FOLDS = 2
 
 IMAGES, LABELS = load_digits(return_X_y=True)
 IMAGES = IMAGES.astype("float32") / 16
-"""The digits travel with the function, because importing scikit-learn on each rank takes as long as importing torch."""
+"""The digits travel with the function, because importing scikit-learn on each rank takes as long
+as importing torch.
+"""
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves beside whatever else runs
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -68,7 +71,9 @@ def train(given: dict[str, Any]) -> float:
     for epoch in range(EPOCHS):
         for start in range(0, 896, 64):
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x[start : start + 64]), y[start : start + 64])
+            loss = torch.nn.functional.cross_entropy(
+                model(x[start : start + 64]), y[start : start + 64]
+            )
             loss.backward()
             optimizer.step()
         report(epoch, loss=hvd.allreduce(loss.detach()).item())
@@ -115,7 +120,13 @@ def by_ray_tune(trials: int) -> None:
     from farandole.ray.tune import trainable
     from ray import tune
 
-    ray.init(address="local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=RANKS,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     try:
         with tempfile.TemporaryDirectory() as folder, timed("ray tune", "search"):
             found = tune.Tuner(
@@ -132,13 +143,20 @@ def by_ray_tune(trials: int) -> None:
 def by_cross_validator(trials: int) -> None:
     for kind in ("search", "one by one"):
         command = [sys.executable, __file__, "--trials", str(trials), "--spark", kind]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+        )
         rows.setdefault("cross validator", {})[kind] = float(done.stdout.split()[-1])
-        print(f"{'cross validator':<16} {kind:<10} {rows['cross validator'][kind]:>8.1f} s", flush=True)
+        print(
+            f"{'cross validator':<16} {kind:<10} {rows['cross validator'][kind]:>8.1f} s",
+            flush=True,
+        )
 
 
 def on_spark(trials: int, kind: str) -> float:
-    """Seconds of a `CrossValidator`, or of its fits and evaluations one after the other, in a session of their own."""
+    """Seconds of a `CrossValidator`, or of its fits and evaluations one after the other, in a
+    session of their own.
+    """
     from pyspark.ml.evaluation import RegressionEvaluator
     from pyspark.ml.linalg import Vectors
     from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
@@ -159,11 +177,16 @@ def on_spark(trials: int, kind: str) -> float:
             .getOrCreate()
         )
         spark.sparkContext.setLogLevel("OFF")
-        told = [(Vectors.dense(image), float(label)) for image, label in zip(IMAGES, LABELS, strict=True)]
+        told = [
+            (Vectors.dense(image), float(label))
+            for image, label in zip(IMAGES, LABELS, strict=True)
+        ]
         frame = spark.createDataFrame(told, ["features", "label"]).cache()
         frame.count()
         judge = RegressionEvaluator(labelCol="label", predictionCol="label__output")
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+        )
         estimator = TorchEstimator(
             backend=SparkBackend(RANKS, warm=None if kind == "search" else False, verbose=0),
             store=LocalStore(f"{folder}/store"),
@@ -194,7 +217,8 @@ def on_spark(trials: int, kind: str) -> float:
                     clear_training_cache()
                     fitted = estimator.fit(part, {estimator.batch_size: size})
                     assert judge.evaluate(fitted.transform(rest)) > 0, fold
-            estimator.fit(frame, {estimator.batch_size: sizes[0]})  # the search's last fit, of the best on all rows
+            # the search's last fit, of the best on all rows
+            estimator.fit(frame, {estimator.batch_size: sizes[0]})
         took = time.perf_counter() - started
         spark.stop()
         return took
@@ -203,7 +227,12 @@ def on_spark(trials: int, kind: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--only", nargs="*", default=["optuna", "tune", "spark"], choices=["optuna", "tune", "spark"])
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=["optuna", "tune", "spark"],
+        choices=["optuna", "tune", "spark"],
+    )
     parser.add_argument("--spark", choices=["search", "one by one"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.spark is not None:
@@ -222,7 +251,11 @@ def main() -> None:
     print(f"{'seconds':<16} {'search':>8} {'one by one':>11} {'share':>6}")
     for name, found in rows.items():
         found["share"] = found["search"] / found["one by one"]
-        print(f"{name:<16} {found['search']:>8.1f} {found['one by one']:>11.1f} {found['share']:>6.2f}", flush=True)
+        print(
+            f"{name:<16} {found['search']:>8.1f} {found['one by one']:>11.1f} "
+            f"{found['share']:>6.2f}",
+            flush=True,
+        )
     save("tuning", {"trials": options.trials, "rows": rows})
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Time of the run viewer's page in Debian's Chromium: a list of 1,000 runs, and a run of 1,000,000 points.
+"""Time of the run viewer's page in Debian's Chromium: a list of 1,000 runs, and a run of 1,000,000
+points.
 
     python bench/ui.py [--runs 1000] [--points 1000000] [--tries 5]
 
-Prints seconds from the request of the page to its first answer drawn, and milliseconds of an answer with the curves.
+Prints seconds from the request of the page to its first answer drawn, and milliseconds of an answer
+with the curves.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CURVES = """async () => {
     const began = performance.now();
     const told = await (await fetch("api/curves?run=0%2Flong&pixels=600")).json();
     return [performance.now() - began, told.runs[0].curves[0].points, told.runs[0].curves[0].x.length];
-}"""
+}"""  # noqa: E501
 
 
 def history(path: Path, epochs: int) -> None:
@@ -47,15 +49,20 @@ def run(store: Path, name: str, epochs: int) -> None:
     """A run as estimators leave it."""
     history(store / "runs" / name / "logs" / "history.jsonl", epochs)
     record: dict[str, Any] = {
-        "format": 1, "name": name, "what": "TorchEstimator", "model": "Sequential", "state": "ended", "user": "ada",
-        "started": 0, "ended": 60_000, "size": 2, "epochs": epochs, "done": epochs, "parameters": {"batch_size": 32},
-        "data": {"told": "1,294 training rows"}, "best": {"name": "loss", "value": 0.5, "epoch": epochs},
+        "format": 1, "name": name, "what": "TorchEstimator", "model": "Sequential",
+        "state": "ended", "user": "ada",
+        "started": 0, "ended": 60_000, "size": 2, "epochs": epochs, "done": epochs,
+        "parameters": {"batch_size": 32},
+        "data": {"told": "1,294 training rows"},
+        "best": {"name": "loss", "value": 0.5, "epoch": epochs},
     }  # fmt: skip
     (store / "runs" / name / "_record.json").write_text(json.dumps(record))
 
 
 def listed(browser: Browser, store: Path, tries: int) -> list[float]:
-    """Seconds until the list is drawn, each time in a fresh profile; the first has a server that has read nothing."""
+    """Seconds until the list is drawn, each time in a fresh profile; the first has a server that
+    has read nothing.
+    """
     times = []
     with Viewer((str(store),)) as viewer:
         for _ in range(tries):
@@ -84,7 +91,9 @@ def curves(browser: Browser, store: Path, tries: int) -> tuple[float, list[float
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--points", type=int, default=1_000_000)
     parser.add_argument("--tries", type=int, default=5)
@@ -93,7 +102,9 @@ def main() -> None:
     if chromium is None:
         raise SystemExit("without a browser (Debian: apt-get install chromium)")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         many, long = Path(folder, "many"), Path(folder, "long")
         for number in range(given.runs):
             run(many, f"run-{number:04d}", EPOCHS)
@@ -102,7 +113,8 @@ def main() -> None:
         first, answers, points = curves(browser, long, given.tries)
         browser.close()
     rows = {
-        "list": {"runs": given.runs, "first_s": times[0], "median_s": statistics.median(times), "max_s": max(times)},
+        "list": {"runs": given.runs, "first_s": times[0], "median_s": statistics.median(times),
+            "max_s": max(times)},
         "curves": {
             "points": given.points,
             "first_s": first,

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A Sphinx extension with one directive: `api` writes the reference of a module's public names from its docstrings.
+"""A Sphinx extension with one directive: `api` writes the reference of a module's public names from
+its docstrings.
 
-A name is public when the module's `__all__` lists it. The sources are parsed and not imported, so the page of each
-framework builds without that framework. A public name without a docstring is a warning, which fails `make docs`.
+A name is public when the module's `__all__` lists it. The sources are parsed and not imported, so
+the page of each framework builds without that framework. A public name without a docstring is a
+warning, which fails `make docs`.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def docstring(thing: Any) -> Lines:
         if kind == "text":
             lines += [*section.value.splitlines(), ""]
         elif kind == "admonition":
-            # `Example:` is the only one in the sources, and its content is code, in a fence or without.
+            # `Example:` is the only one in the sources, and its content is code, in a fence or
+            # without.
             code = section.value.description.splitlines()
             lines += [*(code if code[0].startswith("```") else ["```python", *code, "```"]), ""]
         elif kind in SECTIONS:
@@ -93,12 +96,19 @@ def signature(function: Any, *, method: bool) -> str:
         elif kind is griffe.ParameterKind.keyword_only and not star:
             star = True
             parts.append("*")
-        stars = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}.get(kind, "")
+        stars = {
+            griffe.ParameterKind.var_positional: "*",
+            griffe.ParameterKind.var_keyword: "**",
+        }.get(kind, "")
         text = f"{stars}{parameter.name}"
         if parameter.annotation is not None:
             text += f": {parameter.annotation}"
         if parameter.default is not None and not stars:
-            text += f" = {parameter.default}" if parameter.annotation is not None else f"={parameter.default}"
+            text += (
+                f" = {parameter.default}"
+                if parameter.annotation is not None
+                else f"={parameter.default}"
+            )
         parts.append(text)
         following = parameters[position + 1] if position + 1 < len(parameters) else None
         positional = griffe.ParameterKind.positional_only
@@ -121,7 +131,9 @@ def documented(member: Any, title: str, kind: str, width: int, *, method: bool =
 
 
 class Stated(NamedTuple):
-    """A parameter of Spark ML, as the sources state it: `batch_size: Parameter[int] = Parameter("Rows.", ...)`."""
+    """A parameter of Spark ML, as the sources state it: `batch_size: Parameter[int] =
+    Parameter("Rows.", ...)`.
+    """
 
     name: str
     kind: str
@@ -149,7 +161,9 @@ def stated(attribute: Any) -> Stated | None:
     if not isinstance(call, ast.Call):
         return None
     defaults = [ast.unparse(one.value) for one in call.keywords if one.arg == "default"]
-    return Stated(attribute.name, kind[len("Parameter[") : -1], ast.literal_eval(call.args[0]), *defaults)
+    return Stated(
+        attribute.name, kind[len("Parameter[") : -1], ast.literal_eval(call.args[0]), *defaults
+    )
 
 
 def of_parameters(cls: Any) -> list[Stated]:
@@ -163,7 +177,9 @@ def of_parameters(cls: Any) -> list[Stated]:
 
 
 def of_class(cls: Any, title: str, width: int) -> Lines:
-    """Returns a class: its constructor, its parameters, its public attributes and methods, inherited ones included."""
+    """Returns a class: its constructor, its parameters, its public attributes and methods,
+    inherited ones included.
+    """
     body = docstring(cls)
     init = cls.all_members.get("__init__")
     call = signature(target(init), method=True) if init is not None else ""
@@ -192,8 +208,18 @@ def of_class(cls: Any, title: str, width: int) -> Lines:
     if parameters:
         body += ["", "| parameter | type | default | meaning |", "| --- | --- | --- | --- |"]
         body += [*(one.row for one in parameters), ""]
-        body += ["Each parameter has a setter and a getter in Spark ML's form: `setBatchSize`, `getBatchSize`.", ""]
-    kind = "exception" if any("Error" in str(base) or "Exception" in str(base) for base in cls.bases) else "class"
+        body += [
+            (
+                "Each parameter has a setter and a getter in Spark ML's form: `setBatchSize`, "
+                "`getBatchSize`."
+            ),
+            "",
+        ]
+    kind = (
+        "exception"
+        if any("Error" in str(base) or "Exception" in str(base) for base in cls.bases)
+        else "class"
+    )
     return directive(kind, title + (call if kind == "class" else ""), body + members, width)
 
 
@@ -207,7 +233,9 @@ def of_module(path: str) -> Lines:
         thing = target(member)
         title = f"{path}.{name}"
         if not thing.has_docstring:
-            log.warning("public name without a docstring: %s", title, type="api", subtype="docstring")
+            log.warning(
+                "public name without a docstring: %s", title, type="api", subtype="docstring"
+            )
         if thing.is_module:
             modules.append(f"- `{title}`")
         elif thing.is_class:
@@ -215,7 +243,9 @@ def of_module(path: str) -> Lines:
         elif thing.is_function:
             lines += documented(member, name, "function", WIDTH)
         else:
-            lines += directive("data", name, docstring(thing) or [f"The same as `{thing.value}`."], WIDTH)
+            lines += directive(
+                "data", name, docstring(thing) or [f"The same as `{thing.value}`."], WIDTH
+            )
     return lines + (["Modules:", "", *modules, ""] if modules else [])
 
 
@@ -227,7 +257,9 @@ class Api(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Returns the reference as nodes of the page."""
         self.env.note_dependency(str(SOURCES / self.arguments[0].replace(".", "/") / "__init__.py"))
-        return self.parse_text_to_nodes("\n".join(of_module(self.arguments[0])), allow_section_headings=True)
+        return self.parse_text_to_nodes(
+            "\n".join(of_module(self.arguments[0])), allow_section_headings=True
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -28,7 +28,8 @@ html_theme_options = {
     "navbar_start": ["navbar-logo", "version-switcher"],
     "navigation_with_keys": False,
     "show_prev_next": True,
-    # The browser reads the list from the root of the server, so pages of older versions show newer ones, too.
+    # The browser reads the list from the root of the server, so pages of older versions show newer
+    # ones, too.
     "switcher": {"json_url": "/switcher.json", "version_match": release},
     "check_switcher": False,
 }
@@ -46,5 +47,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 suppress_warnings = [
-    "ref.python",  # each framework's module exports ProcessSet and the operations, so a bare name has several targets
+    # each framework's module exports ProcessSet and the operations, so a bare name has several
+    # targets
+    "ref.python",
 ]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A Sphinx extension with one directive: `crate` copies a summary and a drawing from the opening comment of a crate.
+"""A Sphinx extension with one directive: `crate` copies a summary and a drawing from the opening
+comment of a crate.
 
-The summary is the first two paragraphs of the crate's `//!` comment, and the drawing its first block of plain text.
-So the page cannot differ from the sources. A crate without a drawing is a warning, which fails `make docs`.
+The summary is the first two paragraphs of the crate's `//!` comment, and the drawing its first
+block of plain text. So the page cannot differ from the sources. A crate without a drawing is a
+warning, which fails `make docs`.
 """
 
 from __future__ import annotations
@@ -31,12 +33,21 @@ def opening(path: str) -> Path:
 
 
 def summary(path: str) -> tuple[str, str]:
-    """Returns the first two paragraphs of a crate's opening comment, and its first drawing; empty if it has none."""
-    lines = [line[3:].removeprefix(" ") for line in opening(path).read_text().splitlines() if line.startswith("//!")]
+    """Returns the first two paragraphs of a crate's opening comment, and its first drawing;
+    empty if it has none.
+    """
+    lines = [
+        line[3:].removeprefix(" ")
+        for line in opening(path).read_text().splitlines()
+        if line.startswith("//!")
+    ]
     comment = "\n".join(lines)
     drawing = re.search(r"^```text\n.*?^```$", comment, re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^```.*?^```$", "", comment, flags=re.MULTILINE | re.DOTALL).split("Invariants:")[0]
-    text = re.sub(r"\[(`[^`\]]+`)\](?:\([^)]*\))?", r"\1", text)  # rustdoc's links lead nowhere on a page
+    text = re.sub(r"^```.*?^```$", "", comment, flags=re.MULTILINE | re.DOTALL).split(
+        "Invariants:"
+    )[0]
+    # rustdoc's links lead nowhere on a page
+    text = re.sub(r"\[(`[^`\]]+`)\](?:\([^)]*\))?", r"\1", text)
     paragraphs = [one for one in text.split("\n\n") if one.strip() and not one.startswith("#")]
     return "\n\n".join(paragraphs[:2]), drawing[0] if drawing else ""
 

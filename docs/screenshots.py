@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Makes the pictures of the pages: `make screenshots`.
 
-All of them show real fits of scikit-learn's digits: one on a Spark of two executors with the plugin, three on this
-host, and one in a notebook. Needs Debian's Chromium and a Java.
+All of them show real fits of scikit-learn's digits: one on a Spark of two executors with the
+plugin, three on this host, and one in a notebook. Needs Debian's Chromium and a Java.
 """
 
 from __future__ import annotations
@@ -48,11 +48,14 @@ from farandole.spark.common import LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator
 
 digits = load_digits()
-rows = pd.DataFrame({"features": list((digits.data / 16).astype("float32")), "label": digits.target})
+rows = pd.DataFrame({"features": list((digits.data / 16).astype("float32")),
+    "label": digits.target})
 network = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 TorchEstimator(
-    backend=LocalBackend(2), model=network, optimizer=torch.optim.Adam(network.parameters(), lr=0.001),
-    loss=torch.nn.CrossEntropyLoss(), feature_cols=["features"], label_cols=["label"], validation=0.1, batch_size=32,
+    backend=LocalBackend(2), model=network,
+    optimizer=torch.optim.Adam(network.parameters(), lr=0.001),
+    loss=torch.nn.CrossEntropyLoss(), feature_cols=["features"], label_cols=["label"],
+    validation=0.1, batch_size=32,
     epochs=14, store=LocalStore("store"),
 ).fit(rows);
 """
@@ -66,11 +69,16 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def estimator(store: str, run: str, width: int, rate: float, **more: Any) -> TorchEstimator:
     """An estimator of digits with one hidden layer."""
     torch.manual_seed(0)
-    network = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
+    )
     return TorchEstimator(
-        model=network, optimizer=torch.optim.Adam(network.parameters(), lr=rate), loss=torch.nn.CrossEntropyLoss(),
-        metrics=[accuracy], feature_cols=["features"], label_cols=["label"], input_shapes=[[-1, 64]], validation=0.1,
-        batch_size=32, epochs=EPOCHS, random_seed=1, store=LocalStore(store), run_id=run, verbose=0, **more,
+        model=network, optimizer=torch.optim.Adam(network.parameters(), lr=rate),
+        loss=torch.nn.CrossEntropyLoss(),
+        metrics=[accuracy], feature_cols=["features"], label_cols=["label"],
+        input_shapes=[[-1, 64]], validation=0.1,
+        batch_size=32, epochs=EPOCHS, random_seed=1, store=LocalStore(store), run_id=run, verbose=0,
+        **more,
     )  # fmt: skip
 
 
@@ -85,7 +93,9 @@ def fits_of_this_host(store: str) -> None:
     import pandas as pd  # noqa: PLC0415 - after the environment is set
 
     digits = load_digits()
-    rows = pd.DataFrame({"features": list((digits.data / 16).astype("float32")), "label": digits.target})
+    rows = pd.DataFrame(
+        {"features": list((digits.data / 16).astype("float32")), "label": digits.target}
+    )
     backend = LocalBackend(2, verbose=0)
     estimator(store, "digits-narrow", 16, 0.001, backend=backend).fit(rows)
     estimator(store, "digits-fast", 64, 0.01, backend=backend).fit(rows)
@@ -98,15 +108,23 @@ def fit_on_spark(store: str) -> Iterator[str]:
     """A fit on two executors; gives the address of Spark's pages while the application lives."""
     from pyspark.sql import SparkSession  # noqa: PLC0415 - after the environment is set
 
-    builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("digits").config("spark.ui.port", "0")
+    builder = (
+        SparkSession.builder.master("local-cluster[2,1,1024]")
+        .appName("digits")
+        .config("spark.ui.port", "0")
+    )
     for name, value in {
-        "spark.ui.showConsoleProgress": "false", "spark.driver.host": "127.0.0.1", "spark.executor.memory": "512m",
+        "spark.ui.showConsoleProgress": "false", "spark.driver.host": "127.0.0.1",
+        "spark.executor.memory": "512m",
         "spark.driver.bindAddress": "127.0.0.1", "spark.sql.shuffle.partitions": "2",
     }.items():  # fmt: skip
         builder = builder.config(name, value)
     spark = farandole.spark.plugin(builder).getOrCreate()
     digits = load_digits()
-    rows = [((image / 16).tolist(), int(label)) for image, label in zip(digits.data, digits.target, strict=True)]
+    rows = [
+        ((image / 16).tolist(), int(label))
+        for image, label in zip(digits.data, digits.target, strict=True)
+    ]
     frame = spark.createDataFrame(rows, "features array<float>, label int")
     estimator(store, "digits-mlp", 128, 0.001, num_proc=2).fit(frame, timeline=True)
     yield f"http://127.0.0.1:{spark.sparkContext.uiWebUrl.rpartition(':')[2]}"
@@ -115,7 +133,9 @@ def fit_on_spark(store: str) -> Iterator[str]:
 
 def opened(browser: Browser, height: int = 760) -> Page:
     """A page of a fresh profile."""
-    return browser.new_context(viewport={"width": WIDTH, "height": height}, color_scheme="light").new_page()
+    return browser.new_context(
+        viewport={"width": WIDTH, "height": height}, color_scheme="light"
+    ).new_page()
 
 
 def pictures_of_the_tab(browser: Browser, spark: str) -> None:
@@ -135,7 +155,11 @@ def pictures_of_the_viewer(browser: Browser, store: str) -> None:
         for address, name, shown in (
             ("", "runs-list", "#rows tr"),
             ("#/run/0%2Fdigits-mlp", "runs-run", "figure canvas"),
-            ("#/compare/0%2Fdigits-narrow,0%2Fdigits-fast", "runs-compare", "[data-section='Parameters that differ']"),
+            (
+                "#/compare/0%2Fdigits-narrow,0%2Fdigits-fast",
+                "runs-compare",
+                "[data-section='Parameters that differ']",
+            ),
         ):
             page = opened(browser, 460 if name == "runs-list" else 760)
             page.goto(viewer.url + address)
@@ -143,8 +167,11 @@ def pictures_of_the_viewer(browser: Browser, store: str) -> None:
             page.wait_for_selector(shown)
             page.wait_for_timeout(500)  # the charts are drawn in the next frames
             rename_host(page)
-            last = page.locator("[data-section=Timeline]")  # what follows are long lists of names and values
-            clip = {"x": 0, "y": 0, "width": WIDTH, "height": bottom(last)} if last.count() else None
+            # what follows are long lists of names and values
+            last = page.locator("[data-section=Timeline]")
+            clip = (
+                {"x": 0, "y": 0, "width": WIDTH, "height": bottom(last)} if last.count() else None
+            )
             page.screenshot(path=images / f"{name}.png", full_page=name != "runs-list", clip=clip)
             page.close()
 
@@ -188,13 +215,17 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / "digits"
     folder.mkdir()  # its name is in the pictures
     store = str(folder / "store")
-    os.environ.update(SPARK_HOME=str(home(folder)), PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1")
+    os.environ.update(
+        SPARK_HOME=str(home(folder)), PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1"
+    )
     os.environ.update(LOGNAME="ada", TZ="UTC")
     try:
         fits_of_this_host(store)
         with fit_on_spark(store) as spark, sync_playwright() as playwright:
             chromium = shutil.which("chromium")
-            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+            browser = playwright.chromium.launch(
+                executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+            )
             pictures_of_the_tab(browser, spark)
             pictures_of_the_viewer(browser, store)
             picture_of_a_notebook(browser, folder)

@@ -15,11 +15,17 @@ from farandole.spark.torch import TorchEstimator
 
 with tempfile.TemporaryDirectory() as directory:
     digits = load_digits()
-    images = pa.FixedSizeListArray.from_arrays(pa.array((digits.data / 16).ravel(), pa.float32()), 64)
+    images = pa.FixedSizeListArray.from_arrays(
+        pa.array((digits.data / 16).ravel(), pa.float32()), 64
+    )
     Path(directory, "digits").mkdir()
-    pq.write_table(pa.table({"features": images, "label": digits.target}), f"{directory}/digits/part-0.parquet")
+    pq.write_table(
+        pa.table({"features": images, "label": digits.target}), f"{directory}/digits/part-0.parquet"
+    )
 
-    network = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
+    )
     model = TorchEstimator(
         backend=LocalBackend(2),
         model=network,

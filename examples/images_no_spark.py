@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tells discs from squares and triangles in PNG files: a column of bytes, decoded by the training processes.
+"""Tells discs from squares and triangles in PNG files: a column of bytes, decoded by the training
+processes.
 
-`Decode` is the estimator's `transformation_fn`. It turns each batch of files into float32 of shape (rows, 3, 32, 32).
-The fitted model carries it. With a Spark session, `fitted.setApplyTransformation(True).transform(df)` predicts files.
+`Decode` is the estimator's `transformation_fn`. It turns each batch of files into float32 of shape
+(rows, 3, 32, 32). The fitted model carries it. With a Spark session,
+`fitted.setApplyTransformation(True).transform(df)` predicts files.
 
 It reaches a validation accuracy of at least 0.90, which it prints at the end.
 """
@@ -38,7 +40,9 @@ def drawings(count: int = 1500) -> pa.Table:
         elif kind == "square":
             pen.rectangle(box, fill=ink)
         else:
-            pen.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=ink)
+            pen.polygon(
+                [(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=ink
+            )
         out = io.BytesIO()
         picture.save(out, "png")
         files.append(out.getvalue())

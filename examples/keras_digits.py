@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Trains a small Keras network on scikit-learn's digits: `farandole run -np 2 python examples/keras_digits.py`.
+"""Trains a small Keras network on scikit-learn's digits: `farandole run -np 2 python
+examples/keras_digits.py`.
 
 Runs on whatever backend `KERAS_BACKEND` names; `keras_torch_backend.py` shows torch.
 """
@@ -19,12 +20,17 @@ digits = load_digits()
 train_x, test_x, train_y, test_y = train_test_split(
     (digits.data / 16).astype(np.float32), digits.target, test_size=0.2, random_state=1
 )
-# Every rank takes its own rows, and as many as the others, so that all take the same number of steps.
+# Every rank takes its own rows, and as many as the others, so that all take the same number of
+# steps.
 rows = len(train_x) // hvd.size()
 mine = slice(hvd.rank() * rows, (hvd.rank() + 1) * rows)
 
 model = keras.Sequential(
-    [keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10, activation="softmax")]
+    [
+        keras.Input((64,)),
+        keras.layers.Dense(128, activation="relu"),
+        keras.layers.Dense(10, activation="softmax"),
+    ]
 )
 model.compile(
     optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size())),

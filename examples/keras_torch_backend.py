@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The Keras example on torch, without TensorFlow: `farandole run -np 2 python examples/keras_torch_backend.py`."""
+"""The Keras example on torch, without TensorFlow: `farandole run -np 2 python
+examples/keras_torch_backend.py`.
+"""
 
 import os
 import runpy

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Trains a small network on scikit-learn's scanned digits by Ray actors, which keep it between two calls.
+"""Trains a small network on scikit-learn's scanned digits by Ray actors, which keep it between two
+calls.
 
 python examples/ray_torch_digits.py --num-proc 2
 """
@@ -26,9 +27,13 @@ class Trainer:
         self.x = torch.from_numpy(images.astype("float32") / 16)[hvd.rank() :: hvd.size()]
         self.y = torch.from_numpy(labels)[hvd.rank() :: hvd.size()]
         self.steps = len(labels) // hvd.size() // 32
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+        )
         optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
-        self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters())
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=self.model.named_parameters()
+        )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def train(self, epochs):
@@ -52,14 +57,20 @@ class Trainer:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-proc", type=int, default=2, help="ranks")
-    parser.add_argument("--epochs", type=int, default=5, help="times every sample is seen, in each of two calls")
+    parser.add_argument(
+        "--epochs", type=int, default=5, help="times every sample is seen, in each of two calls"
+    )
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     arguments = parser.parse_args()
 
     ray.init(include_dashboard=False, num_cpus=arguments.num_proc)
-    executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=arguments.num_proc)
+    executor = RayExecutor(
+        RayExecutor.create_settings(timeout_s=60), num_workers=arguments.num_proc
+    )
     executor.start(executable_cls=Trainer, executable_args=[arguments.lr])
     for _ in range(2):
         losses = executor.execute(lambda trainer: trainer.train(arguments.epochs))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Searches a learning rate for scikit-learn's scanned digits by Ray Tune; each trial trains on two ranks.
+"""Searches a learning rate for scikit-learn's scanned digits by Ray Tune; each trial trains on two
+ranks.
 
 python examples/ray_tune_digits.py --trials 4
 """
@@ -34,7 +35,9 @@ def train(config):
         # The ranks' parts differ by a row: all of them take the same number of steps.
         for start in range(0, 896, 32):
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x[start : start + 32]), y[start : start + 32])
+            loss = torch.nn.functional.cross_entropy(
+                model(x[start : start + 32]), y[start : start + 32]
+            )
             loss.backward()
             optimizer.step()
         with torch.no_grad():
@@ -43,7 +46,9 @@ def train(config):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=4, help="learning rates that are tried")
     parser.add_argument("--num-proc", type=int, default=2, help="ranks of a trial")
     parser.add_argument("--epochs", type=int, default=5, help="times every sample is seen")

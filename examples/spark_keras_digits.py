@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Trains a small Keras network on scikit-learn's scanned digits: a Spark DataFrame in, a Spark ML model out.
+"""Trains a small Keras network on scikit-learn's scanned digits: a Spark DataFrame in, a Spark ML
+model out.
 
 Runs on whatever backend `KERAS_BACKEND` names.
 """
@@ -20,16 +21,27 @@ from farandole.spark.keras import KerasEstimator, KerasModel
 
 ENOUGH = 0.95
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+spark = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
 spark.sparkContext.setLogLevel("ERROR")
 
 digits = load_digits()
-rows = [(Vectors.dense(image / 16), int(label)) for image, label in zip(digits.data, digits.target, strict=True)]
+rows = [
+    (Vectors.dense(image / 16), int(label))
+    for image, label in zip(digits.data, digits.target, strict=True)
+]
 train, test = spark.createDataFrame(rows, ["features", "label"]).randomSplit([0.8, 0.2], seed=1)
 
 keras.utils.set_random_seed(1)
 network = keras.Sequential(
-    [keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10, activation="softmax")]
+    [
+        keras.Input((64,)),
+        keras.layers.Dense(128, activation="relu"),
+        keras.layers.Dense(10, activation="softmax"),
+    ]
 )
 estimator = KerasEstimator(
     num_proc=2,
@@ -55,7 +67,10 @@ assert accuracy >= ENOUGH
 
 model.write().overwrite().save("farandole-demo/keras-model")
 again = KerasModel.load("farandole-demo/keras-model")
-assert again.transform(test).select("label__output").collect() == predicted.select("label__output").collect()
+assert (
+    again.transform(test).select("label__output").collect()
+    == predicted.select("label__output").collect()
+)
 print("predictions identical after save/load")
 
 print(model.history_frame().to_string(index=False))

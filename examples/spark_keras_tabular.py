@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Forecasts the sales of shops from a table: embeddings of categories beside numbers, as one stage of a Spark pipeline.
+"""Forecasts the sales of shops from a table: embeddings of categories beside numbers, as one stage
+of a Spark pipeline.
 
-The table is made up: each shop and each weekday has a level of its own, promotions sell, far competitors help.
+The table is made up: each shop and each weekday has a level of its own, promotions sell, far
+competitors help.
 """
 
 import os
@@ -22,13 +24,22 @@ from farandole.spark.keras import KerasEstimator
 
 SHOPS, DAYS, ROWS, NOISE = 30, 7, 6000, 0.1
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+spark = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
 spark.sparkContext.setLogLevel("ERROR")
 
 random = np.random.default_rng(0)
 shop, day = random.integers(0, SHOPS, ROWS), random.integers(0, DAYS, ROWS)
 promotion, distance = random.integers(0, 2, ROWS), random.exponential(2.0, ROWS)
-level = random.normal(0, 1, SHOPS)[shop] + random.normal(0, 0.5, DAYS)[day] + 0.4 * promotion + 0.2 * np.log1p(distance)
+level = (
+    random.normal(0, 1, SHOPS)[shop]
+    + random.normal(0, 0.5, DAYS)[day]
+    + 0.4 * promotion
+    + 0.2 * np.log1p(distance)
+)
 table = pd.DataFrame(
     {
         "shop": [f"shop {number}" for number in shop],
@@ -41,7 +52,10 @@ table = pd.DataFrame(
 train, test = spark.createDataFrame(table).randomSplit([0.8, 0.2], seed=1)
 
 # Three inputs: two categories, and all numbers side by side.
-of_shop, of_day = keras.Input((1,), dtype="int32", name="shop"), keras.Input((1,), dtype="int32", name="day")
+of_shop, of_day = (
+    keras.Input((1,), dtype="int32", name="shop"),
+    keras.Input((1,), dtype="int32", name="day"),
+)
 numbers = keras.Input((2,), name="numbers")
 joined = keras.layers.Concatenate()(
     [
@@ -70,8 +84,13 @@ estimator = KerasEstimator(
 pipeline = Pipeline(stages=[StringIndexer(inputCol="shop", outputCol="shop_index"), estimator])
 model = pipeline.fit(train)
 
-rmse = RegressionEvaluator(labelCol="log_sales", predictionCol="log_sales__output").evaluate(model.transform(test))
-print(f"test error {rmse:.4f}, of which {NOISE} is noise; guessing the mean: {table.log_sales.std():.4f}")
+rmse = RegressionEvaluator(labelCol="log_sales", predictionCol="log_sales__output").evaluate(
+    model.transform(test)
+)
+print(
+    f"test error {rmse:.4f}, of which {NOISE} is noise; guessing the mean: "
+    f"{table.log_sales.std():.4f}"
+)
 assert rmse < 2 * NOISE
 print(model.stages[-1].history_frame().to_string(index=False))
 spark.stop()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Trains a `LightningModule` on scikit-learn's scanned digits: a Spark DataFrame in, a Spark ML model out."""
+"""Trains a `LightningModule` on scikit-learn's scanned digits: a Spark DataFrame in, a Spark ML
+model out.
+"""
 
 import os
 import sys
@@ -17,11 +19,18 @@ from farandole.spark.common import LocalStore
 from farandole.spark.lightning import TorchEstimator
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+spark = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
 spark.sparkContext.setLogLevel("ERROR")
 
 digits = load_digits()
-rows = [(Vectors.dense(image / 16), int(label)) for image, label in zip(digits.data, digits.target, strict=True)]
+rows = [
+    (Vectors.dense(image / 16), int(label))
+    for image, label in zip(digits.data, digits.target, strict=True)
+]
 train, test = spark.createDataFrame(rows, ["features", "label"]).randomSplit([0.8, 0.2], seed=1)
 
 
@@ -31,7 +40,8 @@ class Digits(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten(),
+            torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
             torch.nn.Linear(256, 10),
         )  # fmt: skip
 
@@ -68,6 +78,9 @@ model = TorchEstimator(
 
 scored = model.transform(test).withColumn("scores", vector_to_array("label__output"))
 predicted = scored.withColumn("predicted", F.expr("array_position(scores, array_max(scores)) - 1"))
-print(f"test accuracy {predicted.select(F.avg((F.col('predicted') == F.col('label')).cast('int'))).first()[0]:.4f}")
+print(
+    "test accuracy "
+    f"{predicted.select(F.avg((F.col('predicted') == F.col('label')).cast('int'))).first()[0]:.4f}"
+)
 print(model.history_frame().to_string(index=False))
 spark.stop()

@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predicts who survives a shipwreck, from a raw table with words and missing values.
 
-Run it with the path of a CSV file that has the Titanic's columns `Survived, Pclass, Sex, Age, SibSp, Parch, Fare,
-Embarked`; without one it makes such a table up. Categories and what takes the place of missing values are learned, the
-fitted model carries them, and Spark ML's evaluator takes its columns.
+Run it with the path of a CSV file that has the Titanic's columns `Survived, Pclass, Sex, Age,
+SibSp, Parch, Fare, Embarked`; without one it makes such a table up. Categories and what takes the
+place of missing values are learned, the fitted model carries them, and Spark ML's evaluator takes
+its columns.
 
-On passengers of the made-up table that the training has not seen, it reaches an area under ROC of at least 0.80 and an
-accuracy of at least 0.75. It prints both at the end.
+On passengers of the made-up table that the training has not seen, it reaches an area under ROC of
+at least 0.80 and an accuracy of at least 0.75. It prints both at the end.
 """
 
 import os
@@ -23,14 +24,23 @@ from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+spark = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
 spark.sparkContext.setLogLevel("ERROR")
 
-SCHEMA = "Survived string, Pclass int, Sex string, Age double, SibSp int, Parch int, Fare double, Embarked string"
+SCHEMA = (
+    "Survived string, Pclass int, Sex string, Age double, SibSp int, Parch int, Fare double, "
+    "Embarked string"
+)
 
 
 def made_up(passengers: int = 1500) -> DataFrame:
-    """Women, children and the first class are saved first; a fifth of the ages and some ports are not known."""
+    """Women, children and the first class are saved first; a fifth of the ages and some ports
+    are not known.
+    """
     draw = random.Random(7)  # noqa: S311 - a made-up table
     rows = []
     for _ in range(passengers):
@@ -40,7 +50,13 @@ def made_up(passengers: int = 1500) -> DataFrame:
         relatives = draw.choices([0, 1, 2, 4], [0.6, 0.25, 0.1, 0.05])[0]
         fare = draw.lognormvariate(5.2 - level, 0.5)
         port = draw.choices(["S", "C", "Q", None], [0.7, 0.18, 0.1, 0.02])[0]
-        chance = 0.04 + 0.62 * (sex == "female") + 0.5 * (age < 12) + 0.12 * (2 - level) - 0.05 * relatives
+        chance = (
+            0.04
+            + 0.62 * (sex == "female")
+            + 0.5 * (age < 12)
+            + 0.12 * (2 - level)
+            - 0.05 * relatives
+        )
         saved = "yes" if draw.random() < min(0.97, max(0.03, chance)) else "no"
         known = age if draw.random() < 0.8 else None
         rows.append((saved, level, sex, known, relatives, draw.choice([0, 0, 1]), fare, port))
@@ -59,7 +75,9 @@ class Passengers(torch.nn.Module):
         )
 
     def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        embedded = [embedding(categories[:, index]) for index, embedding in enumerate(self.embeddings)]
+        embedded = [
+            embedding(categories[:, index]) for index, embedding in enumerate(self.embeddings)
+        ]
         return self.layers(torch.cat([*embedded, self.norm(numbers)], dim=1))
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Predicts a shop's sales of a day from a table: embeddings for categories, numbers side by side, a date split.
+"""Predicts a shop's sales of a day from a table: embeddings for categories, numbers side by side, a
+date split.
 
-Run it with the path of a CSV file that has the columns `store, day_of_week, promo, state_holiday, distance, day, sales`
-(`day` is a date); without one it makes such a table up.
+Run it with the path of a CSV file that has the columns `store, day_of_week, promo, state_holiday,
+distance, day, sales` (`day` is a date); without one it makes such a table up.
 """
 
 import os
@@ -19,7 +20,11 @@ from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+spark = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
 spark.sparkContext.setLogLevel("ERROR")
 
 CATEGORIES = ["store", "day_of_week", "state_holiday"]
@@ -27,19 +32,28 @@ NUMBERS = ["distance", "promo", "age"]
 
 
 def made_up(shops: int = 40, days: int = 300) -> DataFrame:
-    """Sales that depend on the shop, the weekday, holidays, promotions and the distance to the next competitor."""
+    """Sales that depend on the shop, the weekday, holidays, promotions and the distance to the
+    next competitor.
+    """
     table = spark.range(shops * days).select(
         (F.col("id") % shops).cast("int").alias("store"),
         F.expr(f"date_add(date'2024-01-01', cast(id div {shops} as int))").alias("day"),
     )
     return (
         table.withColumn("day_of_week", F.dayofweek("day"))
-        .withColumn("state_holiday", F.when(F.dayofyear("day") % 40 == 1, "public").otherwise("none"))
+        .withColumn(
+            "state_holiday", F.when(F.dayofyear("day") % 40 == 1, "public").otherwise("none")
+        )
         .withColumn("promo", (F.rand(2) < 0.4).cast("int"))
         .withColumn("distance", 100.0 + 90.0 * F.sin("store"))
         .withColumn(
             "sales",
-            (F.lit(4000.0) + 60 * (F.col("store") % 7) + 900 * F.col("promo") + 2 * F.col("distance"))
+            (
+                F.lit(4000.0)
+                + 60 * (F.col("store") % 7)
+                + 900 * F.col("promo")
+                + 2 * F.col("distance")
+            )
             * F.when(F.col("day_of_week") == 1, 0.3).otherwise(1.0)
             * F.when(F.col("state_holiday") == "public", 0.5).otherwise(1.0)
             * (1 + 0.05 * F.randn(3)),
@@ -47,7 +61,9 @@ def made_up(shops: int = 40, days: int = 300) -> DataFrame:
     )
 
 
-table = spark.read.csv(sys.argv[1], header=True, inferSchema=True) if len(sys.argv) > 1 else made_up()
+table = (
+    spark.read.csv(sys.argv[1], header=True, inferSchema=True) if len(sys.argv) > 1 else made_up()
+)
 table = table.where("sales > 0").select(
     *CATEGORIES,
     F.col("distance").cast("double"),
@@ -61,7 +77,11 @@ table = table.withColumn("later", F.col("day") > F.lit(last)).drop("day")
 
 preparation = Pipeline(
     stages=[
-        StringIndexer(inputCols=CATEGORIES, outputCols=[f"{name}_index" for name in CATEGORIES], handleInvalid="keep"),
+        StringIndexer(
+            inputCols=CATEGORIES,
+            outputCols=[f"{name}_index" for name in CATEGORIES],
+            handleInvalid="keep",
+        ),
         VectorAssembler(inputCols=NUMBERS, outputCol="raw"),
         StandardScaler(inputCol="raw", outputCol="numbers", withMean=True),
     ]
@@ -82,7 +102,9 @@ class Sales(torch.nn.Module):
         )
 
     def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        embedded = [embedding(categories[:, index]) for index, embedding in enumerate(self.embeddings)]
+        embedded = [
+            embedding(categories[:, index]) for index, embedding in enumerate(self.embeddings)
+        ]
         return 8.0 + self.layers(torch.cat([*embedded, numbers], dim=1))
 
 
@@ -116,7 +138,10 @@ model = TorchEstimator(
 predicted = model.transform(prepared.where("later")).withColumn(
     "wrong", F.exp("log_sales__output") / F.exp("log_sales") - 1
 )
-print(f"relative error on later days {predicted.select(F.sqrt(F.avg(F.col('wrong') ** 2))).first()[0]:.4f}")
+print(
+    "relative error on later days "
+    f"{predicted.select(F.sqrt(F.avg(F.col('wrong') ** 2))).first()[0]:.4f}"
+)
 model.plot_history().save("farandole-tabular/history.svg")
 print("history farandole-tabular/history.svg")
 spark.stop()

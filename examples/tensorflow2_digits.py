@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A training loop of TensorFlow 2's on digits: `farandole run -np 2 python examples/tensorflow2_digits.py`.
+"""A training loop of TensorFlow 2's on digits: `farandole run -np 2 python
+examples/tensorflow2_digits.py`.
 
 Horovod scripts do the same with `import horovod.tensorflow as hvd`.
 """
@@ -35,7 +36,10 @@ class Network(tf.Module):
 
     def __init__(self):
         super().__init__()
-        self.w1, self.b1 = tf.Variable(tf.random.normal((64, 128)) * 0.1), tf.Variable(tf.zeros(128))
+        self.w1, self.b1 = (
+            tf.Variable(tf.random.normal((64, 128)) * 0.1),
+            tf.Variable(tf.zeros(128)),
+        )
         self.w2, self.b2 = tf.Variable(tf.random.normal((128, 10)) * 0.1), tf.Variable(tf.zeros(10))
 
     def __call__(self, x):
@@ -53,7 +57,9 @@ def step(x, y):
         loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, network(x)))
     tape = hvd.DistributedGradientTape(tape)
     grads = tape.gradient(loss, network.trainable_variables)
-    for variable, velocity, grad in zip(network.trainable_variables, velocities, grads, strict=True):
+    for variable, velocity, grad in zip(
+        network.trainable_variables, velocities, grads, strict=True
+    ):
         velocity.assign(0.9 * velocity - 0.05 * grad)
         variable.assign_add(velocity)
     return loss

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A graph of `tf.compat.v1` on digits: `farandole run -np 2 python examples/tensorflow_v1_digits.py`.
+"""A graph of `tf.compat.v1` on digits: `farandole run -np 2 python
+examples/tensorflow_v1_digits.py`.
 
 Horovod scripts do the same with `import horovod.tensorflow as hvd`.
 """
@@ -23,7 +24,9 @@ train_x, test_x, train_y, test_y = train_test_split(
 )
 # Every rank takes its own rows, and as many as the others.
 rows = len(train_x) // hvd.size()
-mine_x, mine_y = (values[hvd.rank() * rows : (hvd.rank() + 1) * rows] for values in (train_x, train_y))
+mine_x, mine_y = (
+    values[hvd.rank() * rows : (hvd.rank() + 1) * rows] for values in (train_x, train_y)
+)
 
 v1.set_random_seed(hvd.rank())
 images, labels = v1.placeholder(tf.float32, [None, 64]), v1.placeholder(tf.int64, [None])

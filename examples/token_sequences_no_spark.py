@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Tells kind reviews from unkind ones by their tokens: lists of different lengths, without Spark.
 
-Each list of integers is a row of its own length. `Pad` keeps 64 tokens of it, and pads each batch to the shortest of
-four lengths that holds its longest row.
+Each list of integers is a row of its own length. `Pad` keeps 64 tokens of it, and pads each batch
+to the shortest of four lengths that holds its longest row.
 
 It reaches a validation accuracy of at least 0.85, which it prints at the end.
 """
@@ -21,12 +21,17 @@ WORDS, KIND, UNKIND = 500, range(1, 21), range(21, 41)
 
 
 def reviews(count: int = 3000) -> pa.Table:
-    """Reviews of 3 to 80 tokens; a few of them are kind or unkind words, and more of one sort than of the other."""
+    """Reviews of 3 to 80 tokens; a few of them are kind or unkind words, and more of one sort
+    than of the other.
+    """
     draw = random.Random(1)  # noqa: S311 - made-up reviews
     tokens, kind = [], []
     for _ in range(count):
         label = draw.random() < 0.5
-        telling = [draw.choice(KIND if (draw.random() < 0.9) == label else UNKIND) for _ in range(draw.randint(2, 6))]
+        telling = [
+            draw.choice(KIND if (draw.random() < 0.9) == label else UNKIND)
+            for _ in range(draw.randint(2, 6))
+        ]
         words = telling + [draw.randrange(41, WORDS) for _ in range(draw.randint(1, 74))]
         draw.shuffle(words)
         tokens.append(words)
@@ -45,7 +50,11 @@ class Reviews(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = self.embedding(tokens)
-        weights = self.weight(embedded).masked_fill((tokens == 0).unsqueeze(-1), float("-inf")).softmax(dim=1)
+        weights = (
+            self.weight(embedded)
+            .masked_fill((tokens == 0).unsqueeze(-1), float("-inf"))
+            .softmax(dim=1)
+        )
         return self.last((embedded * weights).sum(dim=1))
 
 

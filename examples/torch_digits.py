@@ -15,14 +15,20 @@ from torch.utils.data.distributed import DistributedSampler
 
 import farandole.torch as hvd
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--batch-size", type=int, default=32, help="samples of a batch on each process")
 parser.add_argument("--epochs", type=int, default=15, help="times every sample is seen")
 parser.add_argument("--lr", type=float, default=0.001, help="learning rate of one process")
 parser.add_argument("--seed", type=int, default=42, help="of weights and shuffling")
 parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
-parser.add_argument("--use-adasum", action="store_true", help="combine the processes' steps by Adasum")
-parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even if there is a GPU")
+parser.add_argument(
+    "--use-adasum", action="store_true", help="combine the processes' steps by Adasum"
+)
+parser.add_argument(
+    "--no-cuda", action="store_true", help="train on the CPU even if there is a GPU"
+)
 arguments = parser.parse_args()
 
 hvd.init()
@@ -40,8 +46,12 @@ test, train = order[:360], order[360:]
 train_data = TensorDataset(images[train], labels[train])
 test_data = TensorDataset(images[test], labels[test])
 # Every process sees its part of the data.
-train_sampler = DistributedSampler(train_data, num_replicas=hvd.size(), rank=hvd.rank(), seed=arguments.seed)
-test_sampler = DistributedSampler(test_data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False)
+train_sampler = DistributedSampler(
+    train_data, num_replicas=hvd.size(), rank=hvd.rank(), seed=arguments.seed
+)
+test_sampler = DistributedSampler(
+    test_data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False
+)
 train_loader = DataLoader(train_data, batch_size=arguments.batch_size, sampler=train_sampler)
 test_loader = DataLoader(test_data, batch_size=arguments.batch_size, sampler=test_sampler)
 
@@ -64,7 +74,8 @@ class Net(torch.nn.Module):
 
 
 model = Net().to(device)
-# More processes see more samples a step, so the steps may be larger; Adasum finds their size itself.
+# More processes see more samples a step, so the steps may be larger; Adasum finds their size
+# itself.
 scale = 1 if arguments.use_adasum else hvd.size()
 optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr * scale)
 # All processes start from the same place.

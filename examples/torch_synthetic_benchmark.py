@@ -15,16 +15,26 @@ import farandole.torch as hvd
 
 BLOCKS = {"resnet8": (1, 1, 1), "resnet20": (3, 3, 3), "resnet56": (9, 9, 9)}
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", choices=BLOCKS, default="resnet20", help="network to train")
 parser.add_argument("--image-size", type=int, default=32, help="height and width of images")
 parser.add_argument("--batch-size", type=int, default=32, help="images of a batch on each process")
-parser.add_argument("--num-warmup-batches", type=int, default=10, help="batches that are not measured")
-parser.add_argument("--num-batches-per-iter", type=int, default=10, help="batches of one measurement")
+parser.add_argument(
+    "--num-warmup-batches", type=int, default=10, help="batches that are not measured"
+)
+parser.add_argument(
+    "--num-batches-per-iter", type=int, default=10, help="batches of one measurement"
+)
 parser.add_argument("--num-iters", type=int, default=10, help="measurements")
 parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
-parser.add_argument("--use-adasum", action="store_true", help="combine the processes' steps by Adasum")
-parser.add_argument("--no-cuda", action="store_true", help="train on the CPU even if there is a GPU")
+parser.add_argument(
+    "--use-adasum", action="store_true", help="combine the processes' steps by Adasum"
+)
+parser.add_argument(
+    "--no-cuda", action="store_true", help="train on the CPU even if there is a GPU"
+)
 arguments = parser.parse_args()
 
 
@@ -49,7 +59,10 @@ class Block(torch.nn.Module):
 
 def network(blocks: tuple[int, ...], classes: int = 1000) -> torch.nn.Module:
     """A residual network of as many blocks for each of its widths."""
-    layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, 16, 3, padding=1, bias=False), torch.nn.BatchNorm2d(16)]
+    layers: list[torch.nn.Module] = [
+        torch.nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        torch.nn.BatchNorm2d(16),
+    ]
     width = 16
     for stage, count in enumerate(blocks):
         for block in range(count):
@@ -81,7 +94,9 @@ optimizer = hvd.DistributedOptimizer(
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-images = torch.randn(arguments.batch_size, 3, arguments.image_size, arguments.image_size, device=device)
+images = torch.randn(
+    arguments.batch_size, 3, arguments.image_size, arguments.image_size, device=device
+)
 labels = torch.randint(1000, (arguments.batch_size,), device=device)
 
 
@@ -98,7 +113,10 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
-log(f"model {arguments.model}, {sum(parameter.numel() for parameter in model.parameters())} parameters")
+log(
+    f"model {arguments.model}, {sum(parameter.numel() for parameter in model.parameters())} "
+    "parameters"
+)
 log(f"batch size {arguments.batch_size}, {hvd.size()} processes on {device.type}")
 timeit.timeit(step, number=arguments.num_warmup_batches)
 rates = []
@@ -111,4 +129,7 @@ for i in range(arguments.num_iters):
 mean = hvd.allreduce(torch.tensor(rates, dtype=torch.float64), name="rates", op=hvd.Min)
 spread = 1.96 * mean.std(correction=0).item()
 log(f"images/sec per process: {mean.mean():.1f} +- {spread:.1f}")
-log(f"total images/sec on {hvd.size()} processes: {hvd.size() * mean.mean():.1f} +- {hvd.size() * spread:.1f}")
+log(
+    f"total images/sec on {hvd.size()} processes: {hvd.size() * mean.mean():.1f} +- "
+    f"{hvd.size() * spread:.1f}"
+)

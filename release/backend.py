@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The build backend: maturin, and around it what maturin does not build.
 
-A source distribution contains the files that git tracks, the Spark plugin's jar and the page of the run viewer, so
-building it needs neither Maven nor npm. A wheel also contains the library of TensorFlow ops. That library is a second
-crate, so the backend builds it first.
+A source distribution contains the files that git tracks, the Spark plugin's jar and the page of the
+run viewer, so building it needs neither Maven nor npm. A wheel also contains the library of
+TensorFlow ops. That library is a second crate, so the backend builds it first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from maturin import (  # noqa: F401 - hooks that a frontend may call
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "farandole"
 OPS = PACKAGE / "tensorflow" / "libfarandole_tensorflow.so"
-MADE = tuple(PACKAGE / name for name in ("spark/farandole-spark.jar", "ui/viewer.js", "ui/viewer.css"))
+MADE = tuple(
+    PACKAGE / name for name in ("spark/farandole-spark.jar", "ui/viewer.js", "ui/viewer.css")
+)
 """Files that Maven and npm make, the same on every machine."""
 
 
@@ -38,17 +40,23 @@ def build_wheel(directory: str, settings: Any = None, metadata: str | None = Non
     """Builds the files that are missing, then the wheel."""
     if not OPS.exists():
         target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-        subprocess.run(["cargo", "build", "--release", "-p", "farandole-tensorflow"], cwd=ROOT, check=True)
+        subprocess.run(
+            ["cargo", "build", "--release", "-p", "farandole-tensorflow"], cwd=ROOT, check=True
+        )
         shutil.copy(target / "release" / OPS.name, OPS)
     _make()
     return maturin.build_wheel(directory, settings, metadata)
 
 
 def build_sdist(directory: str, settings: Any = None) -> str:
-    """Packs the files that git tracks, those of Maven and npm, and the metadata. Equal commits give equal bytes."""
+    """Packs the files that git tracks, those of Maven and npm, and the metadata. Equal commits
+    give equal bytes.
+    """
     del settings
     _make()
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     files = {name: ROOT / name for name in listed.split("\0") if name}
     files |= {str(file.relative_to(ROOT)): file for file in MADE}
     with tempfile.TemporaryDirectory() as scratch:
@@ -68,7 +76,9 @@ def build_sdist(directory: str, settings: Any = None) -> str:
 
 def _make() -> None:
     """Makes the files of Maven and npm where they are missing."""
-    missing = [str(file.relative_to(ROOT)) for file in MADE if not file.exists() and file.suffix != ".css"]
+    missing = [
+        str(file.relative_to(ROOT)) for file in MADE if not file.exists() and file.suffix != ".css"
+    ]
     if missing:
         subprocess.run(["make", *missing], cwd=ROOT, check=True)
 
@@ -92,7 +102,9 @@ def version() -> str:
 
 
 def epoch() -> int:
-    """Returns the time of the build in seconds since 1970: `SOURCE_DATE_EPOCH`, else the time of the commit."""
+    """Returns the time of the build in seconds since 1970: `SOURCE_DATE_EPOCH`, else the time of
+    the commit.
+    """
     told = os.environ.get("SOURCE_DATE_EPOCH")
     if told is not None:
         return int(told)

@@ -2,11 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Installs a built wheel into empty environments and uses it there.
 
-Usage: `python release/smoke.py DIRECTORY [NAME...]`. `NAME` is a key of `TRIALS`. Without a name all of them run. Each
-trial runs on the oldest and on the newest Python of this machine that the package supports, or on the newest one for
-which the packages of the trial exist. `torch-oldest` and `torch-newest` train a model on two ranks. `spark-oldest` and
-`spark-newest` fit an estimator on Spark with `farandole demo`. `source` builds a wheel from the source distribution, as
-pip does where no wheel fits, does the same as `bare` with it, and runs on the oldest Python only.
+Usage: `python release/smoke.py DIRECTORY [NAME...]`. `NAME` is a key of `TRIALS`. Without a name
+all of them run. Each trial runs on the oldest and on the newest Python of this machine that the
+package supports, or on the newest one for which the packages of the trial exist. `torch-oldest` and
+`torch-newest` train a model on two ranks. `spark-oldest` and `spark-newest` fit an estimator on
+Spark with `farandole demo`. `source` builds a wheel from the source distribution, as pip does where
+no wheel fits, does the same as `bare` with it, and runs on the oldest Python only.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ for step in range(50):
 weights = hvd.allgather(torch.cat([model.weight.detach(), model.bias.detach()[None]], dim=1))
 assert torch.equal(weights[0], weights[1]), weights
 assert losses[-1] < 0.01 * losses[0], losses
-print("torch", torch.__version__, "trained on two ranks, loss", round(losses[0], 3), "to", round(losses[-1], 6))
+print("torch", torch.__version__, "trained on two ranks, loss", round(losses[0], 3), "to",
+    round(losses[-1], 6))
 """
 DEMO = """
 import subprocess
@@ -85,7 +87,8 @@ import torch
 import farandole.spark
 if __name__ == "__main__":
     from pyspark.sql import SparkSession
-    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled",
+        "false").getOrCreate()
     def rank_of():
         import farandole.numpy as hvd
         hvd.init()
@@ -127,26 +130,37 @@ class Trial:
 TRIALS = {
     "bare": Trial((), f"NAMED = {RELEASED}\n{BARE}"),
     "numpy": Trial(
-        ("numpy>=1.26",), REDUCE.format(module="farandole.numpy", tensor="np.full(3, float(hvd.rank()))"), 2
+        ("numpy>=1.26",),
+        REDUCE.format(module="farandole.numpy", tensor="np.full(3, float(hvd.rank()))"),
+        2,
     ),
     "horovod": Trial(
-        ("numpy>=1.26",), "import horovod, horovod.runner\nprint('import horovod')", extra=("farandole_horovod-",)
+        ("numpy>=1.26",),
+        "import horovod, horovod.runner\nprint('import horovod')",
+        extra=("farandole_horovod-",),
     ),
     "source": Trial((), f"NAMED = {MADE}\n{BARE}", source=True, on_newest=False),
     "torch-oldest": Trial(("torch==2.6.*",), TRAIN, 2, extras="[torch]", until="3.13"),
     "torch-newest": Trial((), TRAIN, 2, extras="[torch]"),
     # pyspark 3.5 imports distutils, which Python has removed in 3.12 and setuptools provides.
-    "spark-oldest": Trial(("pyspark==3.5.*", "torch==2.6.*", "setuptools"), DEMO, extras="[torch,spark]", until="3.13"),
+    "spark-oldest": Trial(
+        ("pyspark==3.5.*", "torch==2.6.*", "setuptools"), DEMO, extras="[torch,spark]", until="3.13"
+    ),
     "spark-newest": Trial((), DEMO, extras="[torch,spark]"),
 }
 
 
 def pythons() -> dict[str, str]:
-    """Returns the interpreters on the path and in pyenv by version, oldest first. Nothing is downloaded."""
+    """Returns the interpreters on the path and in pyenv by version, oldest first. Nothing is
+    downloaded.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = {}
     for version in VERSIONS:
-        candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+        candidates = [
+            shutil.which(f"python{version}"),
+            *sorted(pyenv.glob(f"{version}.*/bin/python")),
+        ]
         works = [str(one) for one in candidates if one and _is(version, str(one))]
         if works:
             found[version] = works[0]
@@ -156,7 +170,10 @@ def pythons() -> dict[str, str]:
 def _is(version: str, python: str) -> bool:
     """Returns whether an interpreter is of this version; a shim of pyenv may lead nowhere."""
     command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == version
+    return (
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        == version
+    )
 
 
 def tool(name: str) -> str:
@@ -165,10 +182,23 @@ def tool(name: str) -> str:
 
 
 def built(directory: Path, python: str, out: Path) -> Path:
-    """Builds a wheel from the source distribution with its own backend, in an environment that uv makes for it."""
+    """Builds a wheel from the source distribution with its own backend, in an environment that
+    uv makes for it.
+    """
     (source,) = directory.glob("farandole-*.tar.gz")
-    env = {"CARGO_TARGET_DIR": str(ROOT / "target"), **os.environ}  # `make wheel` has compiled the same dependencies
-    command = [tool("uv"), "build", "--quiet", "--wheel", "--python", python, "--out-dir", str(out), str(source)]
+    # `make wheel` has compiled the same dependencies
+    env = {"CARGO_TARGET_DIR": str(ROOT / "target"), **os.environ}
+    command = [
+        tool("uv"),
+        "build",
+        "--quiet",
+        "--wheel",
+        "--python",
+        python,
+        "--out-dir",
+        str(out),
+        str(source),
+    ]
     subprocess.run(command, env=env, check=True)
     (wheel,) = out.glob("farandole-*.whl")
     return wheel
@@ -183,7 +213,9 @@ def attempt(name: str, trial: Trial, python: str, directory: Path, place: Path) 
         (wheel,) = directory.glob("farandole-*.whl")
     extra = [str(file) for prefix in trial.extra for file in directory.glob(f"{prefix}*.whl")]
     uv = tool("uv")
-    subprocess.run([uv, "venv", "--quiet", "--no-project", "--python", python, str(environment)], check=True)
+    subprocess.run(
+        [uv, "venv", "--quiet", "--no-project", "--python", python, str(environment)], check=True
+    )
     inside = environment / "bin" / "python"
     install = [uv, "pip", "install", "--quiet", "--python", str(inside)]
     subprocess.run([*install, f"{wheel}{trial.extras}", *extra, *trial.packages], check=True)
@@ -194,16 +226,28 @@ def attempt(name: str, trial: Trial, python: str, directory: Path, place: Path) 
         command = [str(environment / "bin" / "farandole"), "run", "-np", str(trial.ranks), *command]
     # Nothing of this machine's environment may help: no PYTHONPATH, no settings of Farandole.
     kept = {key: value for key, value in os.environ.items() if key in {"HOME", "LANG", "JAVA_HOME"}}
-    env = {**kept, "PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "PYSPARK_PYTHON": str(inside)}
-    ended = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=600, check=False)
+    env = {
+        **kept,
+        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+        "PYSPARK_PYTHON": str(inside),
+    }
+    ended = subprocess.run(
+        command, cwd=place, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
     if ended.returncode != 0:
         raise SystemExit(f"{name} failed on {python}:\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout.strip().splitlines()[-1]
 
 
 def versions(trial: Trial, found: list[str]) -> list[str]:
-    """Returns the versions of Python on which a trial runs, of those that were found, oldest first."""
-    usable = [one for one in found if not trial.until or VERSIONS.index(one) <= VERSIONS.index(trial.until)]
+    """Returns the versions of Python on which a trial runs, of those that were found, oldest
+    first.
+    """
+    usable = [
+        one
+        for one in found
+        if not trial.until or VERSIONS.index(one) <= VERSIONS.index(trial.until)
+    ]
     if not usable:
         raise SystemExit(f"no Python up to {trial.until} on this machine")
     return list(dict.fromkeys((usable[0], usable[-1]) if trial.on_newest else usable[:1]))
@@ -222,7 +266,9 @@ def main(directory: Path, names: list[str]) -> None:
                 told = attempt(name, TRIALS[name], found[version], directory, place)
             finally:
                 shutil.rmtree(place)
-            sys.stdout.write(f"smoke: {name}, Python {version}: {told} ({time.monotonic() - start:.0f} s)\n")
+            sys.stdout.write(
+                f"smoke: {name}, Python {version}: {told} ({time.monotonic() - start:.0f} s)\n"
+            )
             sys.stdout.flush()
 
 

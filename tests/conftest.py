@@ -4,5 +4,6 @@
 
 import signal
 
-# A shell starts what it puts into the background deaf to Ctrl-C, and every child inherits that; the tests send some.
+# A shell starts what it puts into the background deaf to Ctrl-C, and every child inherits that; the
+# tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Prints names and keywords of Farandole in the code of the pages that do not exist, and fails if there are any."""
+"""Prints names and keywords of Farandole in the code of the pages that do not exist, and fails
+if there are any.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +55,16 @@ class Names(ast.NodeVisitor):
             parameters = inspect.signature(called).parameters
             if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
                 names = {keyword.arg for keyword in node.keywords if keyword.arg}
-                self.wrong += [f"{ast.unparse(node.func)}(..., {name}=...)" for name in names - parameters.keys()]
+                self.wrong += [
+                    f"{ast.unparse(node.func)}(..., {name}=...)"
+                    for name in names - parameters.keys()
+                ]
         self.generic_visit(node)
 
     def value_of(self, node: ast.expr) -> Any:
-        """The object that an expression of names and dots is; `None` where it is not one of Farandole's."""
+        """The object that an expression of names and dots is; `None` where it is not one of
+        Farandole's.
+        """
         if isinstance(node, ast.Name):
             return self.known.get(node.id)
         if isinstance(node, ast.Attribute):

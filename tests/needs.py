@@ -13,7 +13,9 @@ import pytest
 
 
 def is_an_error() -> bool:
-    """Returns whether a missing requirement is an error: in CI with root, which the nightly jobs have."""
+    """Returns whether a missing requirement is an error: in CI with root, which the nightly jobs
+    have.
+    """
     return bool(os.environ.get("CI")) and os.geteuid() == 0
 
 

@@ -16,7 +16,9 @@ _BLOCK: Final = re.compile(
     r"^(?P<indent> *)```(?P<kind>[\w-]+)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
-_BEGINS: Final = re.compile(r"^\s*(?:[-*+>]\s+|\d+[.)]\s+)*(?:`{3,}|~{3,})\s*[\w-]+\s*$", re.MULTILINE)
+_BEGINS: Final = re.compile(
+    r"^\s*(?:[-*+>]\s+|\d+[.)]\s+)*(?:`{3,}|~{3,})\s*[\w-]+\s*$", re.MULTILINE
+)
 """The line before a block, wherever it stands."""
 
 
@@ -38,7 +40,9 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The blocks of a page, whose path begins at the top of the repository. Those of lists are indented there."""
+    """The blocks of a page, whose path begins at the top of the repository. Those of lists are
+    indented there.
+    """
     return blocks_in((ROOT / page).read_text(), page)
 
 
@@ -49,12 +53,19 @@ def blocks_in(text: str, page: str) -> list[Block]:
     for match in _BLOCK.finditer(text):
         number = numbers.setdefault(match["kind"], 0)
         numbers[match["kind"]] += 1
-        found.append(Block(page, number, match["kind"], textwrap.dedent(match["text"]), match["why"]))
-    assert len(found) == len(_BEGINS.findall(text)), f"{page} has a code block that is none of {found}"
+        found.append(
+            Block(page, number, match["kind"], textwrap.dedent(match["text"]), match["why"])
+        )
+    assert len(found) == len(_BEGINS.findall(text)), (
+        f"{page} has a code block that is none of {found}"
+    )
     return found
 
 
 def all_blocks() -> list[Block]:
     """The blocks of all pages."""
-    pages = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    pages = [
+        "README.md",
+        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+    ]
     return [block for page in pages for block in blocks_of(page)]

@@ -4,13 +4,19 @@
 
 
 def listening(pid="self"):
-    """Addresses, as the kernel writes them, and TCP ports on which a process takes connections; this one by default."""
+    """Addresses, as the kernel writes them, and TCP ports on which a process takes connections;
+    this one by default.
+    """
     import os
 
     inodes = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         try:
-            inodes.add(os.readlink(f"/proc/{pid}/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
+            inodes.add(
+                os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                .removeprefix("socket:[")
+                .removesuffix("]")
+            )
         except OSError:
             continue
     found = set()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Processes that no launcher of ours has started, each with the variables that another one would have set."""
+"""Processes that no launcher of ours has started, each with the variables that another one would
+have set.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ STARTERS: Final = (
     "PBS_",
 )
 """Prefixes of variables that tell of a start."""
-PLAIN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALNRANKS")
+PLAIN: Final = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MPI_LOCALNRANKS",
+)
 PAGE: Final = Path(__file__).parents[1] / "docs" / "user-guide" / "running" / "other-launchers.md"
 SUM: Final = """
 import sys
@@ -41,7 +51,7 @@ places = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_r
 total = hvd.allreduce(np.full(3, 2.0 ** hvd.rank()), op=hvd.Sum)[0]
 assert "mpi4py" not in sys.modules
 sys.stdout.write(" ".join(map(str, ("place", *places, int(total)))) + "\\n")
-"""
+"""  # noqa: E501
 """Says where this rank sits and which ranks took part in a sum, as bits."""
 
 
@@ -55,7 +65,9 @@ class Ended:
 
     @property
     def place(self) -> list[int]:
-        """The printed place: rank, size, local rank and size, cross rank and size, and the sum over all ranks."""
+        """The printed place: rank, size, local rank and size, cross rank and size, and the sum
+        over all ranks.
+        """
         lines = [line.split()[1:] for line in self.out.splitlines() if line.startswith("place ")]
         assert self.status == 0, self.err
         assert len(lines) == 1, self.out + self.err
@@ -64,7 +76,11 @@ class Ended:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without what any starter has left in it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS) and name not in PLAIN}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(STARTERS) and name not in PLAIN
+    }
     return {**own, "OMP_NUM_THREADS": "1", "FARANDOLE_START_TIMEOUT": "60", **(extra or {})}
 
 
@@ -79,11 +95,18 @@ def on_host(name: str) -> list[str]:
 
 
 def together(
-    environments: Sequence[Mapping[str, str]], code: str = SUM, prefixes: Sequence[Sequence[str]] | None = None
+    environments: Sequence[Mapping[str, str]],
+    code: str = SUM,
+    prefixes: Sequence[Sequence[str]] | None = None,
 ) -> list[Ended]:
-    """Runs one process for each environment at the same time, to their ends; with a command before each, if given."""
+    """Runs one process for each environment at the same time, to their ends; with a command
+    before each, if given.
+    """
     with tempfile.TemporaryDirectory(prefix="farandole-started-") as folder:
-        files = [(Path(folder) / f"{index}.out", Path(folder) / f"{index}.err") for index in range(len(environments))]
+        files = [
+            (Path(folder) / f"{index}.out", Path(folder) / f"{index}.err")
+            for index in range(len(environments))
+        ]
         running: list[subprocess.Popen[bytes]] = []
         try:
             for (out, err), extra, prefix in zip(
@@ -105,16 +128,26 @@ def together(
                 process.kill()
                 process.wait()
         return [
-            Ended(status, out.read_text(), err.read_text()) for status, (out, err) in zip(statuses, files, strict=True)
+            Ended(status, out.read_text(), err.read_text())
+            for status, (out, err) in zip(statuses, files, strict=True)
         ]
 
 
 def run(
-    command: Sequence[str], extra: Mapping[str, str] | None = None, cwd: Path | None = None, limit: float = LIMIT
+    command: Sequence[str],
+    extra: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    limit: float = LIMIT,
 ) -> Ended:
     """Runs a starter to its end."""
     ended = subprocess.run(
-        list(command), env=environment(extra), cwd=cwd, capture_output=True, text=True, timeout=limit, check=False
+        list(command),
+        env=environment(extra),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
@@ -122,7 +155,9 @@ def run(
 def blocks(page: Path, language: str) -> list[str]:
     """The pieces of code of a page."""
     pieces = page.read_text().split("```")[1::2]
-    return [piece.removeprefix(f"{language}\n") for piece in pieces if piece.startswith(f"{language}\n")]
+    return [
+        piece.removeprefix(f"{language}\n") for piece in pieces if piece.startswith(f"{language}\n")
+    ]
 
 
 def places(ended: Ended) -> list[list[int]]:

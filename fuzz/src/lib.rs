@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Garbage for everything that reads bytes of others: a few seconds in tests, longer by `make fuzz`.
+//! Garbage for everything that reads bytes of others: a few seconds in tests, longer by `make
+//! fuzz`.
 //!
-//! Each target is a test that runs cases until its budget is spent. `FARANDOLE_FUZZ_SECONDS` is the budget,
-//! `FARANDOLE_FUZZ_SEED` the first case; a failing case names its seed, which repeats it. A case is a pure function of its
-//! seed, so there is no corpus: seeds that found something are kept as tests of their own.
+//! Each target is a test that runs cases until its budget is spent. `FARANDOLE_FUZZ_SECONDS` is the
+//! budget, `FARANDOLE_FUZZ_SEED` the first case; a failing case names its seed, which repeats it. A
+//! case is a pure function of its seed, so there is no corpus: seeds that found something are kept
+//! as tests of their own.
 
 #![forbid(unsafe_code)]
 
@@ -52,9 +54,11 @@ impl Random {
         (0..self.below(most + 1)).map(|_| self.byte()).collect()
     }
 
-    /// A number to put in the place of another: near it, a multiple of it, or one that breaks sums and sizes.
+    /// A number to put in the place of another: near it, a multiple of it, or one that breaks sums
+    /// and sizes.
     pub fn number(&mut self, was: i64) -> i64 {
-        let some = [0, 1, -1, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 33, 1 << 40, i64::MAX, i64::MIN];
+        let some =
+            [0, 1, -1, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 33, 1 << 40, i64::MAX, i64::MIN];
         match self.below(4) {
             0 => was.saturating_add(i64::from(self.byte()) - 128),
             1 => was.saturating_mul(1 << self.below(40)),
@@ -107,9 +111,10 @@ const BUSY: u32 = 12;
 
 /// Asserts at its end that a case took no longer than a limit.
 ///
-/// The processor time of the process counts, because a busy machine may give it little in a long time; the time on the
-/// wall counts where it is less, because other tests of the process take processor time, too. A case that waits takes no
-/// processor time, so the time on the wall has a limit as well, which is twelve times as long.
+/// The processor time of the process counts, because a busy machine may give it little in a long
+/// time; the time on the wall counts where it is less, because other tests of the process take
+/// processor time, too. A case that waits takes no processor time, so the time on the wall has a
+/// limit as well, which is twelve times as long.
 #[derive(Debug)]
 pub struct Limit {
     most: Duration,
@@ -139,8 +144,9 @@ fn spent() -> Duration {
     clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap_or_default()
 }
 
-/// Runs the ignored test `name` of this program in a process of its own, whose memory may be limited and which may be
-/// aborted; returns how many cases it says it has begun by lines of `case ...`.
+/// Runs the ignored test `name` of this program in a process of its own, whose memory may be
+/// limited and which may be aborted; returns how many cases it says it has begun by lines of `case
+/// ...`.
 ///
 /// # Errors
 /// It did not end well: the last case, and its last words.

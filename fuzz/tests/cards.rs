@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Damaged or invented cards at the meeting point, and tickets: their reader continues or reports the problem.
+//! Damaged or invented cards at the meeting point, and tickets: their reader continues or reports
+//! the problem.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeMap;
@@ -38,7 +39,9 @@ fn hostile(sound: &[u8], random: &mut Random) -> Vec<u8> {
         0 => random.mutated(sound),
         1 => random.bytes(400),
         // Its lines in another order, some of them many times.
-        2 => (0..random.below(600)).flat_map(|_| lines[random.below(lines.len())].to_vec()).collect(),
+        2 => {
+            (0..random.below(600)).flat_map(|_| lines[random.below(lines.len())].to_vec()).collect()
+        }
         _ => {
             let mut bytes = lines[0].to_vec();
             for _ in 0..random.below(8) {

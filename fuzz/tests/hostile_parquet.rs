@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Parquet whose numbers contradict each other and its bytes (values, rows, sizes, offsets, pages, dictionaries), read
-//! where memory is short: rows or an error that names the file, and never the end of the process.
+//! Parquet whose numbers contradict each other and its bytes (values, rows, sizes, offsets, pages,
+//! dictionaries), read where memory is short: rows or an error that names the file, and never the
+//! end of the process.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod reading;
@@ -19,8 +20,8 @@ use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, Encoding};
 use parquet::file::metadata::{
-    ColumnChunkMetaData, PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader, ParquetMetaDataWriter,
-    RowGroupMetaData,
+    ColumnChunkMetaData, PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader,
+    ParquetMetaDataWriter, RowGroupMetaData,
 };
 use parquet::file::properties::{WriterProperties, WriterVersion};
 use reading::{BUDGET, hush, read};
@@ -36,12 +37,18 @@ fn files() -> Vec<Vec<u8>> {
         ("id", Arc::new(Int64Array::from_iter_values((0..count).map(i64::from)))),
         ("few", Arc::new(Int32Array::from_iter_values((0..count).map(|n| n % 3)))),
         ("x", Arc::new(Float32Array::from_iter_values((0..count).map(|_| 0.5)))),
-        ("text", Arc::new(StringArray::from_iter_values((0..count).map(|n| format!("text {}", n % 7))))),
+        (
+            "text",
+            Arc::new(StringArray::from_iter_values((0..count).map(|n| format!("text {}", n % 7)))),
+        ),
     ];
     let batch = RecordBatch::try_from_iter(columns).unwrap();
     let plain = || {
         let properties = WriterProperties::builder().set_max_row_group_row_count(Some(250));
-        properties.set_data_page_row_count_limit(60).set_write_batch_size(10).set_offset_index_disabled(true)
+        properties
+            .set_data_page_row_count_limit(60)
+            .set_write_batch_size(10)
+            .set_offset_index_disabled(true)
     };
     let kinds = [
         plain(),
@@ -51,12 +58,17 @@ fn files() -> Vec<Vec<u8>> {
             .set_compression(Compression::ZSTD(Default::default()))
             .set_writer_version(WriterVersion::PARQUET_2_0),
         plain().set_compression(Compression::GZIP(Default::default())),
-        plain().set_compression(Compression::BROTLI(Default::default())).set_dictionary_enabled(false),
-        plain().set_column_encoding("text".into(), Encoding::DELTA_BYTE_ARRAY).set_dictionary_enabled(false),
+        plain()
+            .set_compression(Compression::BROTLI(Default::default()))
+            .set_dictionary_enabled(false),
+        plain()
+            .set_column_encoding("text".into(), Encoding::DELTA_BYTE_ARRAY)
+            .set_dictionary_enabled(false),
         plain().set_offset_index_disabled(false).set_dictionary_enabled(false),
     ];
     let write = |kind: parquet::file::properties::WriterPropertiesBuilder| {
-        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(kind.build())).unwrap();
+        let mut writer =
+            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(kind.build())).unwrap();
         writer.write(&batch).unwrap();
         writer.into_inner().unwrap()
     };
@@ -89,7 +101,8 @@ fn column(chunk: ColumnChunkMetaData, random: &mut Random) -> ColumnChunkMetaDat
     changed.build().unwrap()
 }
 
-/// Contradicts one of its numbers, or those of one column; where `rows`, of all columns alike, so that they agree.
+/// Contradicts one of its numbers, or those of one column; where `rows`, of all columns alike, so
+/// that they agree.
 fn group(group: RowGroupMetaData, random: &mut Random) -> RowGroupMetaData {
     let columns = group.columns().to_vec();
     let rows = number(group.num_rows(), random);
@@ -127,13 +140,14 @@ fn zigzag(value: i64) -> Vec<u8> {
     }
 }
 
-/// Puts another number into the header of a column's first page: its sizes, or how many values it or its dictionary has.
-/// What lies behind moves, and the footer says so.
+/// Puts another number into the header of a column's first page: its sizes, or how many values it
+/// or its dictionary has. What lies behind moves, and the footer says so.
 fn page(bytes: &mut Vec<u8>, metadata: ParquetMetaData, random: &mut Random) -> ParquetMetaData {
     let groups = metadata.row_groups().to_vec();
     let chosen = groups[random.below(groups.len())].columns();
     let (start, _) = chosen[random.below(chosen.len())].byte_range();
-    // The type, two sizes, and the number of values, which begins the structure of this type of page.
+    // The type, two sizes, and the number of values, which begins the structure of this type of
+    // page.
     let mut at = usize::try_from(start).unwrap() + 1;
     for _ in 0..random.below(3) + 1 {
         let Some(end) = past(bytes, at) else { return metadata };
@@ -151,7 +165,8 @@ fn page(bytes: &mut Vec<u8>, metadata: ParquetMetaData, random: &mut Random) -> 
         let (first, length) = chunk.byte_range();
         let own = (first..first + length).contains(&(at as u64));
         let size = chunk.compressed_size() + if own { moved } else { 0 };
-        let builder = chunk.clone().into_builder().set_data_page_offset(shift(chunk.data_page_offset()));
+        let builder =
+            chunk.clone().into_builder().set_data_page_offset(shift(chunk.data_page_offset()));
         let builder = builder.set_dictionary_page_offset(chunk.dictionary_page_offset().map(shift));
         builder.set_total_compressed_size(size).build().unwrap()
     };
@@ -169,8 +184,10 @@ fn index(bytes: &mut [u8], metadata: ParquetMetaData, random: &mut Random) -> Pa
     let chosen = groups.remove(random.below(groups.len()));
     let mut columns = chosen.columns().to_vec();
     let which = random.below(columns.len());
-    let (at, length) =
-        (columns[which].offset_index_offset().unwrap(), columns[which].offset_index_length().unwrap());
+    let (at, length) = (
+        columns[which].offset_index_offset().unwrap(),
+        columns[which].offset_index_length().unwrap(),
+    );
     let builder = columns[which].clone().into_builder();
     let builder = match random.below(4) {
         0 => builder.set_offset_index_offset(Some(random.number(at))),
@@ -179,7 +196,8 @@ fn index(bytes: &mut [u8], metadata: ParquetMetaData, random: &mut Random) -> Pa
             builder.set_offset_index_length(Some(i32::try_from(told).unwrap()))
         }
         _ => {
-            let place = usize::try_from(at).unwrap()..usize::try_from(at + i64::from(length)).unwrap();
+            let place =
+                usize::try_from(at).unwrap()..usize::try_from(at + i64::from(length)).unwrap();
             let garbage = random.mutated(&bytes[place.clone()]);
             bytes[place].iter_mut().zip(garbage).for_each(|(byte, new)| *byte = new);
             builder
@@ -236,7 +254,10 @@ fn child() {
         if let Err(error) = read("memory://hostile", &COLUMNS, random) {
             let text = error.to_string();
             let told = text.contains("memory://hostile/") || text.contains("column");
-            assert!(told || matches!(error, Error::Budget { .. }), "the error names no file: {text}");
+            assert!(
+                told || matches!(error, Error::Budget { .. }),
+                "the error names no file: {text}"
+            );
         }
     });
 }
@@ -279,7 +300,8 @@ fn texts_that_a_dictionary_makes_larger_than_the_budget_are_an_error() {
     assert_eq!(apart("bomb"), Ok(1));
 }
 
-/// A file whose page has `count` texts in `encoding`, and the positions of what it says of their number.
+/// A file whose page has `count` texts in `encoding`, and the positions of what it says of their
+/// number.
 fn delta(encoding: Encoding, count: usize) -> (Vec<u8>, Vec<usize>) {
     let columns: [(&str, ArrayRef); 2] = [
         ("id", Arc::new(Int64Array::from_iter_values((0..).take(count)))),
@@ -324,7 +346,10 @@ fn lengths() {
                         Err(error) => {
                             assert!(wrong, "{error}");
                             let text = error.to_string();
-                            assert!(text.contains("of 600 values claims 2147483647 lengths"), "{text}");
+                            assert!(
+                                text.contains("of 600 values claims 2147483647 lengths"),
+                                "{text}"
+                            );
                             refused += 1;
                         }
                     }

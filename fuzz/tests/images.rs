@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Images that are damaged, or say that they are huge, where memory is short: pixels or an error, and never the end of
-//! the process.
+//! Images that are damaged, or say that they are huge, where memory is short: pixels or an error,
+//! and never the end of the process.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use base64::Engine as _;
@@ -10,8 +10,8 @@ use base64::prelude::BASE64_STANDARD;
 use farandole_fuzz::{Limit, Random, apart, cases, confine};
 use farandole_images::{Decoder, Error, Fit, Mode, Scale, Slot, Steps};
 
-/// Addresses that a decoder may take: what the largest image has that is not refused, as it is stored and turned, and
-/// what PNG may take beside.
+/// Addresses that a decoder may take: what the largest image has that is not refused, as it is
+/// stored and turned, and what PNG may take beside.
 const ROOM: u64 = 768 << 20;
 /// No case may take longer: the files have a few hundred bytes.
 const LONGEST: std::time::Duration = std::time::Duration::from_secs(20);
@@ -35,7 +35,8 @@ const JPEGS: [&str; 2] = [
 
 /// Files of every way to store pixels.
 fn files() -> Vec<Vec<u8>> {
-    let mut files: Vec<Vec<u8>> = JPEGS.iter().map(|text| BASE64_STANDARD.decode(text).unwrap()).collect();
+    let mut files: Vec<Vec<u8>> =
+        JPEGS.iter().map(|text| BASE64_STANDARD.decode(text).unwrap()).collect();
     for (color, depth, bytes) in [
         (png::ColorType::Grayscale, png::BitDepth::One, 2),
         (png::ColorType::Grayscale, png::BitDepth::Sixteen, 32),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Manifests that are damaged, or whose numbers are not those of their files, where memory is short: rows or an error,
-//! and never the end of the process.
+//! Manifests that are damaged, or whose numbers are not those of their files, where memory is
+//! short: rows or an error, and never the end of the process.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod reading;
@@ -27,8 +27,14 @@ const ROOM: u64 = 768 << 20;
 fn sound(store: &Store) -> Value {
     let columns: [(&str, ArrayRef); 3] = [
         ("id", Arc::new(Int64Array::from_iter_values(0..i64::from(ROWS)))),
-        ("x", Arc::new(Float32Array::from_iter_values(std::iter::repeat_n(0.5, usize::from(ROWS))))),
-        ("text", Arc::new(StringArray::from_iter_values(std::iter::repeat_n("text", usize::from(ROWS))))),
+        (
+            "x",
+            Arc::new(Float32Array::from_iter_values(std::iter::repeat_n(0.5, usize::from(ROWS)))),
+        ),
+        (
+            "text",
+            Arc::new(StringArray::from_iter_values(std::iter::repeat_n("text", usize::from(ROWS)))),
+        ),
     ];
     let batch = RecordBatch::try_from_iter(columns).unwrap();
     let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
@@ -46,7 +52,8 @@ fn sound(store: &Store) -> Value {
         unreadable: None,
     };
     let kinds = [Element::Int64, Element::Float32, Element::Utf8];
-    let columns = COLUMNS.iter().zip(kinds).map(|(name, kind)| column(name, kind, kind.name())).collect();
+    let columns =
+        COLUMNS.iter().zip(kinds).map(|(name, kind)| column(name, kind, kind.name())).collect();
     let groups = vec![RowGroup { rows: ROWS.into(), bytes: 16 * u64::from(ROWS) }];
     let file = DataFile::new("part.parquet".to_owned(), bytes.len() as u64, groups);
     store.write("part.parquet", bytes.into()).unwrap();
@@ -100,13 +107,17 @@ fn hostile(sound: &Value, random: &mut Random) -> Vec<u8> {
     match random.below(4) {
         0 => return random.mutated(manifest.to_string().as_bytes()),
         1 => agree(&mut manifest, random),
-        2 => manifest["columns"][random.below(3)]["shape"] = vec![random.number(2).unsigned_abs()].into(),
+        2 => {
+            manifest["columns"][random.below(3)]["shape"] =
+                vec![random.number(2).unsigned_abs()].into()
+        }
         _ => {}
     }
     for _ in 0..random.below(3) {
         let mut found = Vec::new();
         leaves(&manifest, "", &mut found);
-        if let Some(value) = found.get(random.below(found.len())).and_then(|path| manifest.pointer_mut(path))
+        if let Some(value) =
+            found.get(random.below(found.len())).and_then(|path| manifest.pointer_mut(path))
         {
             *value = other(value, random);
         }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A communicator among peers that send garbage: it fails or waits, and never completes an operation by it.
+//! A communicator among peers that send garbage: it fails or waits, and never completes an
+//! operation by it.
 
 use farandole_collectives::{Communicator, HostCommunicator, Operation, Token};
 use farandole_fuzz::cases;
@@ -22,7 +23,10 @@ fn a_greeting_of_garbage_is_refused() {
             window[..fits].copy_from_slice(&bytes[..fits]);
             b.sender.commit(fits).unwrap();
             if communicator.progress(&mut completed).is_err() {
-                assert!(communicator.submit(Token(2), Operation::Barrier).is_err(), "a failure lasts");
+                assert!(
+                    communicator.submit(Token(2), Operation::Barrier).is_err(),
+                    "a failure lasts"
+                );
                 break;
             }
         }

@@ -46,15 +46,20 @@ fn files() -> Vec<Vec<u8>> {
     let kinds = [
         plain().set_dictionary_enabled(false),
         plain().set_compression(Compression::SNAPPY),
-        plain().set_compression(Compression::LZ4_RAW).set_writer_version(WriterVersion::PARQUET_2_0),
-        plain().set_compression(Compression::ZSTD(ZstdLevel::default())).set_offset_index_disabled(true),
+        plain()
+            .set_compression(Compression::LZ4_RAW)
+            .set_writer_version(WriterVersion::PARQUET_2_0),
+        plain()
+            .set_compression(Compression::ZSTD(ZstdLevel::default()))
+            .set_offset_index_disabled(true),
         plain().set_dictionary_enabled(false).set_encoding(Encoding::BYTE_STREAM_SPLIT),
         plain().set_compression(Compression::GZIP(parquet::basic::GzipLevel::default())),
     ];
     let batch = rows(800);
     kinds
         .map(|kind| {
-            let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(kind.build())).unwrap();
+            let mut writer =
+                ArrowWriter::try_new(Vec::new(), batch.schema(), Some(kind.build())).unwrap();
             writer.write(&batch).unwrap();
             writer.into_inner().unwrap()
         })
@@ -96,7 +101,10 @@ fn damaged_files_are_rows_or_errors_and_never_a_hang() {
         if let Err(error) = read("memory://damaged", &COLUMNS, random) {
             let text = error.to_string();
             let told = text.contains("memory://damaged/") || text.contains("column");
-            assert!(told || matches!(error, Error::Budget { .. }), "the error names no file: {text}");
+            assert!(
+                told || matches!(error, Error::Budget { .. }),
+                "the error names no file: {text}"
+            );
         }
     });
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A relay between two ranks, which forwards handshakes and everything else except one piece: no byte is accepted
-//! that was not sent.
+//! A relay between two ranks, which forwards handshakes and everything else except one piece: no
+//! byte is accepted that was not sent.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 #[expect(dead_code, reason = "tests of the crate use more of it")]
@@ -66,7 +66,8 @@ fn send(mut link: Link) {
     }
 }
 
-/// Receives bytes until the link ends, and returns their number; each must be the one that was sent.
+/// Receives bytes until the link ends, and returns their number; each must be the one that was
+/// sent.
 fn receive(link: &mut Link) -> (usize, Error) {
     let limit = Instant::now() + PATIENCE;
     let mut seen = 0;
@@ -77,7 +78,10 @@ fn receive(link: &mut Link) -> (usize, Error) {
         };
         let bytes = window.len();
         assert!(seen + bytes <= TOTAL, "more than was sent");
-        assert!(window.iter().enumerate().all(|(at, byte)| *byte == pattern(seen + at)), "a forged byte");
+        assert!(
+            window.iter().enumerate().all(|(at, byte)| *byte == pattern(seen + at)),
+            "a forged byte"
+        );
         seen += bytes;
         if let Err(error) = link.receiver.release(bytes) {
             return (seen, error);
@@ -106,7 +110,8 @@ fn no_action_of_a_relay_makes_a_rank_accept_its_bytes() {
             (zero.join().unwrap(), one)
         });
         let (zeros, ones) = thread::scope(|scope| {
-            let zeros = scope.spawn(|| zero.open(1, &[Rank(1)], 1 << 16).map(|mut links| links.remove(0)));
+            let zeros =
+                scope.spawn(|| zero.open(1, &[Rank(1)], 1 << 16).map(|mut links| links.remove(0)));
             let ones = one.open(1, &[Rank(0)], 1 << 16).map(|mut links| links.remove(0));
             (zeros.join().unwrap(), ones)
         });

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Strangers at the doors of a mesh, on real sockets: whatever they send they are turned away, and the ranks that
-//! belong together neither notice nor wait.
+//! Strangers at the doors of a mesh, on real sockets: whatever they send they are turned away, and
+//! the ranks that belong together neither notice nor wait.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::io::{Read, Write};
@@ -48,8 +48,10 @@ fn hello(key: [u8; 32]) -> Vec<u8> {
         drop(Mesh::join(MeshOptions { size: 1, ..options(0, key, false) }, &sample).unwrap());
         card(&sample, 0).lines().next().unwrap().to_owned()
     };
-    let fake =
-        format!("{version}\nhost elsewhere\npid 1\nlocal \naddress {}\n", listener.local_addr().unwrap());
+    let fake = format!(
+        "{version}\nhost elsewhere\npid 1\nlocal \naddress {}\n",
+        listener.local_addr().unwrap()
+    );
     meeting.put("mesh/0/0", fake.as_bytes());
     let mesh = Mesh::join(options(1, key, false), &meeting).unwrap();
     let mut hello = vec![0; 144];
@@ -150,7 +152,8 @@ fn besieged(kind: LinkKind, strange: [u8; 32]) {
         // New links form, old ones continue.
         if links.len() < 8 {
             channel += 1;
-            let open = |mesh: &Mesh, peer| mesh.open(channel, &[Rank(peer)], 4096).unwrap().remove(0);
+            let open =
+                |mesh: &Mesh, peer| mesh.open(channel, &[Rank(peer)], 4096).unwrap().remove(0);
             links.push(thread::scope(|scope| {
                 let there = scope.spawn(|| open(&zero, 1));
                 (open(&one, 0), there.join().unwrap())

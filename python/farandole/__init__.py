@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Farandole: data-parallel training on Spark, on plain hosts and in notebooks.
 
-Importing this module loads no framework and starts no thread; `farandole.torch` and `farandole.spark` load theirs.
+Importing this module loads no framework and starts no thread; `farandole.torch` and
+`farandole.spark` load theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from farandole.common.exceptions import (
     HorovodInternalError,
 )
 
-TYPE_CHECKING = False  # type checkers take it for true; to import `typing` would take most of the time of this import
+# type checkers take it for true; to import `typing` would take most of the time of this import
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

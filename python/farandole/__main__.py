@@ -29,7 +29,8 @@ def main(called: str = "farandole") -> int:
     from farandole._native import cli  # noqa: PLC0415 - loading this module is not yet running the command
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # `nohup` ignores SIGHUP for the command that it starts, which then continues without its terminal.
+        # `nohup` ignores SIGHUP for the command that it starts, which then continues without its
+        # terminal.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     return cli.main([called, *sys.argv[1:]])

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Record batches as Python hands them in, and batches as it takes them: by pointers, without copies.
+//! Record batches as Python hands them in, and batches as it takes them: by pointers, without
+//! copies.
 #![expect(unsafe_code, reason = "the Arrow C data interface and the buffer protocol are pointers")]
 
 use std::any::Any;
@@ -26,14 +27,15 @@ pub(crate) fn record_batch(object: &Bound<'_, PyAny>) -> PyResult<RecordBatch> {
         let kind = object.get_type();
         PyTypeError::new_err(format!("a record batch with __arrow_c_array__ is needed: {kind}"))
     })?;
-    let (schema, array): (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>) = export.call0()?.extract()?;
+    let (schema, array): (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>) =
+        export.call0()?.extract()?;
     let schema = schema.pointer_checked(Some(c"arrow_schema"))?.cast::<FFI_ArrowSchema>();
     let array = array.pointer_checked(Some(c"arrow_array"))?.cast::<FFI_ArrowArray>();
-    // SAFETY: the capsule's name says that it points at an ArrowArray; from_raw moves it out and leaves a released
-    // one, as the interface asks of a consumer.
+    // SAFETY: the capsule's name says that it points at an ArrowArray; from_raw moves it out and
+    // leaves a released one, as the interface asks of a consumer.
     let array = unsafe { FFI_ArrowArray::from_raw(array.as_ptr()) };
-    // SAFETY: the capsule's name says that it points at an ArrowSchema, and the capsule lives until the end of this
-    // function, where it releases the schema.
+    // SAFETY: the capsule's name says that it points at an ArrowSchema, and the capsule lives until
+    // the end of this function, where it releases the schema.
     let schema = unsafe { schema.as_ref() };
     // SAFETY: array and schema were exported together, so they describe each other.
     let data = unsafe { from_ffi(array, schema) }.map_err(|error| wrong(error.to_string()))?;
@@ -67,7 +69,8 @@ impl Span {
     fn part(self, start: usize, length: usize) -> PyResult<Self> {
         let inside = start.checked_add(length).is_some_and(|end| end <= self.length);
         let address = inside.then(|| self.address + start);
-        let address = address.ok_or_else(|| PyBufferError::new_err("bytes outside of the batch"))?;
+        let address =
+            address.ok_or_else(|| PyBufferError::new_err("bytes outside of the batch"))?;
         Ok(Self { address, length })
     }
 }
@@ -86,8 +89,8 @@ impl Shared {
     fn new(mut batch: reader::Batch) -> Self {
         let whole = Span::of(batch.slab_mut());
         let columns = 0..batch.fields().len();
-        let texts =
-            columns.map(|index| batch.texts_mut(index).map(|(ends, values)| [ends, values].map(Span::of)));
+        let texts = columns
+            .map(|index| batch.texts_mut(index).map(|(ends, values)| [ends, values].map(Span::of)));
         let texts = texts.collect();
         Self { batch, whole, texts }
     }
@@ -104,8 +107,8 @@ impl Shared {
 /// `BufferError` for more bytes than Python counts.
 ///
 /// # Safety
-/// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds the memory of `span`, which nothing in Rust
-/// reads or writes any more.
+/// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds the memory of `span`,
+/// which nothing in Rust reads or writes any more.
 unsafe fn export(
     owner: &Bound<'_, PyAny>,
     span: Span,
@@ -115,8 +118,8 @@ unsafe fn export(
     let bytes = ffi::Py_ssize_t::try_from(span.length);
     let bytes = bytes.map_err(|_| PyBufferError::new_err("more bytes than a buffer can have"))?;
     let address: *mut c_void = std::ptr::with_exposed_provenance_mut(span.address);
-    // SAFETY: the address is valid for `bytes` bytes as long as `owner` lives, and the view holds a reference to it;
-    // only Python reads and writes them.
+    // SAFETY: the address is valid for `bytes` bytes as long as `owner` lives, and the view holds a
+    // reference to it; only Python reads and writes them.
     let status = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), address, bytes, 0, flags) };
     if status == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
 }
@@ -157,7 +160,10 @@ impl Batch {
     #[getter]
     fn offsets(&self) -> Vec<usize> {
         let batch = self.0.batch();
-        (0..batch.fields().len()).filter_map(|index| batch.held(index)).map(|held| held.start).collect()
+        (0..batch.fields().len())
+            .filter_map(|index| batch.held(index))
+            .map(|held| held.start)
+            .collect()
     }
 
     fn weights(&self) -> Column {
@@ -189,7 +195,11 @@ impl Batch {
 
     /// # Safety
     /// Python calls it with a view to fill.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let shared = Arc::clone(&slf.get().0);
         // SAFETY: the view is Python's own, and `slf` holds the batch.
         unsafe { export(slf.as_any(), shared.whole, view, flags) }
@@ -213,7 +223,8 @@ impl Column {
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let batch = self.shared.batch();
-        let row = batch.fields().get(self.index).map(|field| field.shape.clone()).unwrap_or_default();
+        let row =
+            batch.fields().get(self.index).map(|field| field.shape.clone()).unwrap_or_default();
         PyTuple::new(py, std::iter::once(batch.rows() as u64).chain(row).collect::<Vec<_>>())
     }
 
@@ -224,9 +235,14 @@ impl Column {
 
     /// # Safety
     /// Python calls it with a view to fill.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let (shared, index) = (Arc::clone(&slf.get().shared), slf.get().index);
-        let (start, bytes) = shared.batch().held(index).map_or((0, 0), |held| (held.start, held.bytes));
+        let (start, bytes) =
+            shared.batch().held(index).map_or((0, 0), |held| (held.start, held.bytes));
         let span = shared.whole.part(start, bytes)?;
         // SAFETY: the view is Python's own, and `slf` holds the batch.
         unsafe { export(slf.as_any(), span, view, flags) }
@@ -244,7 +260,11 @@ struct Values {
 impl Values {
     /// # Safety
     /// Python calls it with a view to fill.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let span = slf.get().span;
         // SAFETY: the view is Python's own, and `slf` holds the batch.
         unsafe { export(slf.as_any(), span, view, flags) }
@@ -266,7 +286,8 @@ impl Pixels {
 
     /// Gives floats away to Python.
     pub(crate) fn floats(mut values: Vec<f32>) -> Self {
-        let (address, length) = (values.as_mut_ptr().expose_provenance(), size_of_val(values.as_slice()));
+        let (address, length) =
+            (values.as_mut_ptr().expose_provenance(), size_of_val(values.as_slice()));
         Self { span: Span { address, length }, _memory: Box::new(values) }
     }
 }
@@ -275,7 +296,11 @@ impl Pixels {
 impl Pixels {
     /// # Safety
     /// Python calls it with a view to fill.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let span = slf.get().span;
         // SAFETY: the view is Python's own, and `slf` holds the memory.
         unsafe { export(slf.as_any(), span, view, flags) }

@@ -29,8 +29,8 @@ struct Here {
     meanwhile: Arc<Mutex<Vec<PyErr>>>,
 }
 
-/// Returns the wish that follows from the exit status of a signal handler: Ctrl-C leaves time, SIGTERM less, and a
-/// second one of either none.
+/// Returns the wish that follows from the exit status of a signal handler: Ctrl-C leaves time,
+/// SIGTERM less, and a second one of either none.
 fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
     const SIGINT: i32 = 128 + 2;
     let status = error
@@ -45,7 +45,8 @@ fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
 }
 
 impl Here {
-    /// Returns the found value; a value that cannot be found is shown as missing. A signal meanwhile is not lost.
+    /// Returns the found value; a value that cannot be found is shown as missing. A signal
+    /// meanwhile is not lost.
     fn found<T: Default>(&self, py: Python<'_>, found: PyResult<T>) -> T {
         found.unwrap_or_else(|error| {
             if !error.is_instance_of::<PyException>(py) {
@@ -163,8 +164,8 @@ impl Watch for Watched {
     }
 }
 
-/// Returns the distributions that have files of each module: a framework comes under several names, `tensorflow-cpu`
-/// among them.
+/// Returns the distributions that have files of each module: a framework comes under several names,
+/// `tensorflow-cpu` among them.
 fn modules(py: Python<'_>) -> PyResult<BTreeMap<String, Vec<Distribution>>> {
     let metadata = py.import("importlib.metadata")?;
     // A distribution with broken metadata provides nothing, and is no error here.
@@ -173,7 +174,9 @@ fn modules(py: Python<'_>) -> PyResult<BTreeMap<String, Vec<Distribution>>> {
         Some(Distribution { name: name.to_lowercase().replace('_', "-"), version })
     };
     let mut found = BTreeMap::new();
-    for item in metadata.call_method0("packages_distributions")?.call_method0("items")?.try_iter()? {
+    for item in
+        metadata.call_method0("packages_distributions")?.call_method0("items")?.try_iter()?
+    {
         let (module, names): (String, Vec<Option<String>>) = item?.extract()?;
         let names: BTreeSet<String> = names.into_iter().flatten().collect();
         let providers: Vec<Distribution> = names.into_iter().filter_map(&provider).collect();
@@ -188,7 +191,9 @@ fn interpreter(py: Python<'_>) -> PyResult<Interpreter> {
     let sys = py.import("sys")?;
     let version = py.import("platform")?.call_method0("python_version")?.extract()?;
     let mut packages = BTreeMap::new();
-    for distribution in py.import("importlib.metadata")?.call_method0("distributions")?.try_iter()? {
+    for distribution in
+        py.import("importlib.metadata")?.call_method0("distributions")?.try_iter()?
+    {
         let distribution = distribution?;
         let name: Option<String> = distribution.getattr("name")?.extract()?;
         if let Some(name) = name {
@@ -197,14 +202,22 @@ fn interpreter(py: Python<'_>) -> PyResult<Interpreter> {
     }
     let folders: Vec<PathBuf> = sys.getattr("path")?.extract()?;
     let folders = folders.into_iter().filter(|folder| folder.join("nvidia").is_dir()).collect();
-    Ok(Interpreter { version, executable: sys.getattr("executable")?.extract()?, packages, folders })
+    Ok(Interpreter {
+        version,
+        executable: sys.getattr("executable")?.extract()?,
+        packages,
+        folders,
+    })
 }
 
 #[pyfunction]
 fn main(py: Python<'_>, argv: Vec<String>) -> PyResult<i32> {
     let (status, raised) = py.detach(move || {
-        let here =
-            Here { raised: RefCell::new(None), wish: Cell::new(Wish::GoOn), meanwhile: Arc::default() };
+        let here = Here {
+            raised: RefCell::new(None),
+            wish: Cell::new(Wish::GoOn),
+            meanwhile: Arc::default(),
+        };
         let status = farandole_cli::main(&argv, &here);
         (status, here.raised.into_inner())
     });

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole._native.cuda`: what there is of CUDA, our kernels, and NCCL, each by itself: for checks on a GPU.
+//! `farandole._native.cuda`: what there is of CUDA, our kernels, and NCCL, each by itself: for
+//! checks on a GPU.
 #![expect(unsafe_code, reason = "kernels work on addresses that come from Python")]
 
 use std::path::PathBuf;
@@ -10,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use farandole::collectives::{Buffer, Communicator as _, Operation, Place, Segment, Token};
 use farandole::config::Config;
-use farandole::cuda::{self, Cache, Driver, Gpu, GpuLane, Inputs, Nccl, NcclCommunicator, Nvrtc, Places};
+use farandole::cuda::{
+    self, Cache, Driver, Gpu, GpuLane, Inputs, Nccl, NcclCommunicator, Nvrtc, Places,
+};
 use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
@@ -40,7 +43,8 @@ fn failed(error: farandole::collectives::Error) -> PyErr {
     raise(error.fault(), &error)
 }
 
-/// Returns every library and GPU: its name, whether it can be used, and its version and place or why not.
+/// Returns every library and GPU: its name, whether it can be used, and its version and place or
+/// why not.
 #[pyfunction]
 #[pyo3(signature = (named, packages, /))]
 fn inventory(py: Python<'_>, named: &str, packages: Vec<PathBuf>) -> Vec<(String, bool, String)> {
@@ -103,7 +107,8 @@ impl Kernels {
         stream: usize,
     ) -> PyResult<()> {
         let types = (dtype(tensor)?, dtype(buffer)?);
-        // SAFETY: the caller passes addresses of live tensors with their own lengths and the stream it uses them on.
+        // SAFETY: the caller passes addresses of live tensors with their own lengths and the stream
+        // it uses them on.
         unsafe { self.0.transfer(pack, &tensors, types, base, factor, stream) }.map_err(told)
     }
 
@@ -122,7 +127,8 @@ impl Kernels {
         stream: usize,
     ) -> PyResult<()> {
         let dtype = dtype(number)?;
-        let inputs = Inputs::new(&addresses, dtype, reduce_op(op)?, (prescale, postscale)).map_err(told)?;
+        let inputs =
+            Inputs::new(&addresses, dtype, reduce_op(op)?, (prescale, postscale)).map_err(told)?;
         // SAFETY: as for `transfer`.
         unsafe { self.0.reduce(dtype, &inputs, out, count, stream) }.map_err(told)
     }
@@ -170,21 +176,24 @@ impl Ring {
         let places = places(named, packages);
         py.detach(|| {
             let nccl = Nccl::load(&places).map_err(told)?;
-            let lane = Gpu::new(Driver::load(&places).map_err(told)?, ordinal).lane().map_err(told)?;
+            let lane =
+                Gpu::new(Driver::load(&places).map_err(told)?, ordinal).lane().map_err(told)?;
             // Last: with the name NCCL opens a port, which only a communicator of that name closes.
             let id = nccl.unique_id().map_err(told)?;
-            let communicator = NcclCommunicator::form(nccl, lane, id, (0, 1), PATIENCE).map_err(failed)?;
+            let communicator =
+                NcclCommunicator::form(nccl, lane, id, (0, 1), PATIENCE).map_err(failed)?;
             Ok(Self { communicator: Mutex::new(communicator), ordinal })
         })
     }
 
-    /// Sums a tensor over the one member, which leaves it as it is; returns when that is done. What the caller has put
-    /// on its own stream is not waited for.
+    /// Sums a tensor over the one member, which leaves it as it is; returns when that is done. What
+    /// the caller has put on its own stream is not waited for.
     #[pyo3(signature = (address, bytes, number, /))]
     fn allreduce(&self, py: Python<'_>, address: usize, bytes: usize, number: u8) -> PyResult<()> {
         let dtype = dtype(number)?;
         let address = std::ptr::with_exposed_provenance_mut(address);
-        // SAFETY: the caller passes a live tensor's address with its own length, and waits for this call.
+        // SAFETY: the caller passes a live tensor's address with its own length, and waits for this
+        // call.
         let buffer = unsafe { Buffer::from_raw(address, bytes, Place::Device(self.ordinal)) };
         let operation = Operation::Allreduce {
             dtype,
@@ -202,7 +211,9 @@ impl Ring {
                 communicator.progress(&mut done).map_err(failed)?;
                 if started.elapsed() > PATIENCE {
                     communicator.abandon();
-                    return Err(PyTimeoutError::new_err(format!("no answer of NCCL within {PATIENCE:?}")));
+                    return Err(PyTimeoutError::new_err(format!(
+                        "no answer of NCCL within {PATIENCE:?}"
+                    )));
                 }
             }
             Ok(())

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Tensors on GPUs, as Python hands them in: the GPU's number, and the handle of the stream that makes their values.
+//! Tensors on GPUs, as Python hands them in: the GPU's number, and the handle of the stream that
+//! makes their values.
 #![expect(unsafe_code, reason = "streams come from Python by their handles")]
 
 use std::path::PathBuf;
@@ -46,7 +47,8 @@ impl Spots {
             return Ok(spot.clone());
         }
         let gpu = session()?.gpu(ordinal, &[]).map_err(|error| raise(error.fault(), &error))?;
-        // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives for ever.
+        // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives
+        // for ever.
         let ready = unsafe { gpu.after(stream) }.map_err(|error| raise(error.fault(), &error))?;
         let spot = Spot { place: Place::Device(ordinal), ready: Some(ready) };
         self.0.push(((ordinal, stream), spot.clone()));
@@ -58,7 +60,8 @@ fn session() -> PyResult<Arc<Session>> {
     session::current().map_err(|error| raise(error.fault(), &error))
 }
 
-/// Takes up a GPU, so that operations may name its memory; false when the configuration says not to.
+/// Takes up a GPU, so that operations may name its memory; false when the configuration says not
+/// to.
 #[pyfunction]
 #[pyo3(signature = (ordinal, packages, /))]
 pub(crate) fn open_device(py: Python<'_>, ordinal: u32, packages: Vec<PathBuf>) -> PyResult<bool> {
@@ -76,7 +79,8 @@ pub(crate) struct DeviceMemory(NcclMemory);
 
 #[pymethods]
 impl DeviceMemory {
-    /// Returns the memory as bytes, by the CUDA array interface, version 2: its user keeps this object.
+    /// Returns the memory as bytes, by the CUDA array interface, version 2: its user keeps this
+    /// object.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let described = PyDict::new(py);
@@ -88,8 +92,8 @@ impl DeviceMemory {
     }
 }
 
-/// Returns memory of a GPU that communicators of NCCL register, for work in the order of a stream; `None` when none
-/// is asked for, or this version gives none.
+/// Returns memory of a GPU that communicators of NCCL register, for work in the order of a stream;
+/// `None` when none is asked for, or this version gives none.
 #[pyfunction]
 #[pyo3(signature = (ordinal, stream, bytes, /))]
 pub(crate) fn device_memory(

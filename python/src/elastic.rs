@@ -74,7 +74,8 @@ impl Discovery for Asked {
 }
 
 impl Asked {
-    /// Returns a dictionary of slots by host, in its order; a host without a number has those of `slots_per_host`.
+    /// Returns a dictionary of slots by host, in its order; a host without a number has those of
+    /// `slots_per_host`.
     fn read(&self, told: &Bound<'_, PyAny>) -> PyResult<Vec<HostSlots>> {
         let mut hosts = Vec::new();
         for item in told.call_method0("items")?.try_iter()? {
@@ -91,7 +92,10 @@ impl Asked {
 }
 
 fn sentence(py: Python<'_>, error: &PyErr) -> String {
-    let kind = error.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
+    let kind = error
+        .get_type(py)
+        .name()
+        .map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
     format!("find_available_hosts_and_slots failed: {kind}: {}", error.value(py))
 }
 
@@ -123,13 +127,15 @@ impl PyElasticJob {
         ssh_port: Option<u16>,
         ssh_identity_file: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let config = Config::read(environment, &options).map_err(|error| raise(Fault::Usage, &error))?;
+        let config =
+            Config::read(environment, &options).map_err(|error| raise(Fault::Usage, &error))?;
         let elastic = ElasticJob::rules(num_proc, &config).map_err(|failure| error(&failure))?;
         let discovery: Box<dyn Discovery> = match discovery {
             Some(object) => Box::new(Asked { object, slots_per_host: config.slots_per_host }),
             None => {
                 let most = if elastic.most == u32::MAX { num_proc } else { elastic.most };
-                let named = hosts.map(parse_hosts).transpose().map_err(|failure| error(&failure))?;
+                let named =
+                    hosts.map(parse_hosts).transpose().map_err(|failure| error(&failure))?;
                 let given = py.detach(|| allocation(&Here)).map_err(|failure| error(&failure))?;
                 let given = given.filter(|_| named.is_none());
                 let slots = most.saturating_add(elastic.spares);
@@ -150,20 +156,23 @@ impl PyElasticJob {
         Self::start(ElasticJob { elastic, work, journal: None }, discovery)
     }
 
-    /// Returns the events since the last call, oldest first, waiting up to `timeout` seconds for the first:
-    /// `("line", (rank, stream, text))`, `("metric", (task, rank, kind, data))`, `("loss", sentence)`, `("world", (generation, task and host by rank))`, and last
-    /// `("ended", outcomes)` or `("failed", exception)`.
+    /// Returns the events since the last call, oldest first, waiting up to `timeout` seconds for
+    /// the first: `("line", (rank, stream, text))`, `("metric", (task, rank, kind, data))`,
+    /// `("loss", sentence)`, `("world", (generation, task and host by rank))`, and last `("ended",
+    /// outcomes)` or `("failed", exception)`.
     fn news(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<(&'static str, Py<PyAny>)>> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
-        let first =
-            wait(py, Some(Instant::now() + timeout), |slice| Ok(self.news.lock().recv_timeout(slice).ok()))?;
+        let first = wait(py, Some(Instant::now() + timeout), |slice| {
+            Ok(self.news.lock().recv_timeout(slice).ok())
+        })?;
         let Some(first) = first else { return Ok(Vec::new()) };
         let rest: Vec<News> = self.news.lock().try_iter().collect();
         [first].into_iter().chain(rest).map(|news| told(py, news)).collect()
     }
 
-    /// Ends the job: with time for last checkpoints the first time, soon the second, at once the third.
+    /// Ends the job: with time for last checkpoints the first time, soon the second, at once the
+    /// third.
     fn end(&self) {
         let before = self.wish.load(Ordering::Acquire);
         self.wish.store(before.saturating_add(1).min(3), Ordering::Release);
@@ -184,8 +193,11 @@ impl PyElasticJob {
                     Happening::Loss(what) => News::Loss(what.to_owned()),
                     Happening::World { world, hosts } => {
                         let host = |task| hosts.get(task).cloned().unwrap_or_default();
-                        let places =
-                            world.seats.iter().map(|seat| (seat.task.0, host(&seat.task.0))).collect();
+                        let places = world
+                            .seats
+                            .iter()
+                            .map(|seat| (seat.task.0, host(&seat.task.0)))
+                            .collect();
                         News::World(world.generation.0, places)
                     }
                 }));
@@ -213,9 +225,10 @@ impl Drop for PyElasticJob {
 
 fn told(py: Python<'_>, news: News) -> PyResult<(&'static str, Py<PyAny>)> {
     Ok(match news {
-        News::Line(line) => {
-            ("line", (line.rank, line.stream.name(), line.text).into_pyobject(py)?.into_any().unbind())
-        }
+        News::Line(line) => (
+            "line",
+            (line.rank, line.stream.name(), line.text).into_pyobject(py)?.into_any().unbind(),
+        ),
         News::Metric(Metric { task, rank, kind, data }) => {
             let data = PyBytes::new(py, &data);
             ("metric", (task, rank, kind, data).into_pyobject(py)?.into_any().unbind())

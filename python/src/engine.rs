@@ -3,7 +3,8 @@
 
 //! `farandole._native.engine`: the session of this process and its operations.
 //!
-//! Submitting and polling are short and keep the GIL: giving it up could cost a busy interpreter's switch interval.
+//! Submitting and polling are short and keep the GIL: giving it up could cost a busy interpreter's
+//! switch interval.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -117,8 +118,8 @@ impl World {
     }
 }
 
-/// Joins the world; true when this call began the session. `told`: the ticket of [`host`] and this process's rank, where
-/// the environment does not tell them.
+/// Joins the world; true when this call began the session. `told`: the ticket of [`host`] and this
+/// process's rank, where the environment does not tell them.
 #[pyfunction]
 #[pyo3(signature = (comm, process_sets, dynamic, told=None, /))]
 fn init(
@@ -133,8 +134,8 @@ fn init(
     interruptible(py, |interrupted| session::begin(&wishes, interrupted))
 }
 
-/// Changes of hosts that workers of an elastic job have not asked for yet: seconds since the epoch, and 1 where workers
-/// are to leave, 2 where workers wait to join, or both.
+/// Changes of hosts that workers of an elastic job have not asked for yet: seconds since the epoch,
+/// and 1 where workers are to leave, 2 where workers wait to join, or both.
 #[pyfunction]
 fn host_changes() -> Vec<(f64, u8)> {
     let bits = |removed: bool, added: bool| u8::from(removed) | u8::from(added) << 1;
@@ -144,7 +145,8 @@ fn host_changes() -> Vec<(f64, u8)> {
         .collect()
 }
 
-/// Tells the registrar of an elastic job that this worker ends at its next chance; false where the job is not elastic.
+/// Tells the registrar of an elastic job that this worker ends at its next chance; false where the
+/// job is not elastic.
 #[pyfunction]
 #[pyo3(signature = (reason, timeout, /))]
 fn resign(py: Python<'_>, reason: &str, timeout: f64) -> PyResult<bool> {
@@ -152,7 +154,8 @@ fn resign(py: Python<'_>, reason: &str, timeout: f64) -> PyResult<bool> {
     py.detach(|| session::resign(reason, deadline)).map_err(|error| raise(error.fault(), &error))
 }
 
-/// Holds the registrar of a world of `size`, in the process that is its rank 0; the ticket that its ranks need, a secret.
+/// Holds the registrar of a world of `size`, in the process that is its rank 0; the ticket that its
+/// ranks need, a secret.
 #[pyfunction]
 #[pyo3(signature = (size, one_host, /))]
 fn host(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String> {
@@ -196,11 +199,15 @@ fn interruptible<T: Send>(
 #[pyfunction]
 fn process_sets() -> PyResult<BTreeMap<u32, Vec<u32>>> {
     let sets = current()?.process_sets();
-    Ok(sets.into_iter().map(|(set, ranks)| (set.0, ranks.into_iter().map(|rank| rank.0).collect())).collect())
+    Ok(sets
+        .into_iter()
+        .map(|(set, ranks)| (set.0, ranks.into_iter().map(|rank| rank.0).collect()))
+        .collect())
 }
 
-/// Returns the numbers of the process sets that this world has taken over from the world before, of those that `init`
-/// was asked for when the job began; `None` if it has begun with those that `init` was asked for.
+/// Returns the numbers of the process sets that this world has taken over from the world before, of
+/// those that `init` was asked for when the job began; `None` if it has begun with those that
+/// `init` was asked for.
 #[pyfunction]
 fn carried_process_sets() -> PyResult<Option<Vec<u32>>> {
     Ok(current()?.carried_sets().map(|sets| sets.into_iter().map(|set| set.0).collect()))
@@ -214,14 +221,17 @@ fn add_process_set(py: Python<'_>, ranks: Vec<u32>) -> PyResult<u32> {
     interruptible(py, |interrupted| session.add_process_set(&ranks, interrupted)).map(|set| set.0)
 }
 
-/// Ends a process set together with all ranks; false, at once, when there is no such set or it is the global one.
+/// Ends a process set together with all ranks; false, at once, when there is no such set or it is
+/// the global one.
 #[pyfunction]
 #[pyo3(signature = (id, /))]
 fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
     let session = current()?;
-    interruptible(py, |interrupted| match session.remove_process_set(ProcessSetId(id), interrupted) {
-        Err(session::Error::NoSuchSet(_)) => Ok(false),
-        removed => removed.map(|()| true),
+    interruptible(py, |interrupted| {
+        match session.remove_process_set(ProcessSetId(id), interrupted) {
+            Err(session::Error::NoSuchSet(_)) => Ok(false),
+            removed => removed.map(|()| true),
+        }
     })
 }
 
@@ -269,7 +279,16 @@ fn allreduce(
 ) -> PyResult<u64> {
     let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
     submit(
-        request(name, kind, dtype, shape, source, Some(target), process_set, Spots::default().of(device)?)?,
+        request(
+            name,
+            kind,
+            dtype,
+            shape,
+            source,
+            Some(target),
+            process_set,
+            Spots::default().of(device)?,
+        )?,
         attended,
     )
 }
@@ -307,7 +326,16 @@ fn broadcast(
 ) -> PyResult<u64> {
     let kind = Kind::Broadcast { root: Rank(root) };
     submit(
-        request(name, kind, dtype, shape, source, Some(target), process_set, Spots::default().of(device)?)?,
+        request(
+            name,
+            kind,
+            dtype,
+            shape,
+            source,
+            Some(target),
+            process_set,
+            Spots::default().of(device)?,
+        )?,
         attended,
     )
 }
@@ -366,7 +394,8 @@ fn alltoall(
     device: Given,
 ) -> PyResult<u64> {
     let rows = |splits: Vec<i64>| -> PyResult<Vec<u64>> {
-        let negative = |_| PyValueError::new_err(format!("splits must not be negative: {splits:?}"));
+        let negative =
+            |_| PyValueError::new_err(format!("splits must not be negative: {splits:?}"));
         splits.iter().map(|rows| u64::try_from(*rows).map_err(negative)).collect()
     };
     let kind = Kind::Alltoall { splits: splits.map(rows).transpose()? };
@@ -395,7 +424,16 @@ fn reducescatter(
 ) -> PyResult<u64> {
     let kind = Kind::Reducescatter { op: reduce_op(op)?, prescale, postscale };
     submit(
-        request(name, kind, dtype, shape, source, Some(target), process_set, Spots::default().of(device)?)?,
+        request(
+            name,
+            kind,
+            dtype,
+            shape,
+            source,
+            Some(target),
+            process_set,
+            Spots::default().of(device)?,
+        )?,
         attended,
     )
 }
@@ -443,8 +481,8 @@ fn join(allow_gather: bool) -> PyResult<u64> {
     submit(Request::join("join.noname", allow_gather), true)
 }
 
-/// Waits for a result and takes it: memory the engine filled, the rank that joined last, or nothing; what a GPU is still
-/// at work on comes as `Reached`.
+/// Waits for a result and takes it: memory the engine filled, the rank that joined last, or
+/// nothing; what a GPU is still at work on comes as `Reached`.
 #[pyfunction]
 #[pyo3(signature = (handle, /))]
 fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Py<PyAny>>> {
@@ -484,8 +522,10 @@ fn request(
     let written = match (&kind, shape.first()) {
         (Kind::Reducescatter { .. }, Some(rows)) => {
             let set = ProcessSetId(process_set);
-            let own =
-                current()?.engine().own_rows(*rows, set).map_err(|error| raise(error.fault(), &error))?;
+            let own = current()?
+                .engine()
+                .own_rows(*rows, set)
+                .map_err(|error| raise(error.fault(), &error))?;
             &[&[own], &shape[1..]].concat()
         }
         _ => &shape,
@@ -516,13 +556,16 @@ fn submit_group<T>(
     request: impl Fn(T, Spot) -> PyResult<Request>,
 ) -> PyResult<Vec<u64>> {
     let (mut spots, mut devices) = (Spots::default(), devices.unwrap_or_default().into_iter());
-    let spotted = |tensor| spots.of(devices.next().flatten()).and_then(|spot| request(tensor, spot));
+    let spotted =
+        |tensor| spots.of(devices.next().flatten()).and_then(|spot| request(tensor, spot));
     let requests = tensors.into_iter().map(spotted).collect::<PyResult<Vec<_>>>()?;
-    let handles = current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
+    let handles =
+        current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
     Ok(handles.into_iter().map(|handle| handle.0).collect())
 }
 
-/// Returns memory for tensors that operations work on again and again: the other ranks of this host work in it, too.
+/// Returns memory for tensors that operations work on again and again: the other ranks of this host
+/// work in it, too.
 #[pyfunction]
 #[pyo3(signature = (bytes, /))]
 fn mapped(bytes: usize) -> PyResult<Mapped> {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Converts errors for Python, once: the fault selects the class, and the message carries the chain of sources.
+//! Converts errors for Python, once: the fault selects the class, and the message carries the chain
+//! of sources.
 
 use std::error::Error;
 
@@ -26,7 +27,8 @@ pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {
     }
 }
 
-/// Returns the message of `error` followed by those of its sources, leaving out what a wrapper already said.
+/// Returns the message of `error` followed by those of its sources, leaving out what a wrapper
+/// already said.
 pub(crate) fn chain(error: &dyn Error) -> String {
     let mut message = error.to_string();
     let mut source = error.source();

@@ -46,17 +46,22 @@ fn network_of(interfaces: Vec<String>) -> PyResult<String> {
     farandole::registrar::host::network_of(&interfaces).map_err(|failure| registrar_error(&failure))
 }
 
-/// Returns the address and the ports on which this process may listen, by its configuration: an address of this host,
-/// if one is named, and the first and the last port.
+/// Returns the address and the ports on which this process may listen, by its configuration: an
+/// address of this host, if one is named, and the first and the last port.
 #[pyfunction]
 fn listening() -> PyResult<(Option<String>, u16, u16)> {
     let config = configuration(&[])?;
     let address = farandole::registrar::host::bound(&config.bind_address);
     let address = address.map_err(|failure| registrar_error(&failure))?;
-    Ok((address.map(|address| address.to_string()), config.port_range.first, config.port_range.last))
+    Ok((
+        address.map(|address| address.to_string()),
+        config.port_range.first,
+        config.port_range.last,
+    ))
 }
 
-/// Hosts and their slots: as given, as a file has them, or as the batch system says; none for this host alone.
+/// Hosts and their slots: as given, as a file has them, or as the batch system says; none for this
+/// host alone.
 #[pyfunction]
 #[pyo3(signature = (hosts=None, hostfile=None))]
 fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String, u32)>> {
@@ -69,17 +74,22 @@ fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String
             })?;
             parse_hostfile(&name, &text)
         }
-        (None, None) => allocation(&Here).map(|found| found.map(|found| found.hosts).unwrap_or_default()),
+        (None, None) => {
+            allocation(&Here).map(|found| found.map(|found| found.hosts).unwrap_or_default())
+        }
     };
     let found = found.map_err(|failure| error(&failure))?;
     Ok(found.into_iter().map(|host| (host.host, host.slots)).collect())
 }
 
-/// Returns the tasks of this host, and `(host, first task, task after the last)` of every other one.
+/// Returns the tasks of this host, and `(host, first task, task after the last)` of every other
+/// one.
 #[pyfunction]
 fn place(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<Placed> {
-    let hosts: Vec<HostSlots> = hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
-    let (here, there) = py.detach(|| placements(&hosts, num_proc)).map_err(|failure| error(&failure))?;
+    let hosts: Vec<HostSlots> =
+        hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
+    let (here, there) =
+        py.detach(|| placements(&hosts, num_proc)).map_err(|failure| error(&failure))?;
     Ok((here, there.into_iter().map(|one| (one.host, one.tasks.start, one.tasks.end)).collect()))
 }
 
@@ -110,15 +120,17 @@ impl PyRemote {
         ssh_identity_file: Option<PathBuf>,
         start_timeout: Option<f64>,
     ) -> PyResult<Self> {
-        let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
+        let config =
+            configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
         let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
         let shell = shell(ssh_command, ssh_port, ssh_identity_file, config.start_timeout)
             .map_err(|failure| error(&failure))?;
         let mut environment = forwarded_environment();
         environment.extend(env);
         let python_path = environment.get("PYTHONPATH").cloned().flatten();
-        let folder =
-            std::env::current_dir().ok().and_then(|folder| folder.into_os_string().into_string().ok());
+        let folder = std::env::current_dir()
+            .ok()
+            .and_then(|folder| folder.into_os_string().into_string().ok());
         let tasks = RemoteTasks {
             host,
             shell,
@@ -145,8 +157,8 @@ impl PyRemote {
         Ok(Self { remote, notices: Mutex::new(notices) })
     }
 
-    /// Returns the events since the last call, oldest first: `("ready", None, None)`, `("ended", task, outcome)`,
-    /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
+    /// Returns the events since the last call, oldest first: `("ready", None, None)`, `("ended",
+    /// task, outcome)`, `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     fn news(&self, py: Python<'_>) -> PyResult<Vec<News>> {
         let notices: Vec<Notice> = self.notices.lock().try_iter().collect();
@@ -156,10 +168,14 @@ impl PyRemote {
                 Ok(match notice {
                     Notice::Ready => ("ready", None, py.None()),
                     Notice::Done => ("done", None, py.None()),
-                    Notice::Gone { error, .. } => ("gone", None, error.told().into_pyobject(py)?.into()),
-                    Notice::Ended { task, outcome: Ok(outcome) } => {
-                        ("ended", Some(task.0), Py::new(py, PyOutcome::new(py, outcome))?.into_any())
+                    Notice::Gone { error, .. } => {
+                        ("gone", None, error.told().into_pyobject(py)?.into())
                     }
+                    Notice::Ended { task, outcome: Ok(outcome) } => (
+                        "ended",
+                        Some(task.0),
+                        Py::new(py, PyOutcome::new(py, outcome))?.into_any(),
+                    ),
                     Notice::Ended { task, outcome: Err(failure) } => {
                         ("refused", Some(task.0), failure.told().into_pyobject(py)?.into())
                     }

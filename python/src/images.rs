@@ -48,7 +48,11 @@ fn decode(
         "stretch" => Fit::Stretch,
         "crop" => Fit::Crop,
         "pad" => Fit::Pad,
-        other => return Err(PyValueError::new_err(format!("fit must be stretch, crop or pad: {other}"))),
+        other => {
+            return Err(PyValueError::new_err(format!(
+                "fit must be stretch, crop or pad: {other}"
+            )));
+        }
     };
     let are_floats = scales.is_some();
     let scale = |(factor, shift)| Scale { factor, shift };

@@ -21,7 +21,8 @@ use crate::error::raise;
 use crate::registrar::{configuration, error as registrar_error, numbers};
 use crate::runtime::wait;
 
-/// Longest time in which a worker's first report must reach the registrar, and its last ones at exit.
+/// Longest time in which a worker's first report must reach the registrar, and its last ones at
+/// exit.
 const REPORT: Duration = Duration::from_secs(10);
 /// Longest time in which an interrupted agent must end its worker.
 const ENDING: Duration = Duration::from_secs(30);
@@ -79,7 +80,10 @@ impl PyOutcome {
             (None, Some(name)) => format!("signal={name}"),
             (None, None) => format!("signal={:?}", self.signal),
         };
-        format!("Outcome(rank={:?}, {end}, aborted={}, reason={:?})", self.rank, self.aborted, self.reason)
+        format!(
+            "Outcome(rank={:?}, {end}, aborted={}, reason={:?})",
+            self.rank, self.aborted, self.reason
+        )
     }
 }
 
@@ -115,7 +119,8 @@ fn run_agent(
     together: bool,
     elastic: bool,
 ) -> PyResult<PyOutcome> {
-    let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
+    let config =
+        configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
     let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
     let output = if stream_output { Output::Registrar } else { Output::Sink(Arc::new(Own)) };
     let agent = Agent::start(Task {
@@ -135,7 +140,8 @@ fn run_agent(
         outage: Duration::ZERO,
     })
     .map_err(|failure| error(&failure))?;
-    let waited = wait(py, None, |slice| agent.wait(slice).transpose().map_err(|failure| error(&failure)));
+    let waited =
+        wait(py, None, |slice| agent.wait(slice).transpose().map_err(|failure| error(&failure)));
     let outcome = match waited {
         Ok(Some(outcome)) => outcome,
         Ok(None) => return Err(error(&Error::Vanished { task: TaskId(task) })),
@@ -151,7 +157,8 @@ fn run_agent(
 
 fn client() -> PyResult<Option<Client>> {
     let config = configuration(&[])?;
-    Client::of_process(&config, Instant::now() + REPORT).map_err(|failure| registrar_error(&failure))
+    Client::of_process(&config, Instant::now() + REPORT)
+        .map_err(|failure| registrar_error(&failure))
 }
 
 #[pyfunction]

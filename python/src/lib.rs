@@ -38,7 +38,8 @@ use pyo3::types::PyDict;
 /// Fills one submodule.
 type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 
-/// Every submodule: its name below `farandole._native`, and the function that fills it. Append yours.
+/// Every submodule: its name below `farandole._native`, and the function that fills it. Append
+/// yours.
 const SUBMODULES: &[(&str, Register)] = &[
     ("cli", cli::register),
     ("compress", compress::register),
@@ -64,7 +65,8 @@ const SUBMODULES: &[(&str, Register)] = &[
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     let py = module.py();
-    // Submodules of an extension are not importable by their dotted name unless they are listed here.
+    // Submodules of an extension are not importable by their dotted name unless they are listed
+    // here.
     let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
     for (name, register) in SUBMODULES {
         let full = format!("farandole._native.{name}");

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole._native.logging`: the engine's events, for a thread of the interpreter that takes them.
+//! `farandole._native.logging`: the engine's events, for a thread of the interpreter that takes
+//! them.
 
 use std::time::{Duration, SystemTime};
 
@@ -87,7 +88,10 @@ fn take(py: Python<'_>, seconds: u32) -> Option<(Vec<Record>, u64)> {
     py.detach(|| {
         let taken = log::take(Duration::from_secs(seconds.into()))?;
         let rank = session::current().ok().map(|session| session.engine().world().rank.0);
-        Some((taken.events.into_iter().map(|event| Record::of(event, rank)).collect(), taken.dropped))
+        Some((
+            taken.events.into_iter().map(|event| Record::of(event, rank)).collect(),
+            taken.dropped,
+        ))
     })
 }
 

@@ -46,7 +46,8 @@ impl PartitionWriter {
 impl PartitionWriter {
     #[new]
     fn new(url: &str, spec: &str, partition: u64, attempt: &str) -> PyResult<Self> {
-        let writer = prepare::PartitionWriter::new(url, spec, partition, attempt).map_err(refuse)?;
+        let writer =
+            prepare::PartitionWriter::new(url, spec, partition, attempt).map_err(refuse)?;
         Ok(Self(Mutex::new(Some(writer))))
     }
 
@@ -83,7 +84,9 @@ fn commit(py: Python<'_>, url: &str, spec: &str, parts: Vec<Vec<u8>>) -> PyResul
 #[pyfunction]
 fn read_manifest(py: Python<'_>, url: &str) -> PyResult<Option<String>> {
     py.detach(|| {
-        prepare::read_manifest(url)?.map(|manifest| manifest.to_json().map_err(Error::from)).transpose()
+        prepare::read_manifest(url)?
+            .map(|manifest| manifest.to_json().map_err(Error::from))
+            .transpose()
     })
     .map_err(refuse)
 }
@@ -102,8 +105,8 @@ fn verify(py: Python<'_>, url: &str) -> PyResult<(usize, u64, Vec<String>)> {
     });
     match verified.map_err(refuse)? {
         Some(found) => Ok((found.files, found.bytes, found.problems)),
-        None => {
-            Err(PyValueError::new_err(format!("this data was not prepared, so it has no checksums: {url}")))
-        }
+        None => Err(PyValueError::new_err(format!(
+            "this data was not prepared, so it has no checksums: {url}"
+        ))),
     }
 }

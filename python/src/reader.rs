@@ -17,7 +17,8 @@ use crate::arrow::{Batch, Column};
 use crate::error::chain;
 use crate::{runtime, store};
 
-/// The fill, the greatest length, the step of lengths and whether all batches have the greatest length; see [`Padding`].
+/// The fill, the greatest length, the step of lengths and whether all batches have the greatest
+/// length; see [`Padding`].
 type Pad = (Vec<u8>, usize, usize, bool);
 
 /// Fills the submodule.
@@ -77,7 +78,9 @@ struct Dataset(Arc<reader::Dataset>);
 impl Dataset {
     #[staticmethod]
     fn open(py: Python<'_>, url: &str) -> PyResult<Self> {
-        py.detach(|| reader::Dataset::open(url)).map(|dataset| Self(Arc::new(dataset))).map_err(refuse)
+        py.detach(|| reader::Dataset::open(url))
+            .map(|dataset| Self(Arc::new(dataset)))
+            .map_err(refuse)
     }
 
     #[staticmethod]
@@ -155,12 +158,15 @@ impl Reader {
             "drop" => Tail::Drop,
             "join" => Tail::Join,
             other => {
-                return Err(PyValueError::new_err(format!("tail must be keep, pad, drop or join: {other}")));
+                return Err(PyValueError::new_err(format!(
+                    "tail must be keep, pad, drop or join: {other}"
+                )));
             }
         };
         let (rank, threads, cast) = (Rank(rank), threads.unwrap_or(2), cast.unwrap_or_default());
         let fill = fill.unwrap_or_default();
-        let padding = |(name, (fill, most, step, fixed))| (name, Padding { fill, most, step, fixed });
+        let padding =
+            |(name, (fill, most, step, fixed))| (name, Padding { fill, most, step, fixed });
         let pad = pad.unwrap_or_default().into_iter().map(padding).collect();
         let options = Options {
             columns,
@@ -217,7 +223,11 @@ impl Epoch {
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Batch>> {
         let next = runtime::wait(py, None, |patience| {
             let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-            match inner.as_ref().map_or(Ok(Next::End), |epoch| epoch.next(patience)).map_err(refuse)? {
+            match inner
+                .as_ref()
+                .map_or(Ok(Next::End), |epoch| epoch.next(patience))
+                .map_err(refuse)?
+            {
                 Next::Pending => Ok(None),
                 Next::Batch(batch) => Ok(Some(Some(batch))),
                 Next::End => Ok(Some(None)),

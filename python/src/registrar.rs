@@ -62,9 +62,14 @@ struct PyEvent {
 #[pymethods]
 impl PyEvent {
     fn __repr__(&self) -> String {
-        let number = |value: Option<u32>| value.map_or_else(|| "None".to_owned(), |value| value.to_string());
+        let number =
+            |value: Option<u32>| value.map_or_else(|| "None".to_owned(), |value| value.to_string());
         let (kind, text) = (self.kind, self.text.as_deref().unwrap_or_default());
-        format!("Event(kind={kind:?}, task={}, rank={}, text={text:?})", number(self.task), number(self.rank))
+        format!(
+            "Event(kind={kind:?}, task={}, rank={}, text={text:?})",
+            number(self.task),
+            number(self.rank)
+        )
     }
 }
 
@@ -96,7 +101,16 @@ impl PyEvent {
                 let text = Some(format!("rank {rank} {}", exit.how));
                 let (task, rank) = (Some(task.0), Some(rank.0));
                 let stderr_tail = Some(exit.stderr_tail.join("\n"));
-                Self { kind: "exit", task, rank, text, exit_code, signal, stderr_tail, ..Self::default() }
+                Self {
+                    kind: "exit",
+                    task,
+                    rank,
+                    text,
+                    exit_code,
+                    signal,
+                    stderr_tail,
+                    ..Self::default()
+                }
             }
             registrar::Event::Result { task, rank, data } => {
                 let (task, rank) = (Some(task.0), Some(rank.0));
@@ -116,11 +130,15 @@ impl PyEvent {
             registrar::Event::Stop { task, reason } => {
                 Self { kind: "stop", task: Some(task.0), text: Some(reason), ..Self::default() }
             }
-            registrar::Event::Dismissed { task, reason } => {
-                Self { kind: "dismissed", task: Some(task.0), text: Some(reason), ..Self::default() }
-            }
+            registrar::Event::Dismissed { task, reason } => Self {
+                kind: "dismissed",
+                task: Some(task.0),
+                text: Some(reason),
+                ..Self::default()
+            },
             registrar::Event::Finished { .. } => Self { kind: "finished", ..Self::default() },
-            // The enum is non-exhaustive, "assigned" is the one kind left that a driver in Python meets.
+            // The enum is non-exhaustive, "assigned" is the one kind left that a driver in Python
+            // meets.
             _ => Self { kind: "assigned", ..Self::default() },
         }
     }
@@ -161,7 +179,9 @@ impl PyRegistrar {
             ("start_timeout", start_timeout.map(|seconds| seconds.to_string())),
         ])?;
         let options = Options { job_id, ..Options::from_config(tasks, &config) };
-        let inner = py.detach(|| registrar::Registrar::start(options)).map_err(|failure| error(&failure))?;
+        let inner = py
+            .detach(|| registrar::Registrar::start(options))
+            .map_err(|failure| error(&failure))?;
         Ok(Self { inner })
     }
 
@@ -224,7 +244,8 @@ impl PyRegistrar {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
         let drained = wait(py, Some(Instant::now() + timeout), |slice| {
-            let drained = self.inner.events(Instant::now() + slice).map_err(|failure| error(&failure))?;
+            let drained =
+                self.inner.events(Instant::now() + slice).map_err(|failure| error(&failure))?;
             let over = !drained.records.is_empty() || self.inner.is_finished();
             Ok(over.then_some(drained))
         })?;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Lets Python wait for Rust: without the GIL, in slices, so that Ctrl-C gets through, and never past a deadline.
+//! Lets Python wait for Rust: without the GIL, in slices, so that Ctrl-C gets through, and never
+//! past a deadline.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +11,14 @@ use pyo3::prelude::*;
 /// The longest time between two looks at Python's signals.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Calls `wait` with slices of time, the GIL released, until it has something or `deadline` passes (then `None`).
+/// Calls `wait` with slices of time, the GIL released, until it has something or `deadline` passes
+/// (then `None`).
 ///
 /// `wait` blocks for at most the time it is given and returns `None` when that was not enough.
 ///
 /// # Errors
-/// `KeyboardInterrupt`, or whatever else a signal handler raises, between two slices; `wait`'s own error at once.
+/// `KeyboardInterrupt`, or whatever else a signal handler raises, between two slices; `wait`'s own
+/// error at once.
 pub(crate) fn wait<T: Send>(
     py: Python<'_>,
     deadline: Option<Instant>,

@@ -23,7 +23,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(localized_path, module)?)
 }
 
-/// Returns the exception for what a store said: the builtin ones, since that is what callers of files expect.
+/// Returns the exception for what a store said: the builtin ones, since that is what callers of
+/// files expect.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 pub(crate) fn refuse(error: Error) -> PyErr {
     let message = chain(&error);
@@ -78,7 +79,12 @@ impl Store {
     }
 
     #[pyo3(signature = (lasts = None, job = None))]
-    fn take(&self, py: Python<'_>, lasts: Option<f64>, job: Option<&str>) -> PyResult<Option<String>> {
+    fn take(
+        &self,
+        py: Python<'_>,
+        lasts: Option<f64>,
+        job: Option<&str>,
+    ) -> PyResult<Option<String>> {
         let lasts = lasts.map(duration).transpose()?;
         py.detach(|| store::take(&self.0, SystemTime::now(), lasts, job)).map_err(refuse)
     }
@@ -149,7 +155,8 @@ impl Store {
                 .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {seconds}")))
         };
         let limits = store::Limits { older_than: older_than.map(age).transpose()?, larger_than };
-        let swept = py.detach(|| store::sweep(&self.0, limits, SystemTime::now())).map_err(refuse)?;
+        let swept =
+            py.detach(|| store::sweep(&self.0, limits, SystemTime::now())).map_err(refuse)?;
         Ok(swept.into_iter().map(|one| (one.path, one.files, one.bytes)).collect())
     }
 

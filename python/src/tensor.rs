@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Tensors as Python hands them in, an address and a shape, and memory that goes back by the buffer protocol.
+//! Tensors as Python hands them in, an address and a shape, and memory that goes back by the buffer
+//! protocol.
 #![expect(unsafe_code, reason = "addresses come from Python, and a buffer is exported by address")]
 
 use std::ffi::{c_int, c_void};
@@ -18,23 +19,31 @@ use pyo3::prelude::*;
 
 use crate::error::raise;
 
-/// Returns memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is
-/// consumed; that is the contract of the whole module `engine`.
+/// Returns memory of a contiguous tensor. The caller on the Python side keeps it valid until the
+/// operation is consumed; that is the contract of the whole module `engine`.
 ///
 /// # Errors
 /// `ValueError` when the shape is larger than any memory, or nothing is at the address.
-pub(crate) fn buffer(address: usize, dtype: DataType, shape: &[u64], place: Place) -> PyResult<Buffer> {
+pub(crate) fn buffer(
+    address: usize,
+    dtype: DataType,
+    shape: &[u64],
+    place: Place,
+) -> PyResult<Buffer> {
     let bytes = shape
         .iter()
         .try_fold(dtype.size() as u64, |bytes, dimension| bytes.checked_mul(*dimension))
         .and_then(|bytes| usize::try_from(bytes).ok())
-        .ok_or_else(|| PyValueError::new_err(format!("shape is larger than any memory: {shape:?}")))?;
+        .ok_or_else(|| {
+            PyValueError::new_err(format!("shape is larger than any memory: {shape:?}"))
+        })?;
     if address == 0 && bytes > 0 {
         return Err(PyValueError::new_err(format!("tensor has no memory: shape {shape:?}")));
     }
     let address = std::ptr::with_exposed_provenance_mut(address);
-    // SAFETY: the module's contract: `farandole.torch` passes a live tensor's address with its own shape and dtype, and
-    // keeps that tensor in its table of handles until the engine is done with it.
+    // SAFETY: the module's contract: `farandole.torch` passes a live tensor's address with its own
+    // shape and dtype, and keeps that tensor in its table of handles until the engine is done with
+    // it.
     Ok(unsafe { Buffer::from_raw(address, bytes, place) })
 }
 
@@ -46,8 +55,9 @@ pub(crate) fn slice<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a 
     if count == 0 {
         return Ok(&[]);
     }
-    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths; any bits are a `T`;
-    // no argument overlaps one that is written, and no other code writes to it during the call.
+    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths;
+    // any bits are a `T`; no argument overlaps one that is written, and no other code writes to it
+    // during the call.
     Ok(unsafe { std::slice::from_raw_parts(place(address, count)?, count) })
 }
 
@@ -72,7 +82,9 @@ impl Plain for u8 {}
 fn place<T>(address: usize, count: usize) -> PyResult<*mut T> {
     let pointer = std::ptr::with_exposed_provenance_mut::<T>(address);
     if pointer.is_null() || !pointer.is_aligned() {
-        return Err(PyValueError::new_err(format!("no memory for {count} values is at: {address:#x}")));
+        return Err(PyValueError::new_err(format!(
+            "no memory for {count} values is at: {address:#x}"
+        )));
     }
     Ok(pointer)
 }
@@ -82,7 +94,8 @@ fn place<T>(address: usize, count: usize) -> PyResult<*mut T> {
 /// # Errors
 /// `ValueError` when there is none.
 pub(crate) fn dtype(number: u8) -> PyResult<DataType> {
-    DataType::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such dtype: {number}")))
+    DataType::from_wire(number)
+        .ok_or_else(|| PyValueError::new_err(format!("no such dtype: {number}")))
 }
 
 /// Returns the reduction with this number.
@@ -90,7 +103,8 @@ pub(crate) fn dtype(number: u8) -> PyResult<DataType> {
 /// # Errors
 /// `ValueError` when there is none.
 pub(crate) fn reduce_op(number: u8) -> PyResult<ReduceOp> {
-    ReduceOp::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such reduction: {number}")))
+    ReduceOp::from_wire(number)
+        .ok_or_else(|| PyValueError::new_err(format!("no such reduction: {number}")))
 }
 
 /// The result of an allgather or an all-to-all.
@@ -143,15 +157,16 @@ impl Gathered {
         }
     }
 
-    /// Lets a stream of the GPU move all bytes to an address there, once they exist, and frees the memory behind
-    /// that. Once only; returns at once.
+    /// Lets a stream of the GPU move all bytes to an address there, once they exist, and frees the
+    /// memory behind that. Once only; returns at once.
     #[pyo3(signature = (address, stream, /))]
     fn fetch(&self, address: usize, stream: usize) -> PyResult<()> {
         let (Store::Device(room, reached), Some(ordinal)) = (&self.store, self.ordinal()) else {
             return Err(PyValueError::new_err("the gathered tensor is in host memory"));
         };
         let to = buffer(address, DataType::U8, &[self.__len__() as u64], Place::Device(ordinal))?;
-        // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives for ever.
+        // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives
+        // for ever.
         let stream = unsafe { Stream::from_raw(stream) };
         room.fetch(&to, reached.as_ref(), stream).map_err(|error| raise(error.fault(), &error))
     }
@@ -160,7 +175,11 @@ impl Gathered {
     ///
     /// # Safety
     /// Python calls it with a view to fill.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let Store::Host(memory) = &slf.get().store else {
             return Err(PyBufferError::new_err("the gathered tensor is on a GPU"));
         };
@@ -184,7 +203,8 @@ impl Mapped {
         if isize::try_from(bytes).is_err() {
             return Err(PyValueError::new_err(format!("no memory is that large: {bytes} bytes")));
         }
-        let memory = session.map_or_else(|| Memory::try_new(bytes), |session| session.memory(bytes));
+        let memory =
+            session.map_or_else(|| Memory::try_new(bytes), |session| session.memory(bytes));
         match memory {
             Some(memory) => Ok(Self { memory }),
             None => Err(PyMemoryError::new_err(format!("no memory is left for {bytes} bytes"))),
@@ -211,20 +231,24 @@ impl Mapped {
     fn store(&self, py: Python<'_>, offset: usize, address: usize, bytes: usize) -> PyResult<()> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.memory.len()) {
             let (length, reason) = (self.memory.len(), "do not fit");
-            return Err(PyValueError::new_err(format!("{bytes} bytes at {offset} of {length} {reason}")));
+            return Err(PyValueError::new_err(format!(
+                "{bytes} bytes at {offset} of {length} {reason}"
+            )));
         }
         if bytes == 0 {
             return Ok(());
         }
         let own = self.address();
-        if address == 0 || (address < own + self.memory.len() && own < address.saturating_add(bytes)) {
+        if address == 0
+            || (address < own + self.memory.len() && own < address.saturating_add(bytes))
+        {
             return Err(PyValueError::new_err(format!(
                 "no bytes outside this memory: {bytes} at {address:#x}"
             )));
         }
         let target = self.memory.buffer().slice(offset, bytes);
-        // SAFETY: the caller passes a live tensor's address with its own length, and waits for this call; it was seen not to
-        // lie in this memory, where no operation is under way.
+        // SAFETY: the caller passes a live tensor's address with its own length, and waits for this
+        // call; it was seen not to lie in this memory, where no operation is under way.
         let (source, target) = unsafe {
             (
                 std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), bytes),
@@ -239,16 +263,22 @@ impl Mapped {
     ///
     /// # Safety
     /// Python calls it with a view to fill.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         // SAFETY: the view comes from Python, and the object keeps its memory.
         unsafe { export(&slf.get().memory, slf.as_any(), view, flags) }
     }
 }
 
-/// Copies memory past the caches: for each copy, the address to write to, the address to read from, and the number of bytes.
+/// Copies memory past the caches: for each copy, the address to write to, the address to read from,
+/// and the number of bytes.
 ///
 /// Raises:
-///     `ValueError`: Both ranges of a copy have bytes in common, or one lies nowhere. Nothing was copied then.
+///     `ValueError`: Both ranges of a copy have bytes in common, or one lies nowhere.
+///     Nothing was copied then.
 #[pyfunction]
 #[pyo3(signature = (copies, /))]
 pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) -> PyResult<()> {
@@ -260,13 +290,17 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
     }
     py.detach(|| {
         for (to, from, bytes) in copies.into_iter().filter(|(_, _, bytes)| *bytes > 0) {
-            // SAFETY: the caller passes the addresses of two live tensors of this length and waits for the call. No
-            // other code uses the target meanwhile, and none writes the source: an optimizer waits for copies of
-            // another thread before its step. Both were seen to have nothing in common.
+            // SAFETY: the caller passes the addresses of two live tensors of this length and waits
+            // for the call. No other code uses the target meanwhile, and none writes the source: an
+            // optimizer waits for copies of another thread before its step. Both were seen to have
+            // nothing in common.
             let (from, to) = unsafe {
                 (
                     std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), bytes),
-                    std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(to), bytes),
+                    std::slice::from_raw_parts_mut(
+                        std::ptr::with_exposed_provenance_mut(to),
+                        bytes,
+                    ),
                 )
             };
             copy_past_caches(from, to);
@@ -288,7 +322,8 @@ unsafe fn export(
     let length = ffi::Py_ssize_t::try_from(memory.len())
         .map_err(|_| PyBufferError::new_err("longer than a buffer can be"))?;
     let address: *mut c_void = memory.address().cast();
-    // SAFETY: the address is valid for `length` bytes as long as `owner` lives, and the view holds a reference to it.
+    // SAFETY: the address is valid for `length` bytes as long as `owner` lives, and the view holds
+    // a reference to it.
     let status = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), address, length, 0, flags) };
     if status == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
 }

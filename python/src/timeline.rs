@@ -62,7 +62,8 @@ fn leave_phase() {
     }
 }
 
-/// Returns a descriptor, the caller's to close, with a byte for every question; see `Stacks` of the session.
+/// Returns a descriptor, the caller's to close, with a byte for every question; see `Stacks` of the
+/// session.
 #[pyfunction]
 fn listen_for_stacks() -> PyResult<i32> {
     let reader = current()?.stacks().listen().map_err(PyOSError::new_err)?;

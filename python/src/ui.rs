@@ -79,7 +79,11 @@ fn told(summary: &Summary) -> (String, Vec<String>) {
 /// Merges files or folders into one trace.
 #[pyfunction]
 #[pyo3(signature = (inputs, output, /))]
-fn merge_timelines(py: Python<'_>, inputs: Vec<PathBuf>, output: PathBuf) -> PyResult<(String, Vec<String>)> {
+fn merge_timelines(
+    py: Python<'_>,
+    inputs: Vec<PathBuf>,
+    output: PathBuf,
+) -> PyResult<(String, Vec<String>)> {
     Ok(told(&py.detach(|| merge(&inputs, &output)).map_err(refuse)?))
 }
 
@@ -102,7 +106,8 @@ impl Timelines {
 
     #[pyo3(signature = (output, /))]
     fn merge(&self, py: Python<'_>, output: PathBuf) -> PyResult<(String, Vec<String>)> {
-        let merged = py.detach(|| self.pieces.lock().unwrap_or_else(PoisonError::into_inner).merge(&output));
+        let merged =
+            py.detach(|| self.pieces.lock().unwrap_or_else(PoisonError::into_inner).merge(&output));
         Ok(told(&merged.map_err(refuse)?))
     }
 }

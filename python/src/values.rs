@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole._native.values`: what the ranks of this session's world publish for each other at the registrar.
+//! `farandole._native.values`: what the ranks of this session's world publish for each other at the
+//! registrar.
 
 use std::time::{Duration, Instant};
 

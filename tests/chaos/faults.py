@@ -52,11 +52,17 @@ class Job:
         before = self.steps()[0]
 
         def fits() -> bool:
-            assert self.running.process.poll() is None, f"after {what} the job ended: {self.running.said[-5000:]}"
+            assert self.running.process.poll() is None, (
+                f"after {what} the job ended: {self.running.said[-5000:]}"
+            )
             step, now = self.steps()
             return step >= before + 10 and (size is None or now == size)
 
-        until(fits, lambda: f"steps after {what}, now {self.steps()}: {self.running.said[-5000:]}", limit)
+        until(
+            fits,
+            lambda: f"steps after {what}, now {self.steps()}: {self.running.said[-5000:]}",
+            limit,
+        )
 
     def hosts(self) -> list[Host]:
         """Hosts that have workers now."""
@@ -65,11 +71,15 @@ class Job:
     def workers(self, host: Host) -> list[int]:
         """Processes of the training on a host, as this process's namespace numbers them."""
         return [
-            process.pid for process in host.processes() if process.argv[-1:] == ("train.py",) and is_worker(process)
+            process.pid
+            for process in host.processes()
+            if process.argv[-1:] == ("train.py",) and is_worker(process)
         ]
 
     def survivor(self) -> tuple[Host, int]:
-        """A worker that has the training's state. Faults leave one: with the last of these, the state is lost."""
+        """A worker that has the training's state. Faults leave one: with the last of these, the
+        state is lost.
+        """
         found: list[tuple[Host, int]] = []
 
         def members() -> list[tuple[Host, int]]:
@@ -130,7 +140,9 @@ class Job:
 
 
 def is_worker(process: object) -> bool:
-    """Returns whether a process is a worker: agents and shells have the same words behind others."""
+    """Returns whether a process is a worker: agents and shells have the same words behind
+    others.
+    """
     argv = getattr(process, "argv", ())
     return len(argv) == 2 and "python" in argv[0]
 
@@ -209,7 +221,9 @@ def cut_for_long(job: Job) -> str:
 
 
 def part(job: Job) -> str:
-    """The network falls into two halves that both live. The half without the launcher is given up."""
+    """The network falls into two halves that both live. The half without the launcher is given
+    up.
+    """
     hosts = others(job, 2)
     reachable(job, hosts[0])
     for host in hosts:
@@ -269,7 +283,10 @@ def unreachable(job: Job, host: Host) -> None:
 
 def reaches(host: Host, other: Host) -> bool:
     """Returns whether the sshd of another host accepts a connection of a host within a second."""
-    return host.run("timeout", "1", "bash", "-c", f"</dev/tcp/{other.address}/{other.port}").returncode == 0
+    return (
+        host.run("timeout", "1", "bash", "-c", f"</dev/tcp/{other.address}/{other.port}").returncode
+        == 0
+    )
 
 
 def slow(job: Job) -> str:
@@ -287,7 +304,9 @@ def slow(job: Job) -> str:
 
 
 def found_again(job: Job) -> None:
-    """Puts the hosts back, and waits until the script finds them: a failure that lasts is reported only once."""
+    """Puts the hosts back, and waits until the script finds them: a failure that lasts is
+    reported only once.
+    """
     head = job.bed["head"]
     head.run("mv", "away", "hosts")
     head.run("rm", "-f", "found")
@@ -299,7 +318,10 @@ def script_fails(job: Job) -> str:
     before = job.said().count("Exit code")
     head = job.bed["head"]
     head.run("mv", "hosts", "away")
-    until(lambda: job.said().count("Exit code") > before, lambda: f"the script's failure in {job.said()[-2000:]}")
+    until(
+        lambda: job.said().count("Exit code") > before,
+        lambda: f"the script's failure in {job.said()[-2000:]}",
+    )
     found_again(job)
     return "the discovery script failed"
 
@@ -310,7 +332,10 @@ def script_hangs(job: Job) -> str:
     before = job.said().count(words)
     head = job.bed["head"]
     head.run("sh", "-c", "mv hosts away && mkfifo hosts")
-    until(lambda: job.said().count(words) > before, lambda: f"the script that hangs in {job.said()[-2000:]}")
+    until(
+        lambda: job.said().count(words) > before,
+        lambda: f"the script that hangs in {job.said()[-2000:]}",
+    )
     found_again(job)
     return "the discovery script hung"
 
@@ -342,22 +367,35 @@ def fewer_slots(job: Job) -> str:
     name = job.chance.choice(full)
     job.listed[name] = SLOTS - 1
     job.list()
-    until(lambda: len(job.workers(job.bed[name])) <= SLOTS - 1, f"a worker of {name} to leave", 90.0)
+    until(
+        lambda: len(job.workers(job.bed[name])) <= SLOTS - 1, f"a worker of {name} to leave", 90.0
+    )
     return f"{name} has {SLOTS - 1} slots"
 
 
 def kill_launcher(job: Job) -> str:
-    """SIGKILL to the launcher, and with it to the registrar; some time later it is started again."""
+    """SIGKILL to the launcher, and with it to the registrar; some time later it is started
+    again.
+    """
     before = {pid for host in job.hosts() for pid in job.workers(host)}
     pid, seconds = job.running.pid, job.chance.uniform(0.0, 8.0)
     os.kill(pid, signal.SIGKILL)
     until(lambda: job.running.process.poll() is not None, f"the end of the launcher {pid}")
     time.sleep(seconds)
     left = sum(bool(state(pid)) for pid in before)
-    assert left > 0, f"none of {len(before)} workers outlived the launcher: {job.running.said[-5000:]}"
+    assert left > 0, (
+        f"none of {len(before)} workers outlived the launcher: {job.running.said[-5000:]}"
+    )
     job.start()
-    until(lambda: "continues a job" in job.said(), lambda: f"the launcher to go on: {job.running.said[-5000:]}", 30.0)
-    return f"SIGKILL of the launcher, started again after {seconds:.1f} s with {left} of {len(before)} workers"
+    until(
+        lambda: "continues a job" in job.said(),
+        lambda: f"the launcher to go on: {job.running.said[-5000:]}",
+        30.0,
+    )
+    return (
+        f"SIGKILL of the launcher, started again after {seconds:.1f} s with {left} of "
+        f"{len(before)} workers"
+    )
 
 
 FAULTS: dict[Callable[[Job], str], int] = {
@@ -387,5 +425,9 @@ POSSIBLE: dict[Callable[[Job], str], Callable[[Job], bool]] = {
 
 def draw(job: Job) -> Callable[[Job], str]:
     """One of the faults that can happen now."""
-    found = {fault: often for fault, often in FAULTS.items() if fault not in POSSIBLE or POSSIBLE[fault](job)}
+    found = {
+        fault: often
+        for fault, often in FAULTS.items()
+        if fault not in POSSIBLE or POSSIBLE[fault](job)
+    }
     return job.chance.choices(list(found), weights=list(found.values()))[0]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""An elastic job of eight workers on four hosts survives all faults, and ends with the result of an undisturbed job.
+"""An elastic job of eight workers on four hosts survives all faults, and ends with the result of an
+undisturbed job.
 
-`make chaos` draws faults for `FARANDOLE_CHAOS_SECONDS`, from `FARANDOLE_CHAOS_SEED`; what happened goes to the file
-that `FARANDOLE_CHAOS_REPORT` names.
+`make chaos` draws faults for `FARANDOLE_CHAOS_SECONDS`, from `FARANDOLE_CHAOS_SEED`; what happened
+goes to the file that `FARANDOLE_CHAOS_REPORT` names.
 """
 
 from __future__ import annotations
@@ -67,11 +68,17 @@ def demanded() -> float:
 
 
 def left_behind(bed: Hosts) -> list[str]:
-    """Segments of shared memory and sockets that are there although no process is. The hosts' sshd may listen."""
+    """Segments of shared memory and sockets that are there although no process is. The hosts'
+    sshd may listen.
+    """
     found: list[object] = []
     for host in bed.hosts.values():
         found += (host.root / "dev/shm").iterdir()
-        found += [(host.name, "listens", *end) for end in host.listening() if host.sshd is None or end[1] != host.port]
+        found += [
+            (host.name, "listens", *end)
+            for end in host.listening()
+            if host.sshd is None or end[1] != host.port
+        ]
         found += [(host.name, *ends) for ends in host.connections()]
     return [str(one) for one in found]
 
@@ -92,14 +99,21 @@ def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> N
         recovered = time.monotonic() - happened
         step, size = job.steps()
         events.append(
-            {"fault": fault.__name__, "what": what, "took": happened - at, "recovered": recovered, "step": step}
+            {
+                "fault": fault.__name__,
+                "what": what,
+                "took": happened - at,
+                "recovered": recovered,
+                "step": step,
+            }
             | {"size": size, "open_files": job.descriptors()}
         )
     job.listed = dict.fromkeys(NAMES, SLOTS)
     job.list()
     job.progress(RECOVERS, "the last fault", size=8)
     report(events, job, open_files)
-    # Those of earlier worlds are closed in the background. Ranks differ by a few; a leak would be one in each world.
+    # Those of earlier worlds are closed in the background. Ranks differ by a few; a leak would be
+    # one in each world.
     until(
         lambda: job.descriptors() <= open_files + 4,
         lambda: f"at most {open_files + 4} open files of a worker, there are {job.descriptors()}",

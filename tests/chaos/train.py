@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The training of the chaos test: least squares, every sample of every epoch once, until the file `enough` is there.
+"""The training of the chaos test: least squares, every sample of every epoch once, until the file
+`enough` is there.
 
-The state has the weights, which samples of the epoch are done, and how often each sample was counted. Ranks divide
-each batch of samples that are still to be done; a step's gradient and its count of samples are summed in one operation.
+The state has the weights, which samples of the epoch are done, and how often each sample was
+counted. Ranks divide each batch of samples that are still to be done; a step's gradient and its
+count of samples are summed in one operation.
 """
 
 import json
@@ -22,7 +24,9 @@ SAMPLES, FEATURES, BATCH = 512, 8, 48
 
 
 def problem() -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of shape (samples, features) and targets of shape (samples,), equal on all ranks; both float64."""
+    """Inputs of shape (samples, features) and targets of shape (samples,), equal on all ranks;
+    both float64.
+    """
     random = np.random.default_rng(7)
     inputs = random.standard_normal((SAMPLES, FEATURES))
     return inputs, inputs @ np.arange(1.0, FEATURES + 1) + 0.1 * random.standard_normal(SAMPLES)
@@ -43,7 +47,9 @@ def train(state: ObjectState) -> None:
         counted = np.zeros(SAMPLES)
         counted[mine] = 1.0
         enough = float(os.path.exists("enough"))
-        told = hvd.allreduce(np.concatenate([inputs[mine].T @ errors, counted, [enough]]), op=hvd.Sum)
+        told = hvd.allreduce(
+            np.concatenate([inputs[mine].T @ errors, counted, [enough]]), op=hvd.Sum
+        )
         gradient, counted, enough = told[:FEATURES], told[FEATURES:-1], told[-1]
         assert counted.sum() == len(batch), "every rank's samples are in the sum"
         # A rate that falls with the epochs ends in the optimum of all samples.

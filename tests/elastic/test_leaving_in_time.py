@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A worker with a notice of its end leaves at its next commit: the others continue, and it is no failure."""
+"""A worker with a notice of its end leaves at its next commit: the others continue, and it is no
+failure.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def train(tmp_path: Path) -> Train:
 
 
 def left(run: Launch, before: list[dict[str, int]], who: int) -> None:
-    """Checks that one is gone, that the others continued with their state, and that no message calls it a failure."""
+    """Checks that one is gone, that the others continued with their state, and that no message
+    calls it a failure.
+    """
     pids = {one["pid"] for rank, one in enumerate(before) if rank != who}
     after = members(run, len(pids))
     assert {one["pid"] for one in after} == pids
@@ -53,7 +57,9 @@ def left(run: Launch, before: list[dict[str, int]], who: int) -> None:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Returns whether a process has a handler of its own for a signal: a notice that was heeded takes it away."""
+    """Returns whether a process has a handler of its own for a signal: a notice that was heeded
+    takes it away.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)
@@ -61,7 +67,9 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 def is_connected(pid: int) -> bool:
     """Returns whether a worker has opened its connection to the registrar, as `init` does first."""
-    return any(os.readlink(entry).startswith("socket:") for entry in Path(f"/proc/{pid}/fd").iterdir())
+    return any(
+        os.readlink(entry).startswith("socket:") for entry in Path(f"/proc/{pid}/fd").iterdir()
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGPWR])
@@ -76,8 +84,13 @@ def test_a_signal_has_a_worker_leave_at_its_next_commit(
     finish(run, 2)
 
 
-def test_a_script_that_hears_of_its_end_otherwise_leaves_by_a_call(launch: Start, train: Train) -> None:
-    line = "hvd.rank() == 2 and state.step == 5 and __import__('farandole.common.elastic').common.elastic.leave('spot')"
+def test_a_script_that_hears_of_its_end_otherwise_leaves_by_a_call(
+    launch: Start, train: Train
+) -> None:
+    line = (
+        "hvd.rank() == 2 and state.step == 5 and "
+        "__import__('farandole.common.elastic').common.elastic.leave('spot')"
+    )
     run = launch("-np", 3, "--min-np", 1, *SLOW, *train(line))
     before = members(run, 3)
     left(run, before, 2)
@@ -95,7 +108,9 @@ def test_its_host_rests_for_a_while_and_is_used_again(launch: Start, train: Trai
     finish(run, 2)
 
 
-def test_a_worker_whose_notice_is_over_before_its_commit_is_no_failure_either(launch: Start, train: Train) -> None:
+def test_a_worker_whose_notice_is_over_before_its_commit_is_no_failure_either(
+    launch: Start, train: Train
+) -> None:
     # One rank never comes to its commit once the file is there.
     line = "\n        while os.path.exists(f'hang-{os.getpid()}'): open('hangs', 'w').close()"
     run = launch("-np", 3, "--min-np", 1, *SLOW, *train(line))
@@ -116,7 +131,10 @@ def test_a_dismissed_spare_leaves_without_a_message(launch: Start, train: Train)
     known = {one["pid"] for one in members(run, 2)}
     until(lambda: len(run.pids()) == 3, "a spare")
     (spare,) = set(run.pids()) - known
-    until(lambda: "farandole/_native" in (Path("/proc") / str(spare) / "maps").read_text(), "its imports")
+    until(
+        lambda: "farandole/_native" in (Path("/proc") / str(spare) / "maps").read_text(),
+        "its imports",
+    )
     until(lambda: is_connected(spare), "its call of init")
     os.kill(spare, signal.SIGTERM)
     until(lambda: not is_alive(spare), "the spare's end")
@@ -159,7 +177,9 @@ def test_a_worker_of_a_function_leaves_and_the_results_are_the_others(
 
     thread = threading.Thread(target=tell)
     thread.start()
-    found = farandole.run(_function, (tmp_path,), num_proc=3, min_num_proc=2, cooldown_range=(600, 3600))
+    found = farandole.run(
+        _function, (tmp_path,), num_proc=3, min_num_proc=2, cooldown_range=(600, 3600)
+    )
     thread.join()
     assert not errors, errors
     assert found == [(0, 2), (1, 2)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Networks that learn digits lose half of their workers in the middle and get new ones; they learn as well as ever."""
+"""Networks that learn digits lose half of their workers in the middle and get new ones; they
+learn as well as ever.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ torch.set_num_threads(1)
 images, digits = torch.tensor(train_x).view(-1, 1, 8, 8), torch.tensor(train_y)
 model = torch.nn.Sequential(
     torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
-    torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32 * 16, 10),
+    torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(),
+    torch.nn.Linear(32 * 16, 10),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -100,7 +103,8 @@ import farandole.keras as hvd
 hvd.init()
 keras.utils.set_random_seed(1)
 model = keras.Sequential([
-    keras.layers.Input((8, 8, 1)), keras.layers.Conv2D(16, 3, activation="relu"), keras.layers.Flatten(),
+    keras.layers.Input((8, 8, 1)), keras.layers.Conv2D(16, 3, activation="relu"),
+    keras.layers.Flatten(),
     keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10),
 ])
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
@@ -116,8 +120,10 @@ def train(state):
         rows = np.random.default_rng(state.epoch).permutation(len(train_x))
         mine = rows[: len(rows) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]
         model.fit(
-            train_x[mine].reshape(-1, 8, 8, 1), train_y[mine], batch_size=BATCH, epochs=1, shuffle=False, verbose=0,
-            callbacks=[hvd.elastic.CommitStateCallback(state, 5), hvd.elastic.UpdateEpochStateCallback(state)],
+            train_x[mine].reshape(-1, 8, 8, 1), train_y[mine], batch_size=BATCH, epochs=1,
+            shuffle=False, verbose=0,
+            callbacks=[hvd.elastic.CommitStateCallback(state, 5),
+                hvd.elastic.UpdateEpochStateCallback(state)],
         )
 
 train(hvd.elastic.KerasState(model, epoch=0))
@@ -148,13 +154,18 @@ def stands(run: Launch, size: int, epoch: int) -> bool:
     """Returns whether all ranks of a world of this size have come to this epoch."""
     assert run.process.poll() is None, run.err.read_text()
     said = latest(run)
-    return all(rank in said and said[rank]["size"] == size and said[rank]["epoch"] >= epoch for rank in range(size))
+    return all(
+        rank in said and said[rank]["size"] == size and said[rank]["epoch"] >= epoch
+        for rank in range(size)
+    )
 
 
 def accuracy(run: Launch, size: int) -> float:
     """Returns the accuracy, which is the same on all ranks."""
     assert run.process.wait(PATIENCE) == 0, run.err.read_text()
-    results = [json.loads(line.partition(":result ")[2]) for line in run.lines() if ":result " in line]
+    results = [
+        json.loads(line.partition(":result ")[2]) for line in run.lines() if ":result " in line
+    ]
     assert len(results) == size
     assert len({found for found, _ in results}) == 1
     return results[0][0]
@@ -162,9 +173,15 @@ def accuracy(run: Launch, size: int) -> float:
 
 @pytest.mark.timeout(5 * PATIENCE)
 @pytest.mark.parametrize(
-    ("script", "size"), [pytest.param(TORCH, 4, id="torch"), pytest.param(KERAS, 2, id="keras", marks=pytest.mark.slow)]
+    ("script", "size"),
+    [
+        pytest.param(TORCH, 4, id="torch"),
+        pytest.param(KERAS, 2, id="keras", marks=pytest.mark.slow),
+    ],
 )
-def test_half_of_the_workers_are_lost_in_the_middle(launch: Start, tmp_path: Path, script: str, size: int) -> None:
+def test_half_of_the_workers_are_lost_in_the_middle(
+    launch: Start, tmp_path: Path, script: str, size: int
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(script)
     env = {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch"}
@@ -177,7 +194,11 @@ def test_half_of_the_workers_are_lost_in_the_middle(launch: Start, tmp_path: Pat
     for victim in lost:
         os.kill(victim, signal.SIGKILL)
     until(lambda: stands(run, size // 2, 3), "a world of the others", PATIENCE)
-    until(lambda: stands(run, size, 3) and not lost & pids(run), "a world as large as before", PATIENCE)
+    until(
+        lambda: stands(run, size, 3) and not lost & pids(run),
+        "a world as large as before",
+        PATIENCE,
+    )
     assert pids(run) > kept
     (run.out.parent / "whole").touch()
     disturbed = accuracy(run, size)

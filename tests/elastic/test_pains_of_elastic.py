@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Problems that users of Horovod's elastic training reported, one a test. Numbers: the list of pains."""
+"""Problems that users of Horovod's elastic training reported, one a test. Numbers: the list of
+pains.
+"""
 
 from __future__ import annotations
 
@@ -89,11 +91,16 @@ NAMELESS = TRAIN.replace(
 )
 
 
-def test_20_a_new_worker_hangs_at_start_up_while_old_ones_wait(launch: Start, program: Write, tmp_path: Path) -> None:
+def test_20_a_new_worker_hangs_at_start_up_while_old_ones_wait(
+    launch: Start, program: Write, tmp_path: Path
+) -> None:
     hosts = Hosts(tmp_path, "localhost:2")
     run = launch("-np", 2, "--min-np", 1, *hosts.flags, *program(NAMELESS))
     members(run, 2)
-    until((run.out.parent / "numbered").exists, "some dozens of operations, which the old ones have numbered")
+    until(
+        (run.out.parent / "numbered").exists,
+        "some dozens of operations, which the old ones have numbered",
+    )
     hosts.are("localhost:3")
     members(run, 3)
     finish(run, 3)
@@ -103,32 +110,46 @@ def test_21_a_deadlock_after_graceful_removal_below_the_least_size(
     launch: Start, program: Write, tmp_path: Path
 ) -> None:
     hosts = Hosts(tmp_path, "localhost:3")
-    run = launch("-np", 3, "--min-np", 2, *hosts.flags, *program(TRAIN.replace("AT_EACH_STEP", "pass")))
+    run = launch(
+        "-np", 3, "--min-np", 2, *hosts.flags, *program(TRAIN.replace("AT_EACH_STEP", "pass"))
+    )
     before = members(run, 3)
     hosts.are("localhost:1")
-    until(lambda: not is_alive(before[1]["pid"]) and not is_alive(before[2]["pid"]), "two workers to leave")
+    until(
+        lambda: not is_alive(before[1]["pid"]) and not is_alive(before[2]["pid"]),
+        "two workers to leave",
+    )
     hosts.are("localhost:3")
-    until(lambda: sum(":world 3 rank" in line for line in run.lines()) == 6, "a second world of three")
+    until(
+        lambda: sum(":world 3 rank" in line for line in run.lines()) == 6, "a second world of three"
+    )
     after = members(run, 3)
     assert after[0]["pid"] == before[0]["pid"]
     assert all(one["from"] == 1 for one in after), "newcomers have what the survivor had"
     finish(run, 3)
 
 
-EXITS = TRAIN.replace("AT_EACH_STEP", "if state.step == 20 and hvd.rank() == 2 and hvd.size() == 3: sys.exit(0)")
+EXITS = TRAIN.replace(
+    "AT_EACH_STEP", "if state.step == 20 and hvd.rank() == 2 and hvd.size() == 3: sys.exit(0)"
+)
 
 
-def test_22_one_worker_that_ends_well_ends_the_job_as_a_success(launch: Start, program: Write, tmp_path: Path) -> None:
+def test_22_one_worker_that_ends_well_ends_the_job_as_a_success(
+    launch: Start, program: Write, tmp_path: Path
+) -> None:
     # One that its host's slots are taken from.
     hosts = Hosts(tmp_path, "localhost:3")
-    run = launch("-np", 3, "--min-np", 1, *hosts.flags, *program(TRAIN.replace("AT_EACH_STEP", "pass")))
+    run = launch(
+        "-np", 3, "--min-np", 1, *hosts.flags, *program(TRAIN.replace("AT_EACH_STEP", "pass"))
+    )
     before = members(run, 3)
     hosts.are("localhost:2")
     until(lambda: not is_alive(before[2]["pid"]), "the third worker's end")
     assert [one["pid"] for one in members(run, 2)] == [one["pid"] for one in before[:2]]
     assert run.process.poll() is None
     finish(run, 2)
-    # One whose script ends it, with a code that says nothing is wrong: the others do not go with it as if all was done.
+    # One whose script ends it, with a code that says nothing is wrong: the others do not go with it
+    # as if all was done.
     run = launch("-np", 3, "--min-np", 1, *SLOW, *program(EXITS))
     before = members(run, 3)
     assert [one["pid"] for one in members(run, 2)] == [one["pid"] for one in before[:2]]
@@ -144,13 +165,15 @@ import farandole.torch as hvd
 EPOCHS, BATCH = 3, 4
 hvd.init()
 model = torch.nn.Linear(1, 1)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01),
+    model.named_parameters())
 sampler = hvd.elastic.ElasticSampler(range(360), shuffle=True)
 note = open(f"samples-{os.getpid()}", "a", buffering=1)
 
 @hvd.elastic.run
 def train(state):
-    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()} from {min(state.epoch, 1)}", flush=True)
+    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()} from {min(state.epoch, 1)}",
+        flush=True)
     while state.epoch < EPOCHS:
         indices = list(sampler)
         for number in range(0, len(indices), BATCH):
@@ -172,23 +195,34 @@ train(hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, 
 """
 
 
-def test_23_samples_are_repeated_after_a_graceful_scale_down(launch: Start, program: Write, tmp_path: Path) -> None:
+def test_23_samples_are_repeated_after_a_graceful_scale_down(
+    launch: Start, program: Write, tmp_path: Path
+) -> None:
     hosts = Hosts(tmp_path, "localhost:3")
-    run = launch("-np", 3, "--min-np", 1, *hosts.flags, *program(SAMPLES), env={"OMP_NUM_THREADS": "1"})
+    run = launch(
+        "-np", 3, "--min-np", 1, *hosts.flags, *program(SAMPLES), env={"OMP_NUM_THREADS": "1"}
+    )
     members(run, 3)
     hosts.are("localhost:2")
     assert run.wait() == 0, run.err.read_text()
     assert sum(line.endswith(":over 2") for line in run.lines()) == 2
-    notes = [json.loads(line) for path in run.out.parent.glob("samples-*") for line in path.read_text().splitlines()]
+    notes = [
+        json.loads(line)
+        for path in run.out.parent.glob("samples-*")
+        for line in path.read_text().splitlines()
+    ]
     for epoch in range(3):
         counts = Counter(sample for told, batch in notes if told == epoch for sample in batch)
         assert set(counts) == set(range(360))
         repeated = sum(counts.values()) - 360
-        # Two ranks of batches of four deal out multiples of eight; what is left after the change need not be one.
+        # Two ranks of batches of four deal out multiples of eight; what is left after the change
+        # need not be one.
         assert repeated <= 1, f"{repeated} samples of epoch {epoch} came again"
 
 
-def test_24_a_host_that_failed_for_a_moment_never_comes_back(launch: Start, program: Write, tmp_path: Path) -> None:
+def test_24_a_host_that_failed_for_a_moment_never_comes_back(
+    launch: Start, program: Write, tmp_path: Path
+) -> None:
     command = program(TRAIN.replace("AT_EACH_STEP", "pass"))
     run = launch("-np", 2, "--min-np", 1, *QUICK, *command)
     for _ in range(2):
@@ -196,7 +230,8 @@ def test_24_a_host_that_failed_for_a_moment_never_comes_back(launch: Start, prog
         members(run, 1)
     members(run, 2)
     finish(run, 2)
-    # Slots that were taken away on purpose are no failure, and are used at once when they are there again.
+    # Slots that were taken away on purpose are no failure, and are used at once when they are there
+    # again.
     hosts = Hosts(tmp_path, "localhost:2")
     run = launch("-np", 2, "--min-np", 1, *SLOW, *hosts.flags, *command)
     members(run, 2)
@@ -207,7 +242,8 @@ def test_24_a_host_that_failed_for_a_moment_never_comes_back(launch: Start, prog
     finish(run, 2)
 
 
-# Two sets of two ranks, and one that is added later. Each rank says what its sets are in every world.
+# Two sets of two ranks, and one that is added later. Each rank says what its sets are in every
+# world.
 SETS = """
 import os, sys, time
 import numpy as np
@@ -221,7 +257,8 @@ hvd.init(process_sets=[even, odd])
 def told(process_set):
     if process_set.process_set_id is None:
         return "gone"
-    inside = process_set.included() and int(hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=process_set)[0])
+    inside = process_set.included() and int(hvd.allreduce(np.ones(1), op=hvd.Sum,
+        process_set=process_set)[0])
     return f"{process_set.ranks}:{inside or 0}".replace(" ", "")
 
 def train(state):
@@ -243,11 +280,17 @@ run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0
 
 
 def told_sets(run: Launch, size: int, worlds: int = 1) -> dict[int, list[str]]:
-    """Returns each rank's lines about its process sets in the last of `worlds` worlds of this size."""
+    """Returns each rank's lines about its process sets in the last of `worlds` worlds of this
+    size.
+    """
     found: dict[int, list[str]] = {}
 
     def fits() -> bool:
-        lines = [line.split(":sets ", 1)[1] for line in run.out.read_text().splitlines() if ":sets " in line]
+        lines = [
+            line.split(":sets ", 1)[1]
+            for line in run.out.read_text().splitlines()
+            if ":sets " in line
+        ]
         told = [line.split() for line in lines if line.startswith(f"{size} ")]
         found.clear()
         found.update({int(rank): sets for _, rank, *sets in told[-size:]})
@@ -277,14 +320,19 @@ def test_25_elastic_training_with_process_sets_fails(launch: Start, program: Wri
         lone: [f"{pair}:0", f"[{lone}]:1", f"[{low}]:0"],
     }
     # A newcomer knows which set is which, and is in none.
-    until(lambda: sum(":world 4 rank" in line for line in run.lines()) == 8, "a second world of four")
+    until(
+        lambda: sum(":world 4 rank" in line for line in run.lines()) == 8, "a second world of four"
+    )
     again = members(run, 4)
     (new,) = {one["pid"] for one in again} - {one["pid"] for one in before}
     rank = next(one["rank"] for one in again if one["pid"] == new)
     sets = told_sets(run, 4, worlds=2)
     assert [entry.split(":")[0] for entry in sets[rank]] == [pair, f"[{lone}]", f"[{low}]"]
     assert [entry.split(":")[1] for entry in sets[rank]] == ["0", "0", "0"]
-    assert all([entry.split(":")[0] for entry in one] == [pair, f"[{lone}]", f"[{low}]"] for one in sets.values())
+    assert all(
+        [entry.split(":")[0] for entry in one] == [pair, f"[{lone}]", f"[{low}]"]
+        for one in sets.values()
+    )
     finish(run, 4)
 
 
@@ -293,9 +341,15 @@ def test_26_a_dead_peer_leaves_the_others_spinning_for_ever_in_a_job_of_fixed_si
 ) -> None:
     run = launch("-np", 3, "--peer-timeout", 2, *program(ANSWERS))
     until(lambda: len(run.pids()) == 3, "three ranks")
-    victim = int(next(line.split()[-1] for line in run.lines() if line.startswith("[1]<stdout>:pid ")))
+    victim = int(
+        next(line.split()[-1] for line in run.lines() if line.startswith("[1]<stdout>:pid "))
+    )
     with stopped(victim):
-        until(lambda: sum(":answered " in line for line in run.lines()) == 2, "an error on both of the others", 20.0)
+        until(
+            lambda: sum(":answered " in line for line in run.lines()) == 2,
+            "an error on both of the others",
+            20.0,
+        )
         assert all("rank 1" in line for line in run.lines() if ":answered " in line), run.lines()
         assert run.wait() != 0
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Ranks are killed at random moments while they train on `farandole.data`: each row of each epoch counts once.
+"""Ranks are killed at random moments while they train on `farandole.data`: each row of each epoch
+counts once.
 
-What counts is what is in the model: a step adds 1 to the parameter of each row and epoch that its gradient comes from.
+What counts is what is in the model: a step adds 1 to the parameter of each row and epoch that its
+gradient comes from.
 """
 
 from __future__ import annotations
@@ -134,24 +136,36 @@ def data(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
     for number, rows in enumerate(np.array_split(np.arange(ROWS), 3)):
-        pq.write_table(pa.table({"row": rows}), folder / f"part-{number}.parquet", row_group_size=60)
+        pq.write_table(
+            pa.table({"row": rows}), folder / f"part-{number}.parquet", row_group_size=60
+        )
     return folder
 
 
 def world(run: Launch) -> list[int]:
     """Processes of the latest world, if all of them have said that they are in it."""
-    said = [line.split(":pid ", 1)[1].split() for line in run.out.read_text().splitlines() if ":pid " in line]
+    said = [
+        line.split(":pid ", 1)[1].split()
+        for line in run.out.read_text().splitlines()
+        if ":pid " in line
+    ]
     size = int(said[-1][-1]) if said else 0
     latest = said[-size:] if size else []
     return [int(pid) for pid, _, told in latest if int(told) == size] if len(latest) == size else []
 
 
 def disturb(run: Launch, seed: int) -> int:
-    """Kills members of worlds of three at least, at random moments, and has some leave; how many it were."""
+    """Kills members of worlds of three at least, at random moments, and has some leave; how many
+    it were.
+    """
     draw = random.Random(seed)
     done = 0
     while done < KILLS:
-        until(lambda: run.process.poll() is not None or len(world(run)) >= 3, "a world of three or four", PATIENCE)
+        until(
+            lambda: run.process.poll() is not None or len(world(run)) >= 3,
+            "a world of three or four",
+            PATIENCE,
+        )
         time.sleep(draw.uniform(0.0, 0.7))
         members = world(run)
         if run.process.poll() is not None:
@@ -173,7 +187,9 @@ def disturb(run: Launch, seed: int) -> int:
     [STATE, TOLERANT, pytest.param(DDP, marks=pytest.mark.slow)],
     ids=["state", "fault-tolerant", "fault-tolerant-ddp"],
 )
-def test_each_row_of_each_epoch_counts_once(launch: Start, tmp_path: Path, data: Path, script: str, seed: int) -> None:
+def test_each_row_of_each_epoch_counts_once(
+    launch: Start, tmp_path: Path, data: Path, script: str, seed: int
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(script)
     flags = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 1, 1)
@@ -183,8 +199,15 @@ def test_each_row_of_each_epoch_counts_once(launch: Start, tmp_path: Path, data:
     assert run.wait() == 0, run.err.read_text()
     assert done >= 3, "the faults did happen"
     assert "was ended by SIGKILL" in own(run)
-    results = [json.loads(line.partition(":result ")[2]) for line in run.lines() if ":result " in line]
+    results = [
+        json.loads(line.partition(":result ")[2]) for line in run.lines() if ":result " in line
+    ]
     assert results
     for counts in results:
-        wrong = {(epoch, row) for epoch in range(EPOCHS) for row in range(ROWS) if counts[epoch][row] != 1.0}
+        wrong = {
+            (epoch, row)
+            for epoch in range(EPOCHS)
+            for row in range(ROWS)
+            if counts[epoch][row] != 1.0
+        }
         assert not wrong, sorted(wrong)[:20]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""All processes of an elastic job are killed at once; new ones continue from the commit in the store."""
+"""All processes of an elastic job are killed at once; new ones continue from the commit in the
+store.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ print(f"ends with {model.weight.item():g} on {hvd.size()}", flush=True)
 """
 
 
-def test_new_processes_continue_from_the_store_when_all_are_killed(launch: Start, tmp_path: Path) -> None:
+def test_new_processes_continue_from_the_store_when_all_are_killed(
+    launch: Start, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     flags = ("-np", 2, "--min-np", 2, "--blacklist-cooldown-range", 1, 2)
     run = launch(*flags, sys.executable, tmp_path / "script.py", tmp_path / "store")

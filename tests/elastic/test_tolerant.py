@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`DistributedOptimizer(fault_tolerant=True)`: ranks are lost within a step, and the others finish it."""
+"""`DistributedOptimizer(fault_tolerant=True)`: ranks are lost within a step, and the others
+finish it.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,26 @@ ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 
-def run(*flags: object, worker: str = str(WORKER), limit: float = 120.0, **plan: Any) -> tuple[list[dict], str]:
-    """The results of the ranks that were there at the end, by rank, and what the launcher has said."""
+def run(
+    *flags: object, worker: str = str(WORKER), limit: float = 120.0, **plan: Any
+) -> tuple[list[dict], str]:
+    """The results of the ranks that were there at the end, by rank, and what the launcher has
+    said.
+    """
     words = [sys.executable, "-m", "farandole", "run", *map(str, flags), sys.executable, worker]
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"PLAN": json.dumps({"steps": STEPS, "ends": [], "folder": folder, **plan})}
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, check=False, cwd=ROOT, env=env)
+        env = os.environ | {
+            "PLAN": json.dumps({"steps": STEPS, "ends": [], "folder": folder, **plan})
+        }
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=limit, check=False, cwd=ROOT, env=env
+        )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    found = [json.loads(line.partition(":result ")[2]) for line in done.stdout.splitlines() if ":result " in line]
+    found = [
+        json.loads(line.partition(":result ")[2])
+        for line in done.stdout.splitlines()
+        if ":result " in line
+    ]
     said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("["))
     return sorted(found, key=lambda one: one["rank"]), said
 
@@ -38,7 +52,9 @@ ALONE = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 600, 600)
 
 
 def expected(members: list[list[int]]) -> list[list[float]]:
-    """The weights after steps whose gradients were averaged over these workers each, in one process."""
+    """The weights after steps whose gradients were averaged over these workers each, in one
+    process.
+    """
     torch.manual_seed(0)
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -54,7 +70,9 @@ def expected(members: list[list[int]]) -> list[list[float]]:
 
 def is_close(one: list[list[float]], other: list[list[float]]) -> bool:
     pairs = zip(one, other, strict=True)
-    return all(torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-6, atol=1e-7) for a, b in pairs)
+    return all(
+        torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-6, atol=1e-7) for a, b in pairs
+    )
 
 
 def same(found: list[dict[str, Any]]) -> list[list[float]]:
@@ -113,17 +131,25 @@ def test_a_rank_that_gets_sigterm_leaves_after_a_step_and_is_no_failure() -> Non
     assert any(is_close(weights, expected(members({3: step}))) for step in range(5, STEPS + 1))
 
 
-def test_a_rank_that_is_behind_gets_the_state_from_others_when_one_is_lost_that_was_sending_it() -> None:
+def test_a_rank_that_is_behind_gets_the_state_from_others_when_its_sender_is_lost() -> None:
     found, _ = run(*ALONE, ends=[[0, 5, "fails"], [1, 6, "sending"]], piece=64)
     assert is_close(same(found), expected(members({1: 6})))
-    assert {one["identity"]: one["interrupted"] for one in found} == {0: ["tolerant.state"], 2: [], 3: []}
+    assert {one["identity"]: one["interrupted"] for one in found} == {
+        0: ["tolerant.state"],
+        2: [],
+        3: [],
+    }
     assert {one["identity"]: one["sizes"] for one in found}[0] == [4] * 5 + [3] * 7
 
 
 @pytest.mark.slow
-def test_a_rank_that_joins_has_the_state_of_the_others_after_one_was_lost_that_was_sending_it() -> None:
+def test_a_rank_that_joins_has_the_state_of_the_others_after_one_was_lost_that_was_sending_it() -> (
+    None
+):
     flags = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 1, 2)
-    found, _ = run(*flags, limit=200.0, ends=[[1, 3, "before"], [2, 4, "sending"]], steps=5, grows=4, piece=64)
+    found, _ = run(
+        *flags, limit=200.0, ends=[[1, 3, "before"], [2, 4, "sending"]], steps=5, grows=4, piece=64
+    )
     assert len(found) == 4
     new = [one for one in found if one["identity"] >= 100]
     assert len(new) == 2
@@ -169,7 +195,9 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
 
     hvd.init()
     try:
-        tolerance = _tolerant.Tolerance(torch.optim.SGD(model().parameters(), lr=0.1), is_elastic=True)
+        tolerance = _tolerant.Tolerance(
+            torch.optim.SGD(model().parameters(), lr=0.1), is_elastic=True
+        )
         tolerance.enter()
         monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
         monkeypatch.setattr(_tolerant, "allgather", statuses)
@@ -194,7 +222,9 @@ def test_what_a_reduction_cannot_be_repeated_with_is_refused() -> None:
             with pytest.raises(ValueError, match="fault_tolerant=True cannot be combined with"):
                 hvd.DistributedOptimizer(optimizer, fault_tolerant=True, **options)
         with pytest.raises(ValueError, match="needs several ranks, or an elastic job"):
-            hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), fault_tolerant=True)
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(network.parameters(), lr=0.1), fault_tolerant=True
+            )
         plain = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
         with pytest.raises(ValueError, match="create it with fault_tolerant=True"):
             plain.share(schedule=object())

@@ -22,13 +22,15 @@ SMALL = {"bucket_cap_mb": 0.0001}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [SMALL, {"gradient_as_bucket_view": True}], ids=["buckets", "views"])
+@pytest.mark.parametrize(
+    "options", [SMALL, {"gradient_as_bucket_view": True}], ids=["buckets", "views"]
+)
 def test_nothing_lost_nothing_changed(options: dict[str, Any]) -> None:
     found, _ = run("-np", 2, "--min-np", 1, ddp=options)
     assert is_close(same(found), expected([[0, 1]] * STEPS))
 
 
-def test_a_rank_that_is_lost_in_its_backward_pass_is_not_in_the_average_and_no_step_is_repeated() -> None:
+def test_a_rank_lost_in_its_backward_pass_is_not_in_the_average_and_no_step_is_repeated() -> None:
     found, said = run(*ALONE, ends=[[0, 3, "within"], [1, 6, "fails"]], ddp=SMALL)
     assert is_close(same(found), expected(members({0: 3})))
     assert [one["sizes"] for one in found] == [[4] * 3 + [3] * 9] * 3
@@ -39,14 +41,18 @@ def test_a_rank_that_is_lost_in_its_backward_pass_is_not_in_the_average_and_no_s
 
 @pytest.mark.slow
 def test_ranks_whose_reduction_failed_get_the_result_of_ranks_that_have_it() -> None:
-    found, _ = run(*ALONE, ends=[[0, 5, "fails"], [2, 5, "fails"]], ddp={"gradient_as_bucket_view": True})
+    found, _ = run(
+        *ALONE, ends=[[0, 5, "fails"], [2, 5, "fails"]], ddp={"gradient_as_bucket_view": True}
+    )
     assert is_close(same(found), expected(members({})))
     assert [one["seen"] for one in found] == [STEPS] * 4
     assert {one["identity"] for one in found if one["taken"]} == {0, 2}
 
 
 @pytest.mark.slow
-def test_a_step_is_repeated_without_the_only_rank_that_had_finished_it_if_that_is_lost_then() -> None:
+def test_a_step_is_repeated_without_the_only_rank_that_had_finished_it_if_that_is_lost_then() -> (
+    None
+):
     ends = [[0, 6, "recovering"], *([who, 5, "fails"] for who in (1, 2, 3))]
     found, _ = run(*ALONE, ends=ends, ddp=SMALL)
     assert is_close(same(found), expected(members({0: 5})))
@@ -60,7 +66,9 @@ def test_a_rank_that_is_lost_after_its_backward_pass_was_in_the_average() -> Non
 
 
 @pytest.mark.slow
-def test_ranks_whose_own_collective_fails_before_the_step_rejoin_in_the_next_backward_pass() -> None:
+def test_ranks_whose_own_collective_fails_before_the_step_rejoin_in_the_next_backward_pass() -> (
+    None
+):
     found, _ = run(*ALONE, ends=[[2, 5, "after"]], ddp=SMALL, averages=True)
     assert is_close(same(found), expected(members({2: 6})))
     assert sum(one["rejoined"] for one in found) > 0
@@ -75,7 +83,9 @@ def test_a_rank_that_is_lost_during_a_step_is_in_its_average_on_all_ranks_or_on_
 
 @pytest.mark.slow
 def test_a_rank_that_is_lost_while_the_others_recover_is_left_out_too() -> None:
-    found, _ = run(*ALONE, ends=[[1, 4, "within"], [2, 4, "recovering"]], ddp={"gradient_as_bucket_view": True})
+    found, _ = run(
+        *ALONE, ends=[[1, 4, "within"], [2, 4, "recovering"]], ddp={"gradient_as_bucket_view": True}
+    )
     assert is_close(same(found), expected(members({1: 4, 2: 4})))
     assert len(found) == 2
 
@@ -112,7 +122,9 @@ def test_what_cannot_be_kept_through_a_change_is_refused() -> None:
     from farandole.torch.distributed import FaultTolerantDataParallel
 
     def make(network: torch.nn.Module, **options: Any) -> FaultTolerantDataParallel:
-        return FaultTolerantDataParallel(network, torch.optim.SGD(network.parameters(), lr=0.1), **options)
+        return FaultTolerantDataParallel(
+            network, torch.optim.SGD(network.parameters(), lr=0.1), **options
+        )
 
     with pytest.raises(ValueError, match=r'needs init_process_group\("farandole"\) first'):
         make(torch.nn.Linear(2, 2))
@@ -159,7 +171,9 @@ class Alone:
 
         self.network = Averaged()
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
-        self.model: FaultTolerantDataParallel | None = FaultTolerantDataParallel(self.network, self.optimizer)
+        self.model: FaultTolerantDataParallel | None = FaultTolerantDataParallel(
+            self.network, self.optimizer
+        )
         self.tolerance = self.model._tolerance
 
     def backward(self) -> None:
@@ -212,7 +226,9 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
     told: list[list[int]] = []
     records: list[dict[str, Any]] = []
     others = [[[1, 1, 0]], [], [[1, 1, 0]]]
-    """Fault of each world: one rank has finished the step, and is lost; nobody has; one has again."""
+    """Fault of each world: one rank has finished the step, and is lost; nobody has; one has
+    again.
+    """
 
     def statuses(own: torch.Tensor, name: str) -> torch.Tensor:
         del name
@@ -258,7 +274,9 @@ def test_a_new_rank_gets_the_tensors_that_are_buffers_at_that_time(
     alone.backward()
     alone.tolerance._transfer(Roles([0], [1]))
     assert sent["tolerant.other"] == [alone.network.average.data_ptr()]
-    assert sent["tolerant.state"] == [parameter.data_ptr() for parameter in alone.network.parameters()]
+    assert sent["tolerant.state"] == [
+        parameter.data_ptr() for parameter in alone.network.parameters()
+    ]
 
 
 def test_a_process_has_one_fault_tolerant_model(alone: Alone) -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A worker of the tests of fault-tolerant optimizers: trains a small model, and is lost where the test says.
+"""A worker of the tests of fault-tolerant optimizers: trains a small model, and is lost where the
+test says.
 
-`PLAN` is JSON: `steps`; `ends`, a list of `[identity, step, moment]`, identities being the ranks of the first world;
-`grows`, a size that the world must have again after `steps`, before training ends; `ddp`, the options of
-`FaultTolerantDataParallel`, if that is to be used; `averages`, whether the loss is averaged before each step of the
-optimizer; `piece`, the bytes that a state is sent in at once; and `folder`, where each rank notes the reductions that
-it has finished.
+`PLAN` is JSON: `steps`; `ends`, a list of `[identity, step, moment]`, identities being the ranks of
+the first world; `grows`, a size that the world must have again after `steps`, before training ends;
+`ddp`, the options of `FaultTolerantDataParallel`, if that is to be used; `averages`, whether the
+loss is averaged before each step of the optimizer; `piece`, the bytes that a state is sent in at
+once; and `folder`, where each rank notes the reductions that it has finished.
 """
 
 import json
@@ -33,7 +34,9 @@ STEPS_FROM = 3
 
 def model() -> torch.nn.Module:
     """Equal on all ranks, but for newcomers, whose seed is another."""
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    ).double()
 
 
 def batch(identity: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +78,9 @@ def wait_for_finished(folder: Path, step: int, count: int) -> None:
 
 
 def fail_once(folder: Path, step: int, others: int) -> None:
-    """Makes the next reduction of an optimizer fail on this rank, after so many other ranks have finished it."""
+    """Makes the next reduction of an optimizer fail on this rank, after so many other ranks have
+    finished it.
+    """
     reduce = TolerantReducer._reduce
 
     def fail(reducer: TolerantReducer) -> None:
@@ -155,7 +160,9 @@ def end(moment: str, network: torch.nn.Module) -> None:
     """Ends this process without a word, at once or a little later."""
     if moment == "within":
         # The gradients of the layers behind it are being reduced by then.
-        network[0].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        network[0].weight.register_post_accumulate_grad_hook(
+            lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        )
     elif moment == "during":
         threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
     elif moment == "recovering":
@@ -164,7 +171,9 @@ def end(moment: str, network: torch.nn.Module) -> None:
         os.kill(os.getpid(), signal.SIGTERM if moment == "asked" else signal.SIGKILL)
 
 
-def prepare(moment: str | None, network: torch.nn.Module, folder: Path, step: int, plan: dict[str, Any]) -> None:
+def prepare(
+    moment: str | None, network: torch.nn.Module, folder: Path, step: int, plan: dict[str, Any]
+) -> None:
     """Arranges what is to happen to this rank in a step before its reduction has ended."""
     if moment == "fails":
         fail = fail_once_in_ddp if "ddp" in plan else fail_once
@@ -233,8 +242,19 @@ def main() -> None:
             if hvd.size() == plan["grows"] and tolerant.steps > plan["steps"]:
                 # All ranks of the grown world see this after the same step.
                 goal = tolerant.steps + 10
-    said = {"identity": identity, "rank": hvd.rank(), "steps": tolerant.steps, "first": first, "sizes": sizes}
-    said |= {"seen": int(network.seen), "taken": len(taken), "rejoined": len(rejoined), "interrupted": interrupted}
+    said = {
+        "identity": identity,
+        "rank": hvd.rank(),
+        "steps": tolerant.steps,
+        "first": first,
+        "sizes": sizes,
+    }
+    said |= {
+        "seen": int(network.seen),
+        "taken": len(taken),
+        "rejoined": len(rejoined),
+        "interrupted": interrupted,
+    }
     said |= {
         "rate": schedule.get_last_lr()[0],
         "weights": [p.detach().flatten().tolist() for p in network.parameters()],

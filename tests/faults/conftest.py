@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def _first_and_last_world() -> Iterator[None]:
-    """Forms a world before the first experiment and after the last, so that objects kept for good are not counted.
+    """Forms a world before the first experiment and after the last, so that objects kept for good
+    are not counted.
 
-    Each world shows that one starts right after what happened to the world before; the last one does for the last.
+    Each world shows that one starts right after what happened to the world before; the last one
+    does for the last.
     """
     experiment.a_world_works("allreduce", [None])
     yield

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 PEER_TIMEOUT: Final = 1.0
 """Seconds, in all cells: the default of 5 only makes them slower."""
 RATIONED: Final = 1.6
-"""Seconds for which a kernel may leave the question unanswered whether a full connection takes more: until then nobody
-knows that packets vanish (`tcp/path.rs`). A peer timeout as short as this one shows it; the default does not."""
+"""Seconds for which a kernel may leave the question unanswered whether a full connection takes
+more: until then nobody knows that packets vanish (`tcp/path.rs`). A peer timeout as short as this
+one shows it; the default does not."""
 ON_ITS_HOST: Final = 0.1
 ELSEWHERE: Final = 1.0
 HOPS: Final = 4
@@ -63,9 +64,14 @@ def hosts(cell: Cell) -> list[str | None]:
 
 
 def run(
-    cell: Cell, peer_timeout: float = PEER_TIMEOUT, stopped_for: float = 0.0, env: dict[str, str] | None = None
+    cell: Cell,
+    peer_timeout: float = PEER_TIMEOUT,
+    stopped_for: float = 0.0,
+    env: dict[str, str] | None = None,
 ) -> None:
-    """Runs the cell with these settings. That a new world starts right after is for the next one to show."""
+    """Runs the cell with these settings. That a new world starts right after is for the next one
+    to show.
+    """
     fault = FAULTS[cell.fault]
     before = _descriptors()
     plan = {
@@ -76,7 +82,10 @@ def run(
         "survivable": fault.survivable,
         "pause": peer_timeout * 1.5,
     }
-    with Pace() as pace, Job(hosts(cell), {"FARANDOLE_PEER_TIMEOUT": f"{peer_timeout}", **(env or {})}) as job:
+    with (
+        Pace() as pace,
+        Job(hosts(cell), {"FARANDOLE_PEER_TIMEOUT": f"{peer_timeout}", **(env or {})}) as job,
+    ):
         job.begin(plan)
         everybody = range(cell.ranks)
         working = job.until({"working", "failed", "unharmed"}, everybody, 30)
@@ -117,7 +126,9 @@ class _Trial:
         everybody = range(self.cell.ranks)
         told = self.job.until({"mismatch", "failed", "unharmed"}, everybody, 20)
         done = self.job.until({"done", "failed", "unharmed"}, everybody, 20)
-        assert [done.get(rank, {}).get("what") for rank in everybody] == ["done"] * self.cell.ranks, self.job.story()
+        assert [done.get(rank, {}).get("what") for rank in everybody] == [
+            "done"
+        ] * self.cell.ranks, self.job.story()
         last = max(message["began"] for message in told.values())
         for rank, message in told.items():
             self.note(rank, message["at"] - last, message["text"], ELSEWHERE)
@@ -125,7 +136,10 @@ class _Trial:
 
     def breaks(self, stopped_for: float) -> None:
         """Every other rank gets its error in time, naming the guilty one."""
-        victim, others = self.cell.victim, [rank for rank in range(self.cell.ranks) if rank != self.cell.victim]
+        victim, others = (
+            self.cell.victim,
+            [rank for rank in range(self.cell.ranks) if rank != self.cell.victim],
+        )
         began = self.inflict()
         limit = 20 + 2 * self.peer_timeout
         told = self.job.until({"failed", "unharmed"}, others, limit)
@@ -146,7 +160,8 @@ class _Trial:
             assert own is not None, f"rank {victim} itself heard nothing: {self.job.story()}"
             assert own["kind"] in ERRORS, own
             if self.fault.link:
-                # There is nothing wrong with it: it has to learn as soon as all others, and as much.
+                # There is nothing wrong with it: it has to learn as soon as all others, and as
+                # much.
                 self.note(victim, own["at"] - began, own["text"], self.deadline(victim))
                 self.names(self.guilty(victim), own["text"])
             self.judge_later(own)
@@ -177,7 +192,9 @@ class _Trial:
                 # Nothing is lost, and no rank can know, before something is sent.
                 limit = time.monotonic() + 10
                 while not connection.waits:
-                    assert time.monotonic() < limit, f"nothing was sent where it is silent: {self.job.story()}"
+                    assert time.monotonic() < limit, (
+                        f"nothing was sent where it is silent: {self.job.story()}"
+                    )
                     time.sleep(0.002)
                 return time.monotonic()
             began = time.monotonic()
@@ -190,7 +207,11 @@ class _Trial:
         """The ranks on this side of a partition, which cuts the victim's host off."""
         hosts = self.cell.hosts
         inside = hosts[rank] == hosts[self.cell.victim]
-        return {other for other in range(self.cell.ranks) if (hosts[other] == hosts[self.cell.victim]) == inside}
+        return {
+            other
+            for other in range(self.cell.ranks)
+            if (hosts[other] == hosts[self.cell.victim]) == inside
+        }
 
     def guilty(self, rank: int) -> set[int]:
         """Returns the ranks of which a rank's error must name one."""
@@ -213,7 +234,9 @@ class _Trial:
         self.latencies[rank] = latency
         self.texts[rank] = text
         allowed = deadline + HOPS * self.pace.longest
-        assert latency <= allowed, f"rank {rank} heard after {latency:.3f} s, allowed {allowed:.3f}: {text}"
+        assert latency <= allowed, (
+            f"rank {rank} heard after {latency:.3f} s, allowed {allowed:.3f}: {text}"
+        )
 
     def names(self, guilty: set[int], text: str) -> None:
         named = {int(number) for number in re.findall(r"\brank (\d+)\b", text)}
@@ -232,7 +255,9 @@ class _Trial:
                 expected = (None, signal.SIGKILL)
             if rank == self.cell.victim and self.fault.name == "exception":
                 expected = (1, None)
-            assert (outcome.exit_code, outcome.signal) == expected, f"rank {rank}: {self.job.story()}"
+            assert (outcome.exit_code, outcome.signal) == expected, (
+                f"rank {rank}: {self.job.story()}"
+            )
 
 
 def _descriptors() -> int:
@@ -259,7 +284,13 @@ def _nothing_left(job: Job, descriptors: int) -> None:
 
 def a_world_works(operation: str, on: list[str | None]) -> None:
     """A world of these hosts starts, works and ends."""
-    plan = {"operation": operation, "fault": "nothing", "victim": -1, "inside": False, "survivable": True}
+    plan = {
+        "operation": operation,
+        "fault": "nothing",
+        "victim": -1,
+        "inside": False,
+        "survivable": True,
+    }
     with Job(on, {}) as job:
         job.begin(plan)
         done = job.until({"done", "failed", "unharmed"}, range(job.size), 30)

@@ -52,13 +52,16 @@ class Job:
         self._listener.listen(self.size)
         self.registrar = Registrar(self.size, host="127.0.0.1", start_timeout=START)
         self.env: dict[str, str | None] = {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             DOOR: str(self.folder / "door"),
             MARK: self.mark,
             **env,
         }
         self._agents = [
-            threading.Thread(target=self._agent, args=(task, host), daemon=True) for task, host in enumerate(hosts)
+            threading.Thread(target=self._agent, args=(task, host), daemon=True)
+            for task, host in enumerate(hosts)
         ]
 
     def __enter__(self) -> Self:
@@ -73,7 +76,13 @@ class Job:
         command = [sys.executable, "-m", "tests.faults.worker"]
         try:
             self.outcomes[task] = run_agent(
-                self.registrar.ticket, task, command, env=self.env, stream_output=False, start_timeout=START, host=host
+                self.registrar.ticket,
+                task,
+                command,
+                env=self.env,
+                stream_output=False,
+                start_timeout=START,
+                host=host,
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
             self.outcomes[task] = error
@@ -89,7 +98,9 @@ class Job:
             except TimeoutError:
                 ended = [outcome for outcome in self.outcomes if outcome is not None]
                 if ended or time.monotonic() > deadline:
-                    raise AssertionError(f"{len(doors)} of {self.size} ranks came up: {self.story()}") from None
+                    raise AssertionError(
+                        f"{len(doors)} of {self.size} ranks came up: {self.story()}"
+                    ) from None
                 continue
             door.settimeout(START)
             hello = json.loads(door.makefile("r").readline())
@@ -112,14 +123,17 @@ class Job:
             except OSError:
                 continue  # it is gone
 
-    def until(self, what: Collection[str], ranks: Collection[int], timeout: float) -> dict[int, dict[str, Any]]:
+    def until(
+        self, what: Collection[str], ranks: Collection[int], timeout: float
+    ) -> dict[int, dict[str, Any]]:
         """Waits until each of these ranks has reported one of these events; returns the ranks."""
         deadline = time.monotonic() + timeout
         while True:
             told = {
                 rank: message
                 for rank in ranks
-                if (message := next((m for m in self.messages[rank] if m["what"] in what), None)) is not None
+                if (message := next((m for m in self.messages[rank] if m["what"] in what), None))
+                is not None
             }
             left = deadline - time.monotonic()
             if len(told) == len(ranks) or left <= 0 or not self._selector.get_map():
@@ -156,7 +170,9 @@ class Job:
         deadline = time.monotonic() + timeout
         for agent in self._agents:
             agent.join(max(0.0, deadline - time.monotonic()))
-        assert not any(agent.is_alive() for agent in self._agents), f"an agent is left: {self.story()}"
+        assert not any(agent.is_alive() for agent in self._agents), (
+            f"an agent is left: {self.story()}"
+        )
         return self.outcomes
 
     def close(self) -> None:

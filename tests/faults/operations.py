@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The operations of the grid, straight on the engine: a worker needs no array library.
 
-Each operation submits something whose result is known, and checks it. The numbers depend on the step, so that no
-result of an earlier step can pass for this one's.
+Each operation submits something whose result is known, and checks it. The numbers depend on the
+step, so that no result of an earlier step can pass for this one's.
 """
 
 from __future__ import annotations
@@ -67,9 +67,13 @@ def _allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attemp
     world = engine.world()
     source, target = Block.of(world.rank + step, count), Block.of(-1, count)
     shape = (count if dtype == FLOAT32 else count // 2,)
-    handle = engine.allreduce(name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, 0, False)
+    handle = engine.allreduce(
+        name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, 0, False
+    )
     total = world.size * (world.size - 1) / 2 + world.size * step
-    return Attempt([handle], lambda _: target.values == Block.of(total, count).values, source, target)
+    return Attempt(
+        [handle], lambda _: target.values == Block.of(total, count).values, source, target
+    )
 
 
 def _grouped_allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
@@ -110,7 +114,9 @@ def _grouped_allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -
     world = engine.world()
     sources = [Block.of(world.rank + step + part, count) for part in range(3)]
     shape = (count if dtype == FLOAT32 else count // 2,)
-    tensors = [(f"{name}.{part}", dtype, shape, source.address) for part, source in enumerate(sources)]
+    tensors = [
+        (f"{name}.{part}", dtype, shape, source.address) for part, source in enumerate(sources)
+    ]
     handles = engine.grouped_allgather(tensors, 0)
 
     def check(results: list[Any]) -> bool:
@@ -149,11 +155,16 @@ def _reducescatter(name: str, step: int, count: int, dtype: int = FLOAT32) -> At
     rows = count + 1  # never the same for all ranks
     own = rows // world.size + (world.rank < rows % world.size)
     source, target = Block.of(world.rank + step, rows), Block.of(-1, own + 4)
-    # Of another dtype, half as many numbers fill the same memory; the own part may be a little larger.
+    # Of another dtype, half as many numbers fill the same memory; the own part may be a little
+    # larger.
     shape = (rows if dtype == FLOAT32 else rows // 2,)
-    handle = engine.reducescatter(name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, 0, False)
+    handle = engine.reducescatter(
+        name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, 0, False
+    )
     total = world.size * (world.size - 1) / 2 + world.size * step
-    return Attempt([handle], lambda _: target.values[:own] == Block.of(total, own).values, source, target)
+    return Attempt(
+        [handle], lambda _: target.values[:own] == Block.of(total, own).values, source, target
+    )
 
 
 def _grouped_reducescatter(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
@@ -183,7 +194,9 @@ def _broadcast(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attemp
     source, target = Block.of(world.rank + step, count), Block.of(-1, count)
     shape = (count if dtype == FLOAT32 else count // 2,)
     handle = engine.broadcast(name, dtype, shape, source.address, target.address, root, 0, False)
-    return Attempt([handle], lambda _: target.values == Block.of(root + step, count).values, source, target)
+    return Attempt(
+        [handle], lambda _: target.values == Block.of(root + step, count).values, source, target
+    )
 
 
 def _barrier(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
@@ -202,7 +215,11 @@ def _in_a_set(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt
     expected = target
     if world.rank < others:
         shape = (count if dtype == FLOAT32 else count // 2,)
-        handles.append(engine.allreduce(name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, SET, False))
+        handles.append(
+            engine.allreduce(
+                name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, SET, False
+            )
+        )
         expected = Block.of(others * (others - 1) / 2 + others * step, count)
     return Attempt(handles, lambda _: target.values == expected.values, source, target)
 
@@ -210,14 +227,17 @@ def _in_a_set(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt
 def _join(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     """One rank still works while all others have joined; it joins last."""
     if name == "lonely":
-        # A join would be the others' step. An allreduce waits for the one that has not joined, and that one for it.
+        # A join would be the others' step. An allreduce waits for the one that has not joined, and
+        # that one for it.
         return _allreduce(name, step, count, dtype)
     world = engine.world()
     last = step % world.size
     if world.rank != last:
         return Attempt([engine.join(False)], lambda results: results == [last])
     source, target = Block.of(step + 1, count), Block.of(-1, count)
-    handle = engine.allreduce(name, dtype, (count,), source.address, target.address, SUM, 1.0, 1.0, 0, False)
+    handle = engine.allreduce(
+        name, dtype, (count,), source.address, target.address, SUM, 1.0, 1.0, 0, False
+    )
     work = Attempt([handle], lambda _: target.values == source.values, source, target)
 
     def check(_: list[Any]) -> bool:
@@ -240,12 +260,16 @@ OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
     "in a set": _in_a_set,
     "join": _join,
 }
-"""Every operation: starts `step` under `name` on `count` elements; another dtype makes a mismatch."""
+"""Every operation: starts `step` under `name` on `count` elements; another dtype makes a
+mismatch.
+"""
 
 
 def vote(ballot: bool) -> bool:
     """Returns whether any rank says yes: the same answer everywhere."""
     source, target = Block.of(float(ballot), 1), Block.of(0, 1)
-    handle = engine.allreduce("vote", FLOAT32, (1,), source.address, target.address, SUM, 1.0, 1.0, 0, True)
+    handle = engine.allreduce(
+        "vote", FLOAT32, (1,), source.address, target.address, SUM, 1.0, 1.0, 0, True
+    )
     Attempt([handle], lambda _: True, source, target).finish()
     return target.values[0] > 0

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Faults from outside: real signals, and real connections that break or fall silent.
 
-A connection is reached through its own process: `pidfd_getfd` gives this process the same socket. There a filter that
-lets nothing in makes every packet vanish before the kernel answers it, as a dead cable would; a disconnect sends a
-reset to the other end.
+A connection is reached through its own process: `pidfd_getfd` gives this process the same socket.
+There a filter that lets nothing in makes every packet vanish before the kernel answers it, as a
+dead cable would; a disconnect sends a reset to the other end.
 """
 
 from __future__ import annotations
@@ -84,10 +84,16 @@ def _sockets(pid: int) -> Iterator[socket.socket]:
             copy = _libc.syscall(PIDFD_GETFD, pidfd, int(entry.name), 0)
             if copy < 0:
                 if ctypes.get_errno() == 1:
-                    pytest.skip("this system lets no process reach the sockets of its children (pidfd_getfd)")
+                    pytest.skip(
+                        "this system lets no process reach the sockets of its children "
+                        "(pidfd_getfd)"
+                    )
                 continue
             found = socket.socket(fileno=copy)
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            if (
+                found.family in (socket.AF_INET, socket.AF_INET6)
+                and found.type == socket.SOCK_STREAM
+            ):
                 yield found
             else:
                 found.close()
@@ -137,7 +143,12 @@ class Connections:
 
     def across(self, ranks: Collection[int]) -> list[Connection]:
         """Every connection between these ranks and the others."""
-        return [one for pair, all_of in self.of.items() if (pair[0] in ranks) != (pair[1] in ranks) for one in all_of]
+        return [
+            one
+            for pair, all_of in self.of.items()
+            if (pair[0] in ranks) != (pair[1] in ranks)
+            for one in all_of
+        ]
 
     def close(self) -> None:
         """Forgets all."""

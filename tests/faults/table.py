@@ -22,12 +22,13 @@ Four factors make a cell: the operation under way, the fault, the transport, the
 Not meaningful, and no cells:
 
 - both transports at once with fewer than two ranks on each host.
-- partition, drop and reset in shared memory: there is no connection between two ranks whose packets could vanish, and
-  memory that both have mapped cannot be taken away from outside; what can end such a link is the end of a process.
+- partition, drop and reset in shared memory: there is no connection between two ranks whose packets
+  could vanish, and memory that both have mapped cannot be taken away from outside; what can end
+  such a link is the end of a process.
 - a barrier has nothing that could differ but its kind: its mismatch is a broadcast under its name.
 - a mismatch in a set is that of an allreduce, which the rank outside of the set has no part in.
 - a join has nothing that could differ: a rank that has not joined yet may do anything.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 TRANSPORTS: Final = ("memory", "tcp", "both")
-"""All ranks on one host; each on a host of its own; half of them on one host and half on another."""
+"""All ranks on one host; each on a host of its own; half of them on one host and half on
+another.
+"""
 
 RANKS: Final = (2, 3, 4, 8)
 
@@ -56,7 +59,9 @@ class Fault:
 
     name: str
     kind: str
-    """The end of a rank, a break between ranks, ranks that disagree, or a fault without any effect."""
+    """The end of a rank, a break between ranks, ranks that disagree, or a fault without any
+    effect.
+    """
     inside: bool = False
     """The rank does it to itself, on request."""
     survivable: bool = False
@@ -131,11 +136,17 @@ def every_cell() -> list[Cell]:
 
 
 def _pairs(cell: Cell) -> Iterator[tuple[str, object, str, object]]:
-    """Yields the pairs that a cell covers: any two of its factors; an operation is paired with the fault's kind only.
+    """Yields the pairs that a cell covers: any two of its factors; an operation is paired with the
+    fault's kind only.
 
     All operations with all faults would be more pairs than a short run has cells.
     """
-    factors = {"op": cell.operation, "fault": cell.fault, "transport": cell.transport, "ranks": cell.ranks}
+    factors = {
+        "op": cell.operation,
+        "fault": cell.fault,
+        "transport": cell.transport,
+        "ranks": cell.ranks,
+    }
     for one, other in combinations(factors, 2):
         if (one, other) == ("op", "fault"):
             yield "op", cell.operation, "kind", FAULTS[cell.fault].kind
@@ -144,9 +155,13 @@ def _pairs(cell: Cell) -> Iterator[tuple[str, object, str, object]]:
 
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells of which some cover every pair that any of `cells` covers: greedily, so few, and always the same ones."""
+    """Cells of which some cover every pair that any of `cells` covers: greedily, so few, and
+    always the same ones.
+    """
     numbers: dict[tuple[str, object, str, object], int] = {}
-    covers = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(cell)) for cell in cells]
+    covers = [
+        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(cell)) for cell in cells
+    ]
     missing = (1 << len(numbers)) - 1
     met: Counter[str] = Counter()
     chosen: list[Cell] = []

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """It never hangs: whatever happens to a rank or a link, every other rank hears of it in time.
 
-`table.py` says what is broken, how, and what must follow. A short run takes cells that cover every pair of factors;
-`make test-faults` takes all of them.
+`table.py` says what is broken, how, and what must follow. A short run takes cells that cover every
+pair of factors; `make test-faults` takes all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def test_few_cells_cover_every_pair() -> None:
         tried = [cell for cell in FEW if cell.fault == fault]
         assert {cell.transport for cell in tried} == {transport for transport, _ in reached}
         assert {cell.ranks for cell in tried} == {ranks for _, ranks in reached} == set(RANKS)
-    assert {(cell.transport, cell.ranks) for cell in FEW} == {(cell.transport, cell.ranks) for cell in GRID}
+    assert {(cell.transport, cell.ranks) for cell in FEW} == {
+        (cell.transport, cell.ranks) for cell in GRID
+    }
 
 
 @pytest.mark.parametrize("cell", FEW, ids=str)
@@ -52,7 +54,9 @@ def test_on_16_hosts_ranks_hear_in_time_of_a_fault_that_only_7_of_them_see(fault
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("operation", ["allreduce", "alltoall", "in a set"])
-@pytest.mark.parametrize("fault", ["kill", "stop", "partition", "drop", "reset", "shutdown", "mismatch", "slow"])
+@pytest.mark.parametrize(
+    "fault", ["kill", "stop", "partition", "drop", "reset", "shutdown", "mismatch", "slow"]
+)
 def test_ranks_whose_links_open_at_their_first_use_survive_a_fault_or_hear_of_it_in_time(
     operation: str, fault: str
 ) -> None:

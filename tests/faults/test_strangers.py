@@ -40,7 +40,11 @@ def payloads(trace: Path) -> list[bytes]:
     """Returns the bytes that an attacker, a scanner or a broken program sends."""
     chance = random.Random(7)
     exploit = [pickle.dumps(Exploit(trace), protocol) for protocol in (0, 2, 5)]
-    framed = [len(exploit[2]).to_bytes(size, order) + exploit[2] for size in (4, 8) for order in ("big", "little")]
+    framed = [
+        len(exploit[2]).to_bytes(size, order) + exploit[2]
+        for size in (4, 8)
+        for order in ("big", "little")
+    ]
     return [
         b"",
         *exploit,
@@ -54,7 +58,9 @@ def payloads(trace: Path) -> list[bytes]:
 
 
 def refusal(address: tuple[str, int], payload: bytes, tls: bool) -> bytes:
-    """Returns the bytes received until the peer closes the connection; raises `TimeoutError` if it stays open."""
+    """Returns the bytes received until the peer closes the connection; raises `TimeoutError` if
+    it stays open.
+    """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(socket.socket(family))
@@ -75,10 +81,18 @@ def refusal(address: tuple[str, int], payload: bytes, tls: bool) -> bytes:
 
 
 @pytest.mark.parametrize("transport", ["memory", "tcp"])
-def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_continues(transport: str, tmp_path: Path) -> None:
+def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_continues(
+    transport: str, tmp_path: Path
+) -> None:
     cell = Cell("allreduce", "strangers", transport, 2)
     trace = tmp_path / "unpickled"
-    plan = {"operation": "allreduce", "fault": "none", "victim": -1, "inside": False, "survivable": False}
+    plan = {
+        "operation": "allreduce",
+        "fault": "none",
+        "victim": -1,
+        "inside": False,
+        "survivable": False,
+    }
     with Job(hosts(cell), {}) as job:
         job.begin(plan)
         assert len(job.until({"working"}, range(2), 20)) == 2
@@ -87,7 +101,9 @@ def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_continues(t
         offers = [(address, payload, False) for address in ports for payload in payloads(trace)]
         offers += [(ports[0], payload, True) for payload in payloads(trace)]
         with ThreadPoolExecutor(len(offers)) as crowd:
-            for offer, heard in zip(offers, crowd.map(lambda offer: refusal(*offer), offers), strict=True):
+            for offer, heard in zip(
+                offers, crowd.map(lambda offer: refusal(*offer), offers), strict=True
+            ):
                 assert len(heard) < 1024, f"{offer[0]} told a stranger {heard[:100]!r}"
         for rank in range(2):
             assert [m for m in job.messages[rank] if m["what"] != "working"] == [], job.story()

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A rank of the grid: repeats one operation until it fails, or until told that it is enough.
 
-It talks with the test over a Unix socket, in lines of JSON: the test sends one plan, and one word at the end; the
-worker tells what happens to it and when, on the clock that all processes of a machine share.
+It talks with the test over a Unix socket, in lines of JSON: the test sends one plan, and one word
+at the end; the worker tells what happens to it and when, on the clock that all processes of a
+machine share.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Rank:
                 self.tell("unharmed")
                 return
             if time.monotonic() > end:
-                # A process that was stopped meanwhile has not looked since: its last step may have come before that.
+                # A process that was stopped meanwhile has not looked since: its last step may have
+                # come before that.
                 late, end = True, time.monotonic() + GRACE
         self.tell("done")
 
@@ -94,7 +96,8 @@ class Rank:
             raise CallerError("the caller's own mistake")
         if self.fault == "orphan":
             if os.fork() == 0:
-                # The child does it, and may be ended with its parent: there is nothing for it to do afterwards.
+                # The child does it, and may be ended with its parent: there is nothing for it to do
+                # afterwards.
                 mark_beginning()
                 os.kill(os.getppid(), signal.SIGKILL)
                 signal.pause()
@@ -118,7 +121,13 @@ class Rank:
         try:
             self.start(step, FLOAT64 if self.is_victim else FLOAT32).finish()
         except ValueError as error:
-            self.tell("mismatch", began=began, at=time.monotonic(), kind=type(error).__name__, text=str(error))
+            self.tell(
+                "mismatch",
+                began=began,
+                at=time.monotonic(),
+                kind=type(error).__name__,
+                text=str(error),
+            )
             return
         self.tell("unharmed")
 
@@ -141,7 +150,9 @@ class Rank:
         refusals = json.loads(os.read(parent, 1 << 16)) if ready else ["the child hangs"]
         os.close(parent)
         os.wait()
-        assert all(text.startswith("FarandoleUsageError") and "forked" in text for text in refusals), refusals
+        assert all(
+            text.startswith("FarandoleUsageError") and "forked" in text for text in refusals
+        ), refusals
         if os.fork() == 0:
             signal.pause()
 
@@ -190,7 +201,9 @@ class Rank:
 
 
 def mark_beginning() -> None:
-    """Leaves the time beside the door: a line through it would wake the test, which may take the core of the deed."""
+    """Leaves the time beside the door: a line through it would wake the test, which may take the
+    core of the deed.
+    """
     Path(os.environ[DOOR]).with_name(BEGAN).write_text(f"{time.monotonic()}")
 
 
@@ -201,7 +214,8 @@ def tell(door: socket.socket, what: str, **facts: Any) -> None:
 
 def main() -> None:
     """One life."""
-    # The registrar ends a world whose first rank has failed; here every rank is to see its own error first.
+    # The registrar ends a world whose first rank has failed; here every rank is to see its own
+    # error first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     size = int(os.environ["WORLD_SIZE"])
     basics.init(process_sets=[ProcessSet(range(size - 1))] if size > 1 else None)

@@ -7,7 +7,10 @@ import keras
 import numpy as np
 
 hvd.init()
-assert hvd.allreduce(np.array([1.0, hvd.rank()]), name="values", average=False).tolist() == [2.0, 1.0]
+assert hvd.allreduce(np.array([1.0, hvd.rank()]), name="values", average=False).tolist() == [
+    2.0,
+    1.0,
+]
 assert hvd.broadcast(np.array([hvd.rank()]), 1).tolist() == [1]
 x = np.ones((8, 2), dtype="float32") * (hvd.rank() + 1)
 y = np.ones((8, 1), dtype="float32")

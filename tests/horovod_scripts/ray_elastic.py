@@ -45,7 +45,12 @@ def training_fn():
     def train(state):
         for state.epoch in range(state.epoch, EPOCHS):
             for state.batch, (rows, labels) in enumerate(loader):
-                if state.epoch == 1 and state.batch == 1 and hvd.rank() == 1 and not (folder / "lost").exists():
+                if (
+                    state.epoch == 1
+                    and state.batch == 1
+                    and hvd.rank() == 1
+                    and not (folder / "lost").exists()
+                ):
                     (folder / "lost").touch()
                     raise RuntimeError("as if this worker were broken")
                 optimizer.zero_grad()
@@ -72,7 +77,9 @@ def check(results):
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 
-executor = RayExecutor(RayExecutor.create_settings(verbose=True), min_workers=2, max_workers=2, cpus_per_slot=1)
+executor = RayExecutor(
+    RayExecutor.create_settings(verbose=True), min_workers=2, max_workers=2, cpus_per_slot=1
+)
 executor.start()
 check(executor.run(training_fn))
 assert (folder / "lost").exists()

@@ -21,7 +21,9 @@ class Model:
         self.model = torch.nn.Linear(4, 1)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate)
-        self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters())
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=self.model.named_parameters()
+        )
 
     def get_weights(self):
         return {name: value.detach().clone() for name, value in self.model.named_parameters()}
@@ -42,7 +44,10 @@ executor.start()
 result = executor.run(ranks)
 assert len(set(result)) == 2, result
 assert ray.get(executor.run_remote(ranks)) == result
-assert executor.run(lambda base, step: base + step * hvd.rank(), args=[10], kwargs={"step": 5}) == [10, 15]
+assert executor.run(lambda base, step: base + step * hvd.rank(), args=[10], kwargs={"step": 5}) == [
+    10,
+    15,
+]
 executor.shutdown()
 
 executor = RayExecutor(settings, num_workers=2)

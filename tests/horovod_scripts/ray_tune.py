@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A search by Ray Tune whose trials are jobs that report with `tune.report`, and continue from a checkpoint."""
+"""A search by Ray Tune whose trials are jobs that report with `tune.report`, and continue from a
+checkpoint.
+"""
 
 import json
 import sys
@@ -32,12 +34,19 @@ def training_function(config):
         optimizer.step()
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "epoch.json").write_text(json.dumps(epoch))
-            told = {"loss": hvd.allreduce(loss.detach()), "rank": hvd.rank(), "size": hvd.size(), "first": first}
+            told = {
+                "loss": hvd.allreduce(loss.detach()),
+                "rank": hvd.rank(),
+                "size": hvd.size(),
+                "first": first,
+            }
             tune.report(told, checkpoint=tune.Checkpoint.from_directory(folder))
 
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
-trainable = DistributedTrainableCreator(training_function, num_slots=2, use_gpu=False, num_cpus_per_slot=1)
+trainable = DistributedTrainableCreator(
+    training_function, num_slots=2, use_gpu=False, num_cpus_per_slot=1
+)
 analysis = tune.run(
     trainable,
     name="search",

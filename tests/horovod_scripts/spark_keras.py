@@ -11,7 +11,9 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import SparkSession
 
 if __name__ == "__main__":
-    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    session = (
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    )
     rows = [(float(a), float(b), float(a + b)) for a in range(8) for b in range(8)]
     frame = session.createDataFrame(rows, ["a", "b", "label"])
     frame = VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(frame)

@@ -22,7 +22,9 @@ class Net(pl.LightningModule):
         return self.layer(features)
 
     def training_step(self, batch, batch_index):
-        loss = torch.nn.functional.mse_loss(self(batch["features"]).flatten(), batch["label"].float().flatten())
+        loss = torch.nn.functional.mse_loss(
+            self(batch["features"]).flatten(), batch["label"].float().flatten()
+        )
         self.log("train_loss", loss)
         return loss
 
@@ -34,7 +36,9 @@ if __name__ == "__main__":
     assert [int(part) for part in pl.__version__.split(".")[:2]] >= [
         int(part) for part in MIN_PL_VERSION.split(".")[:2]
     ]
-    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    session = (
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    )
     rows = [(float(a), float(b), float(a + b)) for a in range(8) for b in range(8)]
     frame = session.createDataFrame(rows, ["a", "b", "label"])
     frame = VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(frame)

@@ -18,7 +18,9 @@ def train(factor):
 
 
 if __name__ == "__main__":
-    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    session = (
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    )
     results = horovod.spark.run(train, args=(3,), num_proc=2, verbose=0)
     # The root's gradient is the average of two ones.
     assert results == [(0, [6.0, 6.0], 1.0), (1, [6.0, 6.0], 0.0)], results

@@ -11,7 +11,9 @@ from horovod.spark.torch import TorchEstimator
 from pyspark.sql import SparkSession
 
 if __name__ == "__main__":
-    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    session = (
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    )
     rows = [(float(a), float(b), 2.0 * a - b) for a in range(8) for b in range(8)]
     frame = session.createDataFrame(rows, ["a", "b", "label"])
     model = torch.nn.Linear(2, 1)
@@ -20,7 +22,9 @@ if __name__ == "__main__":
         store=Store.create(sys.argv[1]),
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-        loss=lambda output, target: torch.nn.functional.mse_loss(output, target.float().reshape(output.shape)),
+        loss=lambda output, target: torch.nn.functional.mse_loss(
+            output, target.float().reshape(output.shape)
+        ),
         input_shapes=[[-1, 2]],
         feature_cols=["features"],
         label_cols=["label"],

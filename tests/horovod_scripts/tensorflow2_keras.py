@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Keras under TensorFlow: a distributed optimizer, Horovod's callbacks, and a model saved and loaded."""
+"""Keras under TensorFlow: a distributed optimizer, Horovod's callbacks, and a model saved and
+loaded.
+"""
 
 import os
 import sys
@@ -24,7 +26,9 @@ model.compile(loss="mse", optimizer=optimizer, metrics=["mae"])
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
     hvd.callbacks.MetricAverageCallback(),
-    hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.02 * hvd.size(), warmup_epochs=2, steps_per_epoch=4),
+    hvd.callbacks.LearningRateWarmupCallback(
+        initial_lr=0.02 * hvd.size(), warmup_epochs=2, steps_per_epoch=4
+    ),
 ]
 history = model.fit(x, y, batch_size=16, epochs=6, callbacks=callbacks, verbose=0).history
 assert history["loss"][-1] < history["loss"][0] / 2, history["loss"]

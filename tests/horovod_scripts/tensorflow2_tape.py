@@ -8,7 +8,12 @@ import tensorflow as tf
 hvd.init()
 features = tf.random.stateless_normal([64, 4], seed=[1, 2])
 labels = tf.reduce_sum(features, axis=1, keepdims=True)
-dataset = tf.data.Dataset.from_tensor_slices((features, labels)).shard(hvd.size(), hvd.rank()).repeat().batch(16)
+dataset = (
+    tf.data.Dataset.from_tensor_slices((features, labels))
+    .shard(hvd.size(), hvd.rank())
+    .repeat()
+    .batch(16)
+)
 tf.random.set_seed(hvd.rank())
 model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)])
 optimizer = tf.keras.optimizers.SGD(0.05 * hvd.size())

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradient accumulation, groups, a predivide factor, clipping between synchronize and step, frozen parameters."""
+"""Gradient accumulation, groups, a predivide factor, clipping between synchronize and step,
+frozen parameters.
+"""
 
 import warnings
 
@@ -59,7 +61,9 @@ assert torch.equal(model[0].weight, frozen)
 with warnings.catch_warnings():
     # As scripts do that mean what they do.
     warnings.filterwarnings("error")
-    warnings.filterwarnings("ignore", message="optimizer.step\\(\\) called without optimizer.skip_synchronize")
+    warnings.filterwarnings(
+        "ignore", message="optimizer.step\\(\\) called without optimizer.skip_synchronize"
+    )
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.synchronize()

@@ -15,7 +15,9 @@ assert torch.allclose(hvd.allreduce(apart, op=hvd.Adasum, name="apart"), torch.o
 model = torch.nn.Linear(4, 1)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.05), named_parameters=model.named_parameters(), op=hvd.Adasum
+    torch.optim.SGD(model.parameters(), lr=0.05),
+    named_parameters=model.named_parameters(),
+    op=hvd.Adasum,
 )
 generator = torch.Generator().manual_seed(hvd.rank())
 first = last = None

@@ -16,7 +16,8 @@ for _ in range(2 + 3 * hvd.rank()):
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
 if hvd.rank() == 1:
-    # Rank 0 has joined or will: without its consent nothing can be gathered, and the join continues.
+    # Rank 0 has joined or will: without its consent nothing can be gathered, and the join
+    # continues.
     try:
         hvd.allgather(torch.ones(1), name="while others have joined")
     except RuntimeError as error:

@@ -24,7 +24,9 @@ assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == [0, 1]
 layer = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.zeros_(layer.weight)
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(layer.parameters(), lr=1.0), named_parameters=layer.named_parameters(), process_set=mine
+    torch.optim.SGD(layer.parameters(), lr=1.0),
+    named_parameters=layer.named_parameters(),
+    process_set=mine,
 )
 (layer(torch.ones(1, 1)) * (hvd.rank() + 1)).sum().backward()
 optimizer.step()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A training loop of PyTorch as Horovod's users write it: sharded data, scaled rate, averaged metrics."""
+"""A training loop of PyTorch as Horovod's users write it: sharded data, scaled rate, averaged
+metrics.
+"""
 
 import horovod.torch as hvd
 import torch
@@ -23,7 +25,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.fp16, op=hvd.Average
+    optimizer,
+    named_parameters=model.named_parameters(),
+    compression=hvd.Compression.fp16,
+    op=hvd.Average,
 )
 
 

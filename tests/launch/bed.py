@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Hosts for tests and benches: Linux namespaces, each with a real sshd, joined by a switch.
 
-A host has network, host name, IPC, mount and process namespaces of its own: everything that runs in it can be counted,
-and ends with it. The root file system is this machine's, so interpreter and package are at the same place on every
-host; `/run`, `/dev/shm`, `/etc/hosts`, `/etc/passwd` and root's home (`/run/home`) are the host's own. The switch is a
-bridge in a network namespace of its own. Nothing of it has a name outside: addresses, interfaces, mounts and files end
-with the processes that hold the namespaces, and these end when this process closes the pipe to them, as it does when it
-is killed.
+A host has network, host name, IPC, mount and process namespaces of its own: everything that runs in
+it can be counted, and ends with it. The root file system is this machine's, so interpreter and
+package are at the same place on every host; `/run`, `/dev/shm`, `/etc/hosts`, `/etc/passwd` and
+root's home (`/run/home`) are the host's own. The switch is a bridge in a network namespace of its
+own. Nothing of it has a name outside: addresses, interfaces, mounts and files end with the
+processes that hold the namespaces, and these end when this process closes the pipe to them, as it
+does when it is killed.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ TOOLS = {
 """Programs, and the Debian packages that have them."""
 LISTENS = "0A"
 """The kernel's number for the state of a socket that listens."""
-SEARCH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SEARCH = (
+    f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+)
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
-# A child without a waiting parent must not stay in the list of processes: the first process ignores the ends of its
-# children.
+# A child without a waiting parent must not stay in the list of processes: the first process ignores
+# the ends of its children.
 HOLD = "trap '' CHLD; echo ready; exec cat"
 
 SSHD_CONFIG = f"""
@@ -71,19 +74,31 @@ exec "$SHELL" -c "$SSH_ORIGINAL_COMMAND"
 
 
 def missing() -> str | None:
-    """Returns the reason why this machine cannot have such hosts, with a remedy; `None` if it can."""
+    """Returns the reason why this machine cannot have such hosts, with a remedy; `None` if it
+    can.
+    """
     if sys.platform != "linux":
         return "needs Linux"
     if os.geteuid() != 0:
         return "needs root, for namespaces: run it in a container or a virtual machine as root"
-    absent = sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=SEARCH) is None})
+    absent = sorted(
+        {package for tool, package in TOOLS.items() if shutil.which(tool, path=SEARCH) is None}
+    )
     if absent:
         return f"needs the Debian packages {' '.join(absent)}: .ci/packages installs them"
     probe = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--", "sh", "-c"]
-    probe.append("mount -t tmpfs probe /run && ip link add probe type veth peer name eborp && ip link add type bridge")
-    done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=LIMIT, env={"PATH": SEARCH})
+    probe.append(
+        "mount -t tmpfs probe /run && ip link add probe type veth peer name eborp && ip link add "
+        "type bridge"
+    )
+    done = subprocess.run(
+        probe, capture_output=True, text=True, check=False, timeout=LIMIT, env={"PATH": SEARCH}
+    )
     if done.returncode != 0:
-        return f"needs namespaces with veth pairs and bridges, which this machine does not give: {done.stderr.strip()}"
+        return (
+            "needs namespaces with veth pairs and bridges, which this machine does not give: "
+            f"{done.stderr.strip()}"
+        )
     return None
 
 
@@ -98,14 +113,22 @@ def until(fits: Callable[[], bool], what: Callable[[], object] | str, limit: flo
     deadline = time.monotonic() + limit
     while not fits():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {limit:g} s: {what if isinstance(what, str) else what()}")
+            raise AssertionError(
+                f"not within {limit:g} s: {what if isinstance(what, str) else what()}"
+            )
         time.sleep(0.02)
 
 
 def checked(words: list[str], text: str = "") -> str:
     """Returns the output of a program, which must succeed."""
     done = subprocess.run(
-        words, input=text, capture_output=True, text=True, timeout=LIMIT, check=False, env={"PATH": SEARCH}
+        words,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env={"PATH": SEARCH},
     )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(words)}: status {done.returncode}: {done.stderr.strip()}")
@@ -125,12 +148,15 @@ class Hold:
     def __init__(self, *kinds: str) -> None:
         """Makes the namespaces."""
         words = ["unshare", *kinds, "--fork", "--kill-child", "--", "sh", "-c", HOLD]
-        # At its end it complains of a mask of signals when its child was killed: what it says counts only at its start.
+        # At its end it complains of a mask of signals when its child was killed: what it says
+        # counts only at its start.
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.holder = subprocess.Popen(words, text=True, env={"PATH": SEARCH}, **pipes)
         assert self.holder.stdout is not None
         if self.holder.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{' '.join(words)}: {self.holder.communicate(timeout=LIMIT)[1].strip()}")
+            raise RuntimeError(
+                f"{' '.join(words)}: {self.holder.communicate(timeout=LIMIT)[1].strip()}"
+            )
         (self.pid,) = children(self.holder.pid)
 
     def inside(self, *kinds: str) -> list[str]:
@@ -173,18 +199,27 @@ class Process:
 class Running:
     """A command that runs in a host, its output in files so that no pipe can fill up."""
 
-    def __init__(self, folder: Path, words: list[str], env: dict[str, str], terminal: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, words: list[str], env: dict[str, str], terminal: int | None = None
+    ) -> None:
         """Starts it; with a terminal, whose other end is given, it has that as its own."""
         folder.mkdir(parents=True)
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            streams = {"stdin": subprocess.DEVNULL if terminal is None else terminal, "stdout": out, "stderr": err}
+            streams = {
+                "stdin": subprocess.DEVNULL if terminal is None else terminal,
+                "stdout": out,
+                "stderr": err,
+            }
             self.process = subprocess.Popen(words, env=env, start_new_session=True, **streams)
 
     @property
     def pid(self) -> int:
         """The command itself: the process before it only waits for it."""
-        until(lambda: bool(children(self.process.pid)) or self.process.poll() is not None, "the command to start")
+        until(
+            lambda: bool(children(self.process.pid)) or self.process.poll() is not None,
+            "the command to start",
+        )
         found = children(self.process.pid)
         return found[0] if found else self.process.pid
 
@@ -216,7 +251,9 @@ class Running:
             if set(wanted) <= set(self.lines):
                 return True
             if self.process.poll() is not None and not set(wanted) <= set(self.lines):
-                raise AssertionError(f"ended with status {self.process.returncode} before {wanted}: {self.said}")
+                raise AssertionError(
+                    f"ended with status {self.process.returncode} before {wanted}: {self.said}"
+                )
             return False
 
         until(fits, lambda: f"{wanted} in {self.said}", limit)
@@ -247,19 +284,27 @@ class Host:
 
     def _files(self) -> None:
         self._sh(
-            f"hostname {self.name}; mount -t tmpfs -o mode=755 run /run; mount -t tmpfs -o mode=1777 shm /dev/shm;"
-            f"mkdir -p -m 700 /run/sshd /run/ssh /run/etc {HOME}/.ssh {JOB} /run/tmp"
+            f"hostname {self.name}; mount -t tmpfs -o mode=755 run /run; mount -t tmpfs -o "
+            f"mode=1777 shm /dev/shm;mkdir -p -m 700 /run/sshd /run/ssh /run/etc {HOME}/.ssh "
+            f"{JOB} /run/tmp"
         )
         accounts = []
         for line in Path("/etc/passwd").read_text().splitlines():
             fields = line.split(":")
             # sshd lets no account in whose password is locked; a star is no password, and no lock.
-            accounts.append(":".join([*fields[:5], HOME, "/bin/bash"]) if fields[0] == "root" else line)
+            accounts.append(
+                ":".join([*fields[:5], HOME, "/bin/bash"]) if fields[0] == "root" else line
+            )
         self.write("/run/etc/passwd", "\n".join(accounts) + "\n")
-        self.write("/run/etc/shadow", "root:*:19000:0:99999:7:::\nsshd:*:19000:0:99999:7:::\n", mode=0o600)
+        self.write(
+            "/run/etc/shadow", "root:*:19000:0:99999:7:::\nsshd:*:19000:0:99999:7:::\n", mode=0o600
+        )
         self.write("/run/etc/resolv.conf", "")
         self.write("/run/etc/hosts", "")
-        mounts = (f"mount --bind /run/etc/{name} /etc/{name}" for name in ("passwd", "shadow", "hosts", "resolv.conf"))
+        mounts = (
+            f"mount --bind /run/etc/{name} /etc/{name}"
+            for name in ("passwd", "shadow", "hosts", "resolv.conf")
+        )
         self._sh("; ".join(mounts))
 
     def _network(self) -> None:
@@ -291,13 +336,16 @@ class Host:
         """A file of this host."""
         return (self.root / (Path(JOB) / path).relative_to("/")).read_text()
 
-    def listen(self, *, port: int = 22, options: str = "", records: bool = False, env: str = "") -> None:
+    def listen(
+        self, *, port: int = 22, options: str = "", records: bool = False, env: str = ""
+    ) -> None:
         """Starts its sshd.
 
         Args:
             port: Where it listens.
             options: More lines of its configuration.
-            records: Whether it writes down the commands and environments of its sessions: `commands`, `sessions`.
+            records: Whether it writes down the commands and environments of its sessions:
+                `commands`, `sessions`.
             env: `NAME=VALUE ...` that its sessions have beside the usual.
         """
         self.port = port
@@ -330,18 +378,29 @@ class Host:
         return children(self.sshd.pid)[0]
 
     def without_package(self, *, interpreter: bool = True) -> None:
-        """Hides the package from this host: where its environment was is a new, empty one, or nothing.
+        """Hides the package from this host: where its environment was is a new, empty one, or
+        nothing.
 
         Args:
             interpreter: Whether there is an environment at that place.
         """
         if sys.prefix == sys.base_prefix:
-            raise RuntimeError("this interpreter is no virtual environment's, and its machine's cannot be hidden")
-        folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if Path(folder).is_absolute()]
+            raise RuntimeError(
+                "this interpreter is no virtual environment's, and its machine's cannot be hidden"
+            )
+        folders = [
+            folder
+            for folder in os.environ.get("PYTHONPATH", "").split(":")
+            if Path(folder).is_absolute()
+        ]
         for folder in {sys.prefix, *folders}:
             self._sh(f"mount -t tmpfs -o mode=755 hidden '{folder}'")
         if interpreter:
-            base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+            base = (
+                Path(sys.base_prefix)
+                / "bin"
+                / f"python{sys.version_info.major}.{sys.version_info.minor}"
+            )
             self._sh(f"'{base}' -m venv --without-pip '{sys.prefix}'")
 
     def mount(self, source: str | Path, target: str | Path) -> None:
@@ -361,7 +420,13 @@ class Host:
 
     def environment(self, **env: str) -> dict[str, str]:
         """Returns the environment that a user of this host has."""
-        usual = {"PATH": SEARCH, "HOME": HOME, "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash"}
+        usual = {
+            "PATH": SEARCH,
+            "HOME": HOME,
+            "USER": "root",
+            "LOGNAME": "root",
+            "SHELL": "/bin/bash",
+        }
         usual |= {"LANG": "C.UTF-8", "TMPDIR": "/run/tmp", "OMP_NUM_THREADS": "1"}
         if os.environ.get("PYTHONPATH"):
             usual["PYTHONPATH"] = os.environ["PYTHONPATH"]
@@ -371,7 +436,9 @@ class Host:
         change = ["sh", "-c", f'cd {JOB} && exec "$@"', "sh"]
         return [*self.hold.inside(*NAMESPACES), *change, *map(str, words)]
 
-    def run(self, *words: object, text: str = "", limit: float = LIMIT, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: object, text: str = "", limit: float = LIMIT, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a command as a user of this host would."""
         return subprocess.run(
             self._words(words),
@@ -389,7 +456,9 @@ class Host:
         return self.bed.started(self._words([*prefix, *words]), self.environment(**env), terminal)
 
     def processes(self) -> list[Process]:
-        """The processes of this host, without the two that the bed keeps there; dead ones do not count."""
+        """The processes of this host, without the two that the bed keeps there; dead ones do not
+        count.
+        """
         try:
             own = os.readlink(f"/proc/{self.hold.pid}/ns/pid")
         except OSError:
@@ -404,7 +473,11 @@ class Host:
                     continue
                 state = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
                 argv, environ = (
-                    tuple(part for part in (entry / name).read_text(errors="replace").split("\0") if part)
+                    tuple(
+                        part
+                        for part in (entry / name).read_text(errors="replace").split("\0")
+                        if part
+                    )
                     for name in ("cmdline", "environ")
                 )
                 if state not in "ZX":
@@ -416,11 +489,19 @@ class Host:
         return [local for local, _, state, _ in self._tcp() if state == LISTENS]
 
     def connections(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-        """Both ends of the TCP connections that a process of this host has; those that the kernel winds up are not."""
-        return [(local, remote) for local, remote, state, inode in self._tcp() if state != LISTENS and inode]
+        """Both ends of the TCP connections that a process of this host has; those that the
+        kernel winds up are not.
+        """
+        return [
+            (local, remote)
+            for local, remote, state, inode in self._tcp()
+            if state != LISTENS and inode
+        ]
 
     def _tcp(self) -> list[tuple[tuple[str, int], tuple[str, int], str, int]]:
-        """Its TCP sockets: both ends, the state and the inode, which is 0 if no process has the socket."""
+        """Its TCP sockets: both ends, the state and the inode, which is 0 if no process has the
+        socket.
+        """
         found = []
         for family in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.hold.pid}/net/{family}").read_text().splitlines()[1:]:
@@ -434,7 +515,9 @@ class Host:
         return self.hold.holder.poll() is None
 
     def cut(self) -> None:
-        """Lets the switch drop everything from and to this host, as a broken distant cable would: no side notices."""
+        """Lets the switch drop everything from and to this host, as a broken distant cable
+        would: no side notices.
+        """
         self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
 
     def part(self) -> None:
@@ -487,12 +570,34 @@ class Bed:
             raise
 
     def _start(self, names: tuple[str, ...]) -> None:
-        checked([*self.switch.inside("--mount"), "mount", "-t", "tmpfs", "-o", "mode=700", "bed", "/run"])
+        checked(
+            [
+                *self.switch.inside("--mount"),
+                "mount",
+                "-t",
+                "tmpfs",
+                "-o",
+                "mode=700",
+                "bed",
+                "/run",
+            ]
+        )
         for name in ("switch", "island"):
             self.on_switch("ip", "link", "add", name, "type", "bridge", "mcast_snooping", "0")
             self.on_switch("ip", "link", "set", name, "up")
         for name in ("key", "host_key"):
-            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", f"/run/{name}"]
+            words = [
+                "ssh-keygen",
+                "-q",
+                "-t",
+                "ed25519",
+                "-N",
+                "",
+                "-C",
+                name,
+                "-f",
+                f"/run/{name}",
+            ]
             checked([*self.switch.inside("--mount"), *words])
         self.host_key = self.folder / "host_key"
         self.public_key = (self.folder / "key.pub").read_text()
@@ -519,19 +624,26 @@ class Bed:
                 host.write(path, text, mode)
 
     def login(self, host: Host, *, key: str = f"{HOME}/.ssh/id_ed25519", config: str = "") -> None:
-        """Lets a user of a host log in on the others: a key, what is known of their keys, and a configuration."""
+        """Lets a user of a host log in on the others: a key, what is known of their keys, and a
+        configuration.
+        """
         host.write(key, (self.folder / "key").read_text(), mode=0o600)
         words = " ".join((self.folder / "host_key.pub").read_text().split()[:2])
         known = []
         for other in self.hosts.values():
             names = (other.name, f"{other.name}-v6", other.address, other.address_v6)
-            known += [f"{name if other.port == 22 else f'[{name}]:{other.port}'} {words}" for name in names]
+            known += [
+                f"{name if other.port == 22 else f'[{name}]:{other.port}'} {words}"
+                for name in names
+            ]
         host.write(f"{HOME}/.ssh/known_hosts", "\n".join(known) + "\n", mode=0o600)
         host.write(f"{HOME}/.ssh/config", config, mode=0o600)
 
     def started(self, words: list[str], env: dict[str, str], terminal: int | None) -> Running:
         """Starts a command that the bed ends with itself."""
-        self.commands.append(Running(self.folder / f"command-{len(self.commands)}", words, env, terminal))
+        self.commands.append(
+            Running(self.folder / f"command-{len(self.commands)}", words, env, terminal)
+        )
         return self.commands[-1]
 
     def processes(self) -> list[Process]:

@@ -26,11 +26,13 @@ import farandole.numpy as hvd
 hvd.init()
 total = hvd.allreduce(np.arange(1000, dtype=np.float64) * (hvd.rank() + 1), op=hvd.Sum)
 right = bool((total == np.arange(1000) * sum(range(1, hvd.size() + 1))).all())
-print(json.dumps({"rank": hvd.rank(), "size": hvd.size(), "local": hvd.local_rank(), "cross": hvd.cross_rank(),
+print(json.dumps({"rank": hvd.rank(), "size": hvd.size(), "local": hvd.local_rank(),
+    "cross": hvd.cross_rank(),
                   "host": socket.gethostname(), "right": right}), flush=True)
 hvd.shutdown()
 """
-# Ranks in a loop of collectives until one of them finds the file `enough`; `up RANK` says that all are linked.
+# Ranks in a loop of collectives until one of them finds the file `enough`; `up RANK` says that all
+# are linked.
 BUSY = """
 import os, time
 import numpy as np
@@ -70,9 +72,13 @@ class Hosts(Bed):
 
     def launch(self, *arguments: object, terminal: int | None = None, **env: str) -> Running:
         """Starts `farandole run` on the first host."""
-        return next(iter(self.hosts.values())).start(*self.farandole(*arguments), terminal=terminal, **env)
+        return next(iter(self.hosts.values())).start(
+            *self.farandole(*arguments), terminal=terminal, **env
+        )
 
-    def launched(self, *arguments: object, limit: float = LIMIT, **env: str) -> CompletedProcess[str]:
+    def launched(
+        self, *arguments: object, limit: float = LIMIT, **env: str
+    ) -> CompletedProcess[str]:
         """Runs `farandole run` on the first host to its end."""
         return next(iter(self.hosts.values())).run(*self.farandole(*arguments), limit=limit, **env)
 
@@ -91,7 +97,9 @@ def machine() -> None:
 
 @pytest.fixture
 def hosts(machine: None) -> Iterator[Callable[..., Hosts]]:
-    """Makes hosts: `head`, where launchers run, and the named ones. None may have a process left when the test ends."""
+    """Makes hosts: `head`, where launchers run, and the named ones. None may have a process left
+    when the test ends.
+    """
     beds: list[Hosts] = []
 
     def make(*names: str, listen: bool = True) -> Hosts:

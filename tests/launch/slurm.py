@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A real Slurm on this host, in a folder of its own: munged, slurmctld, and a slurmd for each node, on free ports."""
+"""A real Slurm on this host, in a folder of its own: munged, slurmctld, and a slurmd for each
+node, on free ports.
+"""
 
 from __future__ import annotations
 
@@ -71,14 +73,20 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "a Slurm of a test needs root"
     absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH) is None]
-    return f"not installed (Debian: slurmctld slurmd slurm-client munge): {', '.join(absent)}" if absent else None
+    return (
+        f"not installed (Debian: slurmctld slurmd slurm-client munge): {', '.join(absent)}"
+        if absent
+        else None
+    )
 
 
 class Slurm:
     """Runs while the context lasts."""
 
     def __init__(self, *nodes: str) -> None:
-        """Chooses the names of the nodes, all of which are this host; without names, one node has the host's."""
+        """Chooses the names of the nodes, all of which are this host; without names, one node
+        has the host's.
+        """
         self.host = socket.gethostname().split(".")[0]
         self.nodes = nodes or (self.host,)
 
@@ -119,13 +127,19 @@ class Slurm:
             (folder / f"spool.{node}").mkdir()
         self.configuration = folder / "slurm.conf"
         nodes = [
-            f"NodeName={node} NodeHostname={self.host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS // len(self.nodes)}"
+            (
+                f"NodeName={node} NodeHostname={self.host} NodeAddr=127.0.0.1 Port={port} "
+                f"CPUs={CPUS // len(self.nodes)}"
+            )
             for node, port in zip(self.nodes, ports, strict=True)
         ]
-        text = CONFIGURATION.format(host=self.host, controller=controller, nodes="\n".join(nodes), folder=folder)
+        text = CONFIGURATION.format(
+            host=self.host, controller=controller, nodes="\n".join(nodes), folder=folder
+        )
         self.configuration.write_text(text)
         own = [
-            f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")
+            f"--{name}={folder}/munge.{name.split('-')[0]}"
+            for name in ("socket", "pid-file", "log-file", "seed-file")
         ]
         self._spawn("munged", "--foreground", "--force", f"--key-file={key}", *own)
         self._until("munged", (folder / "munge.socket").exists)
@@ -133,7 +147,10 @@ class Slurm:
         for node in self.nodes:
             self._spawn("slurmd", "-D", "-N", node)
         idle = ["idle"] * len(self.nodes)
-        self._until("slurmctld and slurmd", lambda: self.run("sinfo", "-h", "-N", "-o", "%t").out.split() == idle)
+        self._until(
+            "slurmctld and slurmd",
+            lambda: self.run("sinfo", "-h", "-N", "-o", "%t").out.split() == idle,
+        )
 
     def _spawn(self, program: str, *arguments: str) -> None:
         path = shutil.which(program, path=SEARCH)
@@ -153,10 +170,14 @@ class Slurm:
         while not ready():
             ended = [name for name, process in self._running if process.poll() is not None]
             if ended or time.monotonic() > end:
-                logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.log"))
+                logs = "\n".join(
+                    path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.log")
+                )
                 raise RuntimeError(f"{what} did not come up, ended are {ended}: {logs}")
             time.sleep(0.1)
 
     def run(self, *command: str, limit: float = LIMIT, **extra: str) -> Ended:
         """Runs a command of Slurm to its end."""
-        return run(command, {"SLURM_CONF": str(self.configuration), **extra}, cwd=self.folder, limit=limit)
+        return run(
+            command, {"SLURM_CONF": str(self.configuration), **extra}, cwd=self.folder, limit=limit
+        )

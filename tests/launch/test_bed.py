@@ -46,7 +46,10 @@ def test_processes_of_a_host_are_counted_by_their_arguments(hosts):
     bed = hosts("h1", "h2")
     assert bed.processes() == []
     bed["head"].start("ssh", "h1", "exec env MARK=yes sleep 1000")
-    until(lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()), "sleep to run")
+    until(
+        lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()),
+        "sleep to run",
+    )
     (sleep,) = [process for process in bed["h1"].processes() if process.argv[:1] == ("sleep",)]
     assert sleep.argv == ("sleep", "1000")
     assert "MARK=yes" in sleep.environ
@@ -60,7 +63,10 @@ def test_processes_of_a_host_are_counted_by_their_arguments(hosts):
 def test_connections_of_a_hosts_processes_are_listed_as_long_as_they_have_them(hosts):
     bed = hosts("h1", "h2")
     bed["head"].start("ssh", "h1", "exec sleep 1000")
-    until(lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()), "sleep to run")
+    until(
+        lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()),
+        "sleep to run",
+    )
     ((near, far),) = bed["head"].connections()
     assert far == (bed["h1"].address, 22)
     assert bed["h1"].connections() == [(far, near)]
@@ -83,7 +89,9 @@ def test_a_cut_host_is_silent_until_it_is_restored_and_others_continue(hosts):
 
 def test_a_host_without_power_is_gone_with_all_its_processes(hosts):
     bed = hosts("h1")
-    running = bed["head"].start("ssh", "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1", "h1", "sleep 1000")
+    running = bed["head"].start(
+        "ssh", "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1", "h1", "sleep 1000"
+    )
     until(lambda: len(bed["h1"].processes()) > 1, "the session")
     pids = [process.pid for process in bed["h1"].processes()]
     bed["h1"].power_off()
@@ -120,7 +128,8 @@ bed = Hosts("head", "h1")
 bed["h1"].listen()
 bed.login(bed["head"])
 bed["head"].start("ssh", "h1", "echo on; sleep 1000").until("on")
-print(*(host.hold.pid for host in bed.hosts.values()), *(process.pid for process in bed.processes()), flush=True)
+print(*(host.hold.pid for host in bed.hosts.values()),
+    *(process.pid for process in bed.processes()), flush=True)
 sys.stdin.read()
 """
 
@@ -128,12 +137,18 @@ sys.stdin.read()
 def test_nothing_is_left_when_what_made_the_bed_is_killed(machine):
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     words = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as maker:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as maker:
         pids = [int(word) for word in maker.stdout.readline().split()]
         assert len(pids) >= 4, pids
         maker.send_signal(signal.SIGKILL)
         maker.wait(30)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of all", limit=10.0)
+        until(
+            lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
+            "the end of all",
+            limit=10.0,
+        )
 
 
 def test_a_machine_that_can_have_no_hosts_says_how_it_could(monkeypatch):
@@ -150,19 +165,25 @@ def test_absent_packages_fail_only_in_ci(tmp_path):
     user.chmod(0o755)
     for ci, code in ((None, 0), ("true", 1)):
         env = {"PATH": str(tmp_path)} | ({"CI": ci} if ci else {})
-        done = subprocess.run(["/bin/sh", ROOT / ".ci/packages"], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["/bin/sh", ROOT / ".ci/packages"], env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == code, done.stderr
         assert "chromium" in done.stderr
 
 
-@pytest.mark.parametrize(("ci", "user", "fails"), [(None, 0, False), ("true", 1000, False), ("true", 0, True)])
+@pytest.mark.parametrize(
+    ("ci", "user", "fails"), [(None, 0, False), ("true", 1000, False), ("true", 0, True)]
+)
 def test_what_a_machine_lacks_fails_only_in_ci_as_root(monkeypatch, ci, user, fails):
     monkeypatch.delenv("CI", raising=False)
     if ci is not None:
         monkeypatch.setenv("CI", ci)
     monkeypatch.setattr("os.geteuid", lambda: user)
     skip_without(None)
-    with pytest.raises(pytest.fail.Exception if fails else pytest.skip.Exception, match="needs loop devices"):
+    with pytest.raises(
+        pytest.fail.Exception if fails else pytest.skip.Exception, match="needs loop devices"
+    ):
         skip_without("needs loop devices")
     assert not skipped_without(None).args[0]
     if fails:

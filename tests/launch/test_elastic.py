@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic jobs on several hosts: hosts that are added, removed, killed, cut off, or cannot be reached."""
+"""Elastic jobs on several hosts: hosts that are added, removed, killed, cut off, or cannot be
+reached.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.launch.bed import JOB, SEARCH, until
 
 pytestmark = pytest.mark.slow
 
-# Ranks train until one of them finds the file `enough`. Each prints its rank and its host in every world.
+# Ranks train until one of them finds the file `enough`. Each prints its rank and its host in every
+# world.
 TRAIN = """
 import os, socket, sys, time
 import numpy as np
@@ -35,7 +38,7 @@ def train(state):
 
 hvd.init()
 run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0))
-"""
+"""  # noqa: E501
 QUICK = ("--blacklist-cooldown-range", 1, 2)
 
 
@@ -57,7 +60,8 @@ def are(bed, *hosts):
 def members(running, *hosts):
     """Waits for a world with these ranks' hosts; what they have said of themselves, by rank.
 
-    The last line of each process counts: a launcher that continues a job may print lines of its predecessor again.
+    The last line of each process counts: a launcher that continues a job may print lines of its
+    predecessor again.
     """
     found = []
 
@@ -70,7 +74,8 @@ def members(running, *hosts):
             # Taken out and put in again, so that the order is by time.
             last.pop((one[2], one[3]), None)
             last[one[2], one[3]] = one
-        # A process that has ended has a last line, too. If its world had this size, its rank has a later one.
+        # A process that has ended has a last line, too. If its world had this size, its rank has a
+        # later one.
         ranks = {int(one[1]): one for one in last.values() if int(one[0]) == len(hosts)}
         found[:] = [ranks[rank] for rank in sorted(ranks)]
         return [one[2] for one in found] == list(hosts)
@@ -96,7 +101,9 @@ def finish(bed, running, size):
 
 def own(running):
     """Returns the output of the launcher itself."""
-    return "\n".join(line for line in running.err.read_text().splitlines() if not line.startswith("["))
+    return "\n".join(
+        line for line in running.err.read_text().splitlines() if not line.startswith("[")
+    )
 
 
 def test_a_host_that_is_added_joins_and_one_that_is_removed_leaves(hosts):
@@ -160,12 +167,25 @@ def test_a_host_that_cannot_be_reached_is_named_and_comes_when_it_can(hosts):
 
 
 @pytest.mark.parametrize("links", ["between hosts", "by the launcher"])
-def test_a_launcher_that_is_killed_and_starts_again_takes_back_the_workers_of_all_hosts(hosts, links):
+def test_a_launcher_that_is_killed_and_starts_again_takes_back_the_workers_of_all_hosts(
+    hosts, links
+):
     bed = hosts("h1", "h2")
-    flags = ("-np", 4, "--min-np", 2, "--journal", "journal", *(["--dial-out"] if links == "by the launcher" else []))
+    flags = (
+        "-np",
+        4,
+        "--min-np",
+        2,
+        "--journal",
+        "journal",
+        *(["--dial-out"] if links == "by the launcher" else []),
+    )
     killed = start(bed, *flags)
     before = members(killed, "h1", "h1", "h2", "h2")
-    until(lambda: sum(line.endswith(":has committed") for line in killed.lines) >= 4, lambda: killed.said)
+    until(
+        lambda: sum(line.endswith(":has committed") for line in killed.lines) >= 4,
+        lambda: killed.said,
+    )
     killed.send(signal.SIGKILL)
     assert killed.wait() != 0
     # Longer than workers outlive a launcher without a journal.
@@ -173,11 +193,17 @@ def test_a_launcher_that_is_killed_and_starts_again_takes_back_the_workers_of_al
     running = start(bed, *flags)
     until(lambda: "continues a job that has 4 processes" in own(running), lambda: running.said)
     if links == "by the launcher":
-        # Their links broke with it, so they form another world, and continue from their last commit.
-        until(lambda: all(one[4] == "1" for one in members(running, "h1", "h1", "h2", "h2")), lambda: running.said)
+        # Their links broke with it, so they form another world, and continue from their last
+        # commit.
+        until(
+            lambda: all(one[4] == "1" for one in members(running, "h1", "h1", "h2", "h2")),
+            lambda: running.said,
+        )
         assert pids(members(running, "h1", "h1", "h2", "h2")) == pids(before)
     for rank, pid in enumerate(pids(before)):
-        assert bed["h1" if rank < 2 else "h2"].run("kill", "-0", pid).returncode == 0, "the same processes"
+        assert bed["h1" if rank < 2 else "h2"].run("kill", "-0", pid).returncode == 0, (
+            "the same processes"
+        )
     # It decides as before.
     bed["h2"].run("kill", "-9", pids(before)[3])
     members(running, "h1", "h1", "h2")
@@ -226,7 +252,9 @@ def test_nodes_of_slurm_that_go_down_and_come_back(hosts):
     head.write("bin/scontrol", f"#!/bin/sh\ncat {JOB}/states\n", mode=0o755)
 
     def states(**nodes):
-        lines = (f"NodeName={name} CPUAlloc=2 State={state} Reason=x\n" for name, state in nodes.items())
+        lines = (
+            f"NodeName={name} CPUAlloc=2 State={state} Reason=x\n" for name, state in nodes.items()
+        )
         head.write("states.new", "".join(lines))
         head.run("mv", "states.new", "states")
 

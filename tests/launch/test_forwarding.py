@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Values that the launcher forwards to workers on other hosts, output that comes back, and secrets in neither."""
+"""Values that the launcher forwards to workers on other hosts, output that comes back, and
+secrets in neither.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ pytestmark = pytest.mark.slow
 
 TELL = """
 import json, os, sys
-print(json.dumps({"rank": int(os.environ["RANK"]), "env": {name: os.environ[name] for name in os.environ},
+print(json.dumps({"rank": int(os.environ["RANK"]),
+    "env": {name: os.environ[name] for name in os.environ},
                   "folder": os.getcwd(), "argv": sys.argv[1:]}), flush=True)
 """
 
@@ -26,7 +29,9 @@ print(json.dumps({"rank": int(os.environ["RANK"]), "env": {name: os.environ[name
 def tell(bed, *arguments, **env):
     """Returns the values that two ranks on two hosts see in their environment."""
     bed.write("tell.py", TELL)
-    done = bed.launched("-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py", *arguments, **env)
+    done = bed.launched(
+        "-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py", *arguments, **env
+    )
     assert done.returncode == 0, done.stderr
     words = told(done.stdout)
     assert len(words) == 2, done.stdout
@@ -119,7 +124,12 @@ def test_no_secret_is_in_the_words_or_the_environment_of_anybody_but_the_workers
     assert [env["WANDB_API_KEY"] for env in environments] == [SECRET] * 5
     # The ticket gives access to the job, and so does each of its long parts.
     tickets = {env["FARANDOLE_JOB"] for env in environments}
-    parts = {part for ticket in tickets for part in re.split(r"[^A-Za-z0-9+/=_-]", ticket) if len(part) >= 20}
+    parts = {
+        part
+        for ticket in tickets
+        for part in re.split(r"[^A-Za-z0-9+/=_-]", ticket)
+        if len(part) >= 20
+    }
     assert parts, tickets
     secrets = {SECRET, *tickets, *parts}
     workers = {process for process in seen if process.argv[1:] == ("keeping.py",)}
@@ -131,7 +141,8 @@ def test_no_secret_is_in_the_words_or_the_environment_of_anybody_but_the_workers
         # The launcher has what its user gave it, and hands it to what it starts on its own host.
         hidden = secrets - {SECRET} if process.host == "head" else secrets
         assert not any(secret in word for secret in hidden for word in process.environ), process
-    # What watching may have missed: the command of each session, and the environment that sshd gave to it.
+    # What watching may have missed: the command of each session, and the environment that sshd gave
+    # to it.
     for name in ("h1", "h2"):
         assert len(bed[name].read("/run/commands").splitlines()) == 1, "more than one connection"
         for record in ("/run/commands", "/run/sessions"):
@@ -168,11 +179,17 @@ def test_long_lines_of_any_script_come_whole_from_every_host(hosts):
     for output, name in ((done.stdout, "stdout"), (done.stderr, "stderr")):
         for rank in range(4):
             prefix = f"[{rank}]<{name}>:"
-            lines = [line.removeprefix(prefix) for line in output.split("\n") if line.startswith(prefix)]
-            wanted = [f"{n}:{rank}:" + f"Ünïcödé {rank} 𝄞→" * (1 + 75 * n) + ":end" for n in range(40)]
+            lines = [
+                line.removeprefix(prefix) for line in output.split("\n") if line.startswith(prefix)
+            ]
+            wanted = [
+                f"{n}:{rank}:" + f"Ünïcödé {rank} 𝄞→" * (1 + 75 * n) + ":end" for n in range(40)
+            ]
             assert lines[:40] == wanted, f"{name} of rank {rank}"
             # What is longer than 64 KiB comes in pieces.
-            assert "".join(lines[40:]) == ("𝄞→" * 20000 + "the last line has no end" if name == "stdout" else "")
+            assert "".join(lines[40:]) == (
+                "𝄞→" * 20000 + "the last line has no end" if name == "stdout" else ""
+            )
     assert all(re.match(r"\[[0-3]\]<stdout>:", line) for line in done.stdout.splitlines())
 
 
@@ -188,7 +205,9 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("3", 3), ("255", 255), ("SIGSEGV", 139), ("SIGKILL", 137)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("3", 3), ("255", 255), ("SIGSEGV", 139), ("SIGKILL", 137)]
+)
 def test_the_status_is_that_of_the_first_failure_and_rank_and_host_are_named(hosts, how, status):
     bed = hosts("h1", "h2")
     bed.write("fail.py", FAIL)
@@ -219,7 +238,11 @@ def test_workers_read_nothing_whether_or_not_the_launcher_has_an_input(hosts):
     bed = hosts("h1")
     bed.write("read.py", READ)
     words = bed.farandole("-np", 3, "-H", "localhost:1,h1:2", sys.executable, "read.py")
-    for change, text in (('exec "$@"', "typed\n"), ('exec "$@" <&-', ""), ('exec "$@" </dev/null', "")):
+    for change, text in (
+        ('exec "$@"', "typed\n"),
+        ('exec "$@" <&-', ""),
+        ('exec "$@" </dev/null', ""),
+    ):
         done = bed["head"].run("sh", "-c", change, "sh", *words, text=text)
         assert done.returncode == 0, done.stderr
         assert [word["read"] for word in told(done.stdout)] == ["", "", ""], change

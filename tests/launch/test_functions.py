@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`farandole.run` of a function on several hosts: results and exceptions come back, interpreters must be alike."""
+"""`farandole.run` of a function on several hosts: results and exceptions come back, interpreters
+must be alike.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ try:
     else:
         farandole.run(failing if how == "failing" else waiting, num_proc=4, hosts=hosts)
 except Exception as error:
-    print(json.dumps({"type": type(error).__name__, "error": str(error), "cause": repr(error.__cause__),
+    print(json.dumps({"type": type(error).__name__, "error": str(error),
+        "cause": repr(error.__cause__),
                       "remote": getattr(error, "remote_traceback", None)}))
 """
 
@@ -60,7 +63,9 @@ def driven(bed, how):
 
 def test_results_of_all_hosts_come_back_by_rank(hosts):
     bed = hosts("h1", "h2")
-    assert driven(bed, "world") == [[("h1", "h1", "h2", "h2")[rank], rank, [60.0] * 3] for rank in range(4)]
+    assert driven(bed, "world") == [
+        [("h1", "h1", "h2", "h2")[rank], rank, [60.0] * 3] for rank in range(4)
+    ]
 
 
 def test_an_exception_comes_back_with_its_rank_host_and_traceback(hosts):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Every way in that OpenSSH knows is a launcher's, too: keys, ports, aliases, jump hosts, addresses, other programs."""
+"""Every way in that OpenSSH knows is a launcher's, too: keys, ports, aliases, jump hosts,
+addresses, other programs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def world(bed, *arguments, size=2, **env):
-    """The hosts of the ranks of a world, in order; without arguments its size is not asked for either."""
+    """The hosts of the ranks of a world, in order; without arguments its size is not asked for
+    either.
+    """
     bed.write("world.py", WORLD)
     asked = ["-np", size] if arguments else []
     done = bed.launched(*asked, *arguments, sys.executable, "world.py", **env)
@@ -38,7 +42,9 @@ def test_a_port_and_an_identity_file_are_sshs(hosts):
         bed[name].listen(port=2222)
     bed.login(bed["head"], key="/run/job/mine")
     assert world(bed, "-H", "h1:1,h2:1", "-p", 2222, "-i", "mine") == ["h1", "h2"]
-    assert world(bed, "-H", "h1:1,h2:1", "--ssh-port", 2222, "--ssh-identity-file", "/run/job/mine") == ["h1", "h2"]
+    assert world(
+        bed, "-H", "h1:1,h2:1", "--ssh-port", 2222, "--ssh-identity-file", "/run/job/mine"
+    ) == ["h1", "h2"]
 
 
 def test_an_alias_of_the_users_configuration_is_a_host(hosts):
@@ -79,7 +85,13 @@ def test_a_user_may_stand_before_the_host(hosts):
 
 def test_this_host_needs_no_ssh_by_any_of_its_names(hosts):
     bed = hosts("h1")  # `head` has no sshd
-    for name in ("localhost", "head", bed["head"].address, "127.0.0.1", f"[{bed['head'].address_v6}]"):
+    for name in (
+        "localhost",
+        "head",
+        bed["head"].address,
+        "127.0.0.1",
+        f"[{bed['head'].address_v6}]",
+    ):
         assert world(bed, "-H", f"{name}:1,h1:1") == ["head", "h1"], name
 
 
@@ -111,12 +123,15 @@ def test_a_host_file_has_comments_blank_lines_and_hosts_without_slots(hosts):
 def test_a_login_shell_that_prints_disturbs_nothing(hosts):
     bed = hosts("h1", "h2")
     for name in ("h1", "h2"):
-        bed[name].write(f"{HOME}/.bashrc", "echo Welcome to the cluster\nprintf 'no end of line' >&2\n")
+        bed[name].write(
+            f"{HOME}/.bashrc", "echo Welcome to the cluster\nprintf 'no end of line' >&2\n"
+        )
     assert "Welcome" in bed["head"].run("ssh", "h1", "true").stdout
     assert world(bed, "-H", "h1:1,h2:1") == ["h1", "h2"]
 
 
-# What Kubeflow's operator gives to its launchers, with ssh in the place of the cluster's own way into a container.
+# What Kubeflow's operator gives to its launchers, with ssh in the place of the cluster's own way
+# into a container.
 KUBEXEC = """#!/bin/sh
 pod=$1
 shift
@@ -144,7 +159,10 @@ def test_ssh_takes_options_of_the_users(hosts):
     bed.login(bed["head"])
     (bed["head"].root / HOME[1:] / ".ssh/config").rename(bed["head"].root / "run/job/my config")
     bed["head"].write("my config", "Host *\n    Port 2222\n")
-    assert world(bed, "-H", "h1:1,h2:1", "--ssh-command", "ssh -F '/run/job/my config' -C") == ["h1", "h2"]
+    assert world(bed, "-H", "h1:1,h2:1", "--ssh-command", "ssh -F '/run/job/my config' -C") == [
+        "h1",
+        "h2",
+    ]
 
 
 def test_inside_an_mpijob_hosts_and_the_way_to_them_are_known(hosts):
@@ -163,11 +181,17 @@ def test_inside_an_mpijob_hosts_and_the_way_to_them_are_known(hosts):
 @pytest.mark.parametrize(
     ("files", "variables"),
     [
-        ({}, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "h[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}),
+        (
+            {},
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "h[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"},
+        ),
         ({}, {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 2 h2 2"}),
         ({"nodes": "h1\nh1\nh2\nh2\n"}, {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "/run/job/nodes"}),
         ({"nodes": "h1\nh1\nh2\nh2\n"}, {"PBS_JOBID": "7.front", "PBS_NODEFILE": "/run/job/nodes"}),
-        ({"nodes": "h1 2 all.q@h1 UNDEFINED\nh2 2 all.q@h2 UNDEFINED\n"}, {"PE_HOSTFILE": "/run/job/nodes"}),
+        (
+            {"nodes": "h1 2 all.q@h1 UNDEFINED\nh2 2 all.q@h2 UNDEFINED\n"},
+            {"PE_HOSTFILE": "/run/job/nodes"},
+        ),
     ],
     ids=["slurm", "lsf", "lsf-file", "pbs", "grid-engine"],
 )
@@ -175,6 +199,9 @@ def test_inside_a_batch_system_hosts_are_not_asked_for(hosts, files, variables):
     bed = hosts("h1", "h2")
     for name, text in files.items():
         bed["head"].write(name, text)
-    # The systems' own programs, if this machine has them, have no such job: hosts are reached by ssh.
-    found = world(bed, size=4, PATH=bed["head"].without_programs("srun", "blaunch", "qrsh"), **variables)
+    # The systems' own programs, if this machine has them, have no such job: hosts are reached by
+    # ssh.
+    found = world(
+        bed, size=4, PATH=bed["head"].without_programs("srun", "blaunch", "qrsh"), **variables
+    )
     assert found == ["h1", "h1", "h2", "h2"]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Hosts, cables, connections, launchers that go while a job runs: it ends with a reason, and nothing is left of it."""
+"""Hosts, cables, connections, launchers that go while a job runs: it ends with a reason, and
+nothing is left of it.
+"""
 
 from __future__ import annotations
 
@@ -36,23 +38,34 @@ def failed(running, limit):
     began = time.monotonic()
     status = running.wait(limit)
     assert status != 0, running.said
-    assert "Traceback" not in running.err.read_text().replace("<stderr>:Traceback", ""), running.said
+    assert "Traceback" not in running.err.read_text().replace("<stderr>:Traceback", ""), (
+        running.said
+    )
     return status, time.monotonic() - began, running.err.read_text()
 
 
 def find(bed, host, *words):
     """The processes of a host whose command line has these words."""
-    return [process for process in bed[host].processes() if all(word in " ".join(process.argv) for word in words)]
+    return [
+        process
+        for process in bed[host].processes()
+        if all(word in " ".join(process.argv) for word in words)
+    ]
 
 
 def until_only_sshd(bed, *cut):
     """Waits until nothing of the job is left, while the hosts are still cut.
 
-    Processes of sshd for an unclosed connection are ignored: they end when TCP gives the connection up.
+    Processes of sshd for an unclosed connection are ignored: they end when TCP gives the connection
+    up.
     """
 
     def left():
-        return [process for process in bed.processes() if not (process.host in cut and process.argv[0] == SESSION)]
+        return [
+            process
+            for process in bed.processes()
+            if not (process.host in cut and process.argv[0] == SESSION)
+        ]
 
     until(lambda: not left(), lambda: "; ".join(map(str, left())), 4 * PEER_TIMEOUT)
     for name in cut:
@@ -127,8 +140,12 @@ def test_the_host_of_the_launcher_is_cut_off_from_all(hosts):
     until_only_sshd(bed, "h1", "h2")
 
 
-@pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0), (60.0, 90.0)])
-def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing(hosts, seconds, peer_timeout):
+@pytest.mark.parametrize(
+    ("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0), (60.0, 90.0)]
+)
+def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing(
+    hosts, seconds, peer_timeout
+):
     """A laptop that sleeps does not answer. The ranks, whose links live, work on meanwhile."""
     bed = hosts("h1", "h2")
     running = busy(bed, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
@@ -215,7 +232,8 @@ def test_ctrl_c_asks_the_workers_of_all_hosts(hosts):
     bed = hosts("h1", "h2")
     bed.write("idle.py", IDLE)
     with terminal() as (near, far):
-        # The connections are in the terminal's hands, too: they must not break before the workers have ended.
+        # The connections are in the terminal's hands, too: they must not break before the workers
+        # have ended.
         running = bed.launch("-np", 4, "-H", "h1:2,h2:2", sys.executable, "idle.py", terminal=far)
         running.until(*(f"[{rank}]<stdout>:up {rank}" for rank in range(4)))
         os.write(near, b"\x03")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Every example of the pages about running does what the page says, on hosts with the names of the page."""
+"""Every example of the pages about running does what the page says, on hosts with the names of
+the page.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NODES = ["node1", "node1", "node2", "node2"]
 
 def blocks(page):
     """The examples of a page, in order: their kind and their text."""
-    return re.findall(r"^```([\w-]+)\n(.*?)^```$", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```([\w-]+)\n(.*?)^```$", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 @pytest.fixture
@@ -40,7 +44,9 @@ def ran(bed, script, **env):
     done = bed["head"].run("bash", "-e", "-c", script, "bash", **env)
     assert done.returncode == 0, script + done.stderr
     words = told(done.stdout)
-    assert [(word["rank"], word["right"]) for word in words] == [(rank, True) for rank in range(len(words))], script
+    assert [(word["rank"], word["right"]) for word in words] == [
+        (rank, True) for rank in range(len(words))
+    ], script
     return [word["host"] for word in words]
 
 
@@ -61,7 +67,11 @@ def test_the_page_about_hosts(bed):
 
 # What the systems tell their jobs. Their own ways to a host are not here: hosts are reached by ssh.
 SYSTEMS = {
-    "#SBATCH": {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"},
+    "#SBATCH": {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+    },
     "#BSUB": {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "node1 2 node2 2"},
     "#PBS": {"PBS_JOBID": "7.front", "PBS_NODEFILE": "/run/job/nodes", "PBS_O_WORKDIR": "/run/job"},
     "#$ ": {"JOB_ID": "7", "PE_HOSTFILE": "/run/job/pe"},
@@ -82,9 +92,13 @@ def test_the_page_about_batch_systems(bed):
         elif text.startswith("lifecycle:"):
             continue  # the next test
         elif kind == "yaml":
-            launcher = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+            launcher = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"][
+                "spec"
+            ]["containers"][0]
             script = " ".join(launcher["command"])
-            assert ran(bed, script, OMPI_MCA_orte_default_hostfile="/run/job/hostfile") == NODES, text
+            assert ran(bed, script, OMPI_MCA_orte_default_hostfile="/run/job/hostfile") == NODES, (
+                text
+            )
         else:
             assert kind == "sh", f"nothing runs this: {text}"
             assert ran(bed, text) == NODES, text
@@ -117,6 +131,8 @@ def test_the_example_of_digits_trains_one_model_on_two_hosts_of_two(hosts):
     words = ["-np", 4, "-H", "h1:2,h2:2", "python", "torch_digits.py", "--epochs", 3]
     done = bed.launched(*words, limit=240.0)
     assert done.returncode == 0, done.stderr
-    accuracy = re.findall(r"^\[0\]<stdout>:epoch 3: .*accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)
+    accuracy = re.findall(
+        r"^\[0\]<stdout>:epoch 3: .*accuracy (\d\.\d+)$", done.stdout, re.MULTILINE
+    )
     assert len(accuracy) == 1, done.stdout
     assert float(accuracy[0]) > 0.8, done.stdout

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Signals of a real Slurm to an elastic job: on the node of the script the launcher starts workers, `srun` elsewhere"""
+"""Signals of a real Slurm to an elastic job: on the node of the script the launcher starts
+workers, `srun` elsewhere
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """An elastic job of two workers on each node, in a batch script as the page has it for signals."""
+    """An elastic job of two workers on each node, in a batch script as the page has it for
+    signals.
+    """
 
     def __init__(self, slurm: slurms.Slurm) -> None:
         """Submits it."""
@@ -30,9 +34,13 @@ class Job:
         code.write_text(TRAIN.replace("AT_EACH_STEP", "pass"))
         flags = " ".join(map(str, ("--min-np", 1, *SLOW)))
         script = slurm.folder / "batch.sh"
-        script.write_text(f"#!/bin/bash\nexec {sys.executable} -m farandole run {flags} {sys.executable} {code}\n")
+        script.write_text(
+            f"#!/bin/bash\nexec {sys.executable} -m farandole run {flags} {sys.executable} {code}\n"
+        )
         size = ("-N", str(len(slurm.nodes)), "--ntasks-per-node=2", "--overcommit")
-        done = slurm.run("sbatch", "--parsable", *size, "-o", str(self.out), "-e", str(self.err), str(script))
+        done = slurm.run(
+            "sbatch", "--parsable", *size, "-o", str(self.out), "-e", str(self.err), str(script)
+        )
         assert done.status == 0, done.err
         self.number = done.out.strip()
 
@@ -62,7 +70,9 @@ class Job:
         return not self.slurm.run("squeue", "-h", "-j", self.number).out.strip()
 
     def end(self) -> str:
-        """Waits for its end; its exit code, as Slurm writes it: a status, and the number of a signal."""
+        """Waits for its end; its exit code, as Slurm writes it: a status, and the number of a
+        signal.
+        """
         until(self.is_over, lambda: self.told)
         (code,) = re.findall(r" ExitCode=(\S+)", self.told)
         return code
@@ -85,7 +95,11 @@ def job() -> Iterator[Job]:
 
 def by_srun(pids: list[int]) -> list[int]:
     """Returns the processes among `pids` that a step of Slurm runs."""
-    return [pid for pid in pids if b"SLURM_STEP_NODELIST=another\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    return [
+        pid
+        for pid in pids
+        if b"SLURM_STEP_NODELIST=another\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
 
 
 def test_slurms_sigterm_makes_the_workers_on_other_nodes_leave(job: Job) -> None:
@@ -94,7 +108,10 @@ def test_slurms_sigterm_makes_the_workers_on_other_nodes_leave(job: Job) -> None
     assert len(other) == 2
     job.signal("TERM")
     assert set(job.members(2)) == set(first) - set(other), "the others go on"
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in other), "the end of those that leave")
+    until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in other),
+        "the end of those that leave",
+    )
     for word in ("was ended by", "exited with", "lost"):
         assert word not in job.err.read_text(), "to leave is no failure"
     (job.slurm.folder / "enough").touch()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A Spark cluster on several hosts whose network is cut: the driver from its executors, and one executor from all."""
+"""A Spark cluster on several hosts whose network is cut: the driver from its executors, and one
+executor from all.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def work():
     hvd.init()
     rounds, more = 0, 1.0
     while more:
-        more = hvd.allreduce(np.array([0.0 if os.path.exists("/run/job/enough") else 1.0]), op=hvd.Min)[0]
+        more = hvd.allreduce(np.array([0.0 if os.path.exists("/run/job/enough") else 1.0]),
+            op=hvd.Min)[0]
         rounds += 1
         if rounds == 20:
             with open("/run/job/rank.new", "w") as told:
@@ -53,32 +56,64 @@ settings = {
     "spark.executor.memory": "512m", "spark.executor.cores": "1", "spark.local.dir": "/run/tmp",
     "spark.stage.maxConsecutiveAttempts": "1",
 }
-settings |= {f"spark.executorEnv.{name}": value for name, value in os.environ.items() if name.startswith("FARANDOLE_")}
+settings |= {f"spark.executorEnv.{name}": value for name,
+    value in os.environ.items() if name.startswith("FARANDOLE_")}
 builder = SparkSession.builder.master("spark://head:7077")
 for name, value in settings.items():
     builder = builder.config(name, value)
 session = builder.getOrCreate()
 session.sparkContext.setLogLevel("ERROR")
 try:
-    print("results", farandole.spark.run(work, num_proc=2, start_timeout=float(sys.argv[1])), flush=True)
+    print("results", farandole.spark.run(work, num_proc=2, start_timeout=float(sys.argv[1])),
+        flush=True)
 except Exception as error:
     print("failed", type(error).__name__, str(error).replace("\\n", " "), flush=True)
 """
 
 
 def cluster(bed, start_timeout=60.0, **env):
-    """A driver whose two ranks work on two hosts; the variables are those of the driver and its executors."""
-    # By itself, Spark's master gives up silent workers after 60 s, also while the host that it shares sleeps.
+    """A driver whose two ranks work on two hosts; the variables are those of the driver and its
+    executors.
+    """
+    # By itself, Spark's master gives up silent workers after 60 s, also while the host that it
+    # shares sleeps.
     env |= {"SPARK_MASTER_OPTS": "-Dspark.worker.timeout=240"}
-    env |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": "/run/tmp", "SPARK_LOG_DIR": "/run/tmp"}
-    env["JAVA_TOOL_OPTIONS"] = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:-UsePerfData -Djava.io.tmpdir=/run/tmp"
+    env |= {
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_DIRS": "/run/tmp",
+        "SPARK_LOG_DIR": "/run/tmp",
+    }
+    env["JAVA_TOOL_OPTIONS"] = (
+        "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:-UsePerfData -Djava.io.tmpdir=/run/tmp"
+    )
     head = bed["head"]
-    master = ["org.apache.spark.deploy.master.Master", "--host", "head", "--port", "7077", "--webui-port", "0"]
+    master = [
+        "org.apache.spark.deploy.master.Master",
+        "--host",
+        "head",
+        "--port",
+        "7077",
+        "--webui-port",
+        "0",
+    ]
     head.start(CLASS, *master, **env)
     until(lambda: any(port == 7077 for _, port in head.listening()), "Spark's master", STARTS)
     for name in ("h1", "h2"):
-        own = ["--host", name, "--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", f"{JOB}/work"]
-        bed[name].start(CLASS, "org.apache.spark.deploy.worker.Worker", *own, "spark://head:7077", **env)
+        own = [
+            "--host",
+            name,
+            "--cores",
+            "1",
+            "--memory",
+            "1g",
+            "--webui-port",
+            "0",
+            "--work-dir",
+            f"{JOB}/work",
+        ]
+        bed[name].start(
+            CLASS, "org.apache.spark.deploy.worker.Worker", *own, "spark://head:7077", **env
+        )
     bed.write("driver.py", DRIVER)
     driver = head.start(sys.executable, "driver.py", str(start_timeout), **env)
 
@@ -117,11 +152,17 @@ def test_a_driver_that_is_cut_off_from_its_executors_for_less_than_the_peer_time
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["stopped", "asleep"])
 def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
-    """Its processes are stopped. If its host sleeps, it does not answer either, which takes a longer peer timeout."""
+    """Its processes are stopped. If its host sleeps, it does not answer either, which takes a
+    longer peer timeout.
+    """
     bed, minute = hosts("h1", "h2"), 60.0
     driver = cluster(bed, FARANDOLE_PEER_TIMEOUT=f"{minute if asleep else PEER_TIMEOUT:g}")
     head = bed["head"]
-    of_driver = [one.pid for one in head.processes() if "org.apache.spark.deploy.master.Master" not in one.argv]
+    of_driver = [
+        one.pid
+        for one in head.processes()
+        if "org.apache.spark.deploy.master.Master" not in one.argv
+    ]
     if asleep:
         head.cut()
     for process in of_driver:
@@ -131,7 +172,8 @@ def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
             driver.wait(minute)
     finally:
         head.restore()
-        for process in (*of_driver, driver.process.pid):  # the one that waits for the driver stops with it
+        # the one that waits for the driver stops with it
+        for process in (*of_driver, driver.process.pid):
             os.kill(process, signal.SIGCONT)
     for name in ("h1", "h2"):
         assert alive(bed[name])
@@ -141,31 +183,43 @@ def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
     assert "this process did not run for " in driver.said
 
 
-def test_an_executor_that_is_cut_off_for_ever_is_named_its_ranks_end_and_the_job_waits_so_long_for_another(hosts):
+def test_an_executor_that_is_cut_off_for_ever_is_named_and_the_job_waits_for_another(hosts):
     bed = hosts("h1", "h2")
     driver = cluster(bed, start_timeout=30.0)
     lost = bed["h2"].read("rank").split()[1]
     bed["h2"].cut()
-    until(lambda: not alive(bed["h1"]) and not alive(bed["h2"]), lambda: driver.said, 3 * PEER_TIMEOUT)
+    until(
+        lambda: not alive(bed["h1"]) and not alive(bed["h2"]), lambda: driver.said, 3 * PEER_TIMEOUT
+    )
     # Spark gives the executor up after `spark.network.timeout`. The job's own limit ends it before.
     assert driver.wait(120.0) == 0, driver.said
     lost_task = rf"rank {lost} on h2\S*\) was lost: its agent was silent for 5.0 s"
     assert re.search(lost_task, driver.err.read_text()), driver.said
     (failed,) = (line for line in driver.lines if line.startswith("failed"))
-    assert re.search(rf"TimeoutError .*after 30 s [01] of 2 tasks had registered.*{lost_task}", failed), driver.said
+    assert re.search(
+        rf"TimeoutError .*after 30 s [01] of 2 tasks had registered.*{lost_task}", failed
+    ), driver.said
     bed["h2"].end()
 
 
 def test_driver_and_ranks_listen_on_the_configured_address_and_ports(hosts):
     bed = hosts("h1", "h2")
-    driver = cluster(bed, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859")
+    driver = cluster(
+        bed, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859"
+    )
     for host in bed.hosts.values():
         # Spark's own JVMs listen as Spark is configured.
         ours = [process for process in host.processes() if "java" not in process.argv[0]]
-        found = {(readable(address), port) for process in ours for address, port in listening(process.pid)}
+        found = {
+            (readable(address), port)
+            for process in ours
+            for address, port in listening(process.pid)
+        }
         reachable = {(address, port) for address, port in found if address != "127.0.0.1"}
         assert reachable, f"the registrar, or links: {host.name}"
-        assert all(address == host.address and port in range(41820, 41860) for address, port in reachable), reachable
+        assert all(
+            address == host.address and port in range(41820, 41860) for address, port in reachable
+        ), reachable
     for name in ("h1", "h2"):
         bed[name].write("enough", "")
     assert driver.wait(60.0) == 0, driver.said

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Real starters: mpirun of Open MPI and of MPICH, srun and sbatch of a real Slurm, torchrun; and mpi4py."""
+"""Real starters: mpirun of Open MPI and of MPICH, srun and sbatch of a real Slurm, torchrun; and
+mpi4py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ if TYPE_CHECKING:
 DIGITS = str(Path(__file__).parents[2] / "examples" / "torch_digits.py")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "4"]
 HYDRA = ["mpiexec.hydra", "-np", "4"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "4",
+    "--no-python",
+]
 SRUN = ["srun", "-n", "4", "--overcommit"]
 TRAINING = 240.0
 """Seconds for the example, with four processes on two busy cores."""
@@ -111,7 +121,9 @@ def batch(slurm: Slurm, *lines: str) -> Ended:
     return type(ended)(ended.status, out.read_text(), err.read_text())
 
 
-def test_a_batch_script_starts_ranks_by_srun_or_mpirun_and_is_none_itself(slurm: Slurm, mpirun: list[str]) -> None:
+def test_a_batch_script_starts_ranks_by_srun_or_mpirun_and_is_none_itself(
+    slurm: Slurm, mpirun: list[str]
+) -> None:
     code = slurm.folder / "sum.py"
     code.write_text(SUM)
     python = f"{sys.executable} {code}"
@@ -146,7 +158,9 @@ def test_a_rank_that_srun_does_not_start_is_named(slurm: Slurm) -> None:
     ended = slurm.run(*SRUN, *script(code), FARANDOLE_START_TIMEOUT="6")
     assert ended.status != 0
     assert "place" not in ended.out
-    assert "of 4, started by srun, waited for all ranks to come, 1 missing: [2]" in ended.err, ended.err
+    assert "of 4, started by srun, waited for all ranks to come, 1 missing: [2]" in ended.err, (
+        ended.err
+    )
 
 
 COMMUNICATORS = """
@@ -188,7 +202,7 @@ hvd.init()
 place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), total()
 sys.stdout.write(" ".join(map(str, ("place", *place))) + "\\n")
 hvd.shutdown()
-"""
+"""  # noqa: E501
 
 
 def test_communicators_of_mpi4py_form_worlds(mpirun: list[str]) -> None:
@@ -199,7 +213,9 @@ def test_communicators_of_mpi4py_form_worlds(mpirun: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * TRAINING)
-def test_the_pages_batch_script_and_communicators_work(slurm: Slurm, mpirun: list[str], tmp_path: Path) -> None:
+def test_the_pages_batch_script_and_communicators_work(
+    slurm: Slurm, mpirun: list[str], tmp_path: Path
+) -> None:
     train, communicator = blocks(PAGE, "python")
     (slurm.folder / "train.py").write_text(train)
     script_of_page = next(piece for piece in blocks(PAGE, "sh") if "#SBATCH --ntasks=4" in piece)
@@ -218,15 +234,29 @@ class Namespaces:
     def __init__(self) -> None:
         self.held = []
         for name in ("one", "two"):
-            hold = ["unshare", "--uts", "--ipc", "sh", "-c", f"hostname {name} && echo up && exec cat"]
-            process = subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            hold = [
+                "unshare",
+                "--uts",
+                "--ipc",
+                "sh",
+                "-c",
+                f"hostname {name} && echo up && exec cat",
+            ]
+            process = subprocess.Popen(
+                hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             self.held.append(process)
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
 
     def prefixes(self, hosts: str) -> list[list[str]]:
-        """Returns for each host the command prefix that runs a program on it, by the hosts' numbers."""
-        return [["nsenter", "--target", str(self.held[int(host)].pid), "--uts", "--ipc", "--"] for host in hosts]
+        """Returns for each host the command prefix that runs a program on it, by the hosts'
+        numbers.
+        """
+        return [
+            ["nsenter", "--target", str(self.held[int(host)].pid), "--uts", "--ipc", "--"]
+            for host in hosts
+        ]
 
     def close(self) -> None:
         for process in self.held:
@@ -248,7 +278,11 @@ def test_ranks_that_mpirun_deals_out_by_node_keep_their_numbers_on_two_hosts(
 ) -> None:
     meeting = {"HOME": str(tmp_path)}
     if by == "secret":
-        meeting = {"HOME": "/nowhere", "FARANDOLE_JOB_SECRET": "a secret for tests only", "MASTER_ADDR": "127.0.0.1"}
+        meeting = {
+            "HOME": "/nowhere",
+            "FARANDOLE_JOB_SECRET": "a secret for tests only",
+            "MASTER_ADDR": "127.0.0.1",
+        }
     # As with `mpirun --map-by node`: even ranks on the first host.
     ranks = [
         {
@@ -261,7 +295,9 @@ def test_ranks_that_mpirun_deals_out_by_node_keep_their_numbers_on_two_hosts(
         for rank in range(4)
     ]
     ended = together(ranks, prefixes=hosts.prefixes("0101"))
-    assert [one.place for one in ended] == [[rank, 4, rank // 2, 2, rank % 2, 2, 15] for rank in range(4)]
+    assert [one.place for one in ended] == [
+        [rank, 4, rank // 2, 2, rank % 2, 2, 15] for rank in range(4)
+    ]
     if by == "home":
         assert [path.name for path in tmp_path.iterdir()] == [".farandole"]
         assert list((tmp_path / ".farandole").iterdir()) == []

@@ -31,15 +31,28 @@ def test_ranks_of_all_hosts_are_in_one_file(hosts, tmp_path):
     bed = hosts("h1", "h2")
     bed["head"].write("train.py", SCRIPT)
     trace = tmp_path / "trace.json"
-    command = [sys.executable, "-m", "farandole", "run", "-H", "h1:2,h2:2", "--timeline", str(trace)]
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-H",
+        "h1:2,h2:2",
+        "--timeline",
+        str(trace),
+    ]
     for name in ("h1", "h2"):
         bed[name].write("train.py", SCRIPT)
     done = bed["head"].run(*command, sys.executable, "train.py")
     assert done.returncode == 0, done.stderr
     told = r"^farandole: +(\d) +(\d+) .*ms +([+-]\d+) us, error at most (\d+) us$"
     rows = re.findall(told, done.stderr, re.MULTILINE)
-    assert [(int(rank), int(count)) for rank, count, _, _ in rows] == [(rank, STEPS) for rank in range(4)], done.stderr
-    assert all(abs(int(shift)) <= int(error) for _, _, shift, error in rows), "the hosts have one clock"
+    assert [(int(rank), int(count)) for rank, count, _, _ in rows] == [
+        (rank, STEPS) for rank in range(4)
+    ], done.stderr
+    assert all(abs(int(shift)) <= int(error) for _, _, shift, error in rows), (
+        "the hosts have one clock"
+    )
     assert all(int(error) < 20_000 for *_, error in rows)
     assert "rank 3 is a straggler" in done.stderr
     names = {
@@ -60,10 +73,18 @@ def test_clocks_of_hosts_are_aligned_within_the_stated_error(hosts, tmp_path):
     command = [sys.executable, "-m", "farandole"]
     pattern = str(ranks / "{rank}.json")
     done = bed["head"].run(
-        *command, "run", "-H", "h1:2,h2:2", "--timeline-filename", pattern, sys.executable, "train.py"
+        *command,
+        "run",
+        "-H",
+        "h1:2,h2:2",
+        "--timeline-filename",
+        pattern,
+        sys.executable,
+        "train.py",
     )
     assert done.returncode == 0, done.stderr
-    # Hosts of this machine have one clock: the files of the second one are changed as if it had another.
+    # Hosts of this machine have one clock: the files of the second one are changed as if it had
+    # another.
     for rank in (2, 3):
         path = ranks / f"{rank}.json"
         lines = path.read_text().splitlines()
@@ -71,7 +92,9 @@ def test_clocks_of_hosts_are_aligned_within_the_stated_error(hosts, tmp_path):
         assert began is not None
         lines[1] = lines[1].replace(began[1], str(int(began[1]) + AHEAD))
         path.write_text("\n".join(lines) + "\n")
-    merged = bed["head"].run(*command, "timeline", str(ranks), "-o", str(tmp_path / "trace.json"), "--json")
+    merged = bed["head"].run(
+        *command, "timeline", str(ranks), "-o", str(tmp_path / "trace.json"), "--json"
+    )
     assert merged.returncode == 0, merged.stderr
     rows = json.loads(merged.stdout)["ranks"]
     assert [row["clock_shift_us"] for row in rows[:2]] == [0, 0]

@@ -27,7 +27,9 @@ def refused(bed, *arguments, limit=15.0, **env):
     assert took < limit, (took, done.stderr)
     assert "Traceback" not in done.stderr
     bed.until_quiet(5.0)
-    assert not any((host.root / "run/job/started").exists() for host in bed.hosts.values() if host.is_on)
+    assert not any(
+        (host.root / "run/job/started").exists() for host in bed.hosts.values() if host.is_on
+    )
     return done.stderr
 
 
@@ -66,7 +68,11 @@ def test_a_host_that_does_not_take_the_key(hosts):
 
 def test_a_host_whose_key_is_not_known(hosts):
     bed = hosts("h1", "h2")
-    known = (line for line in bed["head"].read(f"{HOME}/.ssh/known_hosts").splitlines() if not line.startswith("h2 "))
+    known = (
+        line
+        for line in bed["head"].read(f"{HOME}/.ssh/known_hosts").splitlines()
+        if not line.startswith("h2 ")
+    )
     bed["head"].write(f"{HOME}/.ssh/known_hosts", "\n".join(known) + "\n", mode=0o600)
     # Its address is still in the file: the name alone decides.
     said = refused(bed, "--ssh-command", "ssh -o CheckHostIP=no")

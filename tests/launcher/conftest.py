@@ -23,7 +23,9 @@ LIMIT = 60.0
 class Launch:
     """A running `farandole run`, its output in files so that no pipe can fill up."""
 
-    def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None, again: str = "") -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], env: dict[str, str] | None, again: str = ""
+    ) -> None:
         self.folder = folder
         self.out = folder / f"out{again}"
         self.err = folder / f"err{again}"
@@ -80,7 +82,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     """
     started: list[Launch] = []
 
-    def start(*arguments: object, env: dict[str, str] | None = None, after: Launch | None = None) -> Launch:
+    def start(
+        *arguments: object, env: dict[str, str] | None = None, after: Launch | None = None
+    ) -> Launch:
         folder = after.folder if after else tmp_path / str(len(started))
         folder.mkdir(exist_ok=True)
         again = f"-{len(started)}" if after else ""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Helpers for elastic jobs on this host: a training script, hosts that change, and the printed lines of ranks."""
+"""Helpers for elastic jobs on this host: a training script, hosts that change, and the printed
+lines of ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ import farandole.numpy as hvd
 from farandole.common.elastic import ObjectState, leave_and_join, run_fn
 
 def train(state):
-    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()} from {min(state.step, 1)}", flush=True)
+    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()} from {min(state.step, 1)}",
+        flush=True)
     while True:
         enough, ones = hvd.allreduce(np.array([float(os.path.exists("enough")), 1.0]), op=hvd.Sum)
         assert ones == hvd.size()
@@ -41,25 +44,35 @@ SLOW = ("--blacklist-cooldown-range", 600, 3600)
 
 def said(run: Launch) -> list[dict[str, int]]:
     """Returns the values that ranks have printed so far."""
-    words = [line.split(":", 1)[1].split() for line in run.out.read_text().splitlines() if ":world " in line]
+    words = [
+        line.split(":", 1)[1].split()
+        for line in run.out.read_text().splitlines()
+        if ":world " in line
+    ]
     return [dict(zip(word[::2], map(int, word[1::2]), strict=True)) for word in words]
 
 
 def members(run: Launch, size: int) -> list[dict[str, int]]:
-    """Waits until the latest ranks to speak are those of a world of this size, and gives them by rank."""
+    """Waits until the latest ranks to speak are those of a world of this size, and gives them by
+    rank.
+    """
     found: list[dict[str, int]] = []
 
     def fits() -> bool:
         assert run.process.poll() is None, run.err.read_text()
         found[:] = sorted(said(run)[-size:], key=lambda one: one["rank"])
-        return [one["rank"] for one in found] == list(range(size)) and all(one["world"] == size for one in found)
+        return [one["rank"] for one in found] == list(range(size)) and all(
+            one["world"] == size for one in found
+        )
 
     until(fits, f"a world of {size} in {run.out.read_text()}\n{run.err.read_text()}")
     return list(found)
 
 
 def finish(run: Launch, size: int) -> str:
-    """Ends the training, and sees that every rank of the last world returned. What the launcher itself said."""
+    """Ends the training, and sees that every rank of the last world returned. What the launcher
+    itself said.
+    """
     (run.out.parent / "enough").touch()
     assert run.wait() == 0, run.err.read_text()
     assert sum(line.endswith(f":over {size}") for line in run.lines()) == size

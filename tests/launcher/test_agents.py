@@ -34,7 +34,10 @@ def together(registrar: Registrar, size: int, fn: Callable[..., Any], *args: Any
     """Runs a function on every task, each agent in a thread."""
     payload = pickling.dumps((fn, args, {}))
     with ThreadPoolExecutor(size) as pool:
-        agents = [pool.submit(run_agent, registrar.ticket, task, WORKER, payload=payload) for task in range(size)]
+        agents = [
+            pool.submit(run_agent, registrar.ticket, task, WORKER, payload=payload)
+            for task in range(size)
+        ]
         return [agent.result(60) for agent in agents]
 
 
@@ -62,7 +65,10 @@ def test_functions_run_on_every_rank_and_their_values_come_back() -> None:
             ("ok", (10, "2")),
             ("ok", (11, "2")),
         ]
-        assert [(outcome.rank, outcome.size, outcome.exit_code) for outcome in outcomes] == [(0, 2, 0), (1, 2, 0)]
+        assert [(outcome.rank, outcome.size, outcome.exit_code) for outcome in outcomes] == [
+            (0, 2, 0),
+            (1, 2, 0),
+        ]
         seen = registrar.events(5.0)
         for kind in ("registered", "log", "metric", "exit", "result"):
             assert sorted(event.task or 0 for event in seen if event.kind == kind) == [0, 1], kind
@@ -99,7 +105,9 @@ def test_a_killed_worker_is_reported_with_its_signal_and_last_words() -> None:
         (outcome,) = together(registrar, 1, fn)
         assert (outcome.exit_code, outcome.signal, outcome.signal_name) == (None, 9, "SIGKILL")
         assert outcome.stderr_tail == "about to go"
-        assert [event.stderr_tail for event in events(registrar, "exit") if event.kind == "exit"] == ["about to go"]
+        assert [
+            event.stderr_tail for event in events(registrar, "exit") if event.kind == "exit"
+        ] == ["about to go"]
         assert "was ended by SIGKILL" in (outcome.reason or "")
 
 

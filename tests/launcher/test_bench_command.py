@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 LIMIT = 100.0
 
 
-def bench(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def bench(
+    *arguments: object, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     command = [sys.executable, "-m", "farandole", "bench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=env)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, check=False, env=env
+    )
 
 
-@pytest.mark.parametrize("operation", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"])
+@pytest.mark.parametrize(
+    "operation", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"]
+)
 def test_every_operation_is_timed_at_every_size(operation: str) -> None:
     done = bench(operation, "-np", 2, "--sizes", "4,100K", "--iterations", 3, "--json")
     assert done.returncode == 0, done.stderr

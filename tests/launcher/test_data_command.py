@@ -25,7 +25,9 @@ def farandole(*words, status=0):
 
 @pytest.fixture
 def source(tmp_path):
-    table = pa.table({"id": range(100), "x": [value / 4 for value in range(100)], "label": [1, 0] * 50})
+    table = pa.table(
+        {"id": range(100), "x": [value / 4 for value in range(100)], "label": [1, 0] * 50}
+    )
     path = tmp_path / "rows;1.csv"
     pa.csv.write_csv(table, path, pa.csv.WriteOptions(delimiter=";"))
     return path
@@ -53,23 +55,36 @@ def test_data_is_prepared_inspected_and_shown(tmp_path, source):
     assert f"{told['train_rows']} rows, prepared, data-" in shown
     assert ["x", "float32"] in [line.split()[:2] for line in shown.splitlines()]
     assert "verified 1 files: 0 damaged" in shown
-    rows = [json.loads(line) for line in farandole("data", "head", told["train_url"], "-n", 3, "--json").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in farandole("data", "head", told["train_url"], "-n", 3, "--json").splitlines()
+    ]
     assert len(rows) == 3
     assert all(row["x"] == row["id"] / 4 for row in rows)
-    assert farandole("data", "head", told["train_url"], "-n", 2).splitlines()[0].split() == ["id", "x", "label"]
+    assert farandole("data", "head", told["train_url"], "-n", 2).splitlines()[0].split() == [
+        "id",
+        "x",
+        "label",
+    ]
 
 
 def test_a_flipped_bit_has_status_one(tmp_path, source):
-    told = json.loads(farandole("data", "prepare", source, "--to", tmp_path, "--csv", "delimiter=;", "--json"))
+    told = json.loads(
+        farandole("data", "prepare", source, "--to", tmp_path, "--csv", "delimiter=;", "--json")
+    )
     (file,) = (tmp_path / "intermediate_train_data.0").glob("*.parquet")
     data = bytearray(file.read_bytes())
     data[100] ^= 4
     file.write_bytes(data)
-    assert "is damaged: its checksum" in farandole("data", "inspect", told["train_url"], "--verify", status=1)
+    assert "is damaged: its checksum" in farandole(
+        "data", "inspect", told["train_url"], "--verify", status=1
+    )
 
 
 def test_vectors_and_foreign_files_are_shown_too(tmp_path):
-    pq.write_table(pa.table({"v": [[1.0, 2.0], [3.0, 4.0]], "t": ["a", "b"]}), tmp_path / "f.parquet")
+    pq.write_table(
+        pa.table({"v": [[1.0, 2.0], [3.0, 4.0]], "t": ["a", "b"]}), tmp_path / "f.parquet"
+    )
     assert "2 rows, not prepared" in farandole("data", "inspect", tmp_path)
     farandole("data", "prepare", tmp_path / "f.parquet", "--to", tmp_path / "s")
     prepared = tmp_path / "s" / "intermediate_train_data.0"
@@ -77,14 +92,43 @@ def test_vectors_and_foreign_files_are_shown_too(tmp_path):
 
 
 def test_words_lists_and_sides_are_prepared_as_asked(tmp_path):
-    words, tokens = ["red", "green", "red", "blue"] * 25, [[1] * (1 + row % 7) for row in range(100)]
-    table = pa.table({"word": words, "tokens": tokens, "day": range(100), "label": [row % 2 for row in range(100)]})
+    words, tokens = (
+        ["red", "green", "red", "blue"] * 25,
+        [[1] * (1 + row % 7) for row in range(100)],
+    )
+    table = pa.table(
+        {
+            "word": words,
+            "tokens": tokens,
+            "day": range(100),
+            "label": [row % 2 for row in range(100)],
+        }
+    )
     pq.write_table(table, tmp_path / "rows.parquet")
-    command = ["data", "prepare", tmp_path / "rows.parquet", "--to", tmp_path / "store", "--labels", "label", "--json"]
-    options = ["--categories", "word=2", "--ragged", "tokens=max_length:4,value:-1", "--validation", "0.2"]
+    command = [
+        "data",
+        "prepare",
+        tmp_path / "rows.parquet",
+        "--to",
+        tmp_path / "store",
+        "--labels",
+        "label",
+        "--json",
+    ]
+    options = [
+        "--categories",
+        "word=2",
+        "--ragged",
+        "tokens=max_length:4,value:-1",
+        "--validation",
+        "0.2",
+    ]
     told = json.loads(farandole(*command, *options, "--time", "day"))
     assert (told["train_rows"], told["val_rows"]) == (80, 20)
-    rows = [json.loads(line) for line in farandole("data", "head", told["val_url"], "-n", 9, "--json").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in farandole("data", "head", told["val_url"], "-n", 9, "--json").splitlines()
+    ]
     assert all(row["day"] >= 80 for row in rows)
     assert all(row["word"] in (1, 2, 3) for row in rows)
     assert {tuple(row["tokens"]) for row in rows} == {(1,) * length for length in (1, 2, 3, 4)}
@@ -92,7 +136,9 @@ def test_words_lists_and_sides_are_prepared_as_asked(tmp_path):
     assert (again["train_rows"], again["val_rows"]) == (80, 20)
     wrong = farandole(*command, "--ragged", "tokens=length:4", status=1)
     assert "--ragged takes COLUMN=OPTION:VALUE" in wrong
-    assert "--categories takes COLUMN or COLUMN=COUNT" in farandole(*command, "--categories", "word=x", status=1)
+    assert "--categories takes COLUMN or COLUMN=COUNT" in farandole(
+        *command, "--categories", "word=x", status=1
+    )
 
 
 def test_an_error_is_one_line(tmp_path):
@@ -134,7 +180,9 @@ def test_a_store_is_listed_summed_up_and_tidied(tmp_path, source):
 def test_a_store_is_tidied_by_size(tmp_path, source):
     store = tmp_path / "store"
     for kind in ("float32", "float64"):
-        farandole("data", "prepare", source, "--to", store, "--csv", "delimiter=;", "--type", f"x={kind}")
+        farandole(
+            "data", "prepare", source, "--to", store, "--csv", "delimiter=;", "--type", f"x={kind}"
+        )
     first, second = sorted(store.iterdir())
     old = time.time() - 3600
     for file in first.iterdir():

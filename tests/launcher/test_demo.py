@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def demo(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a directory."""
     words = [sys.executable, "-m", "farandole", "demo", *flags]
-    return subprocess.run(words, cwd=directory, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        words, cwd=directory, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,9 +35,19 @@ def test_the_demo_learns_and_ends_with_the_command_that_shows_the_run(tmp_path, 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.fullmatch(f"training on {where}", lines[0])
-    assert lines[1].split() == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]
+    assert lines[1].split() == [
+        "epoch",
+        "loss",
+        "accuracy",
+        "val_loss",
+        "val_accuracy",
+        "seconds",
+        "rows",
+    ]
     assert float(lines[11].split()[4]) > 0.9  # a guess is right in one of ten cases
-    assert re.fullmatch(r"see the run in the browser: (farandole|\S+ -m farandole) ui runs", lines[-1])
+    assert re.fullmatch(
+        r"see the run in the browser: (farandole|\S+ -m farandole) ui runs", lines[-1]
+    )
     assert list((tmp_path / "runs" / "runs").iterdir()), "the run is in the store"
 
 
@@ -43,12 +55,18 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path):
     code = (
         "import importlib.util, sys\n"
         "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more: None if name in ('torch', 'pandas') else find(name, *more)\n"
+        "importlib.util.find_spec = lambda name, *more: None if name in ('torch', 'pandas') else "
+        "find(name, *more)\n"
         "from farandole.__main__ import main\n"
         "sys.argv = ['farandole', 'demo']\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
-    assert done.stderr == "farandole: the demo needs torch, pandas: pip install 'farandole[torch,spark]'\n"
+    assert (
+        done.stderr
+        == "farandole: the demo needs torch, pandas: pip install 'farandole[torch,spark]'\n"
+    )
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Hosts that open connections and take none: each is a network namespace with a cable to the driver and no other."""
+"""Hosts that open connections and take none: each is a network namespace with a cable to the
+driver and no other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT = 100.0
-INSIDE = ["unshare", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+INSIDE = [
+    "unshare",
+    "--net",
+    "--ipc",
+    "--uts",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "--",
+]
 
 WORKER = """
 import glob, json, os, pathlib, signal, sys, time
@@ -45,10 +57,11 @@ if "--one-dies" in sys.argv:
     try:
         hvd.synchronize(handle)
     except hvd.FarandoleInternalError as error:
-        print(json.dumps({"rank": rank, "heard": time.monotonic() - began, "error": str(error)}), flush=True)
+        print(json.dumps({"rank": rank, "heard": time.monotonic() - began, "error": str(error)}),
+            flush=True)
         sys.exit(1)
 hvd.shutdown()
-"""
+"""  # noqa: E501
 
 AGENT = """
 import json, os, sys, threading
@@ -73,15 +86,18 @@ def ip(*words):
 ip("link", "set", "lo", "up")
 hosts = []
 for number, tasks in enumerate(places):
-    own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, "-c", agent, f"island-{number}",
+    own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, "-c", agent,
+        f"island-{number}",
            json.dumps(tasks), *command]
     host = subprocess.Popen(own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert host.stdout.readline() == "ready\\n"
     far = ["nsenter", "--target", str(host.pid), "--net", "ip"]
-    ip("link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+    ip("link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns",
+        str(host.pid))
     ip("address", "add", f"10.231.{number}.1/24", "dev", f"port{number}")
     ip("link", "set", f"port{number}", "up")
-    for words in (["link", "set", "lo", "up"], ["address", "add", f"10.231.{number}.2/24", "dev", "eth0"],
+    for words in (["link", "set", "lo", "up"],
+        ["address", "add", f"10.231.{number}.2/24", "dev", "eth0"],
                   ["link", "set", "eth0", "up"]):
         subprocess.run([*far, *words], check=True)
     hosts.append(host)
@@ -100,8 +116,12 @@ with Registrar(sum(map(len, places)), start_timeout=60.0) as registrar:
 """
 
 
-def islands(folder: Path, places: list[list[int]], *options: str, **env: str) -> tuple[list[dict], str]:
-    """Returns the ranks' lines and the whole output of tasks on hosts that can connect to the driver only."""
+def islands(
+    folder: Path, places: list[list[int]], *options: str, **env: str
+) -> tuple[list[dict], str]:
+    """Returns the ranks' lines and the whole output of tasks on hosts that can connect to the
+    driver only.
+    """
     worker = folder / "worker.py"
     worker.write_text(WORKER)
     program = json.dumps([places, AGENT, str(worker), *options])
@@ -112,11 +132,19 @@ def islands(folder: Path, places: list[list[int]], *options: str, **env: str) ->
         timeout=LIMIT,
         check=False,
         cwd=folder,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path)), **env},
+        env={
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": ":".join(filter(None, sys.path)),
+            **env,
+        },
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    words = [line.removeprefix("stdout ") for line in done.stdout.splitlines() if line.startswith('stdout {"rank"')]
+    words = [
+        line.removeprefix("stdout ")
+        for line in done.stdout.splitlines()
+        if line.startswith('stdout {"rank"')
+    ]
     return sorted((json.loads(word) for word in words), key=lambda word: word["rank"]), said
 
 

@@ -29,7 +29,13 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 
 def test_doctor_tries_links_and_launching_and_imports_no_framework() -> None:
     ended = command("doctor")
-    for works in ("[X] PyTorch", "[X] shared memory", "[X] TCP", "[X] registrar", "[X] worker processes"):
+    for works in (
+        "[X] PyTorch",
+        "[X] shared memory",
+        "[X] TCP",
+        "[X] registrar",
+        "[X] worker processes",
+    ):
         assert works in ended.stdout
     assert ended.stdout.endswith("Problems\n    none\n"), ended.stdout
     assert ended.returncode == 0
@@ -40,7 +46,9 @@ def test_doctor_finds_a_framework_whatever_its_distribution_is_called(tmp_path: 
     (tmp_path / "jax" / "__init__.py").write_text("raise SystemExit('doctor imports nothing')\n")
     information = tmp_path / "my_own_jax-7.8.9.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my_own_jax\nVersion: 7.8.9\n")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: my_own_jax\nVersion: 7.8.9\n"
+    )
     (information / "RECORD").write_text("jax/__init__.py,,\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     ended = command("doctor", PYTHONPATH=path)
@@ -56,7 +64,9 @@ def test_doctor_reports_how_it_would_launch_here_and_its_own_launcher(tmp_path: 
     assert "ssh" in section, plain
     assert "this process" in section, plain
     (tmp_path / "nodes").write_text("one\none\ntwo\n")
-    inside = command("doctor", PBS_JOBID="7", PBS_NODEFILE=str(tmp_path / "nodes"), OMPI_COMM_WORLD_RANK="3").stdout
+    inside = command(
+        "doctor", PBS_JOBID="7", PBS_NODEFILE=str(tmp_path / "nodes"), OMPI_COMM_WORLD_RANK="3"
+    ).stdout
     assert "launcher        PBS: 2 hosts with 3 slots\n" in inside
     assert "hosts           one:2,two:1\n" in inside
     assert "reached by      ssh\n" in inside

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic jobs on this host: workers that are killed, slots that change, hosts that cannot be found."""
+"""Elastic jobs on this host: workers that are killed, slots that change, hosts that cannot be
+found.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def train(tmp_path: Path) -> Callable[..., list[str]]:
     return write
 
 
-def test_a_killed_worker_is_replaced_and_the_others_keep_their_processes_and_ranks(launch: Start, train) -> None:
+def test_a_killed_worker_is_replaced_and_the_others_keep_their_processes_and_ranks(
+    launch: Start, train
+) -> None:
     run = launch("-np", 4, "--min-np", 2, *QUICK, *train())
     before = members(run, 4)
     os.kill(before[1]["pid"], signal.SIGKILL)
@@ -67,7 +71,8 @@ def test_a_worker_imports_what_optimizers_import_before_it_joins_a_world_that_wa
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys\nimport torch\nimport farandole.torch as hvd\nassert 'torch._dynamo' not in sys.modules\n"
+        "import sys\nimport torch\nimport farandole.torch as hvd\nassert 'torch._dynamo' not in "
+        "sys.modules\n"
         "hvd.init()\nprint('loaded', 'torch._dynamo' in sys.modules, flush=True)\n"
     )
     for flags, is_loaded in (("--min-np", 1), True), ((), False):
@@ -84,7 +89,9 @@ def test_all_workers_that_are_killed_are_started_again(launch: Start, train) -> 
     until(lambda: len(worlds(run)) == 4, "a second world")
     assert {one["pid"] for one in members(run, 2)}.isdisjoint(one["pid"] for one in before)
     said = finish(run, 2)
-    assert "world 2 has 2 ranks, all of them new: state that the script has not stored is lost" in said
+    assert (
+        "world 2 has 2 ranks, all of them new: state that the script has not stored is lost" in said
+    )
 
 
 def test_slots_that_come_and_go_change_the_world(launch: Start, train, tmp_path: Path) -> None:
@@ -108,7 +115,11 @@ def test_slots_without_a_number_are_those_of_the_flag(launch: Start, train, tmp_
     members(run, 2)
     finish(run, 2)
     run = launch("-np", 2, *hosts.flags, *train())
-    failed(run, "printed a host without slots, and --slots-per-host does not say how many it has: localhost")
+    failed(
+        run,
+        "printed a host without slots, and --slots-per-host does not say how many it has: "
+        "localhost",
+    )
 
 
 def test_the_world_changes_no_more_often_than_the_limit_says(launch: Start, train) -> None:
@@ -118,7 +129,9 @@ def test_the_world_changes_no_more_often_than_the_limit_says(launch: Start, trai
     failed(run, "resets during the elastic job exceeded the limit: 1")
 
 
-def test_too_few_slots_end_the_job_in_time_with_what_there_is(launch: Start, train, tmp_path: Path) -> None:
+def test_too_few_slots_end_the_job_in_time_with_what_there_is(
+    launch: Start, train, tmp_path: Path
+) -> None:
     hosts = Hosts(tmp_path, "localhost:2")
     began = time.monotonic()
     run = launch("-np", 3, "--min-np", 3, "--elastic-timeout", 3, *hosts.flags, *train())
@@ -129,7 +142,9 @@ def test_too_few_slots_end_the_job_in_time_with_what_there_is(launch: Start, tra
 def test_too_few_slots_after_a_loss_end_the_job_and_name_the_loss(launch: Start, train) -> None:
     run = launch("-np", 2, "--min-np", 2, "--elastic-timeout", 3, *SLOW, *train())
     os.kill(members(run, 2)[1]["pid"], signal.SIGKILL)
-    failed(run, "rank 1 on localhost was ended by SIGKILL", "at least 2 workers", "no new worker for")
+    failed(
+        run, "rank 1 on localhost was ended by SIGKILL", "at least 2 workers", "no new worker for"
+    )
 
 
 def test_fixed_hosts_without_room_are_refused_at_once(launch: Start, train) -> None:
@@ -137,7 +152,9 @@ def test_fixed_hosts_without_room_are_refused_at_once(launch: Start, train) -> N
     failed(run, "Requested more processes (3) than there are available slots (2)")
 
 
-def test_a_script_that_fails_at_first_ends_the_job_with_horovods_words(launch: Start, train, tmp_path: Path) -> None:
+def test_a_script_that_fails_at_first_ends_the_job_with_horovods_words(
+    launch: Start, train, tmp_path: Path
+) -> None:
     hosts = Hosts(tmp_path, "localhost:2")
     hosts.trouble.write_text("echo no cluster >&2; exit 3")
     run = launch("-np", 2, *hosts.flags, *train())
@@ -145,7 +162,9 @@ def test_a_script_that_fails_at_first_ends_the_job_with_horovods_words(launch: S
 
 
 @pytest.mark.parametrize("trouble", ["echo busy >&2; exit 3", "sleep 600 & sleep 600"])
-def test_a_script_that_fails_or_hangs_later_is_tried_again(launch: Start, train, tmp_path: Path, trouble: str) -> None:
+def test_a_script_that_fails_or_hangs_later_is_tried_again(
+    launch: Start, train, tmp_path: Path, trouble: str
+) -> None:
     hosts = Hosts(tmp_path, "localhost:1")
     run = launch("-np", 1, "--discovery-timeout", 1, *hosts.flags, *train())
     members(run, 1)
@@ -167,11 +186,20 @@ def test_a_hanging_script_ends_with_the_job(launch: Start, train, tmp_path: Path
     hosts.trouble.write_text(f"sleep 600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait")
     until(pids.exists, "the script to hang")
     finish(run, 1)
-    until(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()), "the script's end")
+    until(
+        lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()), "the script's end"
+    )
 
 
 def test_a_bug_in_a_step_ends_the_job_with_its_traceback(launch: Start, train) -> None:
-    run = launch("-np", 2, "--min-np", 1, *QUICK, *train("if state.step == 5: raise LookupError('no such row')"))
+    run = launch(
+        "-np",
+        2,
+        "--min-np",
+        1,
+        *QUICK,
+        *train("if state.step == 5: raise LookupError('no such row')"),
+    )
     failed(run, "rank ", "exited with code 1")
     assert run.process.returncode == 1
     assert "LookupError: no such row" in run.err.read_text()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`farandole.run` of an elastic job: results, exceptions, and hosts that an object of the caller finds."""
+"""`farandole.run` of an elastic job: results, exceptions, and hosts that an object of the caller
+finds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def _train(folder, steps):
 
     def train(state):
         (folder / f"{hvd.rank()}-of-{hvd.size()}").write_text(str(os.getpid()))
-        while state.step < steps or not hvd.allreduce(np.array([float((folder / "enough").exists())]), op=hvd.Max)[0]:
+        while (
+            state.step < steps
+            or not hvd.allreduce(np.array([float((folder / "enough").exists())]), op=hvd.Max)[0]
+        ):
             state.step += 1
             time.sleep(0.02)
             state.commit()
@@ -71,7 +76,9 @@ def test_results_are_those_of_the_last_world(tmp_path, capsys):
         (tmp_path / "enough").touch()
 
     thread, errors = _beside(kill)
-    found = farandole.run(_train, (tmp_path, 0), num_proc=3, min_num_proc=2, cooldown_range=(600, 3600))
+    found = farandole.run(
+        _train, (tmp_path, 0), num_proc=3, min_num_proc=2, cooldown_range=(600, 3600)
+    )
     thread.join(LIMIT)
     assert not errors
     assert found == [(0, 2), (1, 2)]
@@ -98,7 +105,9 @@ def test_an_object_finds_the_hosts(tmp_path, fixed):
         (tmp_path / "enough").touch()
 
     thread, errors = _beside(grow)
-    found = farandole.run(_train, (tmp_path, 0), num_proc=1, min_num_proc=1, host_discovery_script=hosts)
+    found = farandole.run(
+        _train, (tmp_path, 0), num_proc=1, min_num_proc=1, host_discovery_script=hosts
+    )
     thread.join(LIMIT)
     assert not errors
     assert found == [(0, 2), (1, 2)]
@@ -109,13 +118,18 @@ def test_an_object_that_fails_at_first_ends_the_job(tmp_path):
         def find_available_hosts_and_slots(self):
             raise LookupError("no cloud")
 
-    with pytest.raises(FarandoleEnvironmentError, match="find_available_hosts_and_slots failed: LookupError: no cloud"):
+    with pytest.raises(
+        FarandoleEnvironmentError,
+        match="find_available_hosts_and_slots failed: LookupError: no cloud",
+    ):
         farandole.run(_train, (tmp_path, 0), num_proc=1, host_discovery_script=Broken())
 
 
 def test_a_program_finds_the_hosts(tmp_path):
     (tmp_path / "enough").touch()
-    found = farandole.run(_train, (tmp_path, 0), num_proc=2, host_discovery_script="echo localhost", slots=2)
+    found = farandole.run(
+        _train, (tmp_path, 0), num_proc=2, host_discovery_script="echo localhost", slots=2
+    )
     assert found == [(0, 2), (1, 2)]
 
 
@@ -129,7 +143,9 @@ def _fail():
 
 
 def test_an_exception_comes_back_with_its_traceback():
-    with pytest.raises(FarandoleJobError, match=r"rank 1 on localhost failed: LookupError: no such luck") as caught:
+    with pytest.raises(
+        FarandoleJobError, match=r"rank 1 on localhost failed: LookupError: no such luck"
+    ) as caught:
         farandole.run(_fail, num_proc=2, min_num_proc=2)
     assert isinstance(caught.value.__cause__, LookupError)
     assert "in _fail" in (caught.value.remote_traceback or "")
@@ -138,14 +154,21 @@ def test_an_exception_comes_back_with_its_traceback():
 def test_too_few_slots_are_reported(tmp_path):
     with pytest.raises(FarandoleJobError, match=r"at least 2 workers.*localhost:1"):
         farandole.run(
-            _train, (tmp_path, 0), num_proc=2, host_discovery_script=FixedHosts({"localhost": 1}), elastic_timeout=2
+            _train,
+            (tmp_path, 0),
+            num_proc=2,
+            host_discovery_script=FixedHosts({"localhost": 1}),
+            elastic_timeout=2,
         )
 
 
 def test_arguments_that_contradict_each_other_are_refused():
     for wrong, message in [
         ({"max_num_proc": 2}, "so set min_num_proc, too"),
-        ({"hosts": "a:1", "host_discovery_script": "find"}, "hosts and host_discovery_script exclude each other"),
+        (
+            {"hosts": "a:1", "host_discovery_script": "find"},
+            "hosts and host_discovery_script exclude each other",
+        ),
         ({"num_proc": 2, "min_num_proc": 3}, r"--min-num-proc \(3\) is larger"),
         ({"min_num_proc": 1, "cooldown_range": (9, 5)}, "blacklist_cooldown_range must be"),
         ({"hosts": "localhost:1", "num_proc": 2, "min_num_proc": 1}, "more processes"),
@@ -164,5 +187,7 @@ def test_horovods_names_of_discovery(tmp_path):
     with pytest.raises(ValueError, match="without slots: b"):
         HostDiscoveryScript(str(script), None).find_available_hosts_and_slots()
     script.write_text("#!/bin/sh\necho no >&2; exit 4\n")
-    with pytest.raises(RuntimeError, match=r"Failed to execute discovery script: .*script\. Exit code: 4: no"):
+    with pytest.raises(
+        RuntimeError, match=r"Failed to execute discovery script: .*script\. Exit code: 4: no"
+    ):
         HostDiscoveryScript(script, 1).find_available_hosts_and_slots()

@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 class Job:
     """An elastic job with a journal."""
 
-    def __init__(self, launch: Start, folder: Path, *flags: object, cooldown: tuple[object, ...] = QUICK) -> None:
+    def __init__(
+        self, launch: Start, folder: Path, *flags: object, cooldown: tuple[object, ...] = QUICK
+    ) -> None:
         """Starts it."""
         script = folder / "train.py"
-        script.write_text(TRAIN.replace("AT_EACH_STEP", "open('step', 'w').write(f'{state.step}\\n')"))
+        script.write_text(
+            TRAIN.replace("AT_EACH_STEP", "open('step', 'w').write(f'{state.step}\\n')")
+        )
         self.journal = folder / "journal"
         self.launch = launch
         self.words = (*flags, "--journal", self.journal, *cooldown, sys.executable, str(script))
@@ -42,7 +46,8 @@ class Job:
     def members(self, size: int) -> list[int]:
         """The processes of a world of this size, by rank, once it trains.
 
-        After a restart, lines that the first launcher has not confirmed come again, in their order for each process.
+        After a restart, lines that the first launcher has not confirmed come again, in their order
+        for each process.
         """
         found: list[int] = []
 
@@ -51,7 +56,9 @@ class Job:
             last = {one["pid"]: one for one in said(self.run) if is_alive(one["pid"])}
             ranks = sorted(last.values(), key=lambda one: one["rank"])
             found[:] = [one["pid"] for one in ranks]
-            return [(one["world"], one["rank"]) for one in ranks] == [(size, rank) for rank in range(size)]
+            return [(one["world"], one["rank"]) for one in ranks] == [
+                (size, rank) for rank in range(size)
+            ]
 
         until(fits, f"a world of {size}")
         self.pids += [pid for pid in found if pid not in self.pids]
@@ -112,8 +119,13 @@ def test_a_launcher_that_starts_again_takes_its_workers_back(launch: Start, tmp_
     until(lambda: not any(map(is_alive, [*job.pids, *agents])), "nothing to be left")
 
 
-def test_a_job_that_a_process_starts_has_nothing_of_its_journal(launch: Start, tmp_path: Path) -> None:
-    inner = "import os, farandole.numpy as hvd; hvd.init(); print(sorted(os.environ), 'size', hvd.size())"
+def test_a_job_that_a_process_starts_has_nothing_of_its_journal(
+    launch: Start, tmp_path: Path
+) -> None:
+    inner = (
+        "import os, farandole.numpy as hvd; hvd.init(); print(sorted(os.environ), 'size', "
+        "hvd.size())"
+    )
     outer = f"""if True:
         import subprocess, sys
         import farandole.numpy as hvd
@@ -131,7 +143,9 @@ def test_a_job_that_a_process_starts_has_nothing_of_its_journal(launch: Start, t
         assert not [name for name in ("JOURNAL", "OUTAGE", "ELASTIC") if f"_{name}'" in line], line
 
 
-def test_processes_that_end_while_there_is_no_launcher_have_ended_well(launch: Start, tmp_path: Path) -> None:
+def test_processes_that_end_while_there_is_no_launcher_have_ended_well(
+    launch: Start, tmp_path: Path
+) -> None:
     job = Job(launch, tmp_path, "-np", 2, "--min-np", 1)
     pids = job.members(2)
     job.kill()
@@ -139,7 +153,9 @@ def test_processes_that_end_while_there_is_no_launcher_have_ended_well(launch: S
     until(lambda: not any(map(is_alive, pids)), "the workers to end")
     job.again()
     assert job.run.wait() == 0, job.run.err.read_text()
-    assert sum(line.endswith(":over 2") for line in job.run.lines()) == 2, "what they wrote was kept"
+    assert sum(line.endswith(":over 2") for line in job.run.lines()) == 2, (
+        "what they wrote was kept"
+    )
 
 
 @pytest.mark.slow
@@ -178,7 +194,18 @@ def test_a_signal_to_the_second_launcher_ends_what_the_first_has_started(
 def test_workers_that_have_not_heard_that_the_job_is_over_hear_it_from_the_second_launcher(
     launch: Start, tmp_path: Path
 ) -> None:
-    flags = ("-np", 2, "--min-np", 2, "--elastic-timeout", 3, "--registrar-timeout", 120, "--log-level", "debug")
+    flags = (
+        "-np",
+        2,
+        "--min-np",
+        2,
+        "--elastic-timeout",
+        3,
+        "--registrar-timeout",
+        120,
+        "--log-level",
+        "debug",
+    )
     job = Job(launch, tmp_path, *flags, cooldown=SLOW)
     dead, stopped = job.members(2)
     agent = parent(stopped)
@@ -189,10 +216,15 @@ def test_workers_that_have_not_heard_that_the_job_is_over_hear_it_from_the_secon
     for pid in (agent, stopped):
         os.kill(pid, signal.SIGSTOP)
     try:
-        until(lambda: "the registrar decides" in own(job.run) and "Aborted {" in own(job.run), "the job to be given up")
+        until(
+            lambda: "the registrar decides" in own(job.run) and "Aborted {" in own(job.run),
+            "the job to be given up",
+        )
         job.kill()
         job.again()
-        until(lambda: "continues a job that has 1 processes" in own(job.run), "the launcher to go on")
+        until(
+            lambda: "continues a job that has 1 processes" in own(job.run), "the launcher to go on"
+        )
         # Longer than a registrar takes to close.
         time.sleep(4.0)
         assert job.run.process.poll() is None, own(job.run)
@@ -207,12 +239,26 @@ def test_workers_that_have_not_heard_that_the_job_is_over_hear_it_from_the_secon
 
 @pytest.mark.slow
 def test_a_supervisor_that_starts_the_command_again_continues_the_job(tmp_path: Path) -> None:
-    # What systemd does for a service with Restart=on-failure and KillMode=process: another session and id, little
-    # environment, no terminal, the root as the working directory.
-    (tmp_path / "train.py").write_text(TRAIN.replace("AT_EACH_STEP", "").replace('"enough"', f'"{tmp_path}/enough"'))
+    # What systemd does for a service with Restart=on-failure and KillMode=process: another session
+    # and id, little environment, no terminal, the root as the working directory.
+    (tmp_path / "train.py").write_text(
+        TRAIN.replace("AT_EACH_STEP", "").replace('"enough"', f'"{tmp_path}/enough"')
+    )
     flags = ["-np", "2", "--min-np", "2", "--journal", str(tmp_path / "journal"), *map(str, QUICK)]
-    command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(tmp_path / "train.py")]
-    env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        *flags,
+        sys.executable,
+        str(tmp_path / "train.py"),
+    ]
+    env = {
+        name: os.environ[name]
+        for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+        if name in os.environ
+    }
     output = (tmp_path / "out").open("ab")
 
     def start(number: int) -> subprocess.Popen[bytes]:
@@ -236,7 +282,10 @@ def test_a_supervisor_that_starts_the_command_again_continues_the_job(tmp_path: 
             service.kill()
             assert service.wait() == -signal.SIGKILL
             service = start(number)
-            until(lambda n=number: text().count("continues a job that has 2 processes") == n, "the job to go on")
+            until(
+                lambda n=number: text().count("continues a job that has 2 processes") == n,
+                "the job to go on",
+            )
         (tmp_path / "enough").touch()
         assert service.wait(60.0) == 0, text()
     finally:
@@ -272,6 +321,8 @@ def test_a_journal_is_for_one_launcher_and_one_command(launch: Start, tmp_path: 
     other = launch("-np", 1, "--min-np", 1, "--journal", job.journal, sys.executable, "-c", "pass")
     failed(other, "another launcher uses it")
     job.kill()
-    failed(launch("-np", 1, "--min-np", 1, "--journal", job.journal, "true"), "it is of another job")
+    failed(
+        launch("-np", 1, "--min-np", 1, "--journal", job.journal, "true"), "it is of another job"
+    )
     job.again()
     finish(job.run, 1)

@@ -25,13 +25,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "user-guide" / "elastic.md"
 WHO = "\nimport os\nprint('pid', os.getpid(), flush=True)\n"
 
 
-def test_the_script_of_the_page_survives_a_killed_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_the_script_of_the_page_survives_a_killed_process(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
     script = blocks(PAGE, "python")[0]
     command = blocks(PAGE, "sh")[0]
     # It prints its rank and runs slowly, so that a fault can happen in the middle.
     script = script.replace("hvd.init()\n", f"hvd.init(){WHO}", 1)
     script = script.replace(
-        "        state.epoch += 1\n", "        state.epoch += 1\n        __import__('time').sleep(0.2)\n"
+        "        state.epoch += 1\n",
+        "        state.epoch += 1\n        __import__('time').sleep(0.2)\n",
     )
     (tmp_path / "train.py").write_text(script)
     words = shlex.split(command)
@@ -50,7 +53,9 @@ def test_the_script_of_the_page_survives_a_killed_process(launch: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("number", "init"), [(4, "hvd.init()\n"), (5, 'dist.init_process_group("farandole")\n')], ids=["optimizer", "ddp"]
+    ("number", "init"),
+    [(4, "hvd.init()\n"), (5, 'dist.init_process_group("farandole")\n')],
+    ids=["optimizer", "ddp"],
 )
 def test_the_fault_tolerant_scripts_of_the_page_survive_a_killed_process(
     launch: Callable[..., Launch], tmp_path: Path, number: int, init: str
@@ -58,7 +63,9 @@ def test_the_fault_tolerant_scripts_of_the_page_survive_a_killed_process(
     script = blocks(PAGE, "python")[number]
     assert init in script
     script = script.replace(init, f"{init}{WHO}", 1)
-    script = script.replace("    schedule.step()\n", "    schedule.step()\n    __import__('time').sleep(0.003)\n")
+    script = script.replace(
+        "    schedule.step()\n", "    schedule.step()\n    __import__('time').sleep(0.003)\n"
+    )
     (tmp_path / "train.py").write_text(script)
     words = ("-np", "3", "--min-np", "2", sys.executable, tmp_path / "train.py")
     run = launch(*words, env={"OMP_NUM_THREADS": "1"})
@@ -86,9 +93,19 @@ PATIENCE = 120.0
     ids=["keras", "tensorflow", "lightning"],
 )
 def test_the_other_scripts_of_the_page_survive_a_killed_process(
-    launch: Callable[..., Launch], tmp_path: Path, number: int, pause: float, name: str, backend: str
+    launch: Callable[..., Launch],
+    tmp_path: Path,
+    number: int,
+    pause: float,
+    name: str,
+    backend: str,
 ) -> None:
-    script = re.sub(r"(hvd\.init\(.*\))\n", lambda found: found[1] + WHO, blocks(PAGE, "python")[number], count=1)
+    script = re.sub(
+        r"(hvd\.init\(.*\))\n",
+        lambda found: found[1] + WHO,
+        blocks(PAGE, "python")[number],
+        count=1,
+    )
     loop = re.search(r"    while state\.\w+ < \w+:\n|    def training_step\(.*\n", script)
     assert loop is not None
     script = script.replace(loop[0], f"{loop[0]}        __import__('time').sleep({pause})\n")
@@ -96,7 +113,9 @@ def test_the_other_scripts_of_the_page_survive_a_killed_process(
     words = ("-np", "2", "--min-np", "1", sys.executable, tmp_path / "train.py")
     run = launch(*words, env={"OMP_NUM_THREADS": "1", "KERAS_BACKEND": backend})
     first = {"epoch": "2", "step": "200"}[name]
-    until(lambda: any(f":{name} {first}:" in line for line in run.lines()), "a first line", PATIENCE)
+    until(
+        lambda: any(f":{name} {first}:" in line for line in run.lines()), "a first line", PATIENCE
+    )
     victim = next(line.split()[-1] for line in run.lines() if line.startswith("[1]<stdout>:pid "))
     os.kill(int(victim), signal.SIGKILL)
     assert run.process.wait(PATIENCE) == 0, run.err.read_text()

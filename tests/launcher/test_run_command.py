@@ -51,7 +51,9 @@ def test_every_line_carries_its_rank_and_stream(launch: Start, script: Write) ->
     text = "print('a'); sys.stdout.write('10%\\r50%\\rdone'); print('e', rank, file=sys.stderr)"
     run = launch("-np", 2, sys.executable, script(text))
     assert run.wait() == 0
-    expected = [f"[{rank}]<stdout>:{line}" for rank in (0, 1) for line in ("10%", "50%", "a", "done")]
+    expected = [
+        f"[{rank}]<stdout>:{line}" for rank in (0, 1) for line in ("10%", "50%", "a", "done")
+    ]
     assert run.lines() == expected
     assert sorted(run.err.read_text().splitlines()) == ["[0]<stderr>:e 0", "[1]<stderr>:e 1"]
 
@@ -63,9 +65,23 @@ def test_a_line_is_seen_when_it_is_printed(launch: Start, script: Write) -> None
     run.wait()
 
 
-def test_a_worker_gets_its_rank_whatever_the_environment_contains(launch: Start, script: Write) -> None:
-    names = ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "HOROVOD_RANK", "HOROVOD_SIZE"]
-    names += ["HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"]
+def test_a_worker_gets_its_rank_whatever_the_environment_contains(
+    launch: Start, script: Write
+) -> None:
+    names = [
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+    ]
+    names += [
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+        "HOROVOD_CROSS_SIZE",
+    ]
     run = launch(
         *("-np", 2, "--cache-capacity", 7, sys.executable),
         script(f"print(*[os.environ[name] for name in {[*names, 'FARANDOLE_CACHE_CAPACITY']}])"),
@@ -78,7 +94,9 @@ def test_a_worker_gets_its_rank_whatever_the_environment_contains(launch: Start,
     ]
 
 
-def test_the_exit_status_is_the_first_failures_and_the_others_are_ended(launch: Start, script: Write) -> None:
+def test_the_exit_status_is_the_first_failures_and_the_others_are_ended(
+    launch: Start, script: Write
+) -> None:
     run = launch("-np", 2, sys.executable, script(f"if rank == 1:\n    sys.exit(7)\n{SLEEPER}"))
     assert run.wait() == 7
     gone(run.pids())
@@ -105,9 +123,14 @@ def test_a_signal_ends_everything(launch: Start, script: Write, number: signal.S
 
 
 def test_nohup_keeps_a_job_whose_terminal_goes_away(script: Write, tmp_path: Path) -> None:
-    path = script("print('up', flush=True)\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\nprint('done')\n")
+    path = script(
+        "print('up', flush=True)\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\n"
+        "print('done')\n"
+    )
     words = ["nohup", sys.executable, "-m", "farandole", "run", "-np", "1", sys.executable, path]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path) as job:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
+    ) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == "[0]<stdout>:up\n"
         job.send_signal(signal.SIGHUP)
@@ -125,7 +148,10 @@ def test_a_killed_launcher_leaves_no_process(launch: Start, script: Write) -> No
 
 
 def test_a_worker_deaf_to_signals_is_ended_all_the_same(launch: Start, script: Write) -> None:
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    deaf = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.signal(signal.SIGINT, "
+        "signal.SIG_IGN)\n"
+    )
     run = launch("-np", 2, sys.executable, script(deaf + SLEEPER))
     pids = up(run)
     run.process.terminate()
@@ -152,10 +178,14 @@ def test_a_missing_program_is_named(launch: Start) -> None:
     assert "cannot start /no/such/program: No such file or directory" in run.err.read_text()
 
 
-def test_a_job_that_is_too_large_for_this_host_says_so_before_anything_starts(launch: Start) -> None:
+def test_a_job_that_is_too_large_for_this_host_says_so_before_anything_starts(
+    launch: Start,
+) -> None:
     run = launch("-np", 1_000_000, "true")
     assert run.wait() == 1
-    assert run.err.read_text().startswith("farandole: the job cannot begin: a job of this size needs ")
+    assert run.err.read_text().startswith(
+        "farandole: the job cannot begin: a job of this size needs "
+    )
 
 
 def test_a_bad_knob_is_named_before_anything_starts(launch: Start) -> None:
@@ -171,16 +201,21 @@ def test_output_waits_for_a_reader_that_takes_its_time(script: Write) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         with pytest.raises(subprocess.TimeoutExpired):
-            # The worker has long ended: what it wrote fits into the pipes. This is a pager on its first page.
+            # The worker has long ended: what it wrote fits into the pipes. This is a pager on its
+            # first page.
             run.wait(4)
         assert [line.removeprefix("[0]<stdout>:").rstrip() for line in run.stdout] == lines
         assert run.wait(20) == 0
 
 
 def test_control_c_ends_a_run_whose_output_is_not_read(script: Write) -> None:
-    path = script("print('up', flush=True)\nfor number in range(1500):\n    print(number, 'x' * 60)")
+    path = script(
+        "print('up', flush=True)\nfor number in range(1500):\n    print(number, 'x' * 60)"
+    )
     command = [sys.executable, "-m", "farandole", "run", "-np", "1", sys.executable, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "[0]<stdout>:up\n"
         run.send_signal(signal.SIGINT)
@@ -197,7 +232,8 @@ from farandole.common import basics
 
 def child(env):
     code = "from farandole.common import basics; basics.init(); print(basics.size())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env=env)
 
 basics.init()
 heir = child(None)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`farandole run` and `horovodrun`: hosts, files of output, configuration files, Ctrl-C, as a terminal sees them."""
+"""`farandole run` and `horovodrun`: hosts, files of output, configuration files, Ctrl-C, as a
+terminal sees them.
+"""
 
 import os
 import re
@@ -15,7 +17,11 @@ import pytest
 COMPAT = Path(__file__).parents[2] / "python" / "horovod-compat"
 COMMANDS = {
     "farandole": [sys.executable, "-m", "farandole", "run"],
-    "horovodrun": [sys.executable, "-c", "import sys; from horovod._command import main; sys.exit(main())"],
+    "horovodrun": [
+        sys.executable,
+        "-c",
+        "import sys; from horovod._command import main; sys.exit(main())",
+    ],
 }
 RANKS = ["python", "-c", "import os; print(os.environ['RANK'], os.environ['HOROVOD_SIZE'])"]
 
@@ -23,7 +29,11 @@ RANKS = ["python", "-c", "import os; print(os.environ['RANK'], os.environ['HOROV
 @pytest.fixture(params=sorted(COMMANDS))
 def command(request):
     def run(*words, **variables):
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(COMPAT)])}
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(
+                [*filter(None, [os.environ.get("PYTHONPATH")]), str(COMPAT)]
+            )
+        }
         words = [sys.executable if word == "python" else str(word) for word in words]
         return subprocess.run(
             [*COMMANDS[request.param], *words],
@@ -49,7 +59,10 @@ def test_hosts_without_a_number_fill_their_slots_and_too_few_are_refused(command
     assert len(done.stdout.splitlines()) == 3, done.stderr
     done = command("-np", "3", "-H", "localhost:2", *RANKS)
     assert done.returncode == 1
-    assert "Requested more processes (3) than there are available slots (2): localhost has 2" in done.stderr
+    assert (
+        "Requested more processes (3) than there are available slots (2): localhost has 2"
+        in done.stderr
+    )
     assert done.stderr.startswith(f"{command.called}: ")
 
 
@@ -57,7 +70,9 @@ def test_output_goes_to_files_and_lines_may_have_the_time(command, tmp_path):
     done = command("-np", "2", "--output-filename", tmp_path / "out", "-prefix-timestamp", *RANKS)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
-        assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[\d\]<stdout>:\d 2", line), line
+        assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[\d\]<stdout>:\d 2", line), (
+            line
+        )
     for rank in (0, 1):
         assert (tmp_path / "out" / f"rank.{rank}" / "stdout").read_text() == f"{rank} 2\n"
         assert (tmp_path / "out" / f"rank.{rank}" / "stderr").read_text() == ""
@@ -71,14 +86,17 @@ def test_output_goes_to_files_and_lines_may_have_the_time(command, tmp_path):
 def test_a_flag_wins_over_the_file_and_the_file_over_the_variable(command, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
-        "params: {cache_capacity: 7, cycle_time_ms: 3}\nstall_check: {warning_time_seconds: 9}\nz: {y: 1}\n"
+        "params: {cache_capacity: 7, cycle_time_ms: 3}\nstall_check: {warning_time_seconds: 9}\n"
+        "z: {y: 1}\n"
     )
     show = "import os; print(*[os.environ.get('FARANDOLE_' + name) for name in "
     show += "('CACHE_CAPACITY', 'STALL_CHECK_TIME_SECONDS', 'FUSION_THRESHOLD')])"
     words = ["-np", "1", "--config-file", file, "--cache-capacity", "8", "python", "-c", show]
     done = command(*words, FARANDOLE_CACHE_CAPACITY="1", FARANDOLE_FUSION_THRESHOLD="2MiB")
     assert done.stdout == "[0]<stdout>:8 9 2MiB\n", done.stderr
-    assert f"{file}: params.cycle_time_ms means nothing here: the engine has no cycles" in done.stderr
+    assert (
+        f"{file}: params.cycle_time_ms means nothing here: the engine has no cycles" in done.stderr
+    )
     assert "no such key, z.y is ignored" in done.stderr
 
 
@@ -106,7 +124,9 @@ def test_check_build_has_horovods_form(command):
 
 
 def test_an_interface_is_a_network_to_listen_in(command):
-    show = "import os; print(os.environ['FARANDOLE_BIND_ADDRESS'], os.environ['NCCL_SOCKET_IFNAME'])"
+    show = (
+        "import os; print(os.environ['FARANDOLE_BIND_ADDRESS'], os.environ['NCCL_SOCKET_IFNAME'])"
+    )
     done = command("-np", "1", "--network-interfaces", "lo", "python", "-c", show)
     assert done.stdout == "[0]<stdout>:127.0.0.0/8 lo\n", done.stderr
 
@@ -114,7 +134,11 @@ def test_an_interface_is_a_network_to_listen_in(command):
 def test_a_job_of_several_ranks_says_where_each_runs_when_asked(command):
     done = command("-np", "2", "--verbose", "sh", "-c", "exit $RANK")
     assert done.returncode == 1
-    for told in ("starting 2 processes of sh -c exit $RANK", "rank 1 is local rank 1 on ", "rank 1 exited with code 1"):
+    for told in (
+        "starting 2 processes of sh -c exit $RANK",
+        "rank 1 is local rank 1 on ",
+        "rank 1 exited with code 1",
+    ):
         assert told in done.stderr
 
 
@@ -149,7 +173,8 @@ def test_ctrl_c_leaves_time_for_a_last_checkpoint_and_a_second_one_does_not(tmp_
         f"import os, pathlib, time\nfolder = pathlib.Path({str(tmp_path)!r})\n"
         "folder.joinpath('at' + os.environ['RANK']).touch()\n"
         "while True:\n    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n"
-        f"        folder.joinpath('asked' + os.environ['RANK']).touch()\n        if {polite}: raise SystemExit(0)\n"
+        f"        folder.joinpath('asked' + os.environ['RANK']).touch()\n        if {polite}: "
+        "raise SystemExit(0)\n"
     )
     words = [*COMMANDS["farandole"], "-np", "2", sys.executable, "-c", script]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as job:

@@ -32,7 +32,8 @@ print("rank", hvd.rank(), "is here")
 for epoch in range(3):
     hvd.allreduce(np.ones(4), name="gradient")
     if hvd.rank() == 0:
-        report({"kind": "epoch", "entry": {"epoch": epoch, "train": {"loss": 1 / (epoch + 1), "all_metrics": []}}})
+        report({"kind": "epoch",
+            "entry": {"epoch": epoch, "train": {"loss": 1 / (epoch + 1), "all_metrics": []}}})
 hvd.barrier()
 if hvd.rank() == 1 and "fail" in sys.argv:
     sys.exit(3)
@@ -42,8 +43,20 @@ if hvd.rank() == 1 and "fail" in sys.argv:
 def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the script on two ranks with `--ui` in a folder."""
     (folder / "train.py").write_text(SCRIPT)
-    line = [sys.executable, "-m", "farandole", "run", "-np", "2", *arguments, sys.executable, "train.py"]
-    return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False, cwd=folder)
+    line = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        "2",
+        *arguments,
+        sys.executable,
+        "train.py",
+    ]
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=100, check=False, cwd=folder
+    )
 
 
 def record(store: Path) -> tuple[Path, dict[str, Any]]:
@@ -64,7 +77,9 @@ def test_a_script_has_a_run_with_ranks_curves_and_output(tmp_path):
     assert (told["state"], told["size"], told["done"]) == ("ended", 2, 3)
     assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in told["ranks"]}) == 2
-    entries = [json.loads(line) for line in (run / "logs" / "history.jsonl").read_text().splitlines()]
+    entries = [
+        json.loads(line) for line in (run / "logs" / "history.jsonl").read_text().splitlines()
+    ]
     assert [entry["train"]["loss"] for entry in entries] == [1, 1 / 2, 1 / 3]
     for rank in (0, 1):
         assert (run / "output" / f"rank.{rank}" / "stdout").read_text() == f"rank {rank} is here\n"
@@ -73,7 +88,16 @@ def test_a_script_has_a_run_with_ranks_curves_and_output(tmp_path):
 @pytest.mark.slow
 def test_a_script_that_fails_says_why_in_its_run(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    line = [sys.executable, "-m", "farandole", "run", "-np", "2", "--ui-store", str(tmp_path / "store")]
+    line = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        "2",
+        "--ui-store",
+        str(tmp_path / "store"),
+    ]
     done = subprocess.run(
         [*line, sys.executable, "train.py", "fail"],
         capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,

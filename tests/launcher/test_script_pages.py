@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The scripts of the pages `torch.md` and `lightning.md`, started by the command that the pages name."""
+"""The scripts of the pages `torch.md` and `lightning.md`, started by the command that the pages
+name.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_the_script_of_torch_md_continues_after_its_last_complete_epoch(
     assert losses[-1] < 1e-3
 
 
-def test_the_script_of_lightning_md_trains_on_two_ranks(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_the_script_of_lightning_md_trains_on_two_ranks(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(blocks(PAGES / "lightning.md", "python")[0])
     run = launch("-np", 2, sys.executable, path, env=ONE_THREAD)

@@ -99,11 +99,16 @@ def check_late(found: list[dict[str, Any]]) -> None:
     ran = times(found, "ALLREDUCE")
     for step in range(STEPS):
         last = max(one[step] for one in asked.values())
-        assert all(last <= one[step] + 1000 for one in ran.values()), "none runs before all have asked"
+        assert all(last <= one[step] + 1000 for one in ran.values()), (
+            "none runs before all have asked"
+        )
     waits = [event for event in found if event.get("cat") == "straggler"]
     most = Counter(event["name"] for event in waits).most_common(1)
     assert most[0][0] == f"rank {LATE}"
-    assert sum(event["dur"] for event in waits if event["name"] == f"rank {LATE}") >= STEPS * PAUSE * 1e6 / 2
+    assert (
+        sum(event["dur"] for event in waits if event["name"] == f"rank {LATE}")
+        >= STEPS * PAUSE * 1e6 / 2
+    )
 
 
 def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -119,7 +124,10 @@ def test_the_command_writes_the_timeline_of_all_ranks_and_names_the_late_one(tmp
     check_late(events(path))
     assert f"rank {LATE} is a straggler: for " in done.stderr
     assert f"the timeline of all ranks is in {path}" in done.stderr
-    assert len(re.findall(r"^farandole: +\d .*error at most \d+ us$", done.stderr, re.MULTILINE)) == RANKS
+    assert (
+        len(re.findall(r"^farandole: +\d .*error at most \d+ us$", done.stderr, re.MULTILINE))
+        == RANKS
+    )
 
 
 def test_a_function_has_one_with_phases_of_its_own(tmp_path, capfd):
@@ -130,16 +138,18 @@ def test_a_function_has_one_with_phases_of_its_own(tmp_path, capfd):
     for rank in range(RANKS):
         assert len(times(found, f"step {STEPS - 1}")[rank]) == 1
     names = {event["args"]["name"] for event in found if event.get("name") == "process_name"}
-    assert {name.split(" on ")[0] for name in names} == {f"rank {rank}" for rank in range(RANKS)} | {
-        "all ranks wait for"
-    }
+    assert {name.split(" on ")[0] for name in names} == {
+        f"rank {rank}" for rank in range(RANKS)
+    } | {"all ranks wait for"}
     assert f"rank {LATE} is a straggler" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_elastic_jobs_have_one(tmp_path, capfd):
     path = tmp_path / "trace.json"
-    assert farandole.run(steps, num_proc=RANKS, min_num_proc=RANKS, timeline=path) == list(range(RANKS))
+    assert farandole.run(steps, num_proc=RANKS, min_num_proc=RANKS, timeline=path) == list(
+        range(RANKS)
+    )
     check_late(events(path))
     assert f"rank {LATE} is a straggler" in capfd.readouterr().err
 
@@ -147,12 +157,18 @@ def test_elastic_jobs_have_one(tmp_path, capfd):
 @pytest.mark.slow
 def test_a_limit_keeps_the_last_steps_of_all_ranks(tmp_path):
     path, limit = tmp_path / "trace.json", 2 * (64 << 10)
-    script = SCRIPT.replace(f"range({STEPS})", "range(2000)").replace(f"hvd.rank() == {LATE}", "False")
+    script = SCRIPT.replace(f"range({STEPS})", "range(2000)").replace(
+        f"hvd.rank() == {LATE}", "False"
+    )
     line = [sys.executable, "-c", script]
     done = command("run", "-np", 2, "--timeline", path, "--timeline-limit", limit, *line)
     assert done.returncode == 0, done.stderr
     found = events(path)
-    lists = [event["args"]["list"] for event in found if event.get("name") == "ALLREDUCE" and event["pid"] == 0]
+    lists = [
+        event["args"]["list"]
+        for event in found
+        if event.get("name") == "ALLREDUCE" and event["pid"] == 0
+    ]
     assert lists == list(range(lists[0], lists[-1] + 1)), "no step is missing among the last"
     assert 40 < len(lists) < 1500
     assert sorted(times(found, "NEGOTIATE_ALLREDUCE")) == [0, 1]
@@ -173,7 +189,9 @@ def test_a_job_that_fails_has_one_up_to_the_failure(tmp_path, capfd):
 def test_files_of_ranks_are_merged_by_a_command_of_its_own(tmp_path):
     folder = tmp_path / "ranks"
     folder.mkdir()
-    done = command("run", "-np", 2, "--timeline-filename", folder / "{rank}.json", sys.executable, "-c", SCRIPT)
+    done = command(
+        "run", "-np", 2, "--timeline-filename", folder / "{rank}.json", sys.executable, "-c", SCRIPT
+    )
     assert done.returncode == 0, done.stderr
     merged = command("timeline", folder, "-o", tmp_path / "trace.json", "--json")
     assert merged.returncode == 0, merged.stderr
@@ -192,7 +210,9 @@ def test_invalid_arguments_are_refused_before_the_run(tmp_path):
     done = command("run", "-np", 1, "--timeline", where, "touch", tmp_path / "ran")
     assert done.returncode == 1
     assert f"cannot write the timeline to {where}" in done.stderr
-    both = command("run", "-np", 1, "--timeline", "a", "--timeline-filename", "b", "touch", tmp_path / "ran")
+    both = command(
+        "run", "-np", 1, "--timeline", "a", "--timeline-filename", "b", "touch", tmp_path / "ran"
+    )
     assert "exclude each other" in both.stderr
     with pytest.raises(FileNotFoundError):
         farandole.run(steps, num_proc=1, timeline=where)
@@ -227,5 +247,7 @@ def test_a_fit_shows_data_forward_backward_and_reduction(tmp_path):
         begun = times(found, name)
         assert sorted(begun) == [0, 1], name
         assert all(len(one) >= 8 for one in begun.values()), name
-    threads = {event["args"]["name"]: event["tid"] for event in found if event.get("name") == "thread_name"}
+    threads = {
+        event["args"]["name"]: event["tid"] for event in found if event.get("name") == "thread_name"
+    }
     assert threads["steps"] == min(threads.values()), "steps come before tensors"

@@ -43,12 +43,16 @@ def displayHTML(html):
 dbutils = SimpleNamespace(fs=SimpleNamespace(rm=_remove))
 sc, sql, table, udf = spark.sparkContext, spark.sql, spark.table, spark.udf
 """
-"""Names that Databricks defines before the first cell: a session and what belongs to it, `dbutils`, `display`."""
+"""Names that Databricks defines before the first cell: a session and what belongs to it,
+`dbutils`, `display`.
+"""
 
 
 @pytest.fixture
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Executes a notebook in an empty directory; returns the text of all outputs. Failing cells fail the test."""
+    """Executes a notebook in an empty directory; returns the text of all outputs. Failing cells
+    fail the test.
+    """
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -69,9 +73,15 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
         assert list((tmp_path / "work").iterdir()) == [], "the notebook leaves nothing behind"
         # What the package keeps for warm workers is in a directory with the user's number.
         kept = {f"farandole-{os.getuid()}"}
-        left = {path.name for path in (tmp_path / "tmp").glob("*") if path.name.startswith(("farandole-", "tmp"))}
+        left = {
+            path.name
+            for path in (tmp_path / "tmp").glob("*")
+            if path.name.startswith(("farandole-", "tmp"))
+        }
         assert left <= kept, "the notebook removes its store"
-        return "\n".join(text(output) for cell in notebook.cells for output in cell.get("outputs", []))
+        return "\n".join(
+            text(output) for cell in notebook.cells for output in cell.get("outputs", [])
+        )
 
     return run
 
@@ -110,7 +120,9 @@ def test_a_notebook_is_small_says_what_it_needs_and_has_no_outputs(name):
     first = notebook.cells[0]
     assert first.cell_type == "markdown"
     assert first.source.startswith("# ")
-    assert re.search(r"^(Cluster|Machine): ", first.source, re.MULTILINE), "it says which cluster it wants"
+    assert re.search(r"^(Cluster|Machine): ", first.source, re.MULTILINE), (
+        "it says which cluster it wants"
+    )
     assert "Packages: " in first.source
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
@@ -147,10 +159,14 @@ def test_a_dataframe_becomes_a_torch_model(execute):
         ("07_run_viewer.ipynb", r"runs: \['first'\]"),
     ],
 )
-def test_a_notebook_runs_with_what_databricks_defines(name, pattern, execute, tmp_path, monkeypatch):
-    """An imitation: the runtime's variable, its session, `dbutils`, `display`, and a directory in the place of `/dbfs`.
+def test_a_notebook_runs_with_what_databricks_defines(
+    name, pattern, execute, tmp_path, monkeypatch
+):
+    """An imitation: the runtime's variable, its session, `dbutils`, `display`, and a directory in
+    the place of `/dbfs`.
 
-    The cell that saves a model is left out: Spark itself writes it, to `dbfs:/`, which only Databricks' Spark knows.
+    The cell that saves a model is left out: Spark itself writes it, to `dbfs:/`, which only
+    Databricks' Spark knows.
     """
     root = tmp_path / "dbfs"
     monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
@@ -209,4 +225,6 @@ def test_the_viewer_is_opened_and_asked(execute):
     assert 'target="_blank"' in shown
     assert "runs: ['first']" in shown
     verdicts = "straggler|slow data|input-bound|reduction-bound|compute-bound"
-    assert re.search(rf"^verdict: ({verdicts}): ", shown, re.MULTILINE), "its ranks report after each epoch"
+    assert re.search(rf"^verdict: ({verdicts}): ", shown, re.MULTILINE), (
+        "its ranks report after each epoch"
+    )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The output of a fit on a real Jupyter kernel: the button while a cell runs, and what stays in the document."""
+"""The output of a fit on a real Jupyter kernel: the button while a cell runs, and what stays in
+the document.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ model = TorchEstimator(
     store=LocalStore({root!r}),
 ).fit(pa.table({{"x": [float(number % 7) for number in range(64)], "y": [1.0] * 64}}))
 print("epochs", len(model.getHistory()))
-"""
+"""  # noqa: E501
 
 REPORTS = """
 from farandole.spark.common.runs.halting import Stop
@@ -70,7 +72,7 @@ with Notebook() as shown, shown.offering(Stop(LocalStore({root!r}).to_remote("mi
         scores = {{"loss": 1 / (epoch + 1), "all_metrics": [{{"accuracy": 0.9}}]}}
         entry = {{"epoch": epoch, "train": scores, "seconds": 1.0, "rows": 10}}
         shown.report({{"kind": "epoch", "entry": entry, "epochs": 300, "steps": 1, "rows_per_second": 10.0}})
-"""
+"""  # noqa: E501
 
 
 class Cell:
@@ -154,13 +156,19 @@ def test_the_button_in_html_is_heard_while_a_cell_runs_and_goes_with_it(plain, t
     time.sleep(DOUBLE_CLICK)
     assert post(f"{link}end") == 204
     assert cell.ends() == "KeyboardInterrupt"
-    updates = [one["content"]["data"]["text/html"] for one in cell.sent if one["msg_type"] == "update_display_data"]
+    updates = [
+        one["content"]["data"]["text/html"]
+        for one in cell.sent
+        if one["msg_type"] == "update_display_data"
+    ]
     assert "" in updates, "the button is removed"
     assert any("ended by KeyboardInterrupt" in page for page in updates)
 
 
 def test_the_widget_is_heard_while_a_cell_runs(client, tmp_path):
-    pytest.importorskip("ipywidgets", reason="the widget needs ipywidgets, which the extra dev installs")
+    pytest.importorskip(
+        "ipywidgets", reason="the widget needs ipywidgets, which the extra dev installs"
+    )
     cell = Cell(client, WAITS.format(root=str(tmp_path / "store")))
 
     def opened(kind: str, content: dict[str, Any]) -> str | None:
@@ -168,7 +176,9 @@ def test_the_widget_is_heard_while_a_cell_runs(client, tmp_path):
         return content["comm_id"] if state.get("_model_name") == "ButtonModel" else None
 
     button = cell.wait(opened)
-    cell.wait(lambda kind, content: kind == "display_data" and "widget-view+json" in str(content["data"]))
+    cell.wait(
+        lambda kind, content: kind == "display_data" and "widget-view+json" in str(content["data"])
+    )
 
     def click() -> None:
         data = {"method": "custom", "content": {"event": "click"}}
@@ -186,32 +196,46 @@ def test_the_widget_is_heard_while_a_cell_runs(client, tmp_path):
     time.sleep(DOUBLE_CLICK)
     click()
     assert cell.ends() == "KeyboardInterrupt"
-    assert not any("farandole-stop" in str(one["content"]) for one in cell.sent), "one button is enough"
+    assert not any("farandole-stop" in str(one["content"]) for one in cell.sent), (
+        "one button is enough"
+    )
 
 
 def test_the_chart_is_in_the_document_which_any_front_end_shows_again(tmp_path, monkeypatch):
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    code = "import sys; sys.modules['ipywidgets'] = None\n" + REPORTS.format(root=str(tmp_path / "store"))
+    code = "import sys; sys.modules['ipywidgets'] = None\n" + REPORTS.format(
+        root=str(tmp_path / "store")
+    )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
     nbformat.write(notebook, tmp_path / "saved.ipynb")
     (cell,) = nbformat.read(tmp_path / "saved.ipynb", as_version=4).cells
     pages = [output.data["text/html"] for output in cell.outputs]
-    assert [page for page in pages if page] == pages[:1], "one output is updated, and the button is removed"
+    assert [page for page in pages if page] == pages[:1], (
+        "one output is updated, and the button is removed"
+    )
     assert pages[0].count("<polyline") == 2, "the loss and the accuracy"
     assert "epoch 300/300" in pages[0]
     assert len(pages[0]) < 40_000
-    assert not re.search(r"<script|onclick|https?://(?!www\.w3\.org/)", pages[0]), "nothing that a front end removes"
+    assert not re.search(r"<script|onclick|https?://(?!www\.w3\.org/)", pages[0]), (
+        "nothing that a front end removes"
+    )
 
 
 @pytest.mark.slow
 def test_a_fit_in_a_cell_returns_its_model_when_it_is_stopped(plain, tmp_path):
     cell = Cell(plain, FITS.format(root=str(tmp_path / "store")))
     link = cell.link()
-    cell.wait(lambda kind, content: kind == "update_display_data" and "epoch 2/1000" in str(content["data"]))
+    cell.wait(
+        lambda kind, content: (
+            kind == "update_display_data" and "epoch 2/1000" in str(content["data"])
+        )
+    )
     assert post(f"{link}stop") == 204
     cell.says("epochs ")
     assert cell.ends() == ""
-    updates = [str(one["content"]["data"]) for one in cell.sent if one["msg_type"] == "update_display_data"]
+    updates = [
+        str(one["content"]["data"]) for one in cell.sent if one["msg_type"] == "update_display_data"
+    ]
     assert any("stopping, as asked for in the notebook" in page for page in updates)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A small fit whose step Keras compiles, on two ranks and in one process: for tests of both ways to compile it."""
+"""A small fit whose step Keras compiles, on two ranks and in one process: for tests of both ways
+to compile it.
+"""
 
 
 def equal_one_process(rows, options, tell):
-    """Fits on both ranks, with each kind of optimizer and each of the options, equal one process with all rows.
+    """Fits on both ranks, with each kind of optimizer and each of the options, equal one process
+    with all rows.
 
     Args:
         rows: how many; what the batches of 8 leave over makes a smaller one.
@@ -22,7 +25,10 @@ def equal_one_process(rows, options, tell):
 
     def build(optimizer, **options):
         kernels = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
-        layers = [keras.Input((5,)), keras.layers.Dense(4, activation="tanh", kernel_initializer=kernels[0])]
+        layers = [
+            keras.Input((5,)),
+            keras.layers.Dense(4, activation="tanh", kernel_initializer=kernels[0]),
+        ]
         model = keras.Sequential([*layers, keras.layers.Dense(1, kernel_initializer=kernels[1])])
         model.compile(optimizer, loss="mse", **options)
         return model
@@ -43,4 +49,6 @@ def equal_one_process(rows, options, tell):
             model = build(hvd.DistributedOptimizer(make()), **chosen)
             tell(model, chosen)
             for ours, theirs in zip(fit(model, mine, 4), expected, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{what}, {chosen}")
+                np.testing.assert_allclose(
+                    ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{what}, {chosen}"
+                )

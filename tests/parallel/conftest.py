@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Worlds of real processes that run functions of the tests.
 
-A world is started as any job is, by a registrar and agents; its workers then take functions over a socket, run them
-at the same time and send back what they return. `world` shares worlds between tests, `fresh_world` makes one that a
-test may break.
+A world is started as any job is, by a registrar and agents; its workers then take functions over a
+socket, run them at the same time and send back what they return. `world` shares worlds between
+tests, `fresh_world` makes one that a test may break.
 """
 
 import shutil
@@ -71,7 +71,9 @@ def serve(address, key):
 
 def describe(outcomes):
     """Describes how workers ended, for messages."""
-    return "; ".join(f"{getattr(outcome, 'stderr_tail', outcome)}" for outcome in outcomes if outcome is not None)
+    return "; ".join(
+        f"{getattr(outcome, 'stderr_tail', outcome)}" for outcome in outcomes if outcome is not None
+    )
 
 
 class World:
@@ -85,12 +87,17 @@ class World:
         key = b"farandole"
         listener = Listener(str(self.folder / "socket"), authkey=key)
         payload = pickling.dumps((serve, (listener.address, key), {}))
-        self.agents = [threading.Thread(target=self._agent, args=(task, payload, env or {})) for task in range(size)]
+        self.agents = [
+            threading.Thread(target=self._agent, args=(task, payload, env or {}))
+            for task in range(size)
+        ]
         try:
             for agent in self.agents:
                 agent.start()
             connections = [self._accept(listener, time.monotonic() + LIMIT) for _ in range(size)]
-            self.connections: dict[int, Connection] = {connection.recv(): connection for connection in connections}
+            self.connections: dict[int, Connection] = {
+                connection.recv(): connection for connection in connections
+            }
         except BaseException:
             listener.close()
             self.close()
@@ -105,7 +112,9 @@ class World:
             except TimeoutError:
                 ended = [outcome for outcome in self.outcomes if outcome is not None]
                 if ended or time.monotonic() > end:
-                    pytest.fail(f"not all of {self.size} ranks started within {LIMIT} s: {describe(ended)}")
+                    pytest.fail(
+                        f"not all of {self.size} ranks started within {LIMIT} s: {describe(ended)}"
+                    )
 
     def _agent(self, task, payload, env):
         command = [sys.executable, "-m", "farandole.runner.worker"]
@@ -120,7 +129,8 @@ class World:
     def run(self, function, *args, tolerate=False):
         """Runs `function` on every rank and returns the results by rank.
 
-        Unless `tolerate`, a rank that raised or died fails the test; else its place holds `Failed` or `Died`.
+        Unless `tolerate`, a rank that raised or died fails the test; else its place holds `Failed`
+        or `Died`.
         """
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         for connection in self.connections.values():
@@ -128,12 +138,21 @@ class World:
         answers = {}
         end = time.monotonic() + LIMIT
         while len(answers) < self.size:
-            waiting = {self.connections[rank]: rank for rank in self.connections if rank not in answers}
+            waiting = {
+                self.connections[rank]: rank for rank in self.connections if rank not in answers
+            }
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
                 self.close()
-                failed = "".join(f"\nrank {rank}: {told}" for rank, told in answers.items() if isinstance(told, Failed))
-                pytest.fail(f"ranks {sorted(waiting.values())} did not answer: {describe(self.outcomes)}{failed}")
+                failed = "".join(
+                    f"\nrank {rank}: {told}"
+                    for rank, told in answers.items()
+                    if isinstance(told, Failed)
+                )
+                pytest.fail(
+                    f"ranks {sorted(waiting.values())} did not answer: "
+                    f"{describe(self.outcomes)}{failed}"
+                )
             for connection in ready:
                 try:
                     good, answer = cloudpickle.loads(connection.recv_bytes())
@@ -196,14 +215,22 @@ def trio(_shared):
 
 @pytest.fixture
 def shared_world(_shared):
-    """Makes a world for some kind of test, or gives the one that is there: by size, kind and variables."""
+    """Makes a world for some kind of test, or gives the one that is there: by size, kind and
+    variables.
+    """
     return lambda size, kind, env: _shared_world(_shared, size, kind, env)
 
 
 @pytest.fixture
 def tensorflow_pair(_shared):
-    """A world of two ranks for TensorFlow and Keras on it, shared with other tests: importing them takes its time."""
-    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
+    """A world of two ranks for TensorFlow and Keras on it, shared with other tests: importing
+    them takes its time.
+    """
+    env = {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "KERAS_BACKEND": "tensorflow",
+        "FARANDOLE_DYNAMIC_PROCESS_SETS": "1",
+    }
     return _shared_world(_shared, 2, "tensorflow", env)
 
 

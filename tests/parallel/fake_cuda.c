@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// A driver of CUDA and an NCCL for tests without a GPU. Memory of a device is the host's; every stream is a thread that
-// does its work in order, late. Communicators pass files around in a folder that the unique id names, so ranks may be
-// processes. What hangs, hangs until it is aborted. Windows of CUDA IPC are memory files, which others open through `/proc`;
-// a compiler makes of any source a module that has our kernels.
+// A driver of CUDA and an NCCL for tests without a GPU. Memory of a device is the host's; every
+// stream is a thread that does its work in order, late. Communicators pass files around in a folder
+// that the unique id names, so ranks may be processes. What hangs, hangs until it is aborted.
+// Windows of CUDA IPC are memory files, which others open through `/proc`; a compiler makes of any
+// source a module that has our kernels.
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -22,9 +23,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static long copies, launches, blocked, rooms, names, kernels, windows, views, registered;
 
-// What a test asks about: copies between host and device, operations of NCCL, times the host waited for the device,
-// memory of the device that was not given back, communicators that were named, kernels launched, windows of CUDA IPC that
-// were not given back, those of others that are open, and memory that was registered.
+// What a test asks about: copies between host and device, operations of NCCL, times the host waited
+// for the device, memory of the device that was not given back, communicators that were named,
+// kernels launched, windows of CUDA IPC that were not given back, those of others that are open,
+// and memory that was registered.
 long fake_count(const char *what) {
   static const struct {
     const char *what;
@@ -47,7 +49,8 @@ static void count(long *counter) {
 
 // Streams and events.
 
-// Where a stream was when an event was recorded. Who waits, waits for this, whatever becomes of the event.
+// Where a stream was when an event was recorded. Who waits, waits for this, whatever becomes of the
+// event.
 typedef struct point {
   int reached;
 } point;
@@ -141,7 +144,8 @@ static void await(job *work) {
   pthread_mutex_unlock(&lock);
 }
 
-// The framework's work: numbers that are there after some microseconds, a copy, and waiting for all of it.
+// The framework's work: numbers that are there after some microseconds, a copy, and waiting for all
+// of it.
 void fake_fill(void *handle, float *to, size_t count, float value, unsigned delay) {
   enqueue(handle, (job){.run = fill, .to = to, .bytes = count * sizeof *to, .value = value, .delay = delay});
 }
@@ -198,7 +202,8 @@ int cuStreamWaitEvent(void *handle, event *mark, unsigned flags) {
   return READY;
 }
 
-// The stream that a graph is captured on, and what a thread's calls do to captures of others: only relaxed ones end none.
+// The stream that a graph is captured on, and what a thread's calls do to captures of others: only
+// relaxed ones end none.
 static void *captured;
 static __thread int mode;
 
@@ -597,7 +602,8 @@ static double joined(double a, double b, int op) {
   }
 }
 
-// What a rank brings to a collective: nothing where only the sender's is looked at, whose buffer alone is that long.
+// What a rank brings to a collective: nothing where only the sender's is looked at, whose buffer
+// alone is that long.
 static size_t brought(int rank, size_t bytes, int copied) { return copied < 0 || rank == copied ? bytes : 0; }
 
 // Numbers that a rank brings to a collective, and those it looks at in what each brings.

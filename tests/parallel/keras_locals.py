@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Local variables of the ranks of a Keras fit: `test_keras` runs these functions on each backend."""
+"""Local variables of the ranks of a Keras fit: `test_keras` runs these functions on each
+backend.
+"""
 
 import pytest
 
@@ -12,7 +14,8 @@ def build(optimizer, seed):
 
     initializers = [keras.initializers.GlorotUniform(seed + layer) for layer in range(2)]
     layers = [
-        keras.layers.Dense(width, kernel_initializer=one) for width, one in zip((4, 1), initializers, strict=True)
+        keras.layers.Dense(width, kernel_initializer=one)
+        for width, one in zip((4, 1), initializers, strict=True)
     ]
     model = keras.Sequential([keras.Input((5,)), *layers])
     model.compile(optimizer=optimizer, loss="mse")
@@ -28,7 +31,9 @@ def fit(model, callbacks=(), epochs=1):
     random = np.random.default_rng(hvd.rank())
     x = random.normal(size=(STEPS * BATCH, 5)).astype(np.float32)
     y = (x.sum(axis=1, keepdims=True) * (1 + hvd.rank())).astype(np.float32)
-    return model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model.fit(
+        x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
 
 
 def alike(variables, name):
@@ -39,7 +44,9 @@ def alike(variables, name):
     import farandole.keras as hvd
 
     values = [keras.ops.convert_to_numpy(variable) for variable in variables]
-    everyones = [hvd.allgather(value[None], name=f"{name} {place}") for place, value in enumerate(values)]
+    everyones = [
+        hvd.allgather(value[None], name=f"{name} {place}") for place, value in enumerate(values)
+    ]
     return [np.array_equal(one[0], one[1]) for one in everyones]
 
 
@@ -55,7 +62,9 @@ def slots_of_local_variables_stay_with_their_rank():
         def build(self, variables):
             super().build(variables)
             self.total = self.add_variable((), name="total")
-            self.velocity_of = {one.path: self.add_variable_from_reference(one, "velocity") for one in variables}
+            self.velocity_of = {
+                one.path: self.add_variable_from_reference(one, "velocity") for one in variables
+            }
             self.first_of = {}
             for one in variables:
                 self.first_of[one.path] = self.add_variable(one.shape[:1], name="first")
@@ -66,12 +75,19 @@ def slots_of_local_variables_stay_with_their_rank():
 
     plain = 2  # iterations and rate
     kinds = [
-        # Variables made for none, then which of those made for the four weights are made for the first.
+        # Variables made for none, then which of those made for the four weights are made for the
+        # first.
         (Own(0.1, use_ema=True), 0, [0, 5, 9]),
         (keras.optimizers.Adafactor(0.1), 0, [0, 1, 2]),
         (keras.optimizers.Muon(0.1, exclude_layers=["dense"]), 0, [0, 1]),
         (keras.optimizers.Nadam(0.1), 0, [0, 1]),
-        (keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), momentum=0.9), -1, [0]),
+        (
+            keras.optimizers.SGD(
+                keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), momentum=0.9
+            ),
+            -1,
+            [0],
+        ),
     ]
     for optimizer, more, mine in kinds:
         what = type(optimizer).__name__
@@ -86,7 +102,9 @@ def slots_of_local_variables_stay_with_their_rank():
         broadcast.set_model(model)
         broadcast.on_train_begin()
         assert alike(model.trainable_variables, what) == [False, True, True, True]
-        assert [place for place, same in enumerate(alike(kept, f"{what} kept")) if not same] == mine, what
+        assert [
+            place for place, same in enumerate(alike(kept, f"{what} kept")) if not same
+        ] == mine, what
 
     class Closed(keras.optimizers.SGD):
         def __init__(self, told, **options):
@@ -94,7 +112,9 @@ def slots_of_local_variables_stay_with_their_rank():
             self.told = told
 
     model = build(Closed("what its configuration does not hold"), seed=1)
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[model.layers[0].kernel])
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(
+        0, local_variables=[model.layers[0].kernel]
+    )
     broadcast.set_model(model)
     with pytest.raises(ValueError, match="Closed cannot be created from its configuration"):
         broadcast.on_train_begin()
@@ -107,7 +127,9 @@ def local_gradients_do_not_clip_what_all_share():
 
     for options in ({"global_clipnorm": 0.05}, {"clipnorm": 0.02}, {"clipvalue": 0.01}):
         model = build("sgd", seed=1)
-        optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1, **options), local_layers=model.layers[0])
+        optimizer = hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1, **options), local_layers=model.layers[0]
+        )
         model.compile(optimizer=optimizer, loss="mse")
         fit(model)
         assert alike(model.trainable_variables, str(options)) == [False, False, True, True], options
@@ -121,7 +143,9 @@ def what_cannot_be_distributed_is_said():
     with pytest.raises(ValueError, match="optimizer must be one of Keras's: 'adam'"):
         hvd.DistributedOptimizer("adam")
     with pytest.raises(ValueError, match="the local layer 'mine' must be built"):
-        hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=keras.layers.Dense(1, name="mine"))
+        hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1), local_layers=keras.layers.Dense(1, name="mine")
+        )
 
 
 def a_model_may_be_built_on_some_ranks_only():
@@ -132,7 +156,9 @@ def a_model_may_be_built_on_some_ranks_only():
     import farandole.keras as hvd
 
     initializers = [keras.initializers.GlorotUniform(hvd.rank() + seed) for seed in (1, 9)]
-    model = keras.Sequential([keras.layers.Dense(2, kernel_initializer=one) for one in initializers])
+    model = keras.Sequential(
+        [keras.layers.Dense(2, kernel_initializer=one) for one in initializers]
+    )
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
     if hvd.rank() == 0:
         model(np.zeros((1, 5), np.float32))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compressors on real ranks: what they return, and that training by them converges like training without."""
+"""Compressors on real ranks: what they return, and that training by them converges like training
+without.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ def digits():
 
 
 def train(compression, **options):
-    """Trains on this rank's half of the data; the loss and accuracy on all of it, and the parameters."""
+    """Trains on this rank's half of the data; the loss and accuracy on all of it, and the
+    parameters.
+    """
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -80,7 +84,13 @@ def sums_are_near_the_truth():
         return [torch.randn(shape, generator=generator) for shape in shapes]
 
     expected = [sum(parts) for parts in zip(*(gradients(r) for r in range(size)), strict=True)]
-    nearness = {"fp16": 0.01, "bf16": 0.1, "int8": 0.1 * size, "everything": 1e-5, "full rank": 1e-3}
+    nearness = {
+        "fp16": 0.01,
+        "bf16": 0.1,
+        "int8": 0.1 * size,
+        "everything": 1e-5,
+        "full rank": 1e-3,
+    }
     makers = {
         **{name: MAKERS[name] for name in ("fp16", "bf16", "int8")},
         "everything": lambda: compress.TopK(1.0),
@@ -93,7 +103,9 @@ def sums_are_near_the_truth():
             named = [(str(i), gradient) for i, gradient in enumerate(gradients(rank))]
             kept = [gradient.clone() for _, gradient in named]
             results = make().start(named, exchange, average)()
-            for (_, gradient), before, result, total in zip(named, kept, results, expected, strict=True):
+            for (_, gradient), before, result, total in zip(
+                named, kept, results, expected, strict=True
+            ):
                 assert torch.equal(gradient, before)
                 assert result.shape == gradient.shape
                 wanted = total / size if average else total
@@ -110,7 +122,11 @@ def test_sums_are_near_the_truth_and_the_same_on_all_ranks(request, size):
 
 def what_is_lost_is_sent_later():
     exchange = compress.EngineExchange("later", hvd.global_process_set)
-    for make in (lambda: compress.TopK(0.1), lambda: compress.Int8(1000), lambda: compress.PowerSGD(1)):
+    for make in (
+        lambda: compress.TopK(0.1),
+        lambda: compress.Int8(1000),
+        lambda: compress.PowerSGD(1),
+    ):
         compressor = make()
         generator = torch.Generator().manual_seed(hvd.rank())
         gradient = torch.randn(30, 20, generator=generator)
@@ -150,7 +166,11 @@ def own_compressors_and_mistakes():
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     with pytest.raises(ValueError, match="needs op=Average or op=Sum"):
         hvd.DistributedOptimizer(optimizer, compression=compress.Int8(), op=hvd.Max)
-    for wrong in (lambda: compress.TopK(0.0), lambda: compress.Int8(0), lambda: compress.PowerSGD(0)):
+    for wrong in (
+        lambda: compress.TopK(0.0),
+        lambda: compress.Int8(0),
+        lambda: compress.PowerSGD(0),
+    ):
         with pytest.raises(ValueError, match=": 0"):
             wrong()
     with pytest.raises(ValueError, match="float16"):

@@ -22,7 +22,9 @@ def train(register, steps=12):
     rank, size = dist.get_rank(), dist.get_world_size()
     for _ in range(steps):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(parallel(features[rank::size]), labels[rank::size]).backward()
+        torch.nn.functional.cross_entropy(
+            parallel(features[rank::size]), labels[rank::size]
+        ).backward()
         optimizer.step()
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(features), labels).item()
@@ -47,7 +49,9 @@ def hooks_train_like_plain_ddp(backend):
         "bf16": lambda model: model.register_comm_hook(dist.group.WORLD, hooks.bf16_hook),
         "int8": lambda model: model.register_comm_hook(states["int8"], hooks.compressor_hook),
         "top_k": lambda model: model.register_comm_hook(states["top_k"], hooks.compressor_hook),
-        "power_sgd": lambda model: model.register_comm_hook(states["power_sgd"], hooks.power_sgd_hook),
+        "power_sgd": lambda model: model.register_comm_hook(
+            states["power_sgd"], hooks.power_sgd_hook
+        ),
     }
     results = {"plain": plain}
     for name, register in tried.items():

@@ -18,12 +18,16 @@ def burst(step):
     rank, size = hvd.rank(), hvd.size()
     tensors = [torch.full((NUMBERS,), float(step + index + rank)) for index in range(COUNT)]
     handles = [
-        hvd.allreduce_async_(tensor, name=f"gradient {index}", op=hvd.Sum) for index, tensor in enumerate(tensors)
+        hvd.allreduce_async_(tensor, name=f"gradient {index}", op=hvd.Sum)
+        for index, tensor in enumerate(tensors)
     ]
     for handle in handles:
         hvd.synchronize(handle)
     ranks = size * (size - 1) / 2
-    return all(bool((tensor == size * (step + index) + ranks).all()) for index, tensor in enumerate(tensors))
+    return all(
+        bool((tensor == size * (step + index) + ranks).all())
+        for index, tensor in enumerate(tensors)
+    )
 
 
 def bursts(count):
@@ -55,7 +59,8 @@ def test_autotune_writes_down_what_it_tries_and_changes_no_result(fresh_world, t
         "FARANDOLE_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "3",
     }
     world = fresh_world(2, env=env)
-    # Five scores of two steps make a sample; one that does not count, three that do, and the step that ends the last.
+    # Five scores of two steps make a sample; one that does not count, three that do, and the step
+    # that ends the last.
     assert world.run(bursts, 4 * 5 * 2 + 2) == [[], []]
     with path.open() as file:
         rows = list(csv.DictReader(file))

@@ -20,10 +20,14 @@ def mismatch(kind):
     rank = hvd.rank()
     attempt = {
         "shape": lambda: hvd.allreduce(torch.ones(2 + rank), name="odd"),
-        "dtype": lambda: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.float64][rank]), name="odd"),
+        "dtype": lambda: hvd.allreduce(
+            torch.ones(2, dtype=[torch.float32, torch.float64][rank]), name="odd"
+        ),
         "op": lambda: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Max][rank], name="odd"),
         "root": lambda: hvd.broadcast(torch.ones(2), root_rank=rank, name="odd"),
-        "factors": lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + rank, name="odd"),
+        "factors": lambda: hvd.allreduce(
+            torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + rank, name="odd"
+        ),
         "trailing": lambda: hvd.allgather(torch.ones(2, 2 + rank), name="odd"),
     }[kind]
     try:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Floats of eight bits reduced on real ranks, against torch: singles joined in the order of ranks, rounded once."""
+"""Floats of eight bits reduced on real ranks, against torch: singles joined in the order of
+ranks, rounded once.
+"""
 
 import functools
 
@@ -29,7 +31,9 @@ def expected(parts, op, before=1.0, after=1.0):
 def same(got, wanted):
     """Equal numbers, or no numbers both."""
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    return torch.equal(got.float().nan_to_num(1e9, 1e10, -1e10), wanted.float().nan_to_num(1e9, 1e10, -1e10))
+    return torch.equal(
+        got.float().nan_to_num(1e9, 1e10, -1e10), wanted.float().nan_to_num(1e9, 1e10, -1e10)
+    )
 
 
 def all_codes(dtype, size):
@@ -46,7 +50,9 @@ def reductions_equal_torch():
         for op in JOINS:
             # Some results are subnormal then, and some too large.
             for before, after in [(1.0, 1.0), (0.7, 1e-3), (-900.0, 0.3)]:
-                got = hvd.allreduce(parts[rank], op=op, prescale_factor=before, postscale_factor=after)
+                got = hvd.allreduce(
+                    parts[rank], op=op, prescale_factor=before, postscale_factor=after
+                )
                 assert same(got, expected(parts, op, before, after)), (dtype, op, before, after)
         in_place = parts[rank].clone()
         assert hvd.allreduce_(in_place, op=hvd.Sum) is in_place
@@ -76,16 +82,30 @@ def test_random_values_are_rounded_as_torch_rounds_them(pair):
 
 def groups_and_neighbours():
     rank, size = hvd.rank(), hvd.size()
-    dtypes = [*TYPES, torch.float32, torch.float8_e4m3fn, torch.float16, torch.uint8, torch.float8_e5m2] * 3
+    dtypes = [
+        *TYPES,
+        torch.float32,
+        torch.float8_e4m3fn,
+        torch.float16,
+        torch.uint8,
+        torch.float8_e5m2,
+    ] * 3
     tensors = [
-        [((torch.arange(1 + 37 * i) + other) % 4).to(dtype) for i, dtype in enumerate(dtypes)] for other in range(size)
+        [((torch.arange(1 + 37 * i) + other) % 4).to(dtype) for i, dtype in enumerate(dtypes)]
+        for other in range(size)
     ]
-    sums = [functools.reduce(torch.add, [part.float() for part in parts]) for parts in zip(*tensors, strict=True)]
+    sums = [
+        functools.reduce(torch.add, [part.float() for part in parts])
+        for parts in zip(*tensors, strict=True)
+    ]
     mine = tensors[rank]
     # A group, and operations that wait beside each other and are fused with those of their type.
     for results in (
         hvd.grouped_allreduce(mine, op=hvd.Sum),
-        [hvd.synchronize(handle) for handle in [hvd.allreduce_async(tensor, op=hvd.Sum) for tensor in mine]],
+        [
+            hvd.synchronize(handle)
+            for handle in [hvd.allreduce_async(tensor, op=hvd.Sum) for tensor in mine]
+        ],
     ):
         for result, total, dtype in zip(results, sums, dtypes, strict=True):
             assert result.dtype == dtype
@@ -100,8 +120,14 @@ def scattered():
     rank, size = hvd.rank(), hvd.size()
     for dtype in TYPES:
         for rows in (0, 1, size, 3 * size - 1, 1000):
-            parts = [((torch.arange(rows * 3) * (other + 1)) % 5).reshape(rows, 3).to(dtype) for other in range(size)]
-            bounds = [sum(rows // size + (a < rows % size) for a in range(until)) for until in range(size + 1)]
+            parts = [
+                ((torch.arange(rows * 3) * (other + 1)) % 5).reshape(rows, 3).to(dtype)
+                for other in range(size)
+            ]
+            bounds = [
+                sum(rows // size + (a < rows % size) for a in range(until))
+                for until in range(size + 1)
+            ]
             for op in (hvd.Sum, hvd.Average):
                 whole = expected(parts, op)[bounds[rank] : bounds[rank + 1]]
                 assert same(hvd.reducescatter(parts[rank], op=op), whole), (dtype, rows, op)
@@ -140,10 +166,15 @@ def joined():
     rank, size = hvd.rank(), hvd.size()
     if rank < size - 1:
         for dtype in TYPES:
-            parts = [torch.tensor([-448.0, 448.0, 0.5 + other, 0.0]).to(dtype) for other in range(size - 1)]
+            parts = [
+                torch.tensor([-448.0, 448.0, 0.5 + other, 0.0]).to(dtype)
+                for other in range(size - 1)
+            ]
             for op in (hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
                 for before in (1.0, -0.5) if op != hvd.Product else (1.0,):
-                    got = hvd.allreduce(parts[rank], op=op, prescale_factor=before, name=f"{dtype} {op} {before}")
+                    got = hvd.allreduce(
+                        parts[rank], op=op, prescale_factor=before, name=f"{dtype} {op} {before}"
+                    )
                     assert same(got, expected(parts, op, before)), (dtype, op, before)
     hvd.join()
 
@@ -186,10 +217,14 @@ def arrays():
         kind = np.dtype(getattr(ml_dtypes, name))
         codes = np.arange(256, dtype=np.uint8)
         values = torch.from_numpy(codes.view(kind).astype(np.float32))
-        assert torch.equal(torch.from_numpy(codes).view(dtype).float().nan_to_num(1e9), values.nan_to_num(1e9))
+        assert torch.equal(
+            torch.from_numpy(codes).view(dtype).float().nan_to_num(1e9), values.nan_to_num(1e9)
+        )
         got = arrays.allreduce(codes.view(kind), op=arrays.Max)
         assert got.dtype == kind
-        assert same(torch.from_numpy(got.view(np.uint8)).view(dtype), torch.from_numpy(codes).view(dtype))
+        assert same(
+            torch.from_numpy(got.view(np.uint8)).view(dtype), torch.from_numpy(codes).view(dtype)
+        )
         total = arrays.allreduce(np.full(5, rank + 1, dtype=kind), op=arrays.Sum)
         assert total.astype(np.float32).tolist() == [size * (size + 1) / 2] * 5
 

@@ -55,15 +55,22 @@ def output_in_a_world_of_its_own(script):
 
 
 def test_the_script_about_operations_prints_what_it_should(pair):
-    first, _ = pair.run(output_in_a_world_of_its_own, blocks(DOCS / "user-guide" / "operations.md", "python")[0])
+    first, _ = pair.run(
+        output_in_a_world_of_its_own, blocks(DOCS / "user-guide" / "operations.md", "python")[0]
+    )
     assert "2 ranks, sum [2.0, 2.0, 2.0], rows (3, 2)" in first
 
 
-MODEL = "import torch\nmodel = torch.nn.Linear(8, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+MODEL = (
+    "import torch\nmodel = torch.nn.Linear(8, 1)\noptimizer = torch.optim.SGD(model.parameters(), "
+    "lr=0.1)\n"
+)
 
 
 def step_of(script):
-    """Runs a step in a script that begins training; returns whether the parameters of both ranks are then equal."""
+    """Runs a step in a script that begins training; returns whether the parameters of both ranks
+    are then equal.
+    """
     import torch
 
     import farandole.torch as hvd
@@ -77,7 +84,9 @@ def step_of(script):
     return torch.equal(weights[0], weights[1])
 
 
-@pytest.mark.parametrize(("page", "number"), [("README.md", 1), ("docs/user-guide/moving-from-horovod.md", 0)])
+@pytest.mark.parametrize(
+    ("page", "number"), [("README.md", 1), ("docs/user-guide/moving-from-horovod.md", 0)]
+)
 def test_the_lines_that_a_script_needs_make_its_ranks_train_one_model(pair, page, number):
     block = [block for block in blocks_of(page) if block.kind == "python"][number]
     assert pair.run(step_of, MODEL + block.text) == [True, True]
@@ -91,5 +100,7 @@ def test_the_lines_that_a_script_needs_make_its_ranks_train_one_model(pair, page
     ],
 )
 def test_a_piece_of_a_page_runs(pair, page, number, before):
-    block = [block for block in blocks_of(f"docs/user-guide/{page}") if block.kind == "python"][number]
+    block = [block for block in blocks_of(f"docs/user-guide/{page}") if block.kind == "python"][
+        number
+    ]
     assert pair.run(output_of, before + block.text) == ["", ""]

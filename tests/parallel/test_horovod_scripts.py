@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Scripts that were written for Horovod run with the drop-in, unchanged, and get Horovod's results.
 
-They lie in `tests/horovod_scripts`, one for each framework and feature, and check themselves. `horovodrun` starts them
-on two ranks; those of Spark start their own.
+They lie in `tests/horovod_scripts`, one for each framework and feature, and check themselves.
+`horovodrun` starts them on two ranks; those of Spark start their own.
 """
 
 import os
@@ -53,20 +53,31 @@ def environment(**more):
 def run(*command):
     """Returns the output of a command, which must succeed."""
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=LIMIT, check=False, env=environment()
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env=environment(),
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def of(script):
-    if script.startswith(("tensorflow", "keras", "spark_keras")) and find_spec("tensorflow") is None:
+    if (
+        script.startswith(("tensorflow", "keras", "spark_keras"))
+        and find_spec("tensorflow") is None
+    ):
         pytest.skip("needs TensorFlow")
     return SCRIPTS / f"{script}.py"
 
 
 def as_marked(scripts):
-    return [pytest.param(name, marks=[pytest.mark.slow] if slow else [], id=name) for name, slow in scripts.items()]
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if slow else [], id=name)
+        for name, slow in scripts.items()
+    ]
 
 
 def test_every_script_is_run_by_a_test():

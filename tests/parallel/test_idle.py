@@ -22,7 +22,9 @@ def wakeups():
 
 
 def idle(windows):
-    """Wake-ups and CPU seconds of this process, for each window of a second in which nothing was pending."""
+    """Wake-ups and CPU seconds of this process, for each window of a second in which nothing was
+    pending.
+    """
     for _ in range(3):
         hvd.allreduce(torch.ones(1000))
     hvd.barrier()
@@ -37,7 +39,8 @@ def idle(windows):
 
 
 def test_an_idle_world_wakes_seldom_and_uses_less_than_a_percent_of_a_core(pair):
-    # What one wake-up costs depends on what else the machine does, so the count is the narrow bound. It is about 17.
+    # What one wake-up costs depends on what else the machine does, so the count is the narrow
+    # bound. It is about 17.
     for used in pair.run(idle, 3):
         woken, cpu = (min(of) for of in zip(*used, strict=True))
         assert woken < 40, f"{woken} wake-ups a second"
@@ -45,9 +48,11 @@ def test_an_idle_world_wakes_seldom_and_uses_less_than_a_percent_of_a_core(pair)
 
 
 def threads():
-    return sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/task"))
+    return sorted(thread.name for thread in threading.enumerate()), len(
+        os.listdir("/proc/self/task")
+    )
 
 
-def test_the_only_threads_of_the_interpreter_are_those_that_wait_for_events_and_questions_and_look_after_memory(pair):
+def test_the_only_threads_of_the_interpreter_wait_for_events_and_questions_or_watch_memory(pair):
     for names, _ in pair.run(threads):
         assert names == ["MainThread", "farandole-heap", "farandole-log", "farandole-stacks"]

@@ -35,7 +35,9 @@ def test_control_c_interrupts_init_while_it_waits_for_other_ranks(tmp_path):
             command = [sys.executable, "-c", code, pipe]
             outcomes[task] = launcher.run_agent(job.ticket, task, command, stream_output=False)
 
-        agents = [threading.Thread(target=agent, args=pair) for pair in enumerate([IMPATIENT, ABSENT])]
+        agents = [
+            threading.Thread(target=agent, args=pair) for pair in enumerate([IMPATIENT, ABSENT])
+        ]
         for thread in agents:
             thread.start()
         for thread in agents:

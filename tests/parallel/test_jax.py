@@ -94,7 +94,10 @@ def gradients_follow_the_chain_rule():
         "allgather": (lambda x: (hvd.allgather(x) * jnp.tile(weight, size)).sum(), total),
         "broadcast": (lambda x: (hvd.broadcast(x, 1) * weight).sum(), total if rank == 1 else 0.0),
         "alltoall": (lambda x: (hvd.alltoall(x) * weight).sum(), np.arange(1.0, size + 1)),
-        "reducescatter": (lambda x: (hvd.reducescatter(x) * (rank + 1.0)).sum(), np.arange(1.0, size + 1) / size),
+        "reducescatter": (
+            lambda x: (hvd.reducescatter(x) * (rank + 1.0)).sum(),
+            np.arange(1.0, size + 1) / size,
+        ),
     }
     for name, (loss, expected) in cases.items():
         for grad in (jax.grad(loss), jax.jit(jax.grad(loss))):
@@ -119,19 +122,26 @@ def training_equals_one_process():
     labels = jnp.sin(features.sum(1))
 
     def start(key):
-        return {"a": jax.random.normal(key, (5, 16)) / 2, "b": [jnp.zeros(16), jax.random.normal(key, (16,)) / 4]}
+        return {
+            "a": jax.random.normal(key, (5, 16)) / 2,
+            "b": [jnp.zeros(16), jax.random.normal(key, (16,)) / 4],
+        }
 
     def loss(params, features, labels):
         hidden = jnp.tanh(features @ params["a"] + params["b"][0])
         return ((hidden @ params["b"][1] - labels) ** 2).mean(), hidden.shape[0]
 
     alone = start(keys[1])
-    together = hvd.broadcast_parameters(start(jax.random.fold_in(keys[1], rank)) if rank else start(keys[1]))
+    together = hvd.broadcast_parameters(
+        start(jax.random.fold_in(keys[1], rank)) if rank else start(keys[1])
+    )
     descend = lambda params, grads: jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  # noqa: E731
 
     @jax.jit
     def step(params, features, labels):
-        (value, rows), grads = hvd.distributed_value_and_grad(loss, has_aux=True)(params, features, labels)
+        (value, rows), grads = hvd.distributed_value_and_grad(loss, has_aux=True)(
+            params, features, labels
+        )
         return descend(params, grads), value, rows
 
     own = slice(8 * rank, 8 * rank + 8)

@@ -23,7 +23,9 @@ def uneven_steps():
         assert total == [left] * 2
         assert largest == -1.0 - (size - left)
         assert smallest == 5 + (size - left)
-        assert hvd.allreduce(torch.ones(1), name=f"average {step}").item() == pytest.approx(left / size)
+        assert hvd.allreduce(torch.ones(1), name=f"average {step}").item() == pytest.approx(
+            left / size
+        )
         totals.append(total)
     last = hvd.join()
     return last, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
@@ -51,7 +53,9 @@ def epochs_of_which_a_rank_has_no_first():
     rank = hvd.rank()
     layer = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(layer.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters()
+    )
     for epoch in range(2):
         for _ in range(2 * (rank == 0 or epoch > 0)):
             optimizer.zero_grad()
@@ -83,7 +87,11 @@ def gathers_while_joined(consent):
         try:
             outcomes.append(attempt())
         except ValueError as error:
-            outcomes.append("refused" if "is not possible while ranks have joined: " in str(error) else str(error))
+            outcomes.append(
+                "refused"
+                if "is not possible while ranks have joined: " in str(error)
+                else str(error)
+            )
     hvd.join()
     return outcomes
 
@@ -106,7 +114,10 @@ def refusals_leave_the_join_intact():
     refused = 0
     for _ in range(2):
         if rank > 0:
-            for name, operation in [*operations.items(), *((None, operation) for operation in operations.values())]:
+            for name, operation in [
+                *operations.items(),
+                *((None, operation) for operation in operations.values()),
+            ]:
                 try:
                     operation(name)
                 except hvd.HorovodInternalError as error:

@@ -16,7 +16,9 @@ RANKS, BATCH, STEPS, EPOCHS = 2, 8, 4, 2
 
 
 def batches():
-    """Inputs and targets of all steps: the first half of each batch is rank 0's, the second rank 1's."""
+    """Inputs and targets of all steps: the first half of each batch is rank 0's, the second rank
+    1's.
+    """
     import numpy as np
 
     random = np.random.default_rng(3)
@@ -47,7 +49,9 @@ def build(optimizer, seed=7, **compile_options):
 
 
 def fit(model, x, y, batch, callbacks=()):
-    return model.fit(x, y, batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model.fit(
+        x, y, batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
 
 
 def same(model, expected, what):
@@ -55,11 +59,15 @@ def same(model, expected, what):
     import numpy as np
 
     for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{keras.backend.backend()}: {what}")
+        np.testing.assert_allclose(
+            ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{keras.backend.backend()}: {what}"
+        )
 
 
 def fit_equals_one_process():
-    """Every kind of optimizer; the ranks start from different weights, which the callback makes rank 0's."""
+    """Every kind of optimizer; the ranks start from different weights, which the callback makes
+    rank 0's.
+    """
     import keras
     import numpy as np
 
@@ -70,15 +78,27 @@ def fit_equals_one_process():
     kinds = {
         "plain": (lambda: keras.optimizers.SGD(0.1, momentum=0.9), wrap),
         "adam, clipped": (lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.05), wrap),
-        "accumulated": (lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.1), wrap),
-        "loss scale inside": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), wrap),
-        "groups": (lambda: keras.optimizers.SGD(0.1), lambda o: wrap(o, groups=2, gradient_predivide_factor=2.0)),
+        "accumulated": (
+            lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.1),
+            wrap,
+        ),
+        "loss scale inside": (
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+            wrap,
+        ),
+        "groups": (
+            lambda: keras.optimizers.SGD(0.1),
+            lambda o: wrap(o, groups=2, gradient_predivide_factor=2.0),
+        ),
     }
     for what, (make, distribute) in kinds.items():
         expected = build(make())
         fit(expected, x, y, BATCH)
         model = build(distribute(make()), seed=7 + hvd.rank())
-        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+        ]
         history = fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS, callbacks)
         same(model, expected, what)
         gathered = hvd.allgather([history.history["loss"][-1]], name=f"loss {what}")
@@ -86,7 +106,9 @@ def fit_equals_one_process():
         if keras.backend.backend() == "torch" and what == "plain":
             # Reduced where they are: no second copy of all gradients.
             for index, variable in enumerate(model.trainable_variables):
-                everyones = hvd.allgather(variable.value.grad.numpy()[None], name=f"gradient {index}")
+                everyones = hvd.allgather(
+                    variable.value.grad.numpy()[None], name=f"gradient {index}"
+                )
                 np.testing.assert_array_equal(everyones[0], everyones[1])
     return keras.backend.backend()
 
@@ -104,7 +126,11 @@ def embeddings_are_learned_as_by_one_process():
     def network(optimizer):
         initializers = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
         embedding = keras.layers.Embedding(12, 3, embeddings_initializer=initializers[0])
-        layers = [embedding, keras.layers.Flatten(), keras.layers.Dense(1, kernel_initializer=initializers[1])]
+        layers = [
+            embedding,
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, kernel_initializer=initializers[1]),
+        ]
         model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
         model.compile(optimizer=optimizer, loss="mse")
         return model
@@ -113,7 +139,10 @@ def embeddings_are_learned_as_by_one_process():
         "plain": (lambda: keras.optimizers.SGD(0.5), {}),
         "adam, clipped": (lambda: keras.optimizers.Adam(0.05, clipnorm=0.2), {}),
         "accumulated": (lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), {}),
-        "predivided": (lambda: keras.optimizers.SGD(0.5), {"gradient_predivide_factor": 2.0, "sparse_as_dense": True}),
+        "predivided": (
+            lambda: keras.optimizers.SGD(0.5),
+            {"gradient_predivide_factor": 2.0, "sparse_as_dense": True},
+        ),
     }
     for what, (make, options) in kinds.items():
         expected, model = network(make()), network(hvd.DistributedOptimizer(make(), **options))
@@ -142,7 +171,9 @@ def an_inf_on_one_rank_skips_the_step_on_all():
         fit(expected, x, y, BATCH)
         assert all(np.isfinite(weight).all() for weight in expected.get_weights())
         optimizer = (
-            scale(hvd.DistributedOptimizer(make())) if what == "around" else hvd.DistributedOptimizer(scale(make()))
+            scale(hvd.DistributedOptimizer(make()))
+            if what == "around"
+            else hvd.DistributedOptimizer(scale(make()))
         )
         model = build(optimizer)
         fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
@@ -161,27 +192,46 @@ def passes_and_local_layers_and_rates():
     expected = build(keras.optimizers.SGD(0.1))
     expected.fit(x, y, batch_size=2 * BATCH, shuffle=False, verbose=0)
     model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2))
-    model.fit(mine(x, hvd.rank()), mine(y, hvd.rank()), batch_size=BATCH // RANKS, shuffle=False, verbose=0)
+    model.fit(
+        mine(x, hvd.rank()),
+        mine(y, hvd.rank()),
+        batch_size=BATCH // RANKS,
+        shuffle=False,
+        verbose=0,
+    )
     same(model, expected, "two passes")
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
     )
     model = build(optimizer)
-    model.fit(mine(x, hvd.rank()), mine(y, hvd.rank()), batch_size=BATCH // RANKS, shuffle=False, verbose=0)
+    model.fit(
+        mine(x, hvd.rank()),
+        mine(y, hvd.rank()),
+        batch_size=BATCH // RANKS,
+        shuffle=False,
+        verbose=0,
+    )
     same(model, expected, "two passes averaged")
 
     model = build("sgd")
-    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.layers[0])
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=model.layers[0]
+    )
     model.compile(optimizer=optimizer, loss="mse")
     fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
-    parts = [hvd.allgather(weight[None], name=f"weight {index}") for index, weight in enumerate(model.get_weights())]
+    parts = [
+        hvd.allgather(weight[None], name=f"weight {index}")
+        for index, weight in enumerate(model.get_weights())
+    ]
     differ = [not np.array_equal(part[0], part[1]) for part in parts]
     assert differ == [True, True, False, False], differ
 
     model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5)))
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1)
     later = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda _epoch: 0.5, start_epoch=1)
-    logs = fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS, [warmup, later]).history["lr"]
+    logs = fit(
+        model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS, [warmup, later]
+    ).history["lr"]
     np.testing.assert_allclose(logs, [0.1, 0.05], rtol=1e-5)
 
 
@@ -202,9 +252,17 @@ def saved_models_load_with_and_without():
     assert not hasattr(plain.optimizer, "_farandole")
     assert hasattr(again.optimizer, "_farandole")
     for kept, loaded in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(keras.ops.convert_to_numpy(kept), keras.ops.convert_to_numpy(loaded))
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(kept), keras.ops.convert_to_numpy(loaded)
+        )
     for trained in (model, again):
-        trained.fit(mine(x, hvd.rank()), mine(y, hvd.rank()), batch_size=BATCH // RANKS, shuffle=False, verbose=0)
+        trained.fit(
+            mine(x, hvd.rank()),
+            mine(y, hvd.rank()),
+            batch_size=BATCH // RANKS,
+            shuffle=False,
+            verbose=0,
+        )
     same(again, model, "loaded")
     with pytest.raises(ValueError, match="distributed already"):
         hvd.DistributedOptimizer(model.optimizer)
@@ -221,7 +279,11 @@ def saved_models_load_with_and_without():
             assert ctx == "told"
             return tensor * 2.0
 
-    for compression, expected in ((hvd.Compression.fp16, 3.5), (hvd.Compression.bf16, 3.5), (Coarse, 8.0)):
+    for compression, expected in (
+        (hvd.Compression.fp16, 3.5),
+        (hvd.Compression.bf16, 3.5),
+        (Coarse, 8.0),
+    ):
         for given in (compression, compression()):
             value = hvd.allreduce(np.float32(1.75), op=hvd.Sum, compression=given)
             assert (value, value.dtype) == (expected, np.float32), given
@@ -231,7 +293,9 @@ def saved_models_load_with_and_without():
 
 
 def copies_reduce_too():
-    """From its configuration, by deepcopy and by pickle; and ranks that make optimizers in different orders."""
+    """From its configuration, by deepcopy and by pickle; and ranks that make optimizers in
+    different orders.
+    """
     import copy
     import pickle
 
@@ -244,8 +308,13 @@ def copies_reduce_too():
     if hvd.rank() == 1:
         # Not used, but made.
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    made = [hvd.DistributedOptimizer(keras.optimizers.SGD(rate)) for rate in ((0.1, 0.2), (0.2, 0.1))[hvd.rank()]]
-    mine_of = {float(keras.ops.convert_to_numpy(optimizer.learning_rate)): optimizer for optimizer in made}
+    made = [
+        hvd.DistributedOptimizer(keras.optimizers.SGD(rate))
+        for rate in ((0.1, 0.2), (0.2, 0.1))[hvd.rank()]
+    ]
+    mine_of = {
+        float(keras.ops.convert_to_numpy(optimizer.learning_rate)): optimizer for optimizer in made
+    }
     for rate in (0.1, 0.2):
         [optimizer] = [one for known, one in mine_of.items() if abs(known - rate) < 1e-6]
         expected, model = build(keras.optimizers.SGD(rate)), build(optimizer)
@@ -254,8 +323,12 @@ def copies_reduce_too():
         same(model, expected, f"rate {rate}")
 
     def kinds():
-        yield hvd.DistributedOptimizer(keras.optimizers.Adam(0.05, clipnorm=0.1), gradient_predivide_factor=2.0)
-        yield hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+        yield hvd.DistributedOptimizer(
+            keras.optimizers.Adam(0.05, clipnorm=0.1), gradient_predivide_factor=2.0
+        )
+        yield hvd.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        )
         yield hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
 
     ways = {
@@ -285,16 +358,20 @@ def callbacks_broadcast_and_average():
 
     x, y = batches()
     rank = hvd.rank()
-    # A model that is built by its first batch: weights are broadcast after it, those of one layer are not.
+    # A model that is built by its first batch: weights are broadcast after it, those of one layer
+    # are not.
     layers = [
-        keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(rank + seed)) for seed in (1, 9)
+        keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(rank + seed))
+        for seed in (1, 9)
     ]
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
     assert not model.built
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
 
-    model.fit(mine(x, rank), mine(y, rank), batch_size=BATCH // RANKS, verbose=0, callbacks=[broadcast])
+    model.fit(
+        mine(x, rank), mine(y, rank), batch_size=BATCH // RANKS, verbose=0, callbacks=[broadcast]
+    )
     assert broadcast.broadcast_done
     for index, weight in enumerate(model.get_weights()):
         everyones = hvd.allgather(weight[None], name=f"late weight {index}")
@@ -303,10 +380,14 @@ def callbacks_broadcast_and_average():
     first = kept.layers[0].kernel
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[first])
     fit(kept, mine(x, rank), mine(y, rank), BATCH // RANKS, [broadcast])
-    everyones = [hvd.allgather(weight[None], name=f"kept {index}") for index, weight in enumerate(kept.get_weights())]
+    everyones = [
+        hvd.allgather(weight[None], name=f"kept {index}")
+        for index, weight in enumerate(kept.get_weights())
+    ]
     assert [np.array_equal(one[0], one[1]) for one in everyones] == [False, True, True, True]
 
-    # So does the optimizer, in or out of a loss scale, and with it what it keeps for such a variable.
+    # So does the optimizer, in or out of a loss scale, and with it what it keeps for such a
+    # variable.
     for wrap in (
         hvd.DistributedOptimizer,
         lambda one: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(one)),
@@ -322,14 +403,33 @@ def callbacks_broadcast_and_average():
         broadcast.on_train_begin()
         for index, variables in enumerate((model.trainable_variables, inner.momentums)):
             values = [keras.ops.convert_to_numpy(variable) for variable in variables]
-            everyones = [hvd.allgather(value[None], name=f"{index}.{place}") for place, value in enumerate(values)]
-            assert [np.array_equal(one[0], one[1]) for one in everyones] == [False, True, True, True]
+            everyones = [
+                hvd.allgather(value[None], name=f"{index}.{place}")
+                for place, value in enumerate(values)
+            ]
+            assert [np.array_equal(one[0], one[1]) for one in everyones] == [
+                False,
+                True,
+                True,
+                True,
+            ]
 
     # Metrics are the mean of all ranks', and only numbers count.
     average = hvd.callbacks.MetricAverageCallback()
-    logs = {"loss": 1.0 + rank, "accuracy": 0.5, "table": np.ones(2), "note": f"of {rank}", "nothing": None}
+    logs = {
+        "loss": 1.0 + rank,
+        "accuracy": 0.5,
+        "table": np.ones(2),
+        "note": f"of {rank}",
+        "nothing": None,
+    }
     average.on_epoch_end(0, logs)
-    assert (logs["loss"], logs["accuracy"], logs["note"], logs["nothing"]) == (1.5, 0.5, f"of {rank}", None)
+    assert (logs["loss"], logs["accuracy"], logs["note"], logs["nothing"]) == (
+        1.5,
+        0.5,
+        f"of {rank}",
+        None,
+    )
     with pytest.raises(ValueError, match="ranks have different metrics"):
         average.on_epoch_end(1, {f"of rank {rank}": 1.0})
 
@@ -349,7 +449,12 @@ def callbacks_set_rates_and_keep_the_best():
     model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9)))
     decay = hvd.callbacks.LearningRateScheduleCallback(0.8, 0.5, start_epoch=1, end_epoch=3)
     history = model.fit(
-        mine(x, rank), mine(y, rank), batch_size=BATCH // RANKS, epochs=4, verbose=0, callbacks=[decay]
+        mine(x, rank),
+        mine(y, rank),
+        batch_size=BATCH // RANKS,
+        epochs=4,
+        verbose=0,
+        callbacks=[decay],
     ).history["lr"]
     np.testing.assert_allclose(history, [1.0, 0.8, 0.4, 0.4], rtol=1e-6)
     seen = []
@@ -374,7 +479,9 @@ def callbacks_set_rates_and_keep_the_best():
     # The best model: written where the estimator says, when the metric has become better.
     with tempfile.TemporaryDirectory() as folder:
         for only_weights, name in ((False, "best.keras"), (True, "best.weights.h5")):
-            best = hvd.callbacks.BestModelCheckpoint(monitor="loss", mode="min", save_weights_only=only_weights)
+            best = hvd.callbacks.BestModelCheckpoint(
+                monitor="loss", mode="min", save_weights_only=only_weights
+            )
             assert best.save_best_only
             best.filepath = os.path.join(folder, name)
             best.set_model(model)

@@ -21,7 +21,10 @@ def fit(failing):
     rank = hvd.rank()
     x, y = np.ones((8, 2), np.float32) * (rank + 1), np.zeros((8, 1), np.float32)
     # What a random layer draws is of its rank, and drawn again with a step that is taken again.
-    layers = [keras.layers.Dropout(0.5, seed=1 + rank), keras.layers.Dense(1, kernel_initializer="ones")]
+    layers = [
+        keras.layers.Dropout(0.5, seed=1 + rank),
+        keras.layers.Dense(1, kernel_initializer="ones"),
+    ]
     model = keras.Sequential([keras.Input((2,)), *layers])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), loss="mse")
     tried = []
@@ -37,7 +40,10 @@ def fit(failing):
 
     @hvd.elastic.run
     def train(state):
-        kept = [hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state, 100)]
+        kept = [
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.CommitStateCallback(state, 100),
+        ]
         model.fit(x, y, batch_size=2, epochs=3 - state.epoch, verbose=0, callbacks=[Fails(), *kept])
 
     train(state)

@@ -30,7 +30,9 @@ def trains(command):
 def test_an_example_trains_on_two_processes(name):
     if find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
-    trains([sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(EXAMPLES / name)])
+    trains(
+        [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(EXAMPLES / name)]
+    )
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -38,7 +40,9 @@ def test_its_twin_trains_through_horovods_names(name, tmp_path):
     if find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
     text = (EXAMPLES / name).read_text()
-    twin = re.sub(r"^import farandole\.(\S+) as hvd$", r"import horovod.\1 as hvd", text, flags=re.MULTILINE)
+    twin = re.sub(
+        r"^import farandole\.(\S+) as hvd$", r"import horovod.\1 as hvd", text, flags=re.MULTILINE
+    )
     assert twin != text
     script = tmp_path / name
     script.write_text(twin)

@@ -32,7 +32,9 @@ class Collected(logging.Handler):
             return [record for record in self.records if text in record.getMessage()]
 
         with self.arrived:
-            assert self.arrived.wait_for(found, LIMIT), [record.getMessage() for record in self.records]
+            assert self.arrived.wait_for(found, LIMIT), [
+                record.getMessage() for record in self.records
+            ]
             return found()[0]
 
 
@@ -51,7 +53,9 @@ def adds_sets():
         return (
             hvd.rank(),
             (record.name, record.levelname, record.getMessage(), record.rank),
-            before <= record.created <= time.time() and record.lineno > 0 and record.pathname.endswith(".rs"),
+            before <= record.created <= time.time()
+            and record.lineno > 0
+            and record.pathname.endswith(".rs"),
             logger.level,
         )
     finally:
@@ -59,8 +63,12 @@ def adds_sets():
 
 
 def test_every_rank_has_the_engines_events_in_pythons_logging_with_its_rank(fresh_world):
-    world = fresh_world(2, env={"FARANDOLE_LOG_LEVEL": "debug", "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"})
-    for expected, (rank, (name, level, text, told), plausible, logger_level) in enumerate(world.run(adds_sets)):
+    world = fresh_world(
+        2, env={"FARANDOLE_LOG_LEVEL": "debug", "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
+    )
+    for expected, (rank, (name, level, text, told), plausible, logger_level) in enumerate(
+        world.run(adds_sets)
+    ):
         assert (rank, told) == (expected, expected)
         assert (name, level, logger_level) == ("farandole.engine.engine", "DEBUG", logging.DEBUG)
         assert f"process_set={rank + 1}" in text, text
@@ -94,7 +102,9 @@ def test_lines_go_to_stderr_unless_the_program_has_a_handler(fresh_world):
 
 
 def is_quiet():
-    """Returns whether the engine's log lets only warnings through, and the script's settings are as they were."""
+    """Returns whether the engine's log lets only warnings through, and the script's settings are
+    as they were.
+    """
     logger = logging.getLogger("farandole")
     return logger.level == logging.NOTSET and not logger.isEnabledFor(logging.INFO)
 

@@ -64,7 +64,10 @@ def test_the_first_rule_that_fails_is_named(trio):
     def several():
         last = hvd.rank() == 2
         try:
-            hvd.allreduce(torch.ones(3 if last else 2, dtype=torch.int32 if last else torch.float32), name="odd")
+            hvd.allreduce(
+                torch.ones(3 if last else 2, dtype=torch.int32 if last else torch.float32),
+                name="odd",
+            )
         except ValueError as error:
             return str(error)
         return None
@@ -122,7 +125,9 @@ def mixed(helper, other):
         ("allgather_object", "bytes"),
     ],
 )
-def test_ranks_that_move_objects_while_others_do_something_else_get_an_error_at_once(trio, helper, other):
+def test_ranks_that_move_objects_while_others_do_something_else_get_an_error_at_once(
+    trio, helper, other
+):
     for text, everybody, last in trio.run(mixed, helper, other):
         assert text.startswith("Mismatched "), text
         assert f"rank 1 submitted {OBJECTS[helper]}" in text, text
@@ -164,7 +169,9 @@ def by_an_optimizer():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     groups = 1 if hvd.rank() == 1 else 3
-    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), groups=groups)
+    optimizer = hvd.DistributedOptimizer(
+        plain, named_parameters=model.named_parameters(), groups=groups
+    )
 
     def step():
         model(torch.ones(5, 4)).sum().backward()
@@ -183,5 +190,7 @@ def test_ranks_that_group_differently_are_all_told_at_once(fresh_world, how):
     for errors, took in fresh_world(3).run(how):
         assert len(errors) == 2, errors
         assert all("Mismatched groups: tensor " in text for text in errors), errors
-        assert all("ranks 0, 2 submitted " in text and "rank 1 submitted " in text for text in errors), errors
+        assert all(
+            "ranks 0, 2 submitted " in text and "rank 1 submitted " in text for text in errors
+        ), errors
         assert took < 10

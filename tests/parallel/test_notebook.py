@@ -18,7 +18,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook_torch_digits.ipynb"
 
 
 class Watched(NotebookClient):
-    """A client that remembers every page a display showed, and interrupts a cell that has printed `interrupt_at`."""
+    """A client that remembers every page a display showed, and interrupts a cell that has
+    printed `interrupt_at`.
+    """
 
     interrupt_at = None
 
@@ -68,7 +70,9 @@ def test_the_example_trains_a_network_of_its_cells_and_draws_while_it_does(clien
     displays = [output.output_type for output in fit.outputs if output.output_type != "stream"]
     assert displays == ["display_data"] * 2, "the chart, and the button that stops the fit"
     assert "<svg" in history.outputs[0].data["text/html"]
-    assert {"rank 0 of 2", "rank 1 of 2"} <= {line.partition(":")[2] for line in printed(share).splitlines()}
+    assert {"rank 0 of 2", "rank 1 of 2"} <= {
+        line.partition(":")[2] for line in printed(share).splitlines()
+    }
     assert share.outputs[-1].data["text/plain"] == "[0.5, 0.5]"
 
 

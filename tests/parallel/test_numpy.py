@@ -11,7 +11,19 @@ import pytest
 import farandole.numpy as hvd
 from farandole.numpy._arrays import table
 
-NUMBERS = ["uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+NUMBERS = [
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+]
 SMALL = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
 SHAPES = [(), (0,), (1,), (3, 7), (1025,)]
 
@@ -27,7 +39,10 @@ def dtype_of(name):
 def inputs(shape, dtype, size):
     """Returns the input of each rank: small whole numbers, exact in every dtype."""
     count = int(np.prod(shape))
-    return [((np.arange(count) * (rank + 1) + rank) % 3).reshape(shape).astype(dtype) for rank in range(size)]
+    return [
+        ((np.arange(count) * (rank + 1) + rank) % 3).reshape(shape).astype(dtype)
+        for rank in range(size)
+    ]
 
 
 def reductions_equal_one_process(names):
@@ -49,7 +64,9 @@ def reductions_equal_one_process(names):
                 exact = (np.trunc(value) if dtype.kind in "iu" else value).astype(dtype)
                 result = hvd.allreduce(mine, op=op)
                 assert (result.dtype, result.shape) == (dtype, shape)
-                assert np.allclose(result.astype(np.float64), exact.astype(np.float64), rtol=1e-2), (name, shape, op)
+                assert np.allclose(
+                    result.astype(np.float64), exact.astype(np.float64), rtol=1e-2
+                ), (name, shape, op)
                 assert np.array_equal(mine, before)
                 in_place = mine.copy()
                 assert hvd.allreduce_(in_place, op=op) is in_place
@@ -89,7 +106,9 @@ def arrays_of_any_layout_have_defined_results():
     total = hvd.size() * (hvd.size() + 1) // 2
     base = np.arange(24, dtype=np.float32).reshape(4, 6) * (hvd.rank() + 1)
     plain = np.arange(24, dtype=np.float32).reshape(4, 6) * total
-    unaligned = np.frombuffer(bytearray(1 + base.nbytes), dtype=np.float32, offset=1, count=24).reshape(4, 6)
+    unaligned = np.frombuffer(
+        bytearray(1 + base.nbytes), dtype=np.float32, offset=1, count=24
+    ).reshape(4, 6)
     unaligned[:] = base
     layouts = {
         "slice": (np.repeat(base, 2, axis=1)[:, ::2], plain),
@@ -232,7 +251,9 @@ def every_other_operation_equals_one_process():
         assert np.array_equal(first, parts[rank])
         assert np.array_equal(second, whole[:1] if rank == 0 else whole[:0])
         gathered = hvd.grouped_allgather([arrays[rank][: rank + 1], arrays[rank][:0]])
-        assert np.array_equal(gathered[0], np.concatenate([array[: r + 1] for r, array in enumerate(arrays)]))
+        assert np.array_equal(
+            gathered[0], np.concatenate([array[: r + 1] for r, array in enumerate(arrays)])
+        )
         assert gathered[1].shape == (0, 2)
         # Rank r sends one row to rank 0, two to rank 1, ...
         splits = [to + 1 if to < size - 1 else rows - sum(range(size)) for to in range(size)]
@@ -243,7 +264,9 @@ def every_other_operation_equals_one_process():
         assert counts.tolist() == [splits[rank]] * size
         assert counts.dtype == np.int32
         even = hvd.alltoall(arrays[rank][: 2 * size])
-        assert np.array_equal(even, np.concatenate([array[2 * rank : 2 * rank + 2] for array in arrays]))
+        assert np.array_equal(
+            even, np.concatenate([array[2 * rank : 2 * rank + 2] for array in arrays])
+        )
     handle = hvd.alltoall_async(np.ones((size, 1)))
     assert hvd.synchronize(handle)[0].shape == (size, 1)
     with pytest.raises(ValueError, match="splits"):
@@ -268,7 +291,10 @@ def process_sets_work_apart():
             with pytest.raises(ValueError, match="member"):
                 hvd.allreduce(np.ones(1), process_set=members)
             continue
-        assert hvd.allreduce(np.full(2, rank), op=hvd.Sum, process_set=members).tolist() == [sum(members.ranks)] * 2
+        assert (
+            hvd.allreduce(np.full(2, rank), op=hvd.Sum, process_set=members).tolist()
+            == [sum(members.ranks)] * 2
+        )
         assert hvd.allgather(np.full(1, rank), process_set=members).tolist() == members.ranks
         assert hvd.broadcast(np.full(1, rank), 2, process_set=members).tolist() == [2]
         assert hvd.allgather_object(rank, process_set=members) == members.ranks
@@ -285,6 +311,11 @@ def test_process_sets_work_apart(fresh_world):
 
 
 def test_numpy_alone_is_enough():
-    code = "import sys, farandole.numpy; print(sorted({'torch', 'jax', 'tensorflow', 'ml_dtypes'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, farandole.numpy; print(sorted({'torch', 'jax', 'tensorflow', 'ml_dtypes'} & "
+        "set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert result.stdout == "[]\n"

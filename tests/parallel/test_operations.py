@@ -18,7 +18,10 @@ SHAPES = [(), (0,), (1,), (5,), (3, 7), (1025,), (300_001,)]
 def inputs(shape, dtype, size, limit=3):
     """Returns the input of each rank: small whole numbers, exact in every dtype."""
     count = torch.Size(shape).numel()
-    return [((torch.arange(count) * (rank + 1) + rank) % limit).reshape(shape).to(dtype) for rank in range(size)]
+    return [
+        ((torch.arange(count) * (rank + 1) + rank) % limit).reshape(shape).to(dtype)
+        for rank in range(size)
+    ]
 
 
 def allreduce_equals_one_process(dtype_name):
@@ -65,7 +68,9 @@ def allgather_and_broadcast_equal_one_process(dtype_name):
     assert torch.equal(hvd.allgather(parts[hvd.rank()]), torch.cat(parts))
 
 
-@pytest.mark.parametrize("dtype", [*NUMBERS, "bool", "uint16", "uint32", "uint64", "complex64", "complex128"])
+@pytest.mark.parametrize(
+    "dtype", [*NUMBERS, "bool", "uint16", "uint32", "uint64", "complex64", "complex128"]
+)
 def test_allgather_and_broadcast_equal_one_process(world, dtype):
     world.run(allgather_and_broadcast_equal_one_process, dtype)
 
@@ -73,9 +78,14 @@ def test_allgather_and_broadcast_equal_one_process(world, dtype):
 def factors_multiply_before_and_after():
     total = sum(range(1, hvd.size() + 1))
     mine = torch.full((5,), float(hvd.rank() + 1))
-    assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), mine * 0 + total * 2)
+    assert torch.equal(
+        hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+        mine * 0 + total * 2,
+    )
     whole = torch.full((3,), hvd.rank() + 1)
-    assert torch.equal(hvd.allreduce(whole, op=hvd.Sum, postscale_factor=2.0), whole * 0 + total * 2)
+    assert torch.equal(
+        hvd.allreduce(whole, op=hvd.Sum, postscale_factor=2.0), whole * 0 + total * 2
+    )
     # Integer averages divide as integers, also where a double cannot hold them.
     large = torch.full((2,), 2**62 // hvd.size() - 1)
     assert torch.equal(hvd.allreduce(large), large)
@@ -87,7 +97,9 @@ def test_factors_multiply_before_and_after(world):
 
 def asynchronous_operations_may_be_awaited_in_any_order():
     order = range(200) if hvd.rank() == 0 else reversed(range(200))
-    handles = {i: hvd.allreduce_async(torch.full((i + 1,), float(i)), name=f"any.{i}") for i in order}
+    handles = {
+        i: hvd.allreduce_async(torch.full((i + 1,), float(i)), name=f"any.{i}") for i in order
+    }
     for i in range(199, -1, -1):
         assert torch.equal(hvd.synchronize(handles[i]), torch.full((i + 1,), float(i)))
 
@@ -98,7 +110,8 @@ def test_asynchronous_operations_may_be_awaited_in_any_order(world):
 
 def groups_reduce_together():
     tensors = [
-        torch.full((i,), float(hvd.rank()), dtype=dtype) for i, dtype in enumerate([torch.float32, torch.float64] * 5)
+        torch.full((i,), float(hvd.rank()), dtype=dtype)
+        for i, dtype in enumerate([torch.float32, torch.float64] * 5)
     ]
     results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group")
     expected = float(sum(range(hvd.size())))
@@ -157,9 +170,18 @@ def the_world_is_told_consistently():
     assert int(os.environ["RANK"]) == hvd.rank()
     assert int(os.environ["HOROVOD_SIZE"]) == hvd.size()
     assert hvd.is_homogeneous()
-    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+    return (
+        hvd.rank(),
+        hvd.size(),
+        hvd.local_rank(),
+        hvd.local_size(),
+        hvd.cross_rank(),
+        hvd.cross_size(),
+    )
 
 
 def test_the_world_is_reported_consistently(world):
     size = world.size
-    assert world.run(the_world_is_told_consistently) == [(rank, size, rank, size, 0, 1) for rank in range(size)]
+    assert world.run(the_world_is_told_consistently) == [
+        (rank, size, rank, size, 0, 1) for rank in range(size)
+    ]

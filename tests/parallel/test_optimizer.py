@@ -12,7 +12,9 @@ import farandole.torch as hvd
 
 def assert_close(actual, expected, tolerance=1e-5):
     # torch.testing takes seconds to import.
-    assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance), f"{actual} is not {expected}"
+    assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance), (
+        f"{actual} is not {expected}"
+    )
 
 
 def net():
@@ -23,7 +25,10 @@ def net():
 def batches(steps, rows):
     generator = torch.Generator().manual_seed(3)
     return [
-        (torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator))
+        (
+            torch.randn(rows, 6, generator=generator),
+            torch.randint(0, 3, (rows,), generator=generator),
+        )
         for _ in range(steps)
     ]
 
@@ -46,7 +51,10 @@ def train_equals_one_process(kind, options, passes, closure):
         make_optimizer(kind, together.parameters()),
         named_parameters=together.named_parameters(),
         backward_passes_per_step=passes,
-        **{**copy.deepcopy({k: v for k, v in options.items() if k != "groups"}), "compression": compression},
+        **{
+            **copy.deepcopy({k: v for k, v in options.items() if k != "groups"}),
+            "compression": compression,
+        },
         **({"groups": options["groups"]} if "groups" in options else {}),
     )
     loss = torch.nn.functional.cross_entropy
@@ -81,7 +89,11 @@ CASES = {
     "bf16": {"compression": "bf16"},
     "fp16": {"compression": "fp16"},
     "bucket view": {"gradient_as_bucket_view": True},
-    "bucket view in groups, bf16": {"gradient_as_bucket_view": True, "groups": 3, "compression": "bf16"},
+    "bucket view in groups, bf16": {
+        "gradient_as_bucket_view": True,
+        "groups": 3,
+        "compression": "bf16",
+    },
 }
 
 
@@ -105,7 +117,9 @@ def uneven_use():
     layers = torch.nn.ModuleList([torch.nn.Linear(2, 1, bias=False) for _ in range(2)])
     hvd.broadcast_parameters(layers.state_dict(), root_rank=0)
     before = [layer.weight.detach().clone() for layer in layers]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=1.0), layers.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layers.parameters(), lr=1.0), layers.named_parameters()
+    )
     # Every rank uses a layer of its own; the other one takes part with zeros.
     layers[hvd.rank()](torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -127,7 +141,9 @@ def late_parameters():
     frozen.requires_grad_()
     for _ in range(2):
         optimizer.zero_grad()
-        sum(layer(torch.full((1, 2), float(hvd.rank()))).sum() for layer in (first, second, frozen)).backward()
+        sum(
+            layer(torch.full((1, 2), float(hvd.rank()))).sum() for layer in (first, second, frozen)
+        ).backward()
         optimizer.step()
     return torch.cat([layer.weight.detach() for layer in (first, second, frozen)]).tolist()
 
@@ -193,9 +209,14 @@ def sparse_gradients(kind, sparse_as_dense):
     assert_close(together.weight, alone.weight)
 
 
-# SparseAdam moves what is in the gradient, and dense ones hold every row: made dense, it trains otherwise by design.
-@pytest.mark.parametrize(("kind", "sparse_as_dense"), [("sgd", False), ("sgd", True), ("adam", False)])
-def test_sparse_gradients_train_as_on_one_process_also_where_a_rank_has_none(pair, kind, sparse_as_dense):
+# SparseAdam moves what is in the gradient, and dense ones hold every row: made dense, it trains
+# otherwise by design.
+@pytest.mark.parametrize(
+    ("kind", "sparse_as_dense"), [("sgd", False), ("sgd", True), ("adam", False)]
+)
+def test_sparse_gradients_train_as_on_one_process_also_where_a_rank_has_none(
+    pair, kind, sparse_as_dense
+):
     pair.run(sparse_gradients, kind, sparse_as_dense)
 
 
@@ -206,7 +227,9 @@ def first_used_late():
     head = torch.nn.Linear(2, 1)
     both = torch.nn.ModuleDict({"table": table, "head": head})
     hvd.broadcast_parameters(both.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both.parameters(), lr=1.0), both.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(both.parameters(), lr=1.0), both.named_parameters()
+    )
     for step in range(3):
         optimizer.zero_grad()
         loss = head(torch.ones(1, 2)).sum()
@@ -224,7 +247,9 @@ def test_a_sparse_gradient_that_comes_late_and_on_one_rank_reaches_all(pair):
 def channels_last():
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(conv.parameters(), lr=1.0), conv.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(conv.parameters(), lr=1.0), conv.named_parameters()
+    )
     conv(torch.full((1, 3, 4, 4), float(hvd.rank()))).sum().backward()
     local = conv.weight.grad.clone()
     optimizer.synchronize()
@@ -284,7 +309,9 @@ class Schedule:
 
 def option_that_is_an_object():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    optimizer.param_groups[0].update(schedule=Schedule(7 + hvd.rank()), kind=torch.bfloat16, rank=hvd.rank())
+    optimizer.param_groups[0].update(
+        schedule=Schedule(7 + hvd.rank()), kind=torch.bfloat16, rank=hvd.rank()
+    )
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     group = optimizer.param_groups[0]
     return group["schedule"].number, str(group["kind"]), group["rank"]

@@ -24,10 +24,16 @@ def every_operation_in_subsets():
     for mine in [chosen for chosen in (first, second) if chosen.included()]:
         members, place = mine.ranks, mine.rank()
         ones = torch.ones(3) * (place + 1)
-        assert hvd.allreduce(ones, op=hvd.Average, process_set=mine, name="same").tolist() == [1.5] * 3
+        assert (
+            hvd.allreduce(ones, op=hvd.Average, process_set=mine, name="same").tolist() == [1.5] * 3
+        )
         assert hvd.allgather(torch.full((place,), rank), process_set=mine).tolist() == [members[1]]
-        assert hvd.broadcast(torch.tensor([rank]), members[1], process_set=mine).tolist() == [members[1]]
-        received, splits = hvd.alltoall(torch.tensor([rank] * 3), torch.tensor([1, 2]), process_set=mine)
+        assert hvd.broadcast(torch.tensor([rank]), members[1], process_set=mine).tolist() == [
+            members[1]
+        ]
+        received, splits = hvd.alltoall(
+            torch.tensor([rank] * 3), torch.tensor([1, 2]), process_set=mine
+        )
         assert received.tolist() == [rank for rank in members for _ in range(place + 1)]
         assert splits.tolist() == [place + 1] * 2
         scattered = hvd.reducescatter(torch.arange(3.0), op=hvd.Sum, process_set=mine)
@@ -40,7 +46,11 @@ def every_operation_in_subsets():
         with pytest.raises(ValueError, match="is not a member"):
             foreign.rank()
     numbers = [first.process_set_id, second.process_set_id]
-    assert [remove_process_set(first), remove_process_set(first), remove_process_set(second)] == [True, False, True]
+    assert [remove_process_set(first), remove_process_set(first), remove_process_set(second)] == [
+        True,
+        False,
+        True,
+    ]
     assert not remove_process_set(global_process_set)
     with pytest.raises(ValueError, match="not registered"):
         hvd.allreduce(torch.ones(1), process_set=first)
@@ -65,7 +75,9 @@ def a_set_does_not_wait_for_another():
         slow = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="slow")
     else:
         slow = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="slow")
-        total = sum(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() for _ in range(20))
+        total = sum(
+            hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() for _ in range(20)
+        )
         done = hvd.poll(slow)
         hvd.allreduce(torch.ones(1), name="go")
     result = hvd.synchronize(slow).item()
@@ -74,7 +86,9 @@ def a_set_does_not_wait_for_another():
 
 
 def test_sets_that_come_and_go(fresh_world):
-    """Overlapping sets, numbers used again, ranks that disagree, and sets that do not wait for each other."""
+    """Overlapping sets, numbers used again, ranks that disagree, and sets that do not wait for
+    each other.
+    """
     world = fresh_world(3, env=DYNAMIC)
     for _ in range(2):
         assert world.run(every_operation_in_subsets) == [[1, 2]] * 3
@@ -82,7 +96,11 @@ def test_sets_that_come_and_go(fresh_world):
         assert "rank 0 submitted an addition of process set [0, 1]" in message
         assert "ranks 1-2 submitted an addition of process set [1, 2]" in message
         assert total == 3
-    assert world.run(a_set_does_not_wait_for_another) == [(False, 40, 3), (False, 40, 3), (False, 0, 3)]
+    assert world.run(a_set_does_not_wait_for_another) == [
+        (False, 40, 3),
+        (False, 40, 3),
+        (False, 0, 3),
+    ]
 
 
 def sets_from_the_start():
@@ -135,7 +153,9 @@ def a_world_of_some():
     whole = hvd.rank()
     hvd.shutdown()
     if whole == 1:
-        with pytest.raises(ValueError, match="rank 1 is not among the ranks that init was asked for: 0, 2"):
+        with pytest.raises(
+            ValueError, match="rank 1 is not among the ranks that init was asked for: 0, 2"
+        ):
             hvd.init(comm=[2, 0])
         return hvd.is_initialized()
     hvd.init(comm=[2, 0])
@@ -157,7 +177,12 @@ except ValueError as error:
 
 def a_child_calls_init():
     child = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60, env={**os.environ}, check=True
+        [sys.executable, "-c", CHILD],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ},
+        check=True,
     )
     return child.stdout, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 

@@ -15,8 +15,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give processes other host names"),
 ]
-# The ranks of the first host bring 256 and 1, which bfloat16 rounds to 256, as float16 does with 2048 and 1; the
-# second host brings the same with the other sign, without the 1. Rounded between hosts the sum is 0, else it is 1.
+# The ranks of the first host bring 256 and 1, which bfloat16 rounds to 256, as float16 does with
+# 2048 and 1; the second host brings the same with the other sign, without the 1. Rounded between
+# hosts the sum is 0, else it is 1.
 TORCH: Final = """
 import json, sys, torch
 import farandole.torch as hvd
@@ -54,7 +55,8 @@ results = {
     "exact stateful": trained(Bf16(rounds_partial_sums=False)),
     "uncompressed": hvd.allreduce(brought(256.0, torch.bfloat16), op=hvd.Sum),
 }
-sys.stdout.write(json.dumps({name: sorted(set(result.tolist())) for name, result in results.items()}))
+sys.stdout.write(json.dumps({name: sorted(set(result.tolist())) for name,
+    result in results.items()}))
 """
 TENSORFLOW: Final = """
 import json, sys
@@ -83,7 +85,8 @@ results = {
     "scattered": hvd.reducescatter(mine, op=hvd.Sum, compression=bf16),
     "exact": hvd.allreduce(mine, op=hvd.Sum, compression=Exact),
 }
-sys.stdout.write(json.dumps({name: sorted(set(result.numpy().tolist())) for name, result in results.items()}))
+sys.stdout.write(json.dumps({name: sorted(set(result.numpy().tolist())) for name,
+    result in results.items()}))
 """
 
 

@@ -52,11 +52,16 @@ def late(path):
     return tensor
 
 
-def test_a_report_names_the_missing_what_they_wait_in_and_where_and_all_ends_well(fresh_world, tmp_path):
+def test_a_report_names_the_missing_what_they_wait_in_and_where_and_all_ends_well(
+    fresh_world, tmp_path
+):
     path = str(tmp_path / "{rank}.err")
     assert fresh_world(2, env=CHECK).run(late, path) == [[2, 2], [2, 2]]
     said = (tmp_path / "0.err").read_text()
-    assert "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks" in said
+    assert (
+        "One or more tensors were submitted to be reduced, gathered or broadcasted by subset "
+        "of ranks"
+    ) in said
     assert "for more than 0.3 seconds." in said
     assert "Missing ranks:\n" in said
     assert any("late" in names.split("]")[0] for names in said.split("\n1: [")[1:])
@@ -130,12 +135,18 @@ def waited(path):
 @pytest.mark.parametrize(
     "env",
     [
-        {"FARANDOLE_STALL_CHECK_DISABLE": "1", **CHECK, "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS": "0.4"},
+        {
+            "FARANDOLE_STALL_CHECK_DISABLE": "1",
+            **CHECK,
+            "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS": "0.4",
+        },
         {"HOROVOD_STALL_CHECK_TIME_SECONDS": "30", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4"},
     ],
     ids=["disabled", "contradictory"],
 )
-def test_a_check_that_is_off_or_a_shutdown_before_the_first_warning_ends_nothing(fresh_world, tmp_path, env):
+def test_a_check_that_is_off_or_a_shutdown_before_the_first_warning_ends_nothing(
+    fresh_world, tmp_path, env
+):
     assert fresh_world(2, env=env).run(waited, str(tmp_path / "{rank}.err")) == [[2, 2], [2, 2]]
     assert "Missing ranks" not in (tmp_path / "0.err").read_text()
 
@@ -177,8 +188,16 @@ def two_ways(path, first, second):
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
-        ("barrier", "addition", ("rank 0 in barrier of ", "ranks 1-2 in an addition of process set [0]")),
-        ("addition", "barrier", ("rank 0 in an addition of process set [0]", "ranks 1-2 in barrier of ")),
+        (
+            "barrier",
+            "addition",
+            ("rank 0 in barrier of ", "ranks 1-2 in an addition of process set [0]"),
+        ),
+        (
+            "addition",
+            "barrier",
+            ("rank 0 in an addition of process set [0]", "ranks 1-2 in barrier of "),
+        ),
         ("barrier of two", "removal", ("rank 0 in barrier of ", " in a removal of process set 1")),
     ],
 )
@@ -187,7 +206,10 @@ def test_ranks_that_wait_in_different_meetings_are_reported_and_then_the_job_end
 ):
     told = fresh_world(3, env=APART).run(two_ways, str(tmp_path / "{rank}.err"), first, second)
     said = (tmp_path / "0.err").read_text()
-    assert "their programs have parted ways. The job ends when that has lasted for 1.5 seconds." in said
+    assert (
+        "their programs have parted ways. The job ends when that has lasted for 1.5 seconds."
+        in said
+    )
     assert "Thread MainThread:" in said
     assert "in two_ways" in said
     for text, took in told:
@@ -209,7 +231,9 @@ def test_ranks_that_wait_in_different_meetings_are_reported_and_then_the_job_end
         ("shutdown", "join", "rank 0 on "),
     ],
 )
-def test_operations_that_can_never_match_are_an_error_at_once(fresh_world, tmp_path, first, second, says):
+def test_operations_that_can_never_match_are_an_error_at_once(
+    fresh_world, tmp_path, first, second, says
+):
     env = {**APART, "FARANDOLE_STALL_CHECK_TIME_SECONDS": "50"}
     told = fresh_world(3, env=env).run(two_ways, str(tmp_path / "{rank}.err"), first, second)
     for text, took in told[1:]:

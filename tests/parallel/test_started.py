@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 def horovod(rank: int, size: int, **extra: str) -> dict[str, str]:
     """Horovod's own variables of a rank on one host."""
-    return {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_SIZE": str(size), **extra}
+    return {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(size),
+        "HOROVOD_LOCAL_SIZE": str(size),
+        **extra,
+    }
 
 
 def openmpi(rank: int, size: int) -> dict[str, str]:
@@ -38,16 +43,29 @@ def hydra(rank: int, size: int) -> dict[str, str]:
 
 def slurm(rank: int, size: int) -> dict[str, str]:
     step = {"SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
-    return {**step, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "64", "SLURM_JOB_ID": f"9{os.getpid()}"}
+    return {
+        **step,
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "64",
+        "SLURM_JOB_ID": f"9{os.getpid()}",
+    }
 
 
 def jsrun(rank: int, size: int) -> dict[str, str]:
     names = {"RANK": rank, "SIZE": size, "LOCAL_SIZE": size}
-    return {"LSB_JOBID": f"8{os.getpid()}", **{f"JSM_NAMESPACE_{name}": str(value) for name, value in names.items()}}
+    return {
+        "LSB_JOBID": f"8{os.getpid()}",
+        **{f"JSM_NAMESPACE_{name}": str(value) for name, value in names.items()},
+    }
 
 
 def by_hand(rank: int, size: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(os.getpid())}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(os.getpid()),
+    }
 
 
 @pytest.mark.parametrize("variables", [horovod, openmpi, hydra, slurm, jsrun, by_hand])
@@ -57,7 +75,15 @@ def test_ranks_that_a_starter_has_numbered_form_one_world(variables) -> None:
 
 
 def test_torchrun_starts_a_world() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        "--no-python",
+    ]
     assert places(run([*command, sys.executable, "-c", SUM])) == world(3)
 
 
@@ -70,16 +96,21 @@ def test_the_pages_script_trains_one_model() -> None:
 def test_ranks_that_go_round_two_hosts_keep_their_numbers() -> None:
     # A container of YARN counts as a host of its own.
     hosts = [
-        {"CONTAINER_ID": name, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "5", "HOROVOD_LOCAL_SIZE": "9",
+        {"CONTAINER_ID": name, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "5",
+            "HOROVOD_LOCAL_SIZE": "9",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
         for rank, name in enumerate("ababa")
     ]  # fmt: skip
     ended = together(hosts)
     locals_ = [(0, 3, 0, 2), (0, 2, 1, 2), (1, 3, 0, 2), (1, 2, 1, 2), (2, 3, 0, 1)]
-    assert [one.place for one in ended] == [[rank, 5, *place, 31] for rank, place in enumerate(locals_)]
+    assert [one.place for one in ended] == [
+        [rank, 5, *place, 31] for rank, place in enumerate(locals_)
+    ]
 
 
-def test_a_directory_that_all_see_is_a_place_to_meet_and_nothing_stays_there(tmp_path: Path) -> None:
+def test_a_directory_that_all_see_is_a_place_to_meet_and_nothing_stays_there(
+    tmp_path: Path,
+) -> None:
     for rendezvous in (str(tmp_path), f"file://{tmp_path}"):
         spread = {"HOROVOD_LOCAL_SIZE": "1", "FARANDOLE_RENDEZVOUS": rendezvous}
         ended = together([horovod(rank, 2) | spread for rank in range(2)])
@@ -94,14 +125,19 @@ def free_port() -> int:
 
 
 def test_a_secret_and_an_address_are_enough() -> None:
-    meeting = {"FARANDOLE_JOB_SECRET": "a secret for tests only", "HOROVOD_LOCAL_SIZE": "1", "HOME": "/nowhere",
+    meeting = {"FARANDOLE_JOB_SECRET": "a secret for tests only", "HOROVOD_LOCAL_SIZE": "1",
+        "HOME": "/nowhere",
                "FARANDOLE_RENDEZVOUS": f"127.0.0.1:{free_port()}"}  # fmt: skip
-    assert [one.place for one in together([horovod(rank, 2) | meeting for rank in range(2)])] == world(2)
+    assert [
+        one.place for one in together([horovod(rank, 2) | meeting for rank in range(2)])
+    ] == world(2)
 
 
 def test_a_secret_alone_makes_up_the_port_of_the_first_host() -> None:
     meeting = {"FARANDOLE_JOB_SECRET": f"a secret for tests {os.getpid()}"}
-    assert [one.place for one in together([slurm(rank, 2) | meeting for rank in range(2)])] == world(2)
+    assert [
+        one.place for one in together([slurm(rank, 2) | meeting for rank in range(2)])
+    ] == world(2)
 
 
 def test_a_rank_with_another_secret_is_kept_out_and_named() -> None:
@@ -109,7 +145,10 @@ def test_a_rank_with_another_secret_is_kept_out_and_named() -> None:
     impatient = {"FARANDOLE_START_TIMEOUT": "6", "FARANDOLE_RENDEZVOUS": f"127.0.0.1:{port}"}
     secrets = ["a secret for tests only", "another secret for tests"]
     first, second = together(
-        [horovod(rank, 2) | impatient | {"FARANDOLE_JOB_SECRET": secrets[rank]} for rank in range(2)]
+        [
+            horovod(rank, 2) | impatient | {"FARANDOLE_JOB_SECRET": secrets[rank]}
+            for rank in range(2)
+        ]
     )
     assert first.status == second.status == 1
     assert "all ranks to come, 1 missing: [1]" in first.err, first.err
@@ -125,7 +164,10 @@ def test_a_rank_that_never_comes_is_named_and_no_rank_is_a_world_of_one() -> Non
         assert ended.status == 1
         assert "place" not in ended.out
         assert "FarandoleEnvironmentError" in ended.err
-    assert "rank 0 of 3, started by Horovod's variables, waited for all ranks to come, 1 missing: [2]" in first.err
+    assert (
+        "rank 0 of 3, started by Horovod's variables, waited for all ranks to come, 1 missing: [2]"
+        in first.err
+    )
     assert "1 missing: [2]" in second.err
 
 
@@ -139,10 +181,15 @@ def test_without_rank_0_the_others_say_where_they_looked(tmp_path: Path) -> None
 
 
 def test_a_long_wait_names_its_reason_once(tmp_path: Path) -> None:
-    meeting = {"FARANDOLE_START_TIMEOUT": "12", "FARANDOLE_RENDEZVOUS": str(tmp_path), "SLURM_STEP_NUM_NODES": "2",
+    meeting = {"FARANDOLE_START_TIMEOUT": "12", "FARANDOLE_RENDEZVOUS": str(tmp_path),
+        "SLURM_STEP_NUM_NODES": "2",
                "SLURM_STEP_NODELIST": "node[03-04]"}  # fmt: skip
     (ended,) = together([slurm(1, 2) | meeting])
-    lines = [line for line in ended.err.splitlines() if " WARNING farandole.session.started.meet: " in line]
+    lines = [
+        line
+        for line in ended.err.splitlines()
+        if " WARNING farandole.session.started.meet: " in line
+    ]
     assert len(lines) == 1, ended.err
     assert "rank 1 of 2, started by srun, waits for rank 0, most likely on node03" in lines[0]
 
@@ -176,7 +223,11 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
         # Rank 1 sees it first: its parent starts rank 0 when it has had the time to.
         command = [sys.executable, "-c", SUM]
         with subprocess.Popen(
-            command, env=environment(slurm(1, 2) | meeting), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment(slurm(1, 2) | meeting),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as second:
             end = time.monotonic() + 20
             while not (opened := opens(second.pid)) and time.monotonic() < end:
@@ -201,18 +252,26 @@ def opens(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=2 is no rank of"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "2"},
+            "OMPI_COMM_WORLD_RANK=2 is no rank of",
+        ),
         ({"PMIX_RANK": "0"}, "PMIX_RANK tells a rank and no size"),
         ({"HOROVOD_RANK": "one", "HOROVOD_SIZE": "2"}, "HOROVOD_RANK is not a number: one"),
         (horovod(0, 2) | openmpi(0, 4), "HOROVOD_SIZE=2"),
         (horovod(0, 2) | {"FARANDOLE_RENDEZVOUS": "nowhere"}, "must be host:port or a directory"),
         (horovod(0, 2) | {"FARANDOLE_RENDEZVOUS": "host:1"}, "takes a FARANDOLE_JOB_SECRET"),
-        (horovod(0, 2) | {"FARANDOLE_RENDEZVOUS": "/not/there"}, "must be a directory that is there: /not/there"),
+        (
+            horovod(0, 2) | {"FARANDOLE_RENDEZVOUS": "/not/there"},
+            "must be a directory that is there: /not/there",
+        ),
         (horovod(0, 2) | {"FARANDOLE_JOB_SECRET": "short"}, "fewer than 16 characters"),
         (horovod(0, 2) | {"HOROVOD_LOCAL_SIZE": "1"}, "names this job"),
     ],
 )
-def test_an_error_names_the_reason_why_no_world_can_form(variables: dict[str, str], told: str) -> None:
+def test_an_error_names_the_reason_why_no_world_can_form(
+    variables: dict[str, str], told: str
+) -> None:
     (ended,) = together([variables])
     assert ended.status == 1
     assert told in ended.err, ended.err
@@ -277,7 +336,8 @@ assert f"rank {rank} is already process {os.getpid()} " in heir.stderr, heir.std
 assert "remove HOROVOD_RANK from its environment" in heir.stderr, heir.stderr
 assert time.monotonic() - began < 30
 alone = {name: value for name, value in os.environ.items() if name != "HOROVOD_RANK"}
-free = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=alone)
+free = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+    env=alone)
 assert free.stdout == "size 1\\n", free.stderr
 child = os.fork()
 if child == 0:
@@ -347,7 +407,12 @@ dist.destroy_process_group()
 
 def test_foreign_communicators_give_out_ranks_and_take_no_part_in_collectives() -> None:
     port = free_port()
-    variables = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables = {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     ended = together([variables | {"RANK": str(rank)} for rank in range(4)], COMMUNICATOR)
     assert [one.place for one in ended] == [[rank, 4] for rank in range(4)]
 
@@ -361,6 +426,8 @@ def test_the_users_folder_is_his_alone(tmp_path: Path) -> None:
     (ended,) = together([horovod(0, 2) | folders])
     assert f"{own} can be used by others: its mode is 777" in ended.err, ended.err
     own.rmdir()
-    assert [one.place for one in together([horovod(rank, 2) | folders for rank in range(2)])] == world(2)
+    assert [
+        one.place for one in together([horovod(rank, 2) | folders for rank in range(2)])
+    ] == world(2)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert list(own.iterdir()) == []

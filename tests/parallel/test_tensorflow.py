@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""TensorFlow's ops on two ranks, against what one process computes: eagerly, in functions, graphs and SavedModels."""
+"""TensorFlow's ops on two ranks, against what one process computes: eagerly, in functions,
+graphs and SavedModels.
+"""
 
 import os
 import tempfile
@@ -65,7 +67,9 @@ def operations_equal_one_process():
         "gathered in groups": ones,
         "broadcast": everyones[1],
         "dealt": np.concatenate(
-            [everyones[0][:4], everyones[1][:1]] if rank == 0 else [everyones[0][4:], everyones[1][1:]]
+            [everyones[0][:4], everyones[1][:1]]
+            if rank == 0
+            else [everyones[0][4:], everyones[1][1:]]
         ),
         "received": [4, 1] if rank == 0 else [2, 5],
         "scattered": np.stack([total] * (2 - rank)),
@@ -86,12 +90,19 @@ def operations_equal_one_process():
         tf.float64,
     ]
     traced = tf.function(all_operations, input_signature=[tf.TensorSpec([None], tf.float32)])
-    runs = [(f"eager {dtype.name}", all_operations(tf.cast(mine, dtype)), dtype) for dtype in dtypes]
-    runs += [(f"traced, run {index}", traced(tf.cast(mine, tf.float32)), tf.float32) for index in range(3)]
+    runs = [
+        (f"eager {dtype.name}", all_operations(tf.cast(mine, dtype)), dtype) for dtype in dtypes
+    ]
+    runs += [
+        (f"traced, run {index}", traced(tf.cast(mine, tf.float32)), tf.float32)
+        for index in range(3)
+    ]
     native, hvd.mpi_ops.ops = hvd.mpi_ops.ops, _fallback
     try:
         runs.append(("Python", all_operations(tf.cast(mine, tf.float64)), tf.float64))
-        runs.append(("Python, traced", tf.function(all_operations)(tf.cast(mine, tf.float32)), tf.float32))
+        runs.append(
+            ("Python, traced", tf.function(all_operations)(tf.cast(mine, tf.float32)), tf.float32)
+        )
     finally:
         hvd.mpi_ops.ops = native
     for how, results, dtype in runs:
@@ -101,14 +112,20 @@ def operations_equal_one_process():
     for dtype in (tf.complex64, tf.complex128):
         number = tf.constant([1 + 2j, 3 - 1j], dtype) * (rank + 1)
         for how in (lambda step: step, tf.function):
-            summed, both, first = how(lambda x: (hvd.allreduce(x), hvd.allgather(x), hvd.broadcast(x, 0)))(number)
+            summed, both, first = how(
+                lambda x: (hvd.allreduce(x), hvd.allgather(x), hvd.broadcast(x, 0))
+            )(number)
             assert summed.dtype == dtype
             np.testing.assert_allclose(summed, [1.5 + 3j, 4.5 - 1.5j], rtol=1e-6)
             np.testing.assert_allclose(both, [1 + 2j, 3 - 1j, 2 + 4j, 6 - 2j], rtol=1e-6)
             np.testing.assert_allclose(first, [1 + 2j, 3 - 1j], rtol=1e-6)
     flags = hvd.allgather(tf.constant([rank == 0, True]))
     assert flags.numpy().tolist() == [True, True, False, True]
-    assert [hvd.size_op().numpy(), hvd.rank_op().numpy(), hvd.local_size_op().numpy()] == [size, rank, size]
+    assert [hvd.size_op().numpy(), hvd.rank_op().numpy(), hvd.local_size_op().numpy()] == [
+        size,
+        rank,
+        size,
+    ]
     assert hvd.process_set_included_op().numpy() == 1
     # Nothing at all is something, too.
     assert hvd.allreduce(tf.zeros([0, 3])).shape == (0, 3)
@@ -126,20 +143,44 @@ def gradients_are_those_of_the_sum_of_losses():
     weights = sum((np.arange(6) + 1) * (other + 1) for other in range(RANKS))
     factor = tf.cast(rank + 1, tf.float32)
     by_sender = np.arange(1, RANKS + 1)[:, None] * np.ones([RANKS, 2])
-    line, square, uneven = tf.range(6, dtype=tf.float32), tf.ones([RANKS, 2]), tf.ones([rank + 1, 2])
+    line, square, uneven = (
+        tf.range(6, dtype=tf.float32),
+        tf.ones([RANKS, 2]),
+        tf.ones([rank + 1, 2]),
+    )
     cases = {
         "sum": (lambda x: tf.reduce_sum(mine * hvd.allreduce(x, op=hvd.Sum)), line, weights),
-        "average": (lambda x: tf.reduce_sum(mine * hvd.allreduce(x, postscale_factor=3.0)), line, weights / RANKS * 3),
-        "group": (lambda x: tf.reduce_sum(mine * hvd.grouped_allreduce([x, x], op=hvd.Sum)[1]), line, weights),
-        "broadcast": (lambda x: tf.reduce_sum(mine * hvd.broadcast(x, 0)), line, weights * (rank == 0)),
-        "allgather": (lambda x: tf.reduce_sum(factor * hvd.allgather(x)), uneven, np.ones([rank + 1, 2]) * 3),
+        "average": (
+            lambda x: tf.reduce_sum(mine * hvd.allreduce(x, postscale_factor=3.0)),
+            line,
+            weights / RANKS * 3,
+        ),
+        "group": (
+            lambda x: tf.reduce_sum(mine * hvd.grouped_allreduce([x, x], op=hvd.Sum)[1]),
+            line,
+            weights,
+        ),
+        "broadcast": (
+            lambda x: tf.reduce_sum(mine * hvd.broadcast(x, 0)),
+            line,
+            weights * (rank == 0),
+        ),
+        "allgather": (
+            lambda x: tf.reduce_sum(factor * hvd.allgather(x)),
+            uneven,
+            np.ones([rank + 1, 2]) * 3,
+        ),
         "groups of allgather": (
             lambda x: tf.reduce_sum(factor * hvd.grouped_allgather([x, x])[1]),
             uneven,
             np.ones([rank + 1, 2]) * 3,
         ),
         "alltoall": (lambda x: tf.reduce_sum(factor * hvd.alltoall(x)), square, by_sender),
-        "reducescatter": (lambda x: tf.reduce_sum(factor * hvd.reducescatter(x)), square, by_sender / RANKS),
+        "reducescatter": (
+            lambda x: tf.reduce_sum(factor * hvd.reducescatter(x)),
+            square,
+            by_sender / RANKS,
+        ),
     }
     for what, (loss, value, expected) in cases.items():
         variable = tf.Variable(value)
@@ -196,7 +237,9 @@ def tapes_reduce_what_they_should():
             close(tf.convert_to_tensor(grads["rest"][0]), rows, f"rows, {options}")
             close(grads["rest"][1], (rank + 1) / RANKS, f"local, {options}")
             assert grads["none"] is None
-            assert isinstance(grads["rest"][0], tf.IndexedSlices) != bool(options.get("sparse_as_dense"))
+            assert isinstance(grads["rest"][0], tf.IndexedSlices) != bool(
+                options.get("sparse_as_dense")
+            )
     with pytest.raises(ValueError, match="needs op=Average"):
         run(gradient_predivide_factor=2.0, op=hvd.Sum)
     with pytest.raises(ValueError, match="each variable once"):
@@ -222,11 +265,15 @@ def graphs_of_compat_v1_run_in_sessions():
         train = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)).minimize(
             weight * (rank + 1.0), var_list=[weight]
         )
-        slowly = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1), backward_passes_per_step=2)
+        slowly = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(0.1), backward_passes_per_step=2
+        )
         train_slowly = slowly.minimize(passes * (rank + 1.0), var_list=[passes])
         together = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum)
         train_together = together.minimize(adasum[rank], var_list=[adasum])
-        with v1.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(0)]) as session:
+        with v1.train.MonitoredTrainingSession(
+            hooks=[hvd.BroadcastGlobalVariablesHook(0)]
+        ) as session:
             assert session.run(weight) == 1.0
             for _ in range(5):
                 close(session.run(sums, {fed: [1.0, 2.0]})[3], [6.0, 12.0], "session")
@@ -239,7 +286,9 @@ def graphs_of_compat_v1_run_in_sessions():
             close(session.run(adasum), [0.0, 0.0], "adasum")
     with pytest.raises(RuntimeError, match="eager"):
         hvd.broadcast_global_variables(0)
-    variables = [tf.Variable(np.full(3, rank, dtype)) for dtype in (np.float32, np.int64, np.float16)]
+    variables = [
+        tf.Variable(np.full(3, rank, dtype)) for dtype in (np.float32, np.int64, np.float16)
+    ]
     hvd.broadcast_variables(variables, root_rank=1)
     assert all((variable.numpy() == 1).all() for variable in variables)
     # A function may return what that returns.
@@ -280,7 +329,9 @@ def functions_loop_save_and_run_in_threads():
     assert results == {number: [2.0 * number] * 20 for number in range(8)}
 
     module = tf.Module()
-    module.call = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), input_signature=[tf.TensorSpec([2], tf.float32)])
+    module.call = tf.function(
+        lambda x: hvd.allreduce(x, op=hvd.Sum), input_signature=[tf.TensorSpec([2], tf.float32)]
+    )
     with tempfile.TemporaryDirectory() as folder:
         tf.saved_model.save(module, os.path.join(folder, "saved"))
         loaded = tf.saved_model.load(os.path.join(folder, "saved"))
@@ -323,10 +374,14 @@ def batch_norm_sees_all_batches():
     outputs, expected = layer(mine, training=True), plain(everything, training=True)
     part = expected[:4] if hvd.rank() == 0 else expected[4:]
     np.testing.assert_allclose(outputs, part, **close_enough)
-    np.testing.assert_allclose(layer.moving_variance.numpy(), plain.moving_variance.numpy(), **close_enough)
+    np.testing.assert_allclose(
+        layer.moving_variance.numpy(), plain.moving_variance.numpy(), **close_enough
+    )
     assert layer.name.startswith("sync_batch_normalization")
     # A model may have several.
-    keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(), hvd.SyncBatchNormalization()])
+    keras.Sequential(
+        [keras.Input((3,)), hvd.SyncBatchNormalization(), hvd.SyncBatchNormalization()]
+    )
     assert "process_set" not in layer.get_config()
     # A copy normalizes among the same ranks.
     alone = [hvd.add_process_set([rank]) for rank in range(RANKS)][hvd.rank()]
@@ -348,7 +403,8 @@ def batch_norm_sees_all_batches():
     def both(values):
         return compiled(again(values, training=True), training=True)
 
-    np.testing.assert_allclose(both(mine), part, rtol=1e-2, atol=1e-2)  # what is normal already, but for epsilon
+    # what is normal already, but for epsilon
+    np.testing.assert_allclose(both(mine), part, rtol=1e-2, atol=1e-2)
 
 
 def a_peer_that_leaves_is_an_unknown_error():

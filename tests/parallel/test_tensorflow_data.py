@@ -13,7 +13,9 @@ if find_spec("tensorflow") is None:
 
 
 def fetches(path):
-    """A trainer: squares by the service, deterministic batches by turns, and the calls it refuses."""
+    """A trainer: squares by the service, deterministic batches by turns, and the calls it
+    refuses.
+    """
     import os
 
     import tensorflow as tf
@@ -26,17 +28,21 @@ def fetches(path):
     assert TfDataServiceConfig.from_dict(config.to_dict()) == config
     numbers = tf.data.Dataset.range(20).map(lambda number: number**2)
     # Every trainer its own pass over all elements.
-    alone = sorted(int(square) for square in numbers.send_to_data_service(config, hvd.rank(), hvd.size()))
+    alone = sorted(
+        int(square) for square in numbers.send_to_data_service(config, hvd.rank(), hvd.size())
+    )
     assert alone == [number**2 for number in range(20)]
     # All trainers one pass: what one gets, no other does.
     shared = send_to_data_service(numbers, config, hvd.rank(), hvd.size(), reuse_dataset=True)
     mine = [int(square) for square in shared]
     assert sorted(square for others in hvd.allgather_object(mine) for square in others) == alone
     # Of another dataset, too.
-    more = tf.data.Dataset.range(100, 110).send_to_data_service(config, hvd.rank(), hvd.size(), reuse_dataset=True)
-    assert sorted(number for others in hvd.allgather_object(list(map(int, more))) for number in others) == list(
-        range(100, 110)
+    more = tf.data.Dataset.range(100, 110).send_to_data_service(
+        config, hvd.rank(), hvd.size(), reuse_dataset=True
     )
+    assert sorted(
+        number for others in hvd.allgather_object(list(map(int, more))) for number in others
+    ) == list(range(100, 110))
     # By turns: in each round the trainers get what follows each other in one worker's endless pass.
     endless = numbers.repeat()
     rounds = endless.send_to_data_service(
@@ -57,7 +63,9 @@ def test_workers_of_their_own_compute_for_two_trainers(tensorflow_pair, tmp_path
     command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable]
     command += ["-m", "farandole.tensorflow.data.compute_worker", str(config), "--timeout", "140"]
     command += ["--open-to-the-network"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as workers:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as workers:
         try:
             fetched = tensorflow_pair.run(fetches, str(config))
             printed = workers.communicate(timeout=140)[0]
@@ -79,13 +87,17 @@ def holds_the_dispatcher():
     from farandole.tensorflow.data._meeting import MeetingClient
 
     # Rank 1 has a meeting point, too, which is not announced.
-    with compute_service.serving(1, dispatcher_side="training", timeout=20, open_to_the_network=True) as own:
+    with compute_service.serving(
+        1, dispatcher_side="training", timeout=20, open_to_the_network=True
+    ) as own:
         config = hvd.broadcast_object(own, name="service")
         stopped = []
         if hvd.rank() == 1:
             # A service of one worker: which is what this rank would be in a job of its own.
             config.workers_per_dispatcher = 2
-            worker = threading.Thread(target=lambda: stopped.append(compute_service.compute_worker_fn(config)))
+            worker = threading.Thread(
+                target=lambda: stopped.append(compute_service.compute_worker_fn(config))
+            )
             worker.start()
             worker.join(60)
             assert stopped == [None]
@@ -132,7 +144,10 @@ def refuses():
     closed = pytest.raises(PermissionError, match="open_to_the_network=True")
     with closed:
         compute_worker_fn(TfDataServiceConfig(1, 1, "compute", [("127.0.0.1", 9)], b"key"))
-    with closed, tf_data_service(TfDataServiceConfig(1, 1, "training", [("127.0.0.1", 9)], b"key"), 0):
+    with (
+        closed,
+        tf_data_service(TfDataServiceConfig(1, 1, "training", [("127.0.0.1", 9)], b"key"), 0),
+    ):
         pass
     for command in (
         lambda: compute_worker.main(1, "compute", "service.json", 1.0),
@@ -142,11 +157,16 @@ def refuses():
             command()
     assert listening() == before, "nothing has been opened"
     os.environ["FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"] = "perhaps"
-    with pytest.raises(ValueError, match="FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK is 1 or 0: 'perhaps'"):
+    with pytest.raises(
+        ValueError, match="FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK is 1 or 0: 'perhaps'"
+    ):
         compute_worker.main(1, "compute", "service.json", 1.0)
     del os.environ["FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"]
 
-    with pytest.raises(ValueError, match="must be a multiple of the 2 dispatchers: 3"), serving(3, 2):
+    with (
+        pytest.raises(ValueError, match="must be a multiple of the 2 dispatchers: 3"),
+        serving(3, 2),
+    ):
         pass
     with pytest.raises(ValueError, match="dispatcher_side must be one of"):
         TfDataServiceConfig(1, 1, "elsewhere", [], b"")

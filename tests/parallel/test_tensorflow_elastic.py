@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic states of TensorFlow and Keras: a rank fails in the middle of a step, the others hear of it by an op."""
+"""Elastic states of TensorFlow and Keras: a rank fails in the middle of a step, the others hear
+of it by an op.
+"""
 
 from importlib.util import find_spec
 
@@ -11,7 +13,9 @@ if find_spec("tensorflow") is None:
 
 
 def rolls_back(how):
-    """Trains six steps; at the fourth, rank 1 fails while rank 0 waits for it in an op. Returns steps and values."""
+    """Trains six steps; at the fourth, rank 1 fails while rank 0 waits for it in an op. Returns
+    steps and values.
+    """
     import tensorflow as tf
 
     import farandole.tensorflow as hvd
@@ -28,7 +32,11 @@ def rolls_back(how):
         [grad] = hvd.DistributedGradientTape(tape).gradient(loss, [weight])
         weight.assign_sub(0.1 * grad)
 
-    run_step = {"eager": step, "traced": tf.function(step), "compiled": tf.function(step, jit_compile=True)}[how]
+    run_step = {
+        "eager": step,
+        "traced": tf.function(step),
+        "compiled": tf.function(step, jit_compile=True),
+    }[how]
 
     @hvd.elastic.run
     def train(state):
@@ -57,7 +65,9 @@ def a_session_rolls_back():
     rank, v1 = hvd.rank(), tf.compat.v1
     with tf.Graph().as_default(), v1.Session() as session:
         weight = v1.get_variable("weight", initializer=tf.constant(1.0 if rank == 0 else 5.0))
-        train_op = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)).minimize(weight * (rank + 1.0))
+        train_op = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)).minimize(
+            weight * (rank + 1.0)
+        )
         session.run(v1.global_variables_initializer())
         state, seen, tried = hvd.elastic.TensorFlowState(session=session, step=0), [], []
 
@@ -90,7 +100,9 @@ def keras_goes_on_in_the_middle_of_an_epoch(failing):
 
     rank = hvd.rank()
     x, y = np.ones((8, 2), np.float32) * (rank + 1), np.zeros((8, 1), np.float32)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer=keras.initializers.Ones())])
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer=keras.initializers.Ones())]
+    )
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), loss="mse")
     seen, tried = [], []
 
@@ -141,7 +153,9 @@ def keras_goes_on_in_the_middle_of_an_epoch(failing):
 def test_a_step_that_lost_a_rank_is_taken_again_from_the_last_commit(tensorflow_pair, how):
     one, other = tensorflow_pair.run(rolls_back, how)
     # The third step was not committed: both take it again from rank 0's weight.
-    assert one == other == [(1, 0.85), (2, 0.7), (3, 0.55), (3, 0.55), (4, 0.4), (5, 0.25), (6, 0.1)]
+    assert (
+        one == other == [(1, 0.85), (2, 0.7), (3, 0.55), (3, 0.55), (4, 0.4), (5, 0.25), (6, 0.1)]
+    )
 
 
 def test_variables_of_a_session_go_back_too(tensorflow_pair):
@@ -165,7 +179,9 @@ def goes_on_from_a_store(folder):
 
     def network():
         keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")]
+        )
         model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
         return model
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""TensorFlow gradients are reduced during the backward pass, after several passes, or by the stand-ins alone."""
+"""TensorFlow gradients are reduced during the backward pass, after several passes, or by the
+stand-ins alone.
+"""
 
 import subprocess
 import threading
@@ -22,7 +24,7 @@ void *dlsym(void *handle, const char *name) {
     void *(*look_up)(void *, const char *) = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
     return strcmp(name, LACKS) == 0 ? 0 : look_up(handle, name);
 }
-"""
+"""  # noqa: E501
 
 
 def close(actual, expected, what):
@@ -104,10 +106,17 @@ def passes_are_averaged_and_local_variables_kept_in_compat_v1():
         ]
         train_passed = passing.minimize(passed * mine, var_list=[passed])
         with v1.train.MonitoredTrainingSession() as session:
-            seen = [(session.run(train_averaged, {fed: value}), session.run(averaged))[1] for value in (1.0, 3.0)]
+            seen = [
+                (session.run(train_averaged, {fed: value}), session.run(averaged))[1]
+                for value in (1.0, 3.0)
+            ]
             close(seen, [1.0, 1.0 - 0.1 * 1.5 * (1.0 + 3.0) / 2], "averaged")
             session.run(train)
-            close(session.run([shared, scaled, kept]), [0.85, 1.0 - 0.1 * mine / 2, 1.0 - 0.1 * mine], "local")
+            close(
+                session.run([shared, scaled, kept]),
+                [0.85, 1.0 - 0.1 * mine / 2, 1.0 - 0.1 * mine],
+                "local",
+            )
             seen = [(session.run(train_passed), session.run(passed))[1] for _ in range(2)]
             close(seen, [1.0, 1.0 - 2 * 0.1 * mine / 2], "local, two passes")
 
@@ -122,9 +131,9 @@ def optimizers_and_tapes_are_used_at_the_same_time():
     with tf.Graph().as_default():
         weights = [v1.get_variable(f"w{index}", initializer=tf.constant(1.0)) for index in range(3)]
         train = [
-            hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1), backward_passes_per_step=2).minimize(
-                weight * mine * (index + 1.0), var_list=[weight]
-            )
+            hvd.DistributedOptimizer(
+                v1.train.GradientDescentOptimizer(0.1), backward_passes_per_step=2
+            ).minimize(weight * mine * (index + 1.0), var_list=[weight])
             for index, weight in enumerate(weights)
         ]
         with v1.train.MonitoredTrainingSession() as session:
@@ -141,7 +150,9 @@ def optimizers_and_tapes_are_used_at_the_same_time():
         def step():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(weight * mine * number)
-            return hvd.DistributedGradientTape(tape, name=f"{traced}.{number}").gradient(loss, [weight])[0][0]
+            return hvd.DistributedGradientTape(tape, name=f"{traced}.{number}").gradient(
+                loss, [weight]
+            )[0][0]
 
         step = tf.function(step) if traced else step
         results[number, traced] = {round(float(step()), 4) for _ in range(40)}
@@ -163,12 +174,16 @@ def adasum_in_compat_v1_does_as_it_is_told():
 
     v1, rank = tf.compat.v1, hvd.rank()
     with tf.Graph().as_default():
-        fine, coarse, local = (v1.get_variable(name, initializer=tf.zeros(2)) for name in ("fine", "coarse", "local"))
+        fine, coarse, local = (
+            v1.get_variable(name, initializer=tf.zeros(2)) for name in ("fine", "coarse", "local")
+        )
         small = 1.0 + 2.0**-12  # what a half loses
         step = tf.one_hot(rank, 2) * small
 
         def train(variable, **options):
-            optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum, **options)
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum, **options
+            )
             optimizer.register_local_var(local)
             loss = -tf.reduce_sum((variable + local) * step)
             return optimizer.minimize(loss, var_list=[variable, local])
@@ -191,14 +206,18 @@ def layers_may_stay_with_their_rank():
     import farandole.tensorflow as hvd
 
     mine = hvd.rank() + 1.0
-    shared, own, other = (keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(3))
+    shared, own, other = (
+        keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(3)
+    )
     for layer in (shared, own, other):
         layer.build((None, 1))
     sources = [layer.kernel for layer in (shared, own, other)]
 
     def run(**options):
         with tf.GradientTape(persistent=True) as tape:
-            loss = tf.reduce_sum(sum(layer(tf.ones([1, 1]) * mine) for layer in (shared, own, other)))
+            loss = tf.reduce_sum(
+                sum(layer(tf.ones([1, 1]) * mine) for layer in (shared, own, other))
+            )
         tape = hvd.PartialDistributedGradientTape(tape, **options)
         local, reduced = tape.get_local_and_global_gradients(loss, sources)
         assert {id(source) for source, _ in local + reduced} == {id(source) for source in sources}
@@ -207,7 +226,11 @@ def layers_may_stay_with_their_rank():
 
     assert run() == ([1.5] * 3, [], [1.5] * 3)
     assert run(local_layers=own) == ([1.5, mine / 2, 1.5], [mine / 2], [1.5, 1.5])
-    assert run(local_layers=[own, other], scale_local_gradients=False) == ([1.5, mine, mine], [mine, mine], [1.5])
+    assert run(local_layers=[own, other], scale_local_gradients=False) == (
+        [1.5, mine, mine],
+        [mine, mine],
+        [1.5],
+    )
     with pytest.raises(ValueError, match="local_layers must hold layers: EagerTensor"):
         run(local_layers=[tf.ones(1)])
     with pytest.raises(ValueError, match="the local layer 'mine' must be built"):
@@ -240,7 +263,10 @@ def tapes_may_be_wrapped_while_they_record():
     close(tape.gradient(loss, weight), [1.5, 1.5], "wrapped before")
     with tf.GradientTape(persistent=True) as tape:
         loss = tf.reduce_sum(weight * factor)
-    averaged, summed = hvd.DistributedGradientTape(tape), hvd.DistributedGradientTape(tape, op=hvd.Sum)
+    averaged, summed = (
+        hvd.DistributedGradientTape(tape),
+        hvd.DistributedGradientTape(tape, op=hvd.Sum),
+    )
     for one, expected in ((averaged, 1.5), (summed, 3.0), (averaged, 1.5)):
         close(one.gradient(loss, weight), [expected] * 2, "two wrappers")
     close(tape.gradient(loss, weight), [factor] * 2, "the tape itself")
@@ -277,9 +303,15 @@ def a_step_needs_no_more_than_one_call_of_the_stand_ins(lacks):
         assert [op.type for op in graph.get_operations()].count("EagerPyFunc") == 1
         import keras
 
-        layers = [keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
+        layers = [
+            keras.Input((2,)),
+            keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+        ]
         model = keras.Sequential(layers)
-        model.compile(keras_hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=lambda _, predicted: predicted)
+        model.compile(
+            keras_hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+            loss=lambda _, predicted: predicted,
+        )
         model.fit(np.full((1, 2), rank + 1.0), np.zeros((1, 1)), verbose=0)
         close(model.get_weights()[0], [[0.85], [0.85]], "fit")
     [warning] = [str(one.message) for one in told if "native ops" in str(one.message)]
@@ -311,7 +343,9 @@ def test_a_partial_tape_leaves_layers_to_their_rank(tensorflow_pair):
     tensorflow_pair.run(layers_may_stay_with_their_rank)
 
 
-def test_a_tensorflow_that_lacks_a_function_trains_by_the_stand_ins_with_one_warning(fresh_world, tmp_path):
+def test_a_tensorflow_that_lacks_a_function_trains_by_the_stand_ins_with_one_warning(
+    fresh_world, tmp_path
+):
     source, library = tmp_path / "older.c", tmp_path / "older.so"
     source.write_text(OLDER)
     command = ["cc", "-shared", "-fPIC", f'-DLACKS="{LACKS}"', "-o", str(library), str(source)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Functions with `jit_compile=True` where XLA cannot hold collectives: split around them, with the same results."""
+"""Functions with `jit_compile=True` where XLA cannot hold collectives: split around them, with
+the same results.
+"""
 
 import contextlib
 import os
@@ -40,7 +42,9 @@ def close(actual, expected, what):
 
 
 def made_of(run):
-    """Types of the ops of functions that are run for the first time, by what is made of their graphs in the end."""
+    """Types of the ops of functions that are run for the first time, by what is made of their
+    graphs in the end.
+    """
     from tensorflow.python.eager.context import context
 
     context().enable_graph_collection()
@@ -65,7 +69,11 @@ def steps_are_split():
         traces.append(x.shape)
         with tf.GradientTape() as tape:
             hidden = tf.tanh(x) * x + tf.exp(-x * x)
-            loss = tf.reduce_sum(dense * (rank + 1.0)) + tf.reduce_sum(tf.gather(table, [rank])) + tf.reduce_sum(hidden)
+            loss = (
+                tf.reduce_sum(dense * (rank + 1.0))
+                + tf.reduce_sum(tf.gather(table, [rank]))
+                + tf.reduce_sum(hidden)
+            )
         grads = hvd.DistributedGradientTape(tape).gradient(loss, [dense, table])
         return loss, [tf.square(tf.sqrt(grad)) * 1.0 + 0.0 for grad in grads]
 
@@ -115,7 +123,9 @@ def functions_in_functions_are_split():
             # 2 * (1 + 2) + 1 and 2 * 2 and 2, of the first element.
             close(total, [7.0 + 4.0 + 2.0, 13.0 + 8.0 + 4.0], "nested")
             close(gathered, [1.0] * 3, "of different sizes")
-        concrete = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), jit_compile=True).get_concrete_function(mine)
+        concrete = tf.function(
+            lambda x: hvd.allreduce(x, op=hvd.Sum), jit_compile=True
+        ).get_concrete_function(mine)
         close(concrete(mine), [3.0, 6.0], "concrete")
 
 
@@ -141,7 +151,9 @@ def auto_never_compiles_what_has_to_be_split():
 
     trainer = keras.src.trainers.trainer
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile="auto")
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile="auto"
+    )
     assert model.jit_compile is False  # no GPU
     tf = keras.src.utils.module_utils.tensorflow
     listed = tf.config.list_physical_devices

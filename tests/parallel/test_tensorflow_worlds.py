@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""TensorFlow where not all ranks do the same: joins, process sets, Adasum; and the Python stand-ins' gradients."""
+"""TensorFlow where not all ranks do the same: joins, process sets, Adasum; and the Python
+stand-ins' gradients.
+"""
 
 from importlib.util import find_spec
 
@@ -67,19 +69,30 @@ def process_sets_reduce_among_themselves():
             hvd.allreduce(tf.constant([3.0]), process_set=alone)
         assert int(hvd.process_set_included_op(alone.process_set_id)) == 0
     close(hvd.allgather(tf.constant([[rank]]), process_set=both), [[0], [1]], "both")
-    close(hvd.reducescatter(tf.constant([1.0, 2.0]) + rank, op=hvd.Sum, process_set=both), [[3.0, 5.0][rank]], "rows")
+    close(
+        hvd.reducescatter(tf.constant([1.0, 2.0]) + rank, op=hvd.Sum, process_set=both),
+        [[3.0, 5.0][rank]],
+        "rows",
+    )
 
     def gradient(process_set):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(variable * (rank + 1.0))
-        return hvd.DistributedGradientTape(tape, process_set=process_set).gradient(loss, [variable])[0]
+        return hvd.DistributedGradientTape(tape, process_set=process_set).gradient(
+            loss, [variable]
+        )[0]
 
     for how in (gradient, tf.function(gradient)):
         close(how(both), [1.5, 1.5], "tape among both")
         close(how(alone), [rank + 1.0] * 2, "tape where one is left out")
     for process_set, expected in ((both, 1.5), (alone, rank + 1.0)):
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=process_set), loss=lambda _, p: p)
+        model = keras.Sequential(
+            [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
+        )
+        model.compile(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=process_set),
+            loss=lambda _, p: p,
+        )
         model.fit(np.full((1, 1), rank + 1.0), np.zeros((1, 1)), verbose=0)
         close(model.get_weights()[0], [[1.0 - expected]], f"fit in {process_set}")
     with pytest.raises(NotImplementedError, match="Adasum"):
@@ -101,17 +114,27 @@ def adasum_and_halves_are_what_they_should_be():
     dot, norms = vectors[0] @ vectors[1], [vector @ vector for vector in vectors]
     expected = (1 - dot / 2 / norms[0]) * vectors[0] + (1 - dot / 2 / norms[1]) * vectors[1]
     close(hvd.allreduce(mine, op=hvd.Adasum), expected, "adasum")
-    close(tf.function(lambda x: hvd.grouped_allreduce([x, x], op=hvd.Adasum))(mine)[1], expected, "adasum in a group")
+    close(
+        tf.function(lambda x: hvd.grouped_allreduce([x, x], op=hvd.Adasum))(mine)[1],
+        expected,
+        "adasum in a group",
+    )
     # What travels as halves loses what halves lose, and comes back in its own type.
     fine = tf.constant([1.0 + 2.0**-12, 1.5], tf.float64) * (rank + 1)
     for compression, lost in ((hvd.Compression.fp16, 2.0**-12), (hvd.Compression.none, 0.0)):
         summed = hvd.allreduce(fine, op=hvd.Sum, compression=compression)
         assert summed.dtype == tf.float64
         close(summed, [3.0 + 3 * 2.0**-12 - 3 * lost, 4.5], f"{compression}")
-    whole = hvd.allreduce(tf.constant([2**20 + 1], tf.int64), op=hvd.Sum, compression=hvd.Compression.fp16)
+    whole = hvd.allreduce(
+        tf.constant([2**20 + 1], tf.int64), op=hvd.Sum, compression=hvd.Compression.fp16
+    )
     assert whole.numpy().tolist() == [2**21 + 2]
-    slices = tf.IndexedSlices(tf.ones([1, 2]) * (rank + 1), tf.constant([rank]), dense_shape=tf.constant([2, 2]))
-    reduced = tf.function(lambda values: hvd.allreduce(tf.IndexedSlices(values, slices.indices, slices.dense_shape)))
+    slices = tf.IndexedSlices(
+        tf.ones([1, 2]) * (rank + 1), tf.constant([rank]), dense_shape=tf.constant([2, 2])
+    )
+    reduced = tf.function(
+        lambda values: hvd.allreduce(tf.IndexedSlices(values, slices.indices, slices.dense_shape))
+    )
     close(tf.convert_to_tensor(reduced(slices.values)), [[0.5, 0.5], [1.0, 1.0]], "slices")
 
 
@@ -141,11 +164,19 @@ def stand_ins_have_gradients_too():
     unknown.process_set_id = 9
     native, hvd.mpi_ops.ops = hvd.mpi_ops.ops, _fallback
     try:
-        for options in ({}, {"sparse_as_dense": True}, {"groups": 2, "compression": hvd.Compression.bf16}):
+        for options in (
+            {},
+            {"sparse_as_dense": True},
+            {"groups": 2, "compression": hvd.Compression.bf16},
+        ):
             for how in (step, tf.function(step)):
                 grads = how(**options)
                 close(grads[0], [1.5] * 3, f"dense, {options}")
-                close(tf.convert_to_tensor(grads[1]), [[0.5] * 2, [0.5] * 2, [0.0] * 2, [0.0] * 2], f"rows, {options}")
+                close(
+                    tf.convert_to_tensor(grads[1]),
+                    [[0.5] * 2, [0.5] * 2, [0.0] * 2, [0.0] * 2],
+                    f"rows, {options}",
+                )
                 assert grads[2] is None
         square = tf.ones([2, 2])
         cases = {
@@ -159,18 +190,28 @@ def stand_ins_have_gradients_too():
         for what, (operation, expected) in cases.items():
             whole = tf.zeros([2, 2]) + expected
             close(through(operation, square), whole, f"{what}, eager")
-            close(tf.function(lambda x, op=operation: through_traced(op, x, rank))(square), whole, f"{what}, traced")
+            close(
+                tf.function(lambda x, op=operation: through_traced(op, x, rank))(square),
+                whole,
+                f"{what}, traced",
+            )
         with tf.Graph().as_default():
             weight = v1.get_variable("weight", initializer=tf.constant(rank + 1.0))
             optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1))
             train = optimizer.minimize(weight * (rank + 1.0))
-            with v1.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(0)]) as session:
+            with v1.train.MonitoredTrainingSession(
+                hooks=[hvd.BroadcastGlobalVariablesHook(0)]
+            ) as session:
                 session.run(train)
                 close(session.run(weight), 1.0 - 0.15, "session")
         with pytest.raises(tf.errors.InvalidArgumentError, match="rows must divide"):
             hvd.alltoall(tf.ones(3))
         # The codes of the native ops; in graphs there is one for all wrong calls.
-        codes = tf.errors.FailedPreconditionError, tf.errors.AbortedError, tf.errors.InvalidArgumentError
+        codes = (
+            tf.errors.FailedPreconditionError,
+            tf.errors.AbortedError,
+            tf.errors.InvalidArgumentError,
+        )
         for how, (mismatch, cannot, wrong) in (
             (lambda call: call(), codes),
             (lambda call: tf.function(call)(), [codes[2]] * 3),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Collectives inside of functions that XLA compiles for the CPU, against the same functions uncompiled."""
+"""Collectives inside of functions that XLA compiles for the CPU, against the same functions
+uncompiled.
+"""
 
 from importlib.util import find_spec
 
@@ -51,7 +53,9 @@ def compiled_functions_equal_others():
             "scattered": hvd.reducescatter(x, op=hvd.Sum),
             "dealt": hvd.alltoall(x),
             "nothing": hvd.allreduce(x[:0]),
-            "slices": hvd.allreduce(tf.IndexedSlices(x, tf.constant([rank, 0]), tf.constant([2, 3]))),
+            "slices": hvd.allreduce(
+                tf.IndexedSlices(x, tf.constant([rank, 0]), tf.constant([2, 3]))
+            ),
             "numbers": [hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op()],
         }
 
@@ -60,7 +64,10 @@ def compiled_functions_equal_others():
     for turn in range(3):
         actual = compiled(mine)
         for what, value in expected.items():
-            one, other = tf.nest.flatten(actual[what]), tf.nest.flatten(value, expand_composites=False)
+            one, other = (
+                tf.nest.flatten(actual[what]),
+                tf.nest.flatten(value, expand_composites=False),
+            )
             for ours, theirs in zip(one, other, strict=True):
                 assert ours.dtype == theirs.dtype
                 dense = tf.convert_to_tensor(theirs)
@@ -80,7 +87,11 @@ def gradients_are_compiled_too():
             loss = tf.reduce_sum(dense * (rank + 1.0)) + tf.reduce_sum(tf.gather(table, [rank]))
         return hvd.DistributedGradientTape(tape, **options).gradient(loss, [dense, table])
 
-    for options in ({}, {"groups": 2, "compression": hvd.Compression.bf16}, {"gradient_predivide_factor": 2.0}):
+    for options in (
+        {},
+        {"groups": 2, "compression": hvd.Compression.bf16},
+        {"gradient_predivide_factor": 2.0},
+    ):
         grads = tf.function(step, jit_compile=True)(**options)
         close(grads[0], [1.5] * 3, f"dense, {options}")
         close(grads[1], [[0.5] * 2, [0.5] * 2, [0.0] * 2, [0.0] * 2], f"rows, {options}")
@@ -115,7 +126,10 @@ def compiled_calls_follow_branches_loops_and_functions():
 
     doubled = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
     # A function that both call, after a call of their own.
-    one, other = (tf.function(lambda x, by=by: doubled(hvd.allreduce(x) * by), jit_compile=True) for by in (1.0, 2.0))
+    one, other = (
+        tf.function(lambda x, by=by: doubled(hvd.allreduce(x) * by), jit_compile=True)
+        for by in (1.0, 2.0)
+    )
     close(one(tf.constant(1.0)), 2.0, "a function in one")
     close(other(tf.constant(1.0)), 4.0, "the same function in another")
 
@@ -124,12 +138,18 @@ def compiled_calls_follow_branches_loops_and_functions():
         if what == "branch":
             tf.cond(x > 0, lambda: hvd.allreduce(x, op=hvd.Max), lambda: x)
         elif what == "loop":
-            tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, hvd.allreduce(v)), [tf.constant(0), x])
+            tf.while_loop(
+                lambda i, _: i < 3, lambda i, v: (i + 1, hvd.allreduce(v)), [tf.constant(0), x]
+            )
         else:
             doubled(x)
         return hvd.allreduce(x * 3, op=hvd.Sum)
 
-    for what, holder in (("branch", "StatelessIf"), ("loop", "StatelessWhile"), ("function", "PartitionedCall")):
+    for what, holder in (
+        ("branch", "StatelessIf"),
+        ("loop", "StatelessWhile"),
+        ("function", "PartitionedCall"),
+    ):
         graph = held.get_concrete_function(tf.constant(1.0), what).graph
         [last] = [op for op in graph.get_operations() if op.type == "XlaCustomCallV2"]
         waits, left = set(), [last]
@@ -146,14 +166,20 @@ def compiled_calls_follow_branches_loops_and_functions():
         plain = tf.function(lambda x, shared=shared: shared(x) + 2.0)
         calls = [(shared, 2.0), (compiled, 3.0), (plain, 4.0)]
         for call, expected in (calls[::-1] if turns else calls) * 2:
-            close(call(tf.constant(1.0)), expected, f"shared by compiled functions and others, turn {turns}")
+            close(
+                call(tf.constant(1.0)),
+                expected,
+                f"shared by compiled functions and others, turn {turns}",
+            )
         assert shared.experimental_get_tracing_count() == 2
 
     # What was compiled for a world of another size says so.
     kept, xla._members = xla._members, lambda _: 3
     try:
         for operation in (hvd.allgather, hvd.reducescatter):
-            with pytest.raises(tf.errors.OpError, match="another number of ranks, trace it again: 3 then, 2 now"):
+            with pytest.raises(
+                tf.errors.OpError, match="another number of ranks, trace it again: 3 then, 2 now"
+            ):
                 tf.function(operation, jit_compile=True)(tf.ones([3, 2]))
     finally:
         xla._members = kept

@@ -28,7 +28,11 @@ def read(path):
 
 def names(records):
     """Tensor by "process" number."""
-    return {record["pid"]: record["args"]["name"] for record in records if record["name"] == "process_name"}
+    return {
+        record["pid"]: record["args"]["name"]
+        for record in records
+        if record["name"] == "process_name"
+    }
 
 
 def spans_of(records, tensor):
@@ -99,7 +103,9 @@ def one_step():
 
 def test_the_variable_starts_it_with_the_session_and_leaving_completes_it(fresh_world, tmp_path):
     path = tmp_path / "timeline.json"
-    world = fresh_world(2, env={"HOROVOD_TIMELINE": str(path), "FARANDOLE_TIMELINE_MARK_CYCLES": "1"})
+    world = fresh_world(
+        2, env={"HOROVOD_TIMELINE": str(path), "FARANDOLE_TIMELINE_MARK_CYCLES": "1"}
+    )
     world.run(one_step)
     world.close()
     records = read(path)

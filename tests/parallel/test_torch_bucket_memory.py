@@ -22,7 +22,9 @@ NUMBERS = 300_000
 def regions(kind):
     """Counts the shared memory of this process: open descriptors, or mappings."""
     if kind == "maps":
-        return sum("farandole-region" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return sum(
+            "farandole-region" in line for line in Path("/proc/self/maps").read_text().splitlines()
+        )
     targets = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -59,7 +61,9 @@ def _trained(as_view, past_caches, threads):
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(600, 500), torch.nn.Tanh(), torch.nn.Linear(500, 3))
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.01), net.named_parameters(), gradient_as_bucket_view=as_view
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        net.named_parameters(),
+        gradient_as_bucket_view=as_view,
     )
     buckets = optimizer._reducer._buckets if as_view else []
     for bucket in buckets:
@@ -70,8 +74,14 @@ def _trained(as_view, past_caches, threads):
         (net(torch.randn(8, 600)) ** 2).sum().backward()
         optimizer.step()
     if as_view:
-        assert any(bucket._mapped.stores for bucket in buckets) == (past_caches == 0 and threads == 1)
-    return [parameter.detach().clone() for parameter in net.parameters()], regions("maps"), regions("fd")
+        assert any(bucket._mapped.stores for bucket in buckets) == (
+            past_caches == 0 and threads == 1
+        )
+    return (
+        [parameter.detach().clone() for parameter in net.parameters()],
+        regions("maps"),
+        regions("fd"),
+    )
 
 
 def both_ways():
@@ -89,7 +99,8 @@ def both_ways():
     for one, other, third, fourth in zip(plain, viewed, past, shared, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
-        # On some processors two threads of torch sum in another order; a step moves these numbers much further.
+        # On some processors two threads of torch sum in another order; a step moves these numbers
+        # much further.
         assert torch.allclose(one, fourth, rtol=0, atol=1e-6), (one - fourth).abs().max()
     del viewed, past, shared
     gc.collect()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Torch's debug server in a job of Farandole: its pages show our ranks, and a page of ours what they wait for."""
+"""Torch's debug server in a job of Farandole: its pages show our ranks, and a page of ours what
+they wait for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from farandole.numpy.plain import broadcast_plain
 def cells(port, path="farandole"):
     with urllib.request.urlopen(f"http://localhost:{port}/{path}", timeout=30) as answer:
         page = answer.read().decode()
-    return page, [re.findall(r"<td>([^<]*)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)][1:]
+    return page, [
+        re.findall(r"<td>([^<]*)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)
+    ][1:]
 
 
 def until(fits, limit=30):
@@ -39,7 +43,9 @@ def a_page_shows_the_ranks_and_what_they_wait_for(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     with socket.create_server(("", 0)) as free:
         port = broadcast_plain(free.getsockname()[1], 0, "port")
-    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
+    before = {
+        name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    }
     with pytest.raises(ValueError, match="open_to_the_network=True"):
         debug.start_debug_server(port)
     debug.start_debug_server(port, open_to_the_network=True, dump_dir=folder, dump_interval=0.2)
@@ -53,7 +59,9 @@ def a_page_shows_the_ranks_and_what_they_wait_for(folder):
         assert "Farandole Ranks" in page
         assert [line[0] for line in lines] == [f"{number} of {size}" for number in range(size)]
         assert [int(line[2]) for line in lines] == pids
-        assert all(re.fullmatch(r"torch\.distributed\.\S+ for [\d.]+ s", line[-1]) for line in lines[1:]), lines
+        assert all(
+            re.fullmatch(r"torch\.distributed\.\S+ for [\d.]+ s", line[-1]) for line in lines[1:]
+        ), lines
         assert f"0: {list(range(size))}" in lines[0][6]
         stacks, _ = cells(port, "stacks")
         assert "a_page_shows_the_ranks" in stacks, "torch's own pages reach the ranks, too"
@@ -65,7 +73,9 @@ def a_page_shows_the_ranks_and_what_they_wait_for(folder):
         assert not any(line[-1] for line in cells(port)[1])
         (dump, *_) = sorted(name for name in os.listdir(folder) if name.startswith("farandole_"))
         with open(os.path.join(folder, dump)) as file:
-            assert [json.loads(line)["rank"] for line in file.read().splitlines()] == list(range(size))
+            assert [json.loads(line)["rank"] for line in file.read().splitlines()] == list(
+                range(size)
+            )
     hvd.barrier()
     debug.stop_debug_server()
     dist.destroy_process_group()

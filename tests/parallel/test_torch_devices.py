@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors on GPUs, over a driver and an NCCL that are not there: `fake_cuda.c` plays both on host memory.
+"""Tensors on GPUs, over a driver and an NCCL that are not there: `fake_cuda.c` plays both on host
+memory.
 
-Every tensor of torch's CPU counts as one on a GPU here; the stream that makes its values is one of the fake's, whose
-work is late. So code that does not wait for a stream reads the old values.
+Every tensor of torch's CPU counts as one on a GPU here; the stream that makes its values is one of
+the fake's, whose work is late. So code that does not wait for a stream reads the old values.
 """
 
 import ctypes
@@ -33,7 +34,17 @@ def cuda():
     with tempfile.TemporaryDirectory(prefix="farandole-cuda-") as folder:
         library = Path(folder) / "libcuda.so.1"
         source = Path(__file__).with_name("fake_cuda.c")
-        command = ["cc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+        command = [
+            "cc",
+            "-std=c11",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+        ]
         subprocess.run([*command, "-o", library, source], check=True, timeout=60)
         for name in ("libnccl.so.2", "libnvrtc.so.13"):
             (Path(folder) / name).symlink_to(library)
@@ -55,7 +66,9 @@ def on_host():
 
 
 class Gpu:
-    """This rank's GPU and the framework's stream on it: from here on all tensors count as being there."""
+    """This rank's GPU and the framework's stream on it: from here on all tensors count as being
+    there.
+    """
 
     def __init__(self, ordinal):
         on_host()
@@ -66,7 +79,8 @@ class Gpu:
         self.stream = ctypes.c_void_p(self.library.fake_stream())
         _device.ordinal_of = lambda _: ordinal
         _device.stream_of = lambda _: self.stream.value
-        # A GPU's memory goes from hand to hand in the order of streams; that of the host must be kept.
+        # A GPU's memory goes from hand to hand in the order of streams; that of the host must be
+        # kept.
         kept = []
 
         def keeping(submit):
@@ -143,22 +157,37 @@ def test_ranks_that_share_a_gpu_reduce_there_from_each_others_windows(fresh_worl
         assert used["kernels"] > 0
         assert (used["launches"], used["copies"], used["blocked"]) == (0, 0, 0)
     told = [outcome.stderr_tail for outcome in close(world)]
-    assert sum("go by CUDA IPC, the rest through host memory: ranks 0 and 1 use" in text for text in told) == 1
+    assert (
+        sum(
+            "go by CUDA IPC, the rest through host memory: ranks 0 and 1 use" in text
+            for text in told
+        )
+        == 1
+    )
 
 
 def long_sums():
-    """More than the windows hold at a time, one tensor and many, and what comes back where it was."""
+    """More than the windows hold at a time, one tensor and many, and what comes back where it
+    was.
+    """
     gpu = Gpu(0)
     rank, size = hvd.rank(), hvd.size()
     large = torch.arange(11_000_003, dtype=torch.float32) % 1000
-    right = [torch.equal(gpu.read(hvd.allreduce(large + rank, op=hvd.Sum)), large * size + sum(range(size)))]
+    right = [
+        torch.equal(
+            gpu.read(hvd.allreduce(large + rank, op=hvd.Sum)), large * size + sum(range(size))
+        )
+    ]
     lengths = [1 + i % 7 * 1000 for i in range(400)]
     types = [torch.int64, torch.float32] * 200
-    tensors = [(torch.arange(n) % 100 + rank).to(dtype) for n, dtype in zip(lengths, types, strict=True)]
+    tensors = [
+        (torch.arange(n) % 100 + rank).to(dtype) for n, dtype in zip(lengths, types, strict=True)
+    ]
     results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
     for tensor, result in zip(tensors, results, strict=True):
         right.append(torch.equal(gpu.read(result), (tensor - rank) * size + sum(range(size))))
-    # A tensor that is the result's, again and again: what a rank still reads must not be overwritten.
+    # A tensor that is the result's, again and again: what a rank still reads must not be
+    # overwritten.
     own = torch.ones(5_000_000)
     for _ in range(4):
         hvd.allreduce_(own, op=hvd.Sum, name="own")
@@ -200,7 +229,13 @@ def test_where_one_rank_cannot_show_its_memory_all_meet_in_host_memory(fresh_wor
     world = fresh_world(3, env=cuda)
     assert world.run(one_that_shows_nothing) == [([[3.0, 3.0]] * 2, 0, True)] * 3
     told = [outcome.stderr_tail for outcome in close(world)]
-    assert sum("member 1 cannot use CUDA IPC: cuIpcGetMemHandle failed on device 0" in text for text in told) == 1
+    assert (
+        sum(
+            "member 1 cannot use CUDA IPC: cuIpcGetMemHandle failed on device 0" in text
+            for text in told
+        )
+        == 1
+    )
 
 
 def close(world):
@@ -218,18 +253,38 @@ def every_operation(share):
         if not torch.equal(found, torch.as_tensor(expected, dtype=found.dtype)):
             wrong.append(f"{what}: {found.tolist()}")
 
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int16):
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.int16,
+    ):
         mine = torch.tensor([rank + 1, 2, 5 - rank], dtype=dtype)
         check(f"sum of {dtype}", hvd.allreduce(mine, op=hvd.Sum), [3, 4, 9])
         check(f"max of {dtype}", hvd.allreduce(mine, op=hvd.Max), [2, 2, 5])
         check(f"min of {dtype}", hvd.allreduce(mine, op=hvd.Min), [1, 2, 4])
         check(f"product of {dtype}", hvd.allreduce(mine, op=hvd.Product), [2, 4, 20])
-        check(f"average of {dtype}", hvd.allreduce(mine, op=hvd.Average), mine.new_tensor([3, 4, 9]) / 2)
+        check(
+            f"average of {dtype}",
+            hvd.allreduce(mine, op=hvd.Average),
+            mine.new_tensor([3, 4, 9]) / 2,
+        )
     mine = torch.tensor([rank + 1.0, 2.0, 5.0 - rank])
-    check("scaled", hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), [6, 8, 18])
+    check(
+        "scaled",
+        hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+        [6, 8, 18],
+    )
     check("adasum", hvd.allreduce(torch.tensor([2.0, 2.0]), op=hvd.Adasum), [2, 2])
     check("in place", hvd.allreduce_(mine.clone(), op=hvd.Sum), [3, 4, 9])
-    check("not contiguous", hvd.allreduce(torch.stack([mine, mine])[:, ::2], op=hvd.Sum), [[3, 9], [3, 9]])
+    check(
+        "not contiguous",
+        hvd.allreduce(torch.stack([mine, mine])[:, ::2], op=hvd.Sum),
+        [[3, 9], [3, 9]],
+    )
     check("nothing", hvd.allreduce(torch.empty(0), op=hvd.Sum), [])
     grouped = hvd.grouped_allreduce([mine, mine.double()], op=hvd.Sum)
     check("group", grouped[0], [3, 4, 9])
@@ -251,7 +306,11 @@ def every_operation(share):
     check("exchange to one", received, [1, 2, 5, 2, 2, 4] if rank == 0 else [])
     check("  its splits", splits, [3, 3] if rank == 0 else [0, 0])
     rows = torch.arange(6.0).view(3, 2) + rank
-    check("uneven scatter", hvd.reducescatter(rows, op=hvd.Sum), [[1, 3], [5, 7]] if rank == 0 else [[9, 11]])
+    check(
+        "uneven scatter",
+        hvd.reducescatter(rows, op=hvd.Sum),
+        [[1, 3], [5, 7]] if rank == 0 else [[9, 11]],
+    )
     even = hvd.reducescatter(rows[:2].contiguous(), op=hvd.Average)
     check("even scatter", even, [[0.5, 1.5]] if rank == 0 else [[2.5, 3.5]])
     large = torch.arange(3_000_001, dtype=torch.float32) % 1000
@@ -268,7 +327,9 @@ def test_every_operation_and_type_has_the_hosts_result(shared_world, cuda, share
 
 
 def eight_bits(share, old):
-    """Wrong results, and what the fake counted meanwhile: for reductions, for scaled ones, for a broadcast."""
+    """Wrong results, and what the fake counted meanwhile: for reductions, for scaled ones, for a
+    broadcast.
+    """
     if old and hvd.rank() == 1:
         os.environ["FAKE_OLD_GPU"] = "1"
     gpu = Gpu(0 if share else hvd.local_rank())
@@ -320,7 +381,9 @@ def test_floats_of_eight_bits_go_through_the_host_where_a_gpu_is_too_old(fresh_w
 
 
 def test_floats_of_eight_bits_are_reduced_from_windows_on_a_shared_gpu(shared_world, cuda):
-    for wrong, (reduced, scaled, _) in shared_world(2, "cuda True", cuda).run(eight_bits, True, False):
+    for wrong, (reduced, scaled, _) in shared_world(2, "cuda True", cuda).run(
+        eight_bits, True, False
+    ):
         assert wrong == []
         assert reduced["kernels"] > scaled["kernels"] > 0
         assert (reduced["launches"], reduced["copies"], scaled["copies"]) == (0, 0, 0)
@@ -347,7 +410,9 @@ def late_gathers():
 
 
 def test_gathers_and_exchanges_go_by_nccl_and_the_host_waits_for_none(gpus):
-    for rank, (elapsed, (gathered, received), splits, used, rooms, rows) in enumerate(gpus.run(late_gathers)):
+    for rank, (elapsed, (gathered, received), splits, used, rooms, rows) in enumerate(
+        gpus.run(late_gathers)
+    ):
         assert gathered == {3.0: 1000, 4.0: 2000}
         assert splits == ([700, 700] if rank == 0 else [300, 1300])
         assert received == {3.0: splits[0], 4.0: splits[1]}
@@ -372,7 +437,10 @@ def test_where_a_gpu_has_no_memory_by_streams_gathers_go_through_the_host(fresh_
 
 def gpu_and_host():
     read = Gpu(0).read if hvd.rank() == 0 else torch.Tensor.clone
-    return [read(hvd.allreduce(torch.ones(3) * value, op=hvd.Sum, name="mixed")).tolist() for value in (1, 2)]
+    return [
+        read(hvd.allreduce(torch.ones(3) * value, op=hvd.Sum, name="mixed")).tolist()
+        for value in (1, 2)
+    ]
 
 
 def test_a_rank_with_a_gpu_and_one_without_meet_on_the_host(fresh_world, cuda):
@@ -386,7 +454,8 @@ def train(on_gpu, as_view):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if on_gpu:
         gpu = Gpu(hvd.local_rank())
-        # A CPU's work is not on the stream: what reads a result must wait for it as the stream would.
+        # A CPU's work is not on the stream: what reads a result must wait for it as the stream
+        # would.
         _device.ordinal_of = lambda tensor: hvd.local_rank() if tensor.is_floating_point() else None
         reach = _handles.table.reach
 
@@ -410,7 +479,9 @@ def train(on_gpu, as_view):
 def train_both(as_view):
     host = train(False, as_view)
     device = train(True, as_view)
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(host, device, strict=True)), Gpu(0).count("launches")
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(host, device, strict=True)), Gpu(
+        0
+    ).count("launches")
 
 
 @pytest.mark.parametrize("as_view", [False, True], ids=["gradients", "views"])
@@ -426,10 +497,14 @@ def grouped_scatters():
     blocked = gpu.count("blocked")
     rows = [torch.full((4, 3), float(i)) for i in range(5)]
     results = hvd.grouped_reducescatter(rows, op=hvd.Sum)
-    return [gpu.read(result).unique().tolist() for result in results], gpu.count("blocked") - blocked
+    return [gpu.read(result).unique().tolist() for result in results], gpu.count(
+        "blocked"
+    ) - blocked
 
 
-def test_results_of_a_group_go_back_to_a_shared_gpu_at_once_and_the_host_waits_for_none(shared_world, cuda):
+def test_results_of_a_group_go_back_to_a_shared_gpu_at_once_and_the_host_waits_for_none(
+    shared_world, cuda
+):
     results = shared_world(2, "cuda True", cuda).run(grouped_scatters)
     assert results == [([[2.0 * i] for i in range(5)], 0)] * 2
 
@@ -454,7 +529,9 @@ def captured_collective():
     return refused, gpu.read(hvd.synchronize(handle)).tolist(), gpu.read(again).tolist()
 
 
-def test_a_graph_cannot_capture_a_collective_and_what_is_under_way_does_not_end_the_capture(fresh_world, cuda):
+def test_a_graph_cannot_capture_a_collective_and_what_is_under_way_does_not_end_the_capture(
+    fresh_world, cuda
+):
     for refused, before, again in fresh_world(2, env=cuda).run(captured_collective):
         assert refused.startswith("a CUDA graph is being captured on device ")
         assert (before, again) == ([2.0] * 4, [2.0] * 2)
@@ -492,7 +569,9 @@ def process_set(share):
         hvd.barrier()
         hvd.remove_process_set(pair)
         return None
-    total = gpu.read(hvd.allreduce(torch.ones(4) * hvd.rank(), op=hvd.Sum, process_set=pair)).tolist()
+    total = gpu.read(
+        hvd.allreduce(torch.ones(4) * hvd.rank(), op=hvd.Sum, process_set=pair)
+    ).tolist()
     launches = gpu.count("kernels" if share else "launches")
     hvd.barrier()
     hvd.remove_process_set(pair)
@@ -507,7 +586,10 @@ def test_a_process_set_has_a_communicator_of_its_own(fresh_world, cuda, share):
 
 def joined():
     gpu = Gpu(hvd.local_rank())
-    results = [gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="t")).tolist() for _ in range(2 - hvd.rank())]
+    results = [
+        gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="t")).tolist()
+        for _ in range(2 - hvd.rank())
+    ]
     return results, hvd.join()
 
 
@@ -524,7 +606,8 @@ def survive(victim, forming, share):
         gpu.library.fake_wait(gpu.stream)
     hvd.barrier()
     if hvd.rank() == victim:
-        # The other's operation is on its stream already, and waits for this rank's, whose input is late.
+        # The other's operation is on its stream already, and waits for this rank's, whose input is
+        # late.
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         tensor = torch.ones(10)
         gpu.fill(tensor, 1.0, 5.0)
@@ -578,7 +661,10 @@ def in_memory_of_nccl():
         return None
     described = memory.__cuda_array_interface__
     address, read_only = described.pop("data")
-    assert (described, read_only) == ({"version": 2, "shape": (4 * count,), "typestr": "|u1"}, False)
+    assert (described, read_only) == (
+        {"version": 2, "shape": (4 * count,), "typestr": "|u1"},
+        False,
+    )
     tensor = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
     found, registered = [], []
     for world in range(2):

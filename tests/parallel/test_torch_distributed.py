@@ -31,7 +31,9 @@ def reductions_equal_one_process():
         stack = torch.stack(inputs).to(torch.float64)
         expected = {
             dist.ReduceOp.SUM: stack.sum(0),
-            dist.ReduceOp.AVG: stack.sum(0) / size if dtype.is_floating_point else (stack.sum(0) / size).trunc(),
+            dist.ReduceOp.AVG: stack.sum(0) / size
+            if dtype.is_floating_point
+            else (stack.sum(0) / size).trunc(),
             dist.ReduceOp.MIN: stack.amin(0),
             dist.ReduceOp.MAX: stack.amax(0),
             dist.ReduceOp.PRODUCT: stack.prod(0),
@@ -42,7 +44,9 @@ def reductions_equal_one_process():
             assert torch.allclose(tensor.double(), value, rtol=1e-2), (dtype, op)
             tensor = inputs[rank].clone()
             dist.reduce(tensor, 1, op=op)
-            assert torch.allclose(tensor.double(), value if rank == 1 else inputs[rank].double(), rtol=1e-2)
+            assert torch.allclose(
+                tensor.double(), value if rank == 1 else inputs[rank].double(), rtol=1e-2
+            )
             parts = [(mine(r, 3 * size) % 4 + 1).to(dtype) for r in range(size)]
             scattered = torch.empty(3, dtype=dtype)
             dist.reduce_scatter_tensor(scattered, parts[rank], op=op)
@@ -69,7 +73,9 @@ def movements_equal_one_process():
     for dtype in [*NUMBERS, torch.bool, torch.complex64, torch.float8_e5m2]:
         inputs = [(mine(r) % 5).to(dtype) for r in range(size)]
         equal = (
-            torch.equal if dtype.itemsize > 1 else lambda a, b: torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            torch.equal
+            if dtype.itemsize > 1
+            else lambda a, b: torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         )
         for root in range(size):
             tensor = inputs[rank].clone()
@@ -91,7 +97,9 @@ def movements_equal_one_process():
         outgoing = torch.full((size * (rank + 1), 2), rank).to(dtype)
         incoming = [torch.empty(r + 1, 2, dtype=dtype) for r in range(size)]
         dist.all_to_all(incoming, list(outgoing.split(rank + 1)))
-        assert all(equal(part, torch.full((r + 1, 2), r).to(dtype)) for r, part in enumerate(incoming))
+        assert all(
+            equal(part, torch.full((r + 1, 2), r).to(dtype)) for r, part in enumerate(incoming)
+        )
         single = torch.empty(sum(range(size + 1)), 2, dtype=dtype)
         dist.all_to_all_single(single, outgoing, [r + 1 for r in range(size)], [rank + 1] * size)
         assert equal(single, torch.cat(incoming))
@@ -145,7 +153,10 @@ def works_and_objects_do_what_torch_says():
         dist.broadcast(torch.ones(2 + rank), 0)
     import torch.distributed._functional_collectives as functional
 
-    assert torch.equal(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 0, torch.full((2,), float(size)))
+    assert torch.equal(
+        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 0,
+        torch.full((2,), float(size)),
+    )
     dist.destroy_process_group()
 
 
@@ -171,13 +182,19 @@ def ddp_equals_one_process_with_all_data():
     rank, size = begin()
     model, batches, labels = model_and_data(size)
     expected = train(model, batches, labels, torch.optim.SGD(model.parameters(), 0.5, momentum=0.9))
-    for options in ({}, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}, {"static_graph": True}):
+    for options in (
+        {},
+        {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+    ):
         model, batches, labels = model_and_data(size)
         parallel = DistributedDataParallel(model, **options)
         optimizer = torch.optim.SGD(parallel.parameters(), 0.5, momentum=0.9)
         own = slice(4 * rank, 4 * rank + 4)
         found = train(parallel, batches[:, own], labels[:, own], optimizer)
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)), options
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)), (
+            options
+        )
     dist.destroy_process_group()
 
 

@@ -13,7 +13,9 @@ def rolls_back_when_all_ranks_meet_again():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if rank == 0 else 0.5, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    state = hvd.elastic.TorchState(model, optimizer, step=0, note="rank 0's" if rank == 0 else "lost")
+    state = hvd.elastic.TorchState(
+        model, optimizer, step=0, note="rank 0's" if rank == 0 else "lost"
+    )
     resets, seen, tried = [], [], []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
@@ -27,7 +29,8 @@ def rolls_back_when_all_ranks_meet_again():
             seen.append((state.step, model.weight.detach().clone()))
             if state.step == 4 and not tried:
                 tried.append(True)
-                # This rank leaves in the middle of a step, as if it had failed: all ranks do so at once.
+                # This rank leaves in the middle of a step, as if it had failed: all ranks do so at
+                # once.
                 raise hvd.HorovodInternalError("told to")
             if state.step % 2 == 0:
                 state.commit()
@@ -136,7 +139,9 @@ def test_handlers_of_other_types_can_be_added(pair):
 
 def leaves_with_gradients_under_way():
     model = torch.nn.Linear(2, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
     state = hvd.elastic.TorchState(model, step=0)
 
     @hvd.elastic.run

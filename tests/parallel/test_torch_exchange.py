@@ -32,7 +32,9 @@ def alltoall_equals_one_process():
             assert counts.tolist() == [splits[a][rank] for a in range(size)]
             assert (received.dtype, counts.dtype) == (dtype, torch.int32)
         even = rows_of(rank, 2 * size, dtype)
-        whole = torch.cat([rows_of(a, 2 * size, dtype)[2 * rank : 2 * rank + 2] for a in range(size)])
+        whole = torch.cat(
+            [rows_of(a, 2 * size, dtype)[2 * rank : 2 * rank + 2] for a in range(size)]
+        )
         assert torch.equal(hvd.alltoall(even), whole)
         received, counts = hvd.synchronize(hvd.alltoall_async(even, name="even"))
         assert torch.equal(received, whole)
@@ -47,12 +49,19 @@ def test_alltoall_equals_one_process(world):
 
 def eight_bit_floats():
     rank, size = hvd.rank(), hvd.size()
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz):
+    for dtype in (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e4m3fnuz,
+    ):
         mine = torch.tensor([[rank + 1.0, 0.5]]).repeat(size, 1).to(dtype)
         gathered, exchanged = hvd.allgather(mine[: rank + 1]), hvd.alltoall(mine)
         sent, pair = hvd.broadcast(mine, root_rank=1), hvd.grouped_allgather([mine[:1], mine[:0]])
         assert {part.dtype for part in (gathered, exchanged, sent, *pair)} == {dtype}
-        assert gathered.float().tolist() == [[a + 1.0, 0.5] for a in range(size) for _ in range(a + 1)]
+        assert gathered.float().tolist() == [
+            [a + 1.0, 0.5] for a in range(size) for _ in range(a + 1)
+        ]
         assert exchanged.float().tolist() == [[a + 1.0, 0.5] for a in range(size)]
         assert pair[0].float().tolist() == exchanged.float().tolist()
         assert pair[1].shape == (0, 2)
@@ -67,7 +76,9 @@ def eight_bit_floats():
 
 
 def test_floats_of_eight_bits_are_moved_and_some_not_added(world):
-    message = "dtype is not supported: torch.float8_e4m3fnuz; it can be broadcast, gathered and exchanged"
+    message = (
+        "dtype is not supported: torch.float8_e4m3fnuz; it can be broadcast, gathered and exchanged"
+    )
     assert set(world.run(eight_bit_floats)) == {message}
 
 
@@ -75,7 +86,13 @@ def splits_are_checked():
     size = hvd.size()
     tensor = torch.ones(size + 1, 2)
     messages = []
-    for splits in (None, [1] * size, [1] * (size - 1), [size + 2] + [0] * (size - 2) + [-1], torch.ones(size)):
+    for splits in (
+        None,
+        [1] * size,
+        [1] * (size - 1),
+        [size + 2] + [0] * (size - 2) + [-1],
+        torch.ones(size),
+    ):
         try:
             hvd.alltoall(tensor, splits=splits)
         except ValueError as error:
@@ -108,14 +125,19 @@ def reducescatter_equals_one_process():
         for count in (0, 1, size, size + 1, 3 * size - 1, 1000):
             inputs = [rows_of(a, count, dtype, limit=3) for a in range(size)]
             total = torch.stack([tensor.double() for tensor in inputs]).sum(0)
-            bounds = [sum(count // size + (a < count % size) for a in range(until)) for until in range(size + 1)]
+            bounds = [
+                sum(count // size + (a < count % size) for a in range(until))
+                for until in range(size + 1)
+            ]
             mine = slice(bounds[rank], bounds[rank + 1])
             for op, value in {hvd.Sum: total, hvd.Average: total / size}.items():
                 whole = value if dtype.is_floating_point else value.trunc()
                 part = hvd.reducescatter(inputs[rank], op=op)
                 assert part.dtype == dtype
                 assert torch.allclose(part, whole[mine].to(dtype)), f"{dtype_name} {count} op {op}"
-    scaled = hvd.reducescatter(torch.ones(size), op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
+    scaled = hvd.reducescatter(
+        torch.ones(size), op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25
+    )
     assert scaled.tolist() == [size / 2]
     halved = hvd.reducescatter(torch.full((size,), 0.5), compression=hvd.Compression.bf16)
     assert (halved.dtype, halved.tolist()) == (torch.float32, [0.5])
@@ -127,12 +149,21 @@ def test_reducescatter_equals_one_process(world):
 
 def groups_equal_their_members():
     rank, size = hvd.rank(), hvd.size()
-    tensors = [rows_of(rank, rank + i, dtype) for i, dtype in enumerate([torch.float32, torch.int64, torch.bool])]
+    tensors = [
+        rows_of(rank, rank + i, dtype)
+        for i, dtype in enumerate([torch.float32, torch.int64, torch.bool])
+    ]
     gathered = hvd.grouped_allgather(tensors, name="gathered")
-    assert all(torch.equal(one, hvd.allgather(tensor)) for one, tensor in zip(gathered, tensors, strict=True))
+    assert all(
+        torch.equal(one, hvd.allgather(tensor))
+        for one, tensor in zip(gathered, tensors, strict=True)
+    )
     again = hvd.synchronize(hvd.grouped_allgather_async(tensors))
     assert all(torch.equal(one, other) for one, other in zip(gathered, again, strict=True))
-    tensors = [rows_of(rank, size + i, dtype) for i, dtype in enumerate([torch.float32, torch.int64, torch.float64])]
+    tensors = [
+        rows_of(rank, size + i, dtype)
+        for i, dtype in enumerate([torch.float32, torch.int64, torch.float64])
+    ]
     parts = hvd.grouped_reducescatter(tensors, op=hvd.Sum)
     ones = [hvd.reducescatter(tensor, op=hvd.Sum) for tensor in tensors]
     assert all(torch.equal(part, one) for part, one in zip(parts, ones, strict=True))
@@ -190,7 +221,10 @@ def uneven_data():
     for step in range(2 + rank):
         mine = torch.full((3,), float(rank + 1))
         left = range(max(0, step - 1), size)
-        assert torch.allclose(hvd.allreduce(mine, name="sum", op=hvd.Sum), torch.full((3,), sum(r + 1.0 for r in left)))
+        assert torch.allclose(
+            hvd.allreduce(mine, name="sum", op=hvd.Sum),
+            torch.full((3,), sum(r + 1.0 for r in left)),
+        )
         assert hvd.allreduce(mine, name="min", op=hvd.Min)[0] == left[0] + 1
         assert hvd.allreduce(-mine, name="max", op=hvd.Max)[0] == -left[0] - 1
         product = torch.tensor([r + 1.0 for r in left]).prod()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradients of every out-of-place operation on real ranks, against differences of the sum of all ranks' losses."""
+"""Gradients of every out-of-place operation on real ranks, against differences of the sum of all
+ranks' losses.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ STEP = 1e-6
 
 
 def own_input(rows):
-    """This rank's input: values that differ between ranks and elements, none near zero or equal to another."""
+    """This rank's input: values that differ between ranks and elements, none near zero or equal
+    to another.
+    """
     generator = torch.Generator().manual_seed(100 + hvd.rank())
     return (torch.randn(rows, 2, generator=generator, dtype=torch.float64) + 1.5).requires_grad_()
 
@@ -26,7 +30,9 @@ def forwards():
         for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
         for name, many in {
             "allreduce": lambda x, **options: [hvd.allreduce(x, **options)],
-            "grouped allreduce": lambda x, **options: hvd.grouped_allreduce([x, 2 * x[:1]], **options),
+            "grouped allreduce": lambda x, **options: hvd.grouped_allreduce(
+                [x, 2 * x[:1]], **options
+            ),
         }.items()
     }
     scatters = {
@@ -34,7 +40,9 @@ def forwards():
         for op in (hvd.Average, hvd.Sum)
         for name, many in {
             "reducescatter": lambda x, **options: [hvd.reducescatter(x, **options)],
-            "grouped reducescatter": lambda x, **options: hvd.grouped_reducescatter([x, x[:1]], **options),
+            "grouped reducescatter": lambda x, **options: hvd.grouped_reducescatter(
+                [x, x[:1]], **options
+            ),
         }.items()
     }
     return {
@@ -50,11 +58,15 @@ def forwards():
 
 def weights_like(results):
     generator = torch.Generator().manual_seed(hvd.rank())
-    return [torch.randn(result.shape, generator=generator, dtype=torch.float64) for result in results]
+    return [
+        torch.randn(result.shape, generator=generator, dtype=torch.float64) for result in results
+    ]
 
 
 def local_loss(forward, x):
-    """Returns the loss of this rank's results: not linear, so that second derivatives are not zero."""
+    """Returns the loss of this rank's results: not linear, so that second derivatives are not
+    zero.
+    """
     results = forward(x)
     return sum(
         ((result + 0.1 * result**2) * weight).sum()
@@ -83,7 +95,9 @@ def gradients_equal_differences():
         x = own_input(rows)
         local_loss(forward, x).backward()
         expected = differences(lambda y, forward=forward: local_loss(forward, y), x)
-        assert torch.allclose(x.grad, expected, rtol=1e-5, atol=1e-6), f"{what}: {x.grad} is not {expected}"
+        assert torch.allclose(x.grad, expected, rtol=1e-5, atol=1e-6), (
+            f"{what}: {x.grad} is not {expected}"
+        )
 
 
 @pytest.mark.parametrize("fixture", ["pair", "trio"])
@@ -94,7 +108,13 @@ def test_gradients_equal_differences_of_the_sum_of_losses(request, fixture):
 def second_gradients_equal_differences():
     direction = torch.Generator().manual_seed(50 + hvd.rank())
     every = forwards()
-    for what in ("allreduce 0", "reducescatter 1", "allgather", "broadcast", "alltoall with splits"):
+    for what in (
+        "allreduce 0",
+        "reducescatter 1",
+        "allgather",
+        "broadcast",
+        "alltoall with splits",
+    ):
         forward, rows = every[what]
         x = own_input(rows)
         along = torch.randn(x.shape, generator=direction, dtype=torch.float64)
@@ -105,7 +125,9 @@ def second_gradients_equal_differences():
 
         slope(x).backward()
         expected = differences(slope, x)
-        assert torch.allclose(x.grad, expected, rtol=1e-4, atol=1e-5), f"{what}: {x.grad} is not {expected}"
+        assert torch.allclose(x.grad, expected, rtol=1e-4, atol=1e-5), (
+            f"{what}: {x.grad} is not {expected}"
+        )
 
 
 def test_second_gradients_equal_differences_too(pair):

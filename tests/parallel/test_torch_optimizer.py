@@ -51,7 +51,9 @@ def views_stay_views(set_to_none):
         optimizer.step()
         reference.step()
         assert_same(together, alone)
-        memories = {parameter.grad.untyped_storage().data_ptr() for parameter in together.parameters()}
+        memories = {
+            parameter.grad.untyped_storage().data_ptr() for parameter in together.parameters()
+        }
         assert len(memories) == 1
         now = [parameter.grad.data_ptr() for parameter in together.parameters()]
         assert all(address % 64 == 0 for address in now)
@@ -69,7 +71,9 @@ def views_of_unused_and_sparse():
     hvd.broadcast_parameters(layers.state_dict(), root_rank=0)
     before = [layer.weight.detach().clone() for layer in layers]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(layers.parameters(), lr=1.0), layers.named_parameters(), gradient_as_bucket_view=True
+        torch.optim.SGD(layers.parameters(), lr=1.0),
+        layers.named_parameters(),
+        gradient_as_bucket_view=True,
     )
     layers[hvd.rank()](torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -77,7 +81,9 @@ def views_of_unused_and_sparse():
         assert torch.allclose(layer.weight, old - 0.5)
     table = torch.nn.Embedding(3, 2, sparse=True)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(table.parameters(), lr=1.0), [("table", table.weight)], gradient_as_bucket_view=True
+        torch.optim.SGD(table.parameters(), lr=1.0),
+        [("table", table.weight)],
+        gradient_as_bucket_view=True,
     )
     try:
         table(torch.tensor([0])).sum().backward()
@@ -87,13 +93,17 @@ def views_of_unused_and_sparse():
 
 
 def test_views_of_unused_parameters_are_zeros_and_sparse_ones_are_refused(pair):
-    assert all("needs dense gradients" in message for message in pair.run(views_of_unused_and_sparse))
+    assert all(
+        "needs dense gradients" in message for message in pair.run(views_of_unused_and_sparse)
+    )
 
 
 def scaled_steps():
     rank = hvd.rank()
     together, alone = net(), net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters()
+    )
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with warnings.catch_warnings():
@@ -114,7 +124,9 @@ def scaled_steps():
             scaler.update()
             if step != 2:
                 reference.zero_grad()
-                sum(loss_of(alone, other, step) / hvd.size() for other in range(hvd.size())).backward()
+                sum(
+                    loss_of(alone, other, step) / hvd.size() for other in range(hvd.size())
+                ).backward()
                 reference.step()
     assert_same(together, alone)
     return scaler.get_scale()
@@ -126,7 +138,9 @@ def test_a_scaler_sees_reduced_gradients_so_that_all_ranks_skip_the_same_steps(p
 
 def uneven_accumulation():
     together, alone = net(), net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters()
+    )
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     for passes in (1, 3, 2):
         optimizer.zero_grad()
@@ -181,7 +195,8 @@ def test_a_dropped_optimizer_leaves_no_hooks(pair):
 def frozen_in_a_bucket():
     together = net()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(together.parameters(), lr=0.1, weight_decay=0.5), together.named_parameters()
+        torch.optim.SGD(together.parameters(), lr=0.1, weight_decay=0.5),
+        together.named_parameters(),
     )
     for step in range(3):
         together[0].weight.requires_grad_(step != 1)
@@ -190,7 +205,15 @@ def frozen_in_a_bucket():
         loss_of(together, hvd.rank(), step).backward()
         optimizer.step()
         assert torch.equal(together[0].weight, before) == (step == 1)
-        assert len({tuple(values) for values in hvd.allgather_object(together[0].weight.flatten().tolist())}) == 1
+        assert (
+            len(
+                {
+                    tuple(values)
+                    for values in hvd.allgather_object(together[0].weight.flatten().tolist())
+                }
+            )
+            == 1
+        )
 
 
 def test_parameters_may_be_frozen_for_a_while(pair):
@@ -291,10 +314,14 @@ def one_gradient_differs():
     first = torch.nn.Parameter(torch.zeros(2 + hvd.rank()))
     second = torch.nn.Parameter(torch.zeros(3))
     named = [("first", first), ("second", second)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), named, groups=[[first], [second]])
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, second], lr=1.0), named, groups=[[first], [second]]
+    )
     under_way = len(table._entries)
     (first.sum() + (hvd.rank() + 1.0) * second.sum()).backward()
-    with pytest.raises(ValueError, match=r"Mismatched ALLREDUCE tensor shapes: tensor allreduce\.first"):
+    with pytest.raises(
+        ValueError, match=r"Mismatched ALLREDUCE tensor shapes: tensor allreduce\.first"
+    ):
         optimizer.step()
     assert len(table._entries) == under_way
     return second.grad.tolist()
@@ -334,4 +361,6 @@ def reduced_beside_the_backward_pass(cores):
 
 @pytest.mark.parametrize("cores", [(3, 3), (2, 2), (3, 2)], ids=["free", "taken", "one rank's"])
 def test_gradients_travel_during_the_backward_pass_where_a_core_is_free(pair, cores):
-    assert pair.run(reduced_beside_the_backward_pass, cores) == [[count > 2, True] * 2 for count in cores]
+    assert pair.run(reduced_beside_the_backward_pass, cores) == [
+        [count > 2, True] * 2 for count in cores
+    ]

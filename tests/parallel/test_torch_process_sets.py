@@ -45,7 +45,9 @@ def every_operation():
         assert hvd.broadcast_object(rank, root_rank=2, **options) == 2
         assert hvd.allgather_object(rank, **options) == [0, 2]
         sparse = torch.sparse_coo_tensor([[0]], [float(rank)], (2,))
-        assert hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum, **options)().to_dense().tolist() == [2, 0]
+        assert hvd.sparse_allreduce_async(
+            sparse, "sparse", hvd.Sum, **options
+        )().to_dense().tolist() == [2, 0]
         assert hvd.allreduce(mine, op=hvd.Adasum, **options).tolist() == [2, 2]
         leaf = torch.ones(2, requires_grad=True)
         (hvd.allgather(leaf, **options).sum() * (rank + 1)).backward()
@@ -69,7 +71,9 @@ def optimizers_of_two_sets():
     layer = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(layer.weight)
     norm = hvd.SyncBatchNorm(2, process_set=pair)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), process_set=pair)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=1.0), process_set=pair
+    )
     inputs = torch.full((1, 2), float(rank + 1))
     layer(inputs).sum().backward()
     optimizer.step()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Groups of torch.distributed whose members change, on real processes that the test itself starts."""
+"""Groups of torch.distributed whose members change, on real processes that the test itself
+starts.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,30 @@ SPAWN = get_context("spawn")
 
 
 class Member:
-    """A process of a test: its group, and a directory in which processes leave notes for each other."""
+    """A process of a test: its group, and a directory in which processes leave notes for each
+    other.
+    """
 
     def __init__(self, rank: int, size: int, folder: str) -> None:
-        """Joins a group without members; `rank` and `size` are what torch tells of it until then."""
+        """Joins a group without members; `rank` and `size` are what torch tells of it until
+        then.
+        """
         import farandole.torch.distributed  # noqa: F401 - registers the backend
 
         torch.set_num_threads(1)
         self.number = rank
         self.store = dist.FileStore(f"{folder}/store", -1)
         dist.init_process_group(
-            "farandole", store=self.store, rank=rank, world_size=size, timeout=LIMIT, enable_reconfigure=True
+            "farandole",
+            store=self.store,
+            rank=rank,
+            world_size=size,
+            timeout=LIMIT,
+            enable_reconfigure=True,
         )
-        self.backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        self.backend: Any = dist.distributed_c10d._get_default_group()._get_backend(
+            torch.device("cpu")
+        )
 
     def handles(self, what: str, numbers: list[int]) -> list[str]:
         """The handles of some processes, after each has come here."""
@@ -85,7 +98,9 @@ class Crew:
             self.processes[number].start()
             theirs.close()
 
-    def run(self, functions: dict[int, Callable[[Member], Any]], dies: tuple[int, ...] = ()) -> dict[int, Any]:
+    def run(
+        self, functions: dict[int, Callable[[Member], Any]], dies: tuple[int, ...] = ()
+    ) -> dict[int, Any]:
         """Returns the results of functions by process; a process that dies has no result."""
         for number, function in functions.items():
             self.pipes[number].send(function)
@@ -174,9 +189,31 @@ def many_worlds(member: Member) -> list[tuple[int, int]]:
 
 def test_a_group_grows_shrinks_splits_merges_and_stays_what_it_is(crew: Crew) -> None:
     told = crew.run(dict.fromkeys(range(3), many_worlds))
-    assert told[0] == [(0, 3), (0, 3), (2, 3), (2, 3), (0, 1), (0, 2), (0, 3), (0, 2), (0, 3), (0, 3)]
+    assert told[0] == [
+        (0, 3),
+        (0, 3),
+        (2, 3),
+        (2, 3),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 2),
+        (0, 3),
+        (0, 3),
+    ]
     assert told[1] == [(1, 3), (1, 3), (1, 3), (1, 3), (0, 1), (0, 1), (1, 3), (1, 3), (1, 3)]
-    assert told[2] == [(2, 3), (2, 3), (0, 3), (0, 3), (0, 1), (1, 2), (2, 3), (1, 2), (2, 3), (2, 3)]
+    assert told[2] == [
+        (2, 3),
+        (2, 3),
+        (0, 3),
+        (0, 3),
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (1, 2),
+        (2, 3),
+        (2, 3),
+    ]
 
 
 def parted(member: Member) -> str:
@@ -197,7 +234,11 @@ def parted(member: Member) -> str:
     # A process with a dead member on its list waits for it no longer than its timeout.
     if member.number == 3:
         with pytest.raises(RuntimeError, match=r"did not call reconfigure\(203\) in time"):
-            member.becomes(203, ["farandole:9:0:0:elsewhere", dist._get_reconfigure_handle()], timedelta(seconds=2))
+            member.becomes(
+                203,
+                ["farandole:9:0:0:elsewhere", dist._get_reconfigure_handle()],
+                timedelta(seconds=2),
+            )
     member.handles("parted", [0, 1, 2, 3])
     return failure
 

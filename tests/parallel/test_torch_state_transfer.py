@@ -16,7 +16,17 @@ from farandole.torch._state_transfer import Piece, Span, edges_of, pieces_of
 
 PIECE, LARGE = 256, 64
 """Bytes, instead of MiB: so small tensors are cut, too."""
-DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "bool", "uint8", "complex64", "float8_e4m3fn"]
+DTYPES = [
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "int64",
+    "bool",
+    "uint8",
+    "complex64",
+    "float8_e4m3fn",
+]
 
 
 def small_pieces():
@@ -35,19 +45,28 @@ def values(start):
     """Tensors of many kinds; their values depend on the number."""
     made = []
     kinds = [(name, (3,)) for name in DTYPES]
-    kinds += [("int64", ()), ("bfloat16", ()), ("float32", (0,)), ("bfloat16", (31, 11)), ("int64", (9, 9))]
+    kinds += [
+        ("int64", ()),
+        ("bfloat16", ()),
+        ("float32", (0,)),
+        ("bfloat16", (31, 11)),
+        ("int64", (9, 9)),
+    ]
     for name, shape in kinds:
         count = torch.Size(shape).numel()
         made.append(((torch.arange(count) + start) % 5).to(getattr(torch, name)).reshape(shape))
     turned = (torch.arange(33.0) + start).reshape(3, 11).t()
     images = torch.full((2, 3, 4, 5), float(start)).to(memory_format=torch.channels_last)
     complex_ones = torch.full((40,), start + 1j).conj()
-    column = (torch.arange(4.0) + start).reshape(1, 4)[:, 2]  # one element, contiguous in spite of its stride
+    # one element, contiguous in spite of its stride
+    column = (torch.arange(4.0) + start).reshape(1, 4)[:, 2]
     return [*made, turned, images, complex_ones, column]
 
 
 def bits(tensors):
-    dense = [tensor.resolve_conj().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    dense = [
+        tensor.resolve_conj().clone(memory_format=torch.contiguous_format) for tensor in tensors
+    ]
     return [tensor.reshape(-1).view(torch.uint8).tolist() for tensor in dense]
 
 
@@ -57,7 +76,9 @@ def everybody_in_every_role():
     small_pieces()
     rank, size = hvd.rank(), hvd.size()
     # S sends, T takes, N does neither.
-    for kinds in itertools.product("STN", repeat=size) if size < 4 else ["STNS", "TSST", "TTNS", "NTST"]:
+    for kinds in (
+        itertools.product("STN", repeat=size) if size < 4 else ["STNS", "TSST", "TTNS", "NTST"]
+    ):
         senders, takers = ([at for at, kind in enumerate(kinds) if kind == role] for role in "ST")
         if not senders or not takers:
             continue
@@ -172,7 +193,10 @@ DIFFERENCES = {
     "one up and one down": (torch.tensor([4, 4]), torch.tensor([5, 3])),
     "two signs": (torch.tensor([1.0, 1.0]).double(), torch.tensor([-1.0, -1.0]).double()),
     "four signs": (torch.ones(4).double(), -torch.ones(4).double()),
-    "the last byte": (torch.zeros(7, dtype=torch.uint8), torch.tensor([0] * 6 + [1], dtype=torch.uint8)),
+    "the last byte": (
+        torch.zeros(7, dtype=torch.uint8),
+        torch.tensor([0] * 6 + [1], dtype=torch.uint8),
+    ),
     "the sign of zero": (torch.zeros(1), -torch.zeros(1)),
     "two chunks exchanged": (torch.arange(16), torch.cat([torch.arange(8, 16), torch.arange(8)])),
 }
@@ -200,7 +224,9 @@ OPTIMIZERS = {
 
 
 def states_of_a_new_rank(name, dtype, new):
-    """Returns the states of all ranks after some ranks have trained alike and new ranks have joined."""
+    """Returns the states of all ranks after some ranks have trained alike and new ranks have
+    joined.
+    """
     from farandole.torch._tolerant import Tolerance
 
     small_pieces()
@@ -221,7 +247,11 @@ def states_of_a_new_rank(name, dtype, new):
     usual_pieces()
     states = [optimizer.state[parameter] for parameter in network.parameters()]
     told = [
-        {key: (str(value.dtype), value.tolist()) for key, value in state.items() if value is not None}
+        {
+            key: (str(value.dtype), value.tolist())
+            for key, value in state.items()
+            if value is not None
+        }
         for state in states
     ]
     weights = [parameter.tolist() for parameter in network.parameters()]
@@ -229,7 +259,9 @@ def states_of_a_new_rank(name, dtype, new):
 
 
 @pytest.mark.parametrize("new", [[2], [0], [0, 1]], ids="new {0}".format)
-@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in OPTIMIZERS] + [("Adam", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, "float32") for name in OPTIMIZERS] + [("Adam", "bfloat16")]
+)
 def test_a_new_rank_has_the_parameters_and_the_state_of_the_others(trio, name, dtype, new):
     results = trio.run(states_of_a_new_rank, name, dtype, new)
     old = [rank for rank in range(3) if rank not in new]
@@ -241,7 +273,9 @@ def test_a_new_rank_has_the_parameters_and_the_state_of_the_others(trio, name, d
 
 
 def a_rank_with_another_state():
-    """The state of the second rank has other tensors, as with an optimizer that creates them when it needs them."""
+    """The state of the second rank has other tensors, as with an optimizer that creates them
+    when it needs them.
+    """
     from farandole.torch._tolerant import Tolerance
 
     rank = hvd.rank()
@@ -266,7 +300,9 @@ def test_only_ranks_whose_state_has_the_same_tensors_send_parts(trio):
 
 
 def senders_that_differ():
-    """Returns the state that a new rank gets in parts from two ranks that did not reduce one of two parameters."""
+    """Returns the state that a new rank gets in parts from two ranks that did not reduce one of
+    two parameters.
+    """
     from farandole.torch import _tolerant
 
     small_pieces()
@@ -291,7 +327,9 @@ def senders_that_differ():
     finally:
         _tolerant.move = move
         usual_pieces()
-    state = [optimizer.state[parameter]["momentum_buffer"].unique().tolist() for parameter in parameters]
+    state = [
+        optimizer.state[parameter]["momentum_buffer"].unique().tolist() for parameter in parameters
+    ]
     return [parameter.unique().tolist() for parameter in parameters], state, moved
 
 
@@ -314,7 +352,9 @@ def a_sender_with_other_options():
         optimizer.param_groups[0]["lr"] = 0.5 + rank
         tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
     senders, move = [], _tolerant.move
-    _tolerant.move = lambda name, tensors, roles: senders.append(roles.senders) or move(name, tensors, roles)
+    _tolerant.move = lambda name, tensors, roles: (
+        senders.append(roles.senders) or move(name, tensors, roles)
+    )
     try:
         tolerance.enter()
     finally:
@@ -405,7 +445,9 @@ def test_all_ranks_hear_that_one_has_other_groups(trio):
 
 
 def another_model_and_a_rank_behind():
-    """With DDP: rank 1 lacks the results of the last reduction, and rank 2 is new and has another model."""
+    """With DDP: rank 1 lacks the results of the last reduction, and rank 2 is new and has
+    another model.
+    """
     import torch.distributed as dist
 
     import farandole.torch.distributed  # noqa: F401 - registers the backend
@@ -431,4 +473,6 @@ def test_all_ranks_hear_of_another_model_before_results_are_sent(trio):
     said = trio.run(another_model_and_a_rank_behind)
     assert said[0] is not None
     assert said[0] == said[1] == said[2]
-    assert "Rank 0 has weight with shape (1000,) and torch.float32, where rank 2 has factor" in said[0]
+    assert (
+        "Rank 0 has weight with shape (1000,) and torch.float32, where rank 2 has factor" in said[0]
+    )

@@ -26,18 +26,37 @@ def equals_batch_norm():
     rank = hvd.rank()
     for kind, shapes in SHAPES.items():
         for shape in shapes:
-            for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}):
+            for options in (
+                {},
+                {"momentum": None},
+                {"affine": False},
+                {"track_running_stats": False},
+            ):
                 for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
                     one = getattr(torch.nn, kind)(shape[0], **options).to(dtype)
                     if one.affine:
-                        torch.nn.init.normal_(one.weight, 1.0, 0.1, generator=torch.Generator().manual_seed(1))
+                        torch.nn.init.normal_(
+                            one.weight, 1.0, 0.1, generator=torch.Generator().manual_seed(1)
+                        )
                     together = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(one))
                     assert isinstance(together, hvd.SyncBatchNorm)
                     for _ in range(2):
-                        compare(one, together, parts_of(shape, dtype), tolerance, f"{kind} {shape} {options} {dtype}")
+                        compare(
+                            one,
+                            together,
+                            parts_of(shape, dtype),
+                            tolerance,
+                            f"{kind} {shape} {options} {dtype}",
+                        )
                     one.eval()
                     together.eval()
-                    compare(one, together, parts_of(shape, dtype), tolerance, f"eval {kind} {shape} {options} {dtype}")
+                    compare(
+                        one,
+                        together,
+                        parts_of(shape, dtype),
+                        tolerance,
+                        f"eval {kind} {shape} {options} {dtype}",
+                    )
     return rank
 
 
@@ -46,10 +65,14 @@ def compare(one, together, parts, tolerance, what):
     whole = torch.cat(parts).requires_grad_()
     mine = parts[rank].clone().requires_grad_()
     expected, found = one(whole), together(mine)
-    below = slice(sum(len(part) for part in parts[:rank]), sum(len(part) for part in parts[: rank + 1]))
+    below = slice(
+        sum(len(part) for part in parts[:rank]), sum(len(part) for part in parts[: rank + 1])
+    )
 
     def close(actual, wanted, name):
-        assert torch.allclose(actual, wanted, rtol=tolerance, atol=tolerance), f"{what}: {name}: {actual} {wanted}"
+        assert torch.allclose(actual, wanted, rtol=tolerance, atol=tolerance), (
+            f"{what}: {name}: {actual} {wanted}"
+        )
 
     close(found, expected[below], "output")
     weight = torch.cos(torch.arange(expected.numel(), dtype=whole.dtype)).view(expected.shape)
@@ -60,7 +83,11 @@ def compare(one, together, parts, tolerance, what):
     close(mine.grad, whole.grad[below], "gradient of the input")
     for name, parameter in together.named_parameters():
         # Every rank has the part of its own batch.
-        close(hvd.allreduce(parameter.grad, op=hvd.Sum), getattr(one, name).grad, f"gradient of the {name}")
+        close(
+            hvd.allreduce(parameter.grad, op=hvd.Sum),
+            getattr(one, name).grad,
+            f"gradient of the {name}",
+        )
     for name, buffer in together.named_buffers():
         if buffer is not None:
             close(buffer, getattr(one, name), name)
@@ -97,14 +124,19 @@ def halves_and_misuse():
 
 def test_halves_stay_halves_and_misuse_is_an_error(pair):
     for messages in pair.run(halves_and_misuse):
-        assert ["two dimensions" in messages[0], "4 channels" in messages[1], "more than one value" in messages[2]] == [
-            True
-        ] * 3
+        assert [
+            "two dimensions" in messages[0],
+            "4 channels" in messages[1],
+            "more than one value" in messages[2],
+        ] == [True] * 3
 
 
 def layers_at_the_same_time():
     layers = [hvd.SyncBatchNorm(2) for _ in range(2)]
-    inputs = [torch.full((2, 2), float(hvd.rank() + i * 10)) + torch.arange(2.0).view(2, 1) for i in range(2)]
+    inputs = [
+        torch.full((2, 2), float(hvd.rank() + i * 10)) + torch.arange(2.0).view(2, 1)
+        for i in range(2)
+    ]
     for layer, tensor in zip(layers, inputs, strict=True):
         layer(tensor)  # numbers the layers alike on all ranks
     results = {}

@@ -11,12 +11,15 @@ import pytest
 import ray
 
 CPUS = GPUS = 4
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves where other tests run beside these
+# Ray's own 15 starves where other tests run beside these
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """Takes away Ray's handlers of SIGINT and SIGUSR1, which stay: later tests interrupt themselves."""
+    """Takes away Ray's handlers of SIGINT and SIGUSR1, which stay: later tests interrupt
+    themselves.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
@@ -45,7 +48,10 @@ def resources(cluster):
     """Sees that a test gives back what it took of Ray."""
     yield cluster
     deadline = time.monotonic() + 20
-    while any(cluster.available_resources().get(name, 0) < all_ for name, all_ in (("CPU", CPUS), ("GPU", GPUS))):
+    while any(
+        cluster.available_resources().get(name, 0) < all_
+        for name, all_ in (("CPU", CPUS), ("GPU", GPUS))
+    ):
         assert time.monotonic() < deadline, cluster.available_resources()
         time.sleep(0.1)
 

@@ -43,7 +43,9 @@ def test_a_function_runs_on_ray(resources):
 
 
 def commits(folder, until):
-    """Returns the position at which a job continues from the store, and whether a worker has the secret."""
+    """Returns the position at which a job continues from the store, and whether a worker has the
+    secret.
+    """
     import farandole.numpy as hvd
     from farandole.common import elastic
 
@@ -62,16 +64,26 @@ def commits(folder, until):
 
 
 @pytest.mark.parametrize("bounds", [{}, {"min_num_proc": 2}])
-def test_commits_on_ray_are_sealed_by_the_secret_of_the_driver(resources, tmp_path, monkeypatch, bounds):
+def test_commits_on_ray_are_sealed_by_the_secret_of_the_driver(
+    resources, tmp_path, monkeypatch, bounds
+):
     monkeypatch.setenv(seals.SECRET, "mine")
     backend = RayBackend(2, verbose=0, **bounds)
     assert backend.run(commits, (str(tmp_path), 2)) == [(0, False)] * 2
-    assert LocalStore(str(tmp_path)).to_remote("job").resume() is not None, "the seal is that of the driver's secret"
+    assert LocalStore(str(tmp_path)).to_remote("job").resume() is not None, (
+        "the seal is that of the driver's secret"
+    )
     assert backend.run(commits, (str(tmp_path), 3)) == [(2, False)] * 2
 
 
 def test_a_saved_estimator_gets_its_backend_back_without_its_variables():
-    options = {"gpus_per_worker": 2, "cpus_per_worker": 1.5, "max_num_proc": 4, "reset_limit": 3, "verbose": 0}
+    options = {
+        "gpus_per_worker": 2,
+        "cpus_per_worker": 1.5,
+        "max_num_proc": 4,
+        "reset_limit": 3,
+        "verbose": 0,
+    }
     backend = RayBackend(2, use_gpu=True, env={"TOKEN": "hunter2"}, pass_env=["SECRET"], **options)
     saved = json.loads(json.dumps(places.told({"backend": backend})))
     assert "hunter2" not in str(saved)
@@ -110,7 +122,12 @@ def test_a_job_waits_for_another_of_its_process_longer_than_ray_may_take(resourc
         return place()
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: RayBackend(3, verbose=0, placement_group_timeout=2).run(long, [4]), range(2)))
+        found = list(
+            pool.map(
+                lambda _: RayBackend(3, verbose=0, placement_group_timeout=2).run(long, [4]),
+                range(2),
+            )
+        )
     assert [len(one) for one in found] == [3, 3]
 
 
@@ -161,7 +178,9 @@ def test_an_estimator_fits_frames_of_polars_and_arrow_there(resources, tmp_path)
 @pytest.mark.slow
 def test_an_estimator_fits_a_spark_frame_there(resources, tmp_path, monkeypatch):
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+    spark = (
+        SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+    )
     try:
         assert abs(fitted(spark.createDataFrame(line()), tmp_path) - 2) < 0.1
     finally:
@@ -174,7 +193,9 @@ def test_an_estimator_fits_a_ray_data_set(resources, tmp_path):
 
     random = np.random.default_rng(0)
     rows = random.normal(size=(400, 2)).astype("float32")
-    frame = data.from_items([{"x": row, "y": float(row @ [2, -1])} for row in rows], override_num_blocks=2)
+    frame = data.from_items(
+        [{"x": row, "y": float(row @ [2, -1])} for row in rows], override_num_blocks=2
+    )
     assert is_frame(frame)
     network = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0))
     estimator = TorchEstimator(

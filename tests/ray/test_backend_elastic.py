@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""An estimator on Ray whose worker is killed in the middle of a fit: another one joins, each row counts once."""
+"""An estimator on Ray whose worker is killed in the middle of a fit: another one joins, each row
+counts once.
+"""
 
 import os
 import signal
@@ -30,7 +32,9 @@ def summed(output, _label):
 
 
 class Disturbance(Callback):
-    """Kills rank 1 once in the middle of an epoch, and slows training down while there is only one rank."""
+    """Kills rank 1 once in the middle of an epoch, and slows training down while there is only
+    one rank.
+    """
 
     def __init__(self, folder):
         self.folder = str(folder)
@@ -47,7 +51,9 @@ class Disturbance(Callback):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(resources, tmp_path, capfd):
+def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(
+    resources, tmp_path, capfd
+):
     x = np.random.default_rng(3).uniform(1.0, 2.0, ROWS).astype("float32")
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -68,7 +74,9 @@ def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(reso
     assert (tmp_path / "killed").exists()
     weight = float(fitted.getModel().weight.detach())
     assert weight == pytest.approx(EPOCHS * RATE / BATCH * float(x.sum()), rel=1e-4)
-    assert [(entry["epoch"], entry["rows"]) for entry in fitted.getHistory()] == [(n, ROWS) for n in range(EPOCHS)]
+    assert [(entry["epoch"], entry["rows"]) for entry in fitted.getHistory()] == [
+        (n, ROWS) for n in range(EPOCHS)
+    ]
     seen = [one.name.split(".") for one in tmp_path.glob("*.[12]")]
     assert len({process for process, _ in seen}) == 3, "two, and the one that joined"
     (survivor,) = {process for process, size in seen if size == "1"}

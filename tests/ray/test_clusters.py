@@ -84,7 +84,8 @@ def loop():
     steps(state)
 
 cpus = {"train": 2, "train-all": 3, "executor": 1}[way]
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
+cluster = Cluster(initialize_head=True,
+    head_node_args={"num_cpus": cpus, "include_dashboard": False})
 other = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address, log_to_driver=False)
 
@@ -144,7 +145,8 @@ else:
 thread.join()
 sizes = [int(one.name.split(".")[1]) for one in sorted(folder.glob("*.[12]"))]
 first = sizes.index(2)
-print("sizes", sizes[first], sizes[-1], sizes[first:] == sorted(sizes[first:], reverse=True), flush=True)
+print("sizes", sizes[first], sizes[-1], sizes[first:] == sorted(sizes[first:], reverse=True),
+    flush=True)
 ray.shutdown()
 cluster.shutdown()
 """
@@ -264,16 +266,22 @@ try:
 finally:
     head.terminate()
     head.wait(60)
-"""
+"""  # noqa: E501
 )
 
 
 def told(script, folder, *words):
     """Returns the output of a script. Ray's client sends its token only if it is configured to."""
     (folder / "script.py").write_text(script)
-    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120"}
+    env = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",
+    }
     command = [sys.executable, folder / "script.py", folder, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=env)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, check=False, env=env
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -281,7 +289,9 @@ def told(script, folder, *words):
 def test_a_node_that_dies_is_an_error_that_names_rank_and_node(tmp_path):
     out = told(NODE_DIES, tmp_path)
     assert "[(0, 2.0), (1, 2.0)]" in out
-    assert re.search(r"died: the process of rank [01] on node [\d.]+ died: .*node has died", out), out
+    assert re.search(r"died: the process of rank [01] on node [\d.]+ died: .*node has died", out), (
+        out
+    )
 
 
 def test_a_job_by_ray_client_runs_in_the_cluster_and_callbacks_run_here(tmp_path):
@@ -293,7 +303,9 @@ def test_a_job_by_ray_client_runs_in_the_cluster_and_callbacks_run_here(tmp_path
 
 
 @pytest.mark.parametrize("way", ["train", "executor"])
-def test_a_worker_whose_node_ray_drains_leaves_at_its_next_commit_and_that_is_no_failure(tmp_path, way):
+def test_a_worker_whose_node_ray_drains_leaves_at_its_next_commit_and_that_is_no_failure(
+    tmp_path, way
+):
     assert "sizes 2 1 True" in told(DRAINED, tmp_path, way)
 
 

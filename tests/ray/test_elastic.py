@@ -45,7 +45,9 @@ def train(folder):
         Path(folder, f"{os.getpid()}.{hvd.rank()}").touch()
         while state.step < STEPS:
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(torch.ones(4, 1)), torch.full((4, 1), 3.0)).backward()
+            torch.nn.functional.mse_loss(
+                model(torch.ones(4, 1)), torch.full((4, 1), 3.0)
+            ).backward()
             optimizer.step()
             state.step += 1
             if hvd.rank() == 0:
@@ -90,7 +92,9 @@ def test_a_job_loses_a_rank_and_ends_as_if_it_had_not(resources, tmp_path, depre
 
 
 @pytest.mark.slow
-def test_a_node_that_discovery_takes_away_loses_its_workers_and_that_is_no_failure(resources, tmp_path):
+def test_a_node_that_discovery_takes_away_loses_its_workers_and_that_is_no_failure(
+    resources, tmp_path
+):
     address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
 
     class Shrinking:
@@ -101,7 +105,9 @@ def test_a_node_that_discovery_takes_away_loses_its_workers_and_that_is_no_failu
 
     settings = RayExecutor.create_settings()
     settings.discovery = Shrinking()
-    made = RayExecutor(settings, min_workers=2, max_workers=3, override_discovery=False, reset_limit=1)
+    made = RayExecutor(
+        settings, min_workers=2, max_workers=3, override_discovery=False, reset_limit=1
+    )
     made.start()
     seen = []
     found = made.run(train, [tmp_path], callbacks=[seen.append])
@@ -122,11 +128,15 @@ def test_a_job_keeps_its_workers_when_its_discovery_counts_what_is_free(resource
     made.shutdown()
     assert len(found) == CPUS
     assert {one["size"] for one in seen} == {CPUS}
-    assert [one["step"] for one in seen] == list(range(1, STEPS + 1)), "the job ran for some searches without a loss"
+    assert [one["step"] for one in seen] == list(range(1, STEPS + 1)), (
+        "the job ran for some searches without a loss"
+    )
 
 
 @pytest.mark.slow
-def test_a_job_grows_with_what_its_discovery_finds_beyond_the_slots_that_ray_counted_at_the_start(resources):
+def test_a_job_grows_with_what_its_discovery_finds_beyond_the_slots_that_ray_counted_at_the_start(
+    resources,
+):
     address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
 
     class Wide:
@@ -181,7 +191,9 @@ def test_an_executable_and_functions_that_ask_for_no_world_have_results_by_rank(
             self.value = start + step
 
     made = RayExecutor(RayExecutor.create_settings(), min_workers=2, max_workers=2)
-    made.start(Counter, executable_args=[10], executable_kwargs={"step": 5}, extra_env_vars={"MINE": "1"})
+    made.start(
+        Counter, executable_args=[10], executable_kwargs={"step": 5}, extra_env_vars={"MINE": "1"}
+    )
     assert made.execute(lambda counter: (counter.value, os.environ["MINE"])) == [(15, "1")] * 2
     made.shutdown()
 
@@ -200,9 +212,13 @@ def test_slots_are_counted_by_what_is_free(resources):
     assert ray.get(busy.ready.remote())
     assert discovery.find_available_hosts_and_slots() == {address: 1}
     with asked_by({address: 1}):
-        assert discovery.find_available_hosts_and_slots() == {address: 2}, "the room of the job's own worker"
+        assert discovery.find_available_hosts_and_slots() == {address: 2}, (
+            "the room of the job's own worker"
+        )
     assert discovery.of_cluster() == 2
-    assert RayHostDiscovery(use_gpu=True, gpus_per_worker=2).find_available_hosts_and_slots() == {address: 2}
+    assert RayHostDiscovery(use_gpu=True, gpus_per_worker=2).find_available_hosts_and_slots() == {
+        address: 2
+    }
     assert RayHostDiscovery(use_gpu=True, gpus_per_worker=5).find_available_hosts_and_slots() == {}
     ray.kill(busy)
 
@@ -213,7 +229,7 @@ def test_the_discovery_for_tests_takes_nodes_away_and_gives_them_back(resources)
     assert seen == [False, True] * 15, "with one node there is nothing to draw"
 
 
-def test_the_pause_before_the_next_actor_grows_with_failures_and_is_short_again_after_a_healthy_time():
+def test_the_pause_before_the_next_actor_grows_with_failures_and_shrinks_after_a_healthy_time():
     needs = Needs(pauses=(1.0, 3.0))
     assert [needs.pause(None, 0), needs.pause(1.0, 0), needs.pause(2.0, 0)] == [1.0, 2.0, 3.0]
     assert needs.pause(3.0, healthy=3.1) == 1.0
@@ -231,11 +247,17 @@ def test_features_that_need_fixed_ranks_are_refused_in_an_elastic_job(resources)
         RayExecutor(RayExecutor.create_settings(), min_workers=1, override_discovery=False).start()
 
 
-def test_elastic_jobs_that_would_each_hold_half_of_what_they_need_run_one_after_the_other(resources, tmp_path):
-    """Four CPUs, and each of two jobs needs three: one worker at a time, they would get two each."""
+def test_elastic_jobs_that_would_each_hold_half_of_what_they_need_run_one_after_the_other(
+    resources, tmp_path
+):
+    """Four CPUs, and each of two jobs needs three: one worker at a time, they would get two
+    each.
+    """
 
     def run(number):
-        made = RayExecutor(RayExecutor.create_settings(), min_workers=3, max_workers=4, elastic_timeout=90)
+        made = RayExecutor(
+            RayExecutor.create_settings(), min_workers=3, max_workers=4, elastic_timeout=90
+        )
         made.start()
         return [one[1:] for one in made.run(quick, [tmp_path / str(number)])]
 
@@ -255,7 +277,9 @@ def quick(path):
 
 
 def test_an_elastic_job_that_finds_no_room_says_so_in_time(resources):
-    made = RayExecutor(RayExecutor.create_settings(), min_workers=64, max_workers=64, elastic_timeout=2)
+    made = RayExecutor(
+        RayExecutor.create_settings(), min_workers=64, max_workers=64, elastic_timeout=2
+    )
     made.start()
     with pytest.raises(TimeoutError, match=r"64 bundles of .* within 2 s"):
         made.run(train)

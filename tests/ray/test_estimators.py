@@ -55,7 +55,9 @@ def test_keras_fits_there(common, line, monkeypatch):
     assert (kernel.item(), bias.item()) == pytest.approx((2, 1), abs=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+@pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+)
 def test_lightning_fits_there(common, line):
     import lightning
     import torch
@@ -93,7 +95,8 @@ def test_a_fit_is_recorded_with_its_epochs_ranks_and_output(common, line, tmp_pa
     model = torch.nn.Linear(1, 1)
     backend = RayBackend(2, verbose=0, min_num_proc=1) if elastic else common["backend"]
     TorchEstimator(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.MSELoss(), run_id="mine",
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.MSELoss(),
+        run_id="mine",
         input_shapes=[[-1, 1]], callbacks=[talk], **common | {"backend": backend, "epochs": 2},
     ).fit(line)  # fmt: skip
     told = json.loads((tmp_path / "runs/mine/_record.json").read_text())

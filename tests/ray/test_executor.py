@@ -109,7 +109,9 @@ def test_a_rank_that_dies_is_named_with_its_node(executor):
             os._exit(3)
         return hvd.allreduce(np.ones(2))
 
-    with pytest.raises(FarandoleJobError, match=r"the process of rank 2 on node [\d.]+ died: ") as raised:
+    with pytest.raises(
+        FarandoleJobError, match=r"the process of rank 2 on node [\d.]+ died: "
+    ) as raised:
         executor.run(one_dies)
     assert raised.value.rank == 2
 
@@ -202,7 +204,10 @@ def test_gpus_of_a_host_are_seen_by_all_its_ranks_those_of_local_rank_0_first():
 def test_a_worker_of_ones_own_is_the_same_actor(resources):
     remote = ray.remote(num_cpus=1)(BaseHorovodWorker)
     workers = [remote.remote(rank, 2) for rank in range(2)]
-    assert map_blocking(lambda worker: worker.execute.remote(lambda made: made), workers) == [None, None]
+    assert map_blocking(lambda worker: worker.execute.remote(lambda made: made), workers) == [
+        None,
+        None,
+    ]
     assert map_blocking(lambda worker: worker.get_gpu_ids.remote(), workers) == [[], []]
     assert ray.get(workers[1].env_vars.remote())["HOROVOD_SIZE"] == "2"
     for worker in workers:

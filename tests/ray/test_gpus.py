@@ -31,13 +31,20 @@ def apart(found, each):
 
 
 @pytest.mark.parametrize(
-    "ranks", [{"num_workers": 2}, pytest.param({"num_hosts": 1, "num_workers_per_host": 2}, marks=pytest.mark.slow)]
+    "ranks",
+    [
+        {"num_workers": 2},
+        pytest.param({"num_hosts": 1, "num_workers_per_host": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_each_rank_sees_the_gpus_of_its_node_and_finds_its_own_by_its_local_rank(resources, ranks):
     executor = RayExecutor(RayExecutor.create_settings(), use_gpu=True, gpus_per_worker=2, **ranks)
     executor.start()
     try:
-        own = [[int(gpu) for gpu in ray.get(worker.get_gpu_ids.remote())] for worker in executor.adapter.workers]
+        own = [
+            [int(gpu) for gpu in ray.get(worker.get_gpu_ids.remote())]
+            for worker in executor.adapter.workers
+        ]
         found = executor.run(seen)
     finally:
         executor.shutdown()
@@ -49,7 +56,9 @@ def test_each_rank_sees_the_gpus_of_its_node_and_finds_its_own_by_its_local_rank
 
 @pytest.mark.slow
 def test_a_rank_of_an_elastic_job_sees_exactly_its_own_gpus(resources):
-    executor = RayExecutor(RayExecutor.create_settings(), min_workers=2, max_workers=2, use_gpu=True, gpus_per_worker=2)
+    executor = RayExecutor(
+        RayExecutor.create_settings(), min_workers=2, max_workers=2, use_gpu=True, gpus_per_worker=2
+    )
     executor.start()
     found = executor.run(seen)
     executor.shutdown()

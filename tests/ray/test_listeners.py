@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Listening sockets of jobs on Ray: the driver, which holds the registrar, and ranks of one host."""
+"""Listening sockets of jobs on Ray: the driver, which holds the registrar, and ranks of one
+host.
+"""
 
 import sys
 

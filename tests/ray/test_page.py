@@ -20,7 +20,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_scripts_of_the_page_run_one_after_the_other(tmp_path):
     script = "\n".join(blocks(PAGE, "python"))
     assert script.count("ray.init()") == 1
-    script = script.replace("ray.init()", 'ray.init(address="local", num_cpus=3, include_dashboard=False)')
+    script = script.replace(
+        "ray.init()", 'ray.init(address="local", num_cpus=3, include_dashboard=False)'
+    )
     (tmp_path / "train.py").write_text(script)
     ended = subprocess.run(
         [sys.executable, "train.py"],
@@ -36,8 +38,12 @@ def test_the_scripts_of_the_page_run_one_after_the_other(tmp_path):
     assert told, ended.stdout
     assert told[1] == told[2]
     assert re.search(r"^\[20, 20(, 20)?\]$", ended.stdout, re.MULTILINE), "the elastic job"
-    assert re.search(r"^(1\.[7-9]|2\.[0-2])\d*$", ended.stdout, re.MULTILINE), "what the estimator's model predicts"
-    assert re.search(rf"^1 {tmp_path}/ray_results/.*checkpoint", ended.stdout, re.MULTILINE), "the last checkpoint"
+    assert re.search(r"^(1\.[7-9]|2\.[0-2])\d*$", ended.stdout, re.MULTILINE), (
+        "what the estimator's model predicts"
+    )
+    assert re.search(rf"^1 {tmp_path}/ray_results/.*checkpoint", ended.stdout, re.MULTILINE), (
+        "the last checkpoint"
+    )
 
 
 @pytest.mark.slow
@@ -46,7 +52,10 @@ def test_the_scripts_of_the_page_run_one_after_the_other(tmp_path):
     [
         (
             "ray_torch_digits.py",
-            r"loss (?P<first>[\d.]+) on each of 2 ranks\nloss (?P<second>[\d.]+) on each of 2 ranks",
+            (
+                r"loss (?P<first>[\d.]+) on each of 2 ranks\nloss (?P<second>[\d.]+) on each of 2 "
+                r"ranks"
+            ),
         ),
         ("ray_tune_digits.py", r"best learning rate 0\.(5|125): accuracy 0\.9\d+"),
     ],
@@ -54,7 +63,11 @@ def test_the_scripts_of_the_page_run_one_after_the_other(tmp_path):
 def test_the_examples_train_digits(example, said):
     options = ["--trials", "2"] if "tune" in example else []
     ended = subprocess.run(
-        [sys.executable, EXAMPLES / example, *options], capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, EXAMPLES / example, *options],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     told = re.search(said, ended.stdout)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Scripts in the manner of Horovod's guides to Ray run with the drop-in, unchanged, and check themselves."""
+"""Scripts in the manner of Horovod's guides to Ray run with the drop-in, unchanged, and check
+themselves.
+"""
 
 import os
 import subprocess

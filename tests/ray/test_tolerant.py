@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`DistributedOptimizer(fault_tolerant=True)` on Ray: a rank is killed in a step, and no step is repeated."""
+"""`DistributedOptimizer(fault_tolerant=True)` on Ray: a rank is killed in a step, and no step is
+repeated.
+"""
 
 import os
 import signal
@@ -26,7 +28,9 @@ MOST = 900
 
 
 class Together:
-    """Counts the steps of two ranks since one was killed; a rank that joins gets the count from a peer."""
+    """Counts the steps of two ranks since one was killed; a rank that joins gets the count from
+    a peer.
+    """
 
     def __init__(self):
         self.steps = 0
@@ -39,7 +43,9 @@ class Together:
 
 
 def loop(config):
-    """Trains until a successor of the killed rank has taken part in some steps; tells each step and its process."""
+    """Trains until a successor of the killed rank has taken part in some steps; tells each step
+    and its process.
+    """
     import time
 
     import torch
@@ -51,7 +57,9 @@ def loop(config):
     torch.manual_seed(os.getpid())
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), fault_tolerant=True)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), fault_tolerant=True
+    )
     together = Together()
     optimizer.share(together=together)
     killed, first = folder / "killed", optimizer.steps
@@ -75,11 +83,16 @@ def loop(config):
 def check(folder):
     """The survivor has done each step once, and ends as the successor does."""
     assert (folder / "killed").exists()
-    done = {path.stem: [int(line) for line in path.read_text().split()] for path in folder.glob("*.steps")}
+    done = {
+        path.stem: [int(line) for line in path.read_text().split()]
+        for path in folder.glob("*.steps")
+    }
     assert len(done) == 3, "two ranks, and the one that joined"
     survivor = max(done.values(), key=len)
     assert survivor == [*range(len(survivor))]
-    killed, joined = sorted((steps for steps in done.values() if steps is not survivor), key=lambda steps: steps[0])
+    killed, joined = sorted(
+        (steps for steps in done.values() if steps is not survivor), key=lambda steps: steps[0]
+    )
     assert killed == survivor[killed[0] : killed[0] + 10]
     assert joined == survivor[joined[0] :]
     assert len(joined) >= ENOUGH
@@ -102,7 +115,8 @@ def test_no_step_of_a_loop_of_ray_train_is_repeated(resources, tmp_path):
         backend_config=train.FarandoleConfig(elastic=True, min_workers=1),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
-            storage_path=str(tmp_path / "results"), failure_config=ray.train.FailureConfig(max_failures=1)
+            storage_path=str(tmp_path / "results"),
+            failure_config=ray.train.FailureConfig(max_failures=1),
         ),
     ).fit()
     check(tmp_path)

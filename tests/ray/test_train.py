@@ -24,7 +24,9 @@ ROWS = [{"x": x / 32, "y": 2 * x / 32} for x in range(64)]
 
 
 def loop(config):
-    """A regression over a shard of a data set; checkpoints each epoch, and continues from the last one."""
+    """A regression over a shard of a data set; checkpoints each epoch, and continues from the
+    last one.
+    """
     import tempfile
 
     import torch
@@ -63,7 +65,12 @@ def loop(config):
             if hvd.rank() == 0:
                 torch.save({"model": model.state_dict(), "epoch": epoch}, Path(folder, "model.pt"))
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
-            told = {"loss": loss.item(), "rows": total, "first": first, "weight": model.weight.item()}
+            told = {
+                "loss": loss.item(),
+                "rows": total,
+                "first": first,
+                "weight": model.weight.item(),
+            }
             ray.train.report(told, checkpoint=checkpoint if hvd.rank() == 0 else None)
 
 
@@ -75,10 +82,13 @@ def trainer(tmp_path, *, failures=0, **config):
         train_loop_config={"folder": str(folder), **config},
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
-            storage_path=str(tmp_path / "results"), failure_config=ray.train.FailureConfig(max_failures=failures)
+            storage_path=str(tmp_path / "results"),
+            failure_config=ray.train.FailureConfig(max_failures=failures),
         ),
         datasets={
-            "train": ray.data.from_items([{"x": x / 32, "y": 2 * x / 32} for x in range(64)], override_num_blocks=2)
+            "train": ray.data.from_items(
+                [{"x": x / 32, "y": 2 * x / 32} for x in range(64)], override_num_blocks=2
+            )
         },
     )
 
@@ -117,7 +127,10 @@ def test_a_stream_loader_makes_batches_of_each_ranks_shard(resources, tmp_path):
             batches = list(loader)
             assert {tuple(batch["v"].shape) for batch in batches} == {(8, 2)}
             assert all(sorted(batch) == ["v", "x"] for batch in batches)
-            assert all(torch.equal(batch["v"], torch.stack([batch["x"], -batch["x"]], 1)) for batch in batches)
+            assert all(
+                torch.equal(batch["v"], torch.stack([batch["x"], -batch["x"]], 1))
+                for batch in batches
+            )
             rows = hvd.allgather(torch.cat([batch["x"] for batch in batches]))
             assert sorted(rows.tolist()) == [*range(64)]
             assert len(batches) == 4
@@ -128,7 +141,9 @@ def test_a_stream_loader_makes_batches_of_each_ranks_shard(resources, tmp_path):
             next(iter(loader))
         (tmp_path / f"passed.{hvd.rank()}").touch()
 
-    rows = [{"x": float(x), "v": np.array([x, -x], dtype=float), "other": "text"} for x in range(64)]
+    rows = [
+        {"x": float(x), "v": np.array([x, -x], dtype=float), "other": "text"} for x in range(64)
+    ]
     train.HorovodTrainer(
         loop,
         scaling_config=ray.train.ScalingConfig(num_workers=2),
@@ -174,7 +189,9 @@ def test_torchs_trainer_trains_in_our_world_with_rays_loaders(resources, tmp_pat
                 optimizer.step()
         found = hvd.allgather(model.weight.detach()).flatten()
         if hvd.rank() == 0:
-            (tmp_path / "told").write_text(f"{hvd.size()} {seen} {len(set(found.tolist()))} {found[0].item()}")
+            (tmp_path / "told").write_text(
+                f"{hvd.size()} {seen} {len(set(found.tolist()))} {found[0].item()}"
+            )
 
     TorchTrainer(
         loop,
@@ -201,7 +218,10 @@ def elastic_loop(config):
     @hvd.elastic.run
     def steps(state):
         while state.step < STEPS:
-            Path(config["folder"], f"{state.step:03}.{hvd.rank()}.{hvd.size()}.{os.getpid()}.{time.time_ns()}").touch()
+            Path(
+                config["folder"],
+                f"{state.step:03}.{hvd.rank()}.{hvd.size()}.{os.getpid()}.{time.time_ns()}",
+            ).touch()
             state.weight = state.weight + hvd.allreduce(torch.ones(1), name="one", op=hvd.Average)
             state.step += 1
             time.sleep(0.05)
@@ -211,11 +231,15 @@ def elastic_loop(config):
 
     steps(state)
     if hvd.rank() == 0:
-        Path(config["folder"]).with_name("weight").write_text(f"{state.step} {state.weight.item():g}")
+        Path(config["folder"]).with_name("weight").write_text(
+            f"{state.step} {state.weight.item():g}"
+        )
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("raises", marks=pytest.mark.slow)])
-def test_only_the_worker_that_failed_is_replaced_and_the_others_lose_a_step(resources, tmp_path, how):
+def test_only_the_worker_that_failed_is_replaced_and_the_others_lose_a_step(
+    resources, tmp_path, how
+):
     folder, failed = tmp_path / "steps", tmp_path / "failed"
     folder.mkdir()
 
@@ -247,13 +271,18 @@ def test_only_the_worker_that_failed_is_replaced_and_the_others_lose_a_step(reso
         backend_config=train.FarandoleConfig(elastic=True),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
-            storage_path=str(tmp_path / "results"), failure_config=ray.train.FailureConfig(max_failures=1)
+            storage_path=str(tmp_path / "results"),
+            failure_config=ray.train.FailureConfig(max_failures=1),
         ),
     ).fit()
     assert (tmp_path / "weight").read_text() == f"{STEPS} {STEPS}"
     done = [one.name.split(".") for one in folder.iterdir()]
-    workers = {pid: [step for step, _, _, one, _ in done if one == pid] for pid in {one[3] for one in done}}
-    assert len(workers) == (3 if how == "killed" else 2), "the survivor stays, and one worker comes for the other"
+    workers = {
+        pid: [step for step, _, _, one, _ in done if one == pid] for pid in {one[3] for one in done}
+    }
+    assert len(workers) == (3 if how == "killed" else 2), (
+        "the survivor stays, and one worker comes for the other"
+    )
     survivor = max(workers.values(), key=len)
     assert {int(step) for step in survivor} == set(range(STEPS))
     assert len(survivor) - STEPS <= 1, "the steps that it did twice"

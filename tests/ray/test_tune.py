@@ -62,7 +62,9 @@ def test_trials_are_jobs_and_one_that_is_stopped_ends_its_ranks(resources, tmp_p
 
 
 @pytest.mark.slow
-def test_trials_that_reuse_the_process_of_a_trial_reuse_the_actors_of_its_ranks(resources, tmp_path):
+def test_trials_that_reuse_the_process_of_a_trial_reuse_the_actors_of_its_ranks(
+    resources, tmp_path
+):
     from farandole.ray.tune import trainable
 
     def parents(config):
@@ -72,7 +74,9 @@ def test_trials_that_reuse_the_process_of_a_trial_reuse_the_actors_of_its_ranks(
     found = tune.Tuner(
         trainable(parents, 2, warm=False),
         param_space={"x": tune.grid_search([1, 2, 3]), "folder": str(tmp_path)},
-        tune_config=tune.TuneConfig(metric="loss", mode="min", reuse_actors=True, max_concurrent_trials=1),
+        tune_config=tune.TuneConfig(
+            metric="loss", mode="min", reuse_actors=True, max_concurrent_trials=1
+        ),
         run_config=tune.RunConfig(storage_path=str(tmp_path / "results"), verbose=0),
     ).fit()
     assert not found.errors

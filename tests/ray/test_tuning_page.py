@@ -41,7 +41,9 @@ def test_the_searches_of_the_page_run(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"\{'lr': 0\.\d+\}", ended.stdout), "the best parameters of the study"
     assert "{'lr': 0.2}" in ended.stdout, "the best trial of Ray Tune"
-    told = re.search(r"^\[np\.float64\(([\d.]+)\), np\.float64\(([\d.]+)\)\]$", ended.stdout, re.MULTILINE)
+    told = re.search(
+        r"^\[np\.float64\(([\d.]+)\), np\.float64\(([\d.]+)\)\]$", ended.stdout, re.MULTILINE
+    )
     assert told, ended.stdout
     assert float(told[2]) < float(told[1]), "Spark's tuner prefers the higher rate, too"
     assert "4 2 4 4" in ended.stdout

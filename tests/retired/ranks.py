@@ -29,12 +29,18 @@ def operations():
         equal(total, both)
         equal(hvd.allreduce(x, op=hvd.Max), np.arange(6).reshape(2, 3) + 1)
         equal(hvd.grouped_allreduce([x, x + 1], average=False)[1], both + 2)
-        equal(hvd.allgather(x), np.concatenate([np.arange(6).reshape(2, 3) + other for other in range(size)]))
+        equal(
+            hvd.allgather(x),
+            np.concatenate([np.arange(6).reshape(2, 3) + other for other in range(size)]),
+        )
         equal(hvd.grouped_allgather([x])[0], hvd.allgather(x).asnumpy())
         equal(hvd.broadcast(x, 1), np.arange(6).reshape(2, 3) + 1)
         equal(hvd.reducescatter(x, op=hvd.Sum), both[rank : rank + 1])
         equal(hvd.grouped_reducescatter([x, x], op=hvd.Sum)[1], both[rank : rank + 1])
-        equal(hvd.alltoall(x), [np.arange(6).reshape(2, 3)[rank], np.arange(6).reshape(2, 3)[rank] + 1])
+        equal(
+            hvd.alltoall(x),
+            [np.arange(6).reshape(2, 3)[rank], np.arange(6).reshape(2, 3)[rank] + 1],
+        )
         output, received = hvd.alltoall(x, splits=[2, 0] if rank == 0 else [0, 2])
         equal(output, x.asnumpy())
         assert received.asnumpy().tolist() == ([2, 0] if rank == 0 else [0, 2])
@@ -57,11 +63,16 @@ def operations():
 
 def optimizers():
     for groups in (0, 1):
-        optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0), 2.0, num_groups=groups)
+        optimizer = hvd.DistributedOptimizer(
+            mx.optimizer.SGD(learning_rate=1.0), 2.0, num_groups=groups
+        )
         assert isinstance(optimizer, mx.optimizer.Optimizer)
         assert optimizer.lr == 1.0
         optimizer.set_learning_rate(0.5)
-        weights, grads = [mx.nd.ones(2) for _ in range(2)], [mx.nd.ones(2) * (rank + 1) for _ in range(2)]
+        weights, grads = (
+            [mx.nd.ones(2) for _ in range(2)],
+            [mx.nd.ones(2) * (rank + 1) for _ in range(2)],
+        )
         states = [optimizer.create_state(index, weight) for index, weight in enumerate(weights)]
         optimizer.update([0, 1], weights, grads, states)
         for weight in weights:

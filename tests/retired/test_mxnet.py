@@ -16,7 +16,17 @@ CHECKS = ["operations", "optimizers", "trainers", "parameters", "process_sets"]
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_ranks_of_mxnet(name):
-    command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(RANKS), name]
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        "2",
+        sys.executable,
+        str(RANKS),
+        name,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == [f"[{rank}]<stdout>:{name}" for rank in (0, 1)]

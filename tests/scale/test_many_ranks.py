@@ -59,7 +59,7 @@ if even.included():
 hvd.barrier()
 sys.stdout.write("right")
 hvd.shutdown()
-"""
+"""  # noqa: E501
 )
 DEATH: Final = (
     BEGIN
@@ -80,7 +80,9 @@ sys.stdout.write(f"{time.monotonic() - began}")
 
 
 def run(script: str) -> list[str]:
-    """Returns the output of each rank, the error of a rank that failed, and `None` for the one that was killed."""
+    """Returns the output of each rank, the error of a rank that failed, and `None` for the one
+    that was killed.
+    """
     told = {
         "HOROVOD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1",

@@ -29,7 +29,9 @@ def outcome(**told: object) -> SimpleNamespace:
     return SimpleNamespace(**(plain | told))
 
 
-GOOD = outcome(exit_code=0, signal_name=None, aborted=False, reason=None, result=b"result", retry=False)
+GOOD = outcome(
+    exit_code=0, signal_name=None, aborted=False, reason=None, result=b"result", retry=False
+)
 
 
 @pytest.fixture
@@ -58,14 +60,22 @@ def test_an_agent_of_a_barrier_stage_that_is_left_alone_registers_again_as_a_lat
 
 
 def test_an_agent_of_independent_tasks_registers_again_at_once(played):
-    ending, attempts, pauses = played(Work("ticket", b"", rejoin_after=0.0), outcome(), outcome(), GOOD)
+    ending, attempts, pauses = played(
+        Work("ticket", b"", rejoin_after=0.0), outcome(), outcome(), GOOD
+    )
     assert ending.succeeded
     assert len(attempts) == 3
     assert pauses == [0.0, 0.0]
 
 
 def test_a_failure_and_an_end_without_spark_run_nothing_again(played):
-    failed = outcome(exit_code=1, signal_name=None, aborted=False, retry=False, reason="rank 0 exited with code 1")
+    failed = outcome(
+        exit_code=1,
+        signal_name=None,
+        aborted=False,
+        retry=False,
+        reason="rank 0 exited with code 1",
+    )
     ending, attempts, _ = played(Work("ticket", b"", rejoin_after=LEFT_ALONE), failed)
     assert (ending.exit_code, len(attempts)) == (1, 1)
     ending, attempts, _ = played(Work("ticket", b""), outcome())

@@ -17,7 +17,9 @@ def test_numbers_and_booleans_become_one_axis():
     assert rows(pa.array([Decimal("1.5"), Decimal("2.5")]), "c").tolist() == [1.5, 2.5]
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.large_list(pa.int64()), pa.list_(pa.float64(), 2)])
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.float32()), pa.large_list(pa.int64()), pa.list_(pa.float64(), 2)]
+)
 def test_lists_of_one_length_become_a_matrix(kind):
     array = pa.array([[1, 2], [3, 4], [5, 6]], kind)
     assert rows(array, "c").tolist() == [[1, 2], [3, 4], [5, 6]]
@@ -39,7 +41,12 @@ def test_vectors_go_out_as_they_came_in():
     matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
     array = vectors(matrix)
     assert array.type == VECTOR
-    assert array.to_pylist()[1] == {"type": 1, "size": None, "indices": None, "values": [3.0, 4.0, 5.0]}
+    assert array.to_pylist()[1] == {
+        "type": 1,
+        "size": None,
+        "indices": None,
+        "values": [3.0, 4.0, 5.0],
+    }
     assert rows(array, "c").tolist() == matrix.tolist()
     assert len(vectors(np.empty((0, 3)))) == 0
     assert vectors(np.empty((2, 0))).to_pylist()[1]["values"] == []
@@ -63,18 +70,27 @@ def test_dates_times_and_nested_lists_become_what_preparation_makes_of_them():
 
     days = pa.array([dt.date(1970, 1, 3), dt.date(1969, 12, 31)])
     assert rows(days, "d").tolist() == [2, -1]
-    assert rows(pa.array([dt.datetime(1970, 1, 1, 0, 0, 1)], pa.timestamp("us")), "t").tolist() == [1_000_000]  # noqa: DTZ001 - Spark's are without a zone
+    assert rows(pa.array([dt.datetime(1970, 1, 1, 0, 0, 1)], pa.timestamp("us")), "t").tolist() == [  # noqa: DTZ001 - Spark's are without a zone
+        1_000_000
+    ]
     nested = rows(pa.array([[[1.0, 2.0], [3.0, 4.0]]] * 2), "n")
     assert nested.shape == (2, 2, 2)
 
 
 def test_a_fill_takes_the_place_of_nulls_and_nan():
-    assert rows(pa.array([1.0, None, float("nan")]), "x", fill_of(5, "x")).tolist() == [1.0, 5.0, 5.0]
+    assert rows(pa.array([1.0, None, float("nan")]), "x", fill_of(5, "x")).tolist() == [
+        1.0,
+        5.0,
+        5.0,
+    ]
     assert rows(pa.array([[1, None], [3, 4]]), "x", fill_of(0, "x")).tolist() == [[1, 0], [3, 4]]
     odd = {"type": 1, "size": None, "indices": None, "values": [1.0, float("nan")]}
     sparse = {"type": 0, "size": 2, "indices": [1], "values": [float("nan")]}
     assert rows(pa.array([odd, sparse], VECTOR), "x", fill_of(7, "x")).tolist() == [[1, 7], [0, 7]]
-    assert rows(pa.array([odd, odd, sparse], VECTOR).slice(1), "x", fill_of(7, "x")).tolist() == [[1, 7], [0, 7]]
+    assert rows(pa.array([odd, odd, sparse], VECTOR).slice(1), "x", fill_of(7, "x")).tolist() == [
+        [1, 7],
+        [0, 7],
+    ]
 
 
 def test_a_fill_is_what_preparation_makes_of_it_for_every_type():
@@ -84,12 +100,20 @@ def test_a_fill_is_what_preparation_makes_of_it_for_every_type():
     assert rows(pa.array([1, 2]), "x", half).tolist() == [1, 2], "nothing is missing"
     with pytest.raises(ValueError, match="column 'x' has nulls: 1 of 2 rows"):
         rows(pa.array([1, None]), "x", half)
-    with pytest.raises(ValueError, match=r"column 'x' is int64, which cannot hold the value of fill: 0\.5"):
+    with pytest.raises(
+        ValueError, match=r"column 'x' is int64, which cannot hold the value of fill: 0\.5"
+    ):
         rows(pa.array([1, None]), "x", fill_of({"x": 0.5}, "x"))
     assert rows(pa.array([True, None]), "x", fill_of(False, "x")).tolist() == [True, False]
-    assert rows(pa.array([Decimal("1.5"), None]), "x", fill_of({"*": 2}, "x")).tolist() == [1.5, 2.0]
+    assert rows(pa.array([Decimal("1.5"), None]), "x", fill_of({"*": 2}, "x")).tolist() == [
+        1.5,
+        2.0,
+    ]
     day = fill_of({"x": "1970-01-03", "*": 0}, "x")
     assert rows(pa.array([dt.date(1970, 1, 2), None]), "x", day).tolist() == [1, 2]
-    assert rows(pa.array([1.0, float("nan")]), "y", fill_of({"x": 1, "*": 3}, "y")).tolist() == [1.0, 3.0]
+    assert rows(pa.array([1.0, float("nan")]), "y", fill_of({"x": 1, "*": 3}, "y")).tolist() == [
+        1.0,
+        3.0,
+    ]
     assert fill_of({"x": 1}, "y") is None
     assert fill_of(None, "y") is None

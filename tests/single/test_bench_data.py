@@ -61,4 +61,6 @@ def test_the_row_of_images_stands_next_to_torchvision(tmp_path):
 def test_without_torchvision_the_row_of_images_says_so(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise ModuleNotFoundError('no', name='torchvision')")
     lines = row(tmp_path)
-    assert lines[2] == "  not measured, torchvision is not installed: pip install torchvision pillow"
+    assert (
+        lines[2] == "  not measured, torchvision is not installed: pip install torchvision pillow"
+    )

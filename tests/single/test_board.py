@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The files that are written for TensorBoard, read by its messages. A slow test has TensorBoard itself read them."""
+"""The files that are written for TensorBoard, read by its messages. A slow test has TensorBoard
+itself read them.
+"""
 
 from __future__ import annotations
 
@@ -91,14 +93,19 @@ def values(data, tag):
 def points(data, tag):
     from tensorboard.util import tensor_util
 
-    return [(place, tensor_util.make_ndarray(value.tensor).item()) for place, value in values(data, tag)]
+    return [
+        (place, tensor_util.make_ndarray(value.tensor).item()) for place, value in values(data, tag)
+    ]
 
 
 def ends(data):
     from tensorboard.plugins.hparams import metadata
 
     found = [value for _, value in values(data, metadata.SESSION_END_INFO_TAG)]
-    return [metadata.parse_session_end_info_plugin_data(one.metadata.plugin_data.content).status for one in found]
+    return [
+        metadata.parse_session_end_info_plugin_data(one.metadata.plugin_data.content).status
+        for one in found
+    ]
 
 
 def test_it_has_parameters_steps_and_the_model(run):
@@ -111,8 +118,12 @@ def test_it_has_parameters_steps_and_the_model(run):
         tracker.report(step(1, 4))  # too soon
         tracker.report({"kind": "epoch", "entry": {}})
         deadline = time.monotonic() + 10
-        while len(points(run.steps, "step/loss") if (run.logs / "steps" / FILE).exists() else ()) < 3:
-            assert time.monotonic() < deadline, "an epoch's points are not written while the fit runs"
+        while (
+            len(points(run.steps, "step/loss") if (run.logs / "steps" / FILE).exists() else ()) < 3
+        ):
+            assert time.monotonic() < deadline, (
+                "an epoch's points are not written while the fit runs"
+            )
             time.sleep(0.01)
         assert points(run.steps, "step/loss") == [(11, 1.0), (12, 0.5), (13, pytest.approx(1 / 3))]
         tracker.model(torch.nn.Linear(2, 1), "pytorch")
@@ -190,7 +201,10 @@ def test_a_file_that_can_never_be_read_is_left_as_it_is(run, caplog, monkeypatch
     assert (run.details, run.steps) == (details, steps)
     told = [one.getMessage() for one in caplog.records]
     for name in (f"logs/{FILE}", f"logs/steps/{FILE}"):
-        lost = f"{name} for TensorBoard cannot be read: the store is not there; it lacks events of this fit"
+        lost = (
+            f"{name} for TensorBoard cannot be read: the store is not there; it lacks events of "
+            "this fit"
+        )
         assert told.count(lost) == 1
 
 
@@ -205,7 +219,7 @@ with TensorboardTracker(LocalStore({str(tmp_path)!r}).to_remote("mine"), {{"rate
     tracker.model("a model", "pytorch")
 assert "tensorboard" in sys.modules
 assert "tensorflow" not in sys.modules
-"""
+"""  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -20,7 +20,10 @@ from farandole.spark.common import LocalStore
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
 
 TABLE = pa.table(
     {
@@ -45,7 +48,11 @@ def columns(prepared):
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 def test_statistics_are_exact_however_rows_are_cut(cut):
-    values = [*np.random.default_rng(0).normal(size=999) * 10.0 ** np.arange(-30, 30).repeat(17)[:999], 1e300, -1e-300]
+    values = [
+        *np.random.default_rng(0).normal(size=999) * 10.0 ** np.arange(-30, 30).repeat(17)[:999],
+        1e300,
+        -1e-300,
+    ]
     parts = [[], []]
     for kind, found in ((Mean, parts[0]), (Quantile, parts[1])):
         for begin in range(0, len(values), cut):
@@ -73,7 +80,11 @@ def test_a_median_of_many_numbers_becomes_coarser_the_same_way_in_any_order():
 def test_columns_with_too_many_values_are_no_categories(monkeypatch):
     monkeypatch.setattr("farandole.data.tallies.MOST_VALUES", 3)
     with pytest.raises(ValueError, match=r"column 'port' has more than 3 different values"):
-        prepare_data(pa.table({"port": list("abcd"), "y": [1, 2, 3, 4]}), "memory://many", categories=["port"])
+        prepare_data(
+            pa.table({"port": list("abcd"), "y": [1, 2, 3, 4]}),
+            "memory://many",
+            categories=["port"],
+        )
     assert Values({"a": 1, "b": 1}).value == "a"
 
 
@@ -87,14 +98,20 @@ def test_prepared_rows_hold_indices_and_learned_values(tmp_path):
         "port": [3, 2, 3, 3, 1, 3],
         "class": [1, 0, 0, 1, 0, 1],
     }
-    assert prepared.categories == {"sex": ["female", "male"], "port": ["C", "S"], "class": ["high", "low"]}
+    assert prepared.categories == {
+        "sex": ["female", "male"],
+        "port": ["C", "S"],
+        "class": ["high", "low"],
+    }
     assert prepared.fill == {"age": 37.5, "fare": 2.0, "port": "S"}
     again = prepare_data(TABLE, tmp_path, feature_cols=FEATURES, label_cols=["class"], **WISH)
     assert (again.reused, again.encoding) == (True, prepared.encoding)
 
 
 def test_one_word_for_all_fills_features_of_numbers_and_leaves_labels_alone(tmp_path):
-    table = pa.table({"a": [1.0, None, 3.0], "b": pa.array([4, None, 6], pa.int64()), "y": [1.0, 2.0, 3.0]})
+    table = pa.table(
+        {"a": [1.0, None, 3.0], "b": pa.array([4, None, 6], pa.int64()), "y": [1.0, 2.0, 3.0]}
+    )
     prepared = prepare_data(table, tmp_path, label_cols=["y"], fill="mean")
     assert prepared.fill == {"a": 2.0, "b": 5.0}
     assert columns(prepared)["b"] == [4.0, 5.0, 6.0]
@@ -114,8 +131,14 @@ def test_rows_that_a_column_holds_out_teach_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("wish", "told"),
     [
-        ({"fill": {"sex": "mean"}}, r"column 'sex' is string, which has no mean to fill in; most_frequent is for"),
-        ({"categories": ["fare"]}, r"column 'fare' is double: categories are strings, integers or booleans"),
+        (
+            {"fill": {"sex": "mean"}},
+            r"column 'sex' is string, which has no mean to fill in; most_frequent is for",
+        ),
+        (
+            {"categories": ["fare"]},
+            r"column 'fare' is double: categories are strings, integers or booleans",
+        ),
         (
             {"categories": {"sex": 0}},
             r"categories of column 'sex' must be a list of values, a number of values, or None: 0",
@@ -124,9 +147,18 @@ def test_rows_that_a_column_holds_out_teach_nothing(tmp_path):
             {"categories": {"sex": ["a", "a"]}},
             r"categories of column 'sex' must be at least one value, without duplicates",
         ),
-        ({"categories": {"sex": [1]}}, r"column 'sex' is large_string, which its categories or its fill do not match"),
-        ({"categories": {"class": ["low"]}}, r"label column 'class' has values that are no class, such as 'high'"),
-        ({"categories": ["none"]}, r"categories must be features or labels; these are neither: none"),
+        (
+            {"categories": {"sex": [1]}},
+            r"column 'sex' is large_string, which its categories or its fill do not match",
+        ),
+        (
+            {"categories": {"class": ["low"]}},
+            r"label column 'class' has values that are no class, such as 'high'",
+        ),
+        (
+            {"categories": ["none"]},
+            r"categories must be features or labels; these are neither: none",
+        ),
     ],
 )
 def test_values_that_cannot_be_learned_are_refused_by_name(tmp_path, wish, told):
@@ -136,10 +168,24 @@ def test_values_that_cannot_be_learned_are_refused_by_name(tmp_path, wish, told)
 
 def test_a_stream_teaches_nothing_and_takes_what_is_given(tmp_path):
     stream = pa.RecordBatchReader.from_batches(TABLE.schema, TABLE.to_batches())
-    with pytest.raises(ValueError, match=r"a stream can be read only once.*give the values for sex"):
-        prepare_data(stream, tmp_path, feature_cols=["sex"], label_cols=["age"], categories=["sex"], fill={"age": 1})
+    with pytest.raises(
+        ValueError, match=r"a stream can be read only once.*give the values for sex"
+    ):
+        prepare_data(
+            stream,
+            tmp_path,
+            feature_cols=["sex"],
+            label_cols=["age"],
+            categories=["sex"],
+            fill={"age": 1},
+        )
     prepared = prepare_data(
-        stream, tmp_path, feature_cols=["sex"], label_cols=["age"], categories={"sex": ["male"]}, fill={"age": 1}
+        stream,
+        tmp_path,
+        feature_cols=["sex"],
+        label_cols=["age"],
+        categories={"sex": ["male"]},
+        fill={"age": 1},
     )
     assert columns(prepared)["sex"] == [2, 1, 0, 2, 1, 2]
 
@@ -150,7 +196,11 @@ class Embedded(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.sex, self.port, self.last = torch.nn.Embedding(4, 2), torch.nn.Embedding(4, 2), torch.nn.Linear(7, 2)
+        self.sex, self.port, self.last = (
+            torch.nn.Embedding(4, 2),
+            torch.nn.Embedding(4, 2),
+            torch.nn.Linear(7, 2),
+        )
 
     def forward(self, sex, numbers, port):
         assert (sex.dtype, numbers.dtype, port.dtype) == (torch.int64, torch.float32, torch.int64)
@@ -175,7 +225,11 @@ def test_an_estimator_learns_and_its_model_carries_what_was_learned(tmp_path, ki
         **WISH,
     )
     fitted = estimator.fit(TABLE)
-    assert fitted.getCategories() == {"sex": ["female", "male"], "port": ["C", "S"], "class": ["high", "low"]}
+    assert fitted.getCategories() == {
+        "sex": ["female", "male"],
+        "port": ["C", "S"],
+        "class": ["high", "low"],
+    }
     assert fitted.getFill() == {"age": 37.5, "fare": 2.0, "port": "S"}
 
     # Data of others has strings and nulls: a copy in the store has neither, and is found again.
@@ -193,8 +247,15 @@ def test_an_estimator_learns_and_its_model_carries_what_was_learned(tmp_path, ki
     assert len(list((tmp_path / "foreign").glob("intermediate_train_data.*"))) == 2
 
     # Data that was prepared with them needs no words about them.
-    data = prepare_data(TABLE, tmp_path / "own", feature_cols=FEATURES, label_cols=["class"], **WISH)
+    data = prepare_data(
+        TABLE, tmp_path / "own", feature_cols=FEATURES, label_cols=["class"], **WISH
+    )
     own = estimator.copy().setStore(LocalStore(str(tmp_path / "own")))
-    assert own.setCategories([]).setFill(None).fit_on_parquet(dataset_idx=data.index).getFill() == fitted.getFill()
-    with pytest.raises(ValueError, match="column 'age' was prepared with its mean, not with its median"):
+    assert (
+        own.setCategories([]).setFill(None).fit_on_parquet(dataset_idx=data.index).getFill()
+        == fitted.getFill()
+    )
+    with pytest.raises(
+        ValueError, match="column 'age' was prepared with its mean, not with its median"
+    ):
         own.setFill({"age": "median"}).fit_on_parquet(dataset_idx=data.index)

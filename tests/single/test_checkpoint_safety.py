@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checkpoints that are cut off, damaged or missing, and a loss of power at any moment: a run continues."""
+"""Checkpoints that are cut off, damaged or missing, and a loss of power at any moment: a run
+continues.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ class Recorder(durable.Disk):
         self.operations.append(("written", count))
 
     def losses(self):
-        """Every directory that a loss of power can leave: (how many writes had returned, content by name)."""
+        """Every directory that a loss of power can leave: (how many writes had returned, content
+        by name).
+        """
         for length in range(len(self.operations) + 1):
             sure, open_, synced, done = [], [], set(), 0
             for kind, what in self.operations[:length]:
@@ -93,20 +97,26 @@ class Recorder(durable.Disk):
                     done = what
             for kept in itertools.product((False, True), repeat=len(open_)):
                 names = {}
-                for gone, name, file in sure + [one for one, keep in zip(open_, kept, strict=True) if keep]:
+                for gone, name, file in sure + [
+                    one for one, keep in zip(open_, kept, strict=True) if keep
+                ]:
                     names.pop(gone, None)
                     names[name] = file
                 yield (
                     done,
                     {
-                        name: self.files[file] if file in synced else self.files[file][: len(self.files[file]) // 2]
+                        name: self.files[file]
+                        if file in synced
+                        else self.files[file][: len(self.files[file]) // 2]
                         for name, file in names.items()
                     },
                 )
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_written(tmp_path, links):
+def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_written(
+    tmp_path, links
+):
     disk = Recorder(tmp_path / "run", links)
     store = native.Store(str(disk.root))
     for epoch in range(1, 4):
@@ -164,7 +174,9 @@ def flipped(data):
     return data[:at] + b"X" + data[at + 1 :]
 
 
-@pytest.mark.parametrize("spoil", [lambda data: data[:20], lambda _: b"", flipped, lambda data: bytes(len(data)), None])
+@pytest.mark.parametrize(
+    "spoil", [lambda data: data[:20], lambda _: b"", flipped, lambda data: bytes(len(data)), None]
+)
 def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, caplog, spoil):
     store = native.Store(str(tmp_path))
     for epoch in (1, 2):
@@ -220,13 +232,23 @@ def torch_fit(data, run, epochs):
 
 
 def lightning_fit(data, run, epochs, **more):
-    known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
+    known = {
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "verbose": 0,
+        "random_seed": 1,
+    }
     store = LocalStore(str(data))
-    made = LightningEstimator(model=Line(), run_id=run, epochs=epochs, store=store, backend=Here(), **known, **more)
+    made = LightningEstimator(
+        model=Line(), run_id=run, epochs=epochs, store=store, backend=Here(), **known, **more
+    )
     return made.fit_on_parquet()
 
 
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+@pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+)
 @pytest.mark.parametrize("fitted", [torch_fit, lightning_fit])
 def test_a_run_with_a_truncated_checkpoint_ends_like_an_undisturbed_one(data, caplog, fitted):
     whole = fitted(data, "whole", 4)
@@ -247,7 +269,13 @@ def keras_fit(data, run, epochs):
     from farandole.spark.keras import KerasEstimator
 
     keras.utils.set_random_seed(1)
-    known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
+    known = {
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "verbose": 0,
+        "random_seed": 1,
+    }
     made = KerasEstimator(
         model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),
         optimizer=keras.optimizers.SGD(0.05),

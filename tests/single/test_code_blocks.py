@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Each code block of the documentation is executed by a test, or says why not; all names that it uses exist."""
+"""Each code block of the documentation is executed by a test, or says why not; all names that it
+uses exist.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ PYTHON: Final = [block for block in BLOCKS if block.kind in ("python", "py")]
 SHELL: Final = [block for block in BLOCKS if block.kind in ("sh", "bash", "console")]
 
 EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
-    ("README.md", "python"): {"tests/spark/test_pages.py": {0}, "tests/parallel/test_guide_pages.py": {1}},
+    ("README.md", "python"): {
+        "tests/spark/test_pages.py": {0},
+        "tests/parallel/test_guide_pages.py": {1},
+    },
     ("docs/moving.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
     ("docs/spark/keras.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/plugin.md", "python"): {"tests/spark/test_pages.py": {0}},
@@ -30,18 +35,28 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/spark/test_pages.py": {1, 2},
         "tests/notebooks/test_notebooks.py": {3},
     },
-    ("docs/user-guide/elastic.md", "python"): {"tests/launcher/test_elastic_page.py": {0, 1, 2, 3, 4, 5}},
+    ("docs/user-guide/elastic.md", "python"): {
+        "tests/launcher/test_elastic_page.py": {0, 1, 2, 3, 4, 5}
+    },
     ("docs/user-guide/elastic.md", "sh"): {"tests/launcher/test_elastic_page.py": {0}},
     ("docs/user-guide/exporting.md", "python"): {"tests/single/test_exporting_page.py": {0, 1, 2}},
     ("docs/user-guide/jax.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
     ("docs/user-guide/logging.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
     ("docs/user-guide/lightning.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
-    ("docs/user-guide/moving-from-horovod.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
+    ("docs/user-guide/moving-from-horovod.md", "python"): {
+        "tests/parallel/test_guide_pages.py": {0}
+    },
     ("docs/user-guide/operations.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
-    ("docs/user-guide/preparing-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 2, 3, 4}},
+    ("docs/user-guide/preparing-data.md", "python"): {
+        "tests/single/test_data_pages.py": {0, 1, 2, 3, 4}
+    },
     ("docs/user-guide/ray.md", "python"): {"tests/ray/test_page.py": {0, 1, 2, 3}},
-    ("docs/user-guide/reading-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 3, 4, 5, 6, 7}},
-    ("docs/user-guide/running/batch-systems.md", "bash"): {"tests/launch/test_pages.py": {0, 1, 2, 3}},
+    ("docs/user-guide/reading-data.md", "python"): {
+        "tests/single/test_data_pages.py": {0, 1, 3, 4, 5, 6, 7}
+    },
+    ("docs/user-guide/running/batch-systems.md", "bash"): {
+        "tests/launch/test_pages.py": {0, 1, 2, 3}
+    },
     ("docs/user-guide/running/batch-systems.md", "sh"): {"tests/launch/test_pages.py": {0}},
     ("docs/user-guide/running/hosts.md", "sh"): {"tests/launch/test_pages.py": {0, 1, 2, 3, 4, 5}},
     ("docs/user-guide/running/other-launchers.md", "python"): {
@@ -51,7 +66,9 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/running/other-launchers.md", "sh"): {"tests/launch/test_started.py": {1}},
     ("docs/user-guide/timeline.md", "python"): {"tests/parallel/test_guide_pages.py": {1}},
     ("docs/user-guide/torch.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
-    ("docs/user-guide/tuning.md", "python"): {"tests/ray/test_tuning_page.py": {0, 1, 2, 3, 4, 5, 6}},
+    ("docs/user-guide/tuning.md", "python"): {
+        "tests/ray/test_tuning_page.py": {0, 1, 2, 3, 4, 5, 6}
+    },
 }
 """By page and language: which test executes which blocks."""
 
@@ -81,13 +98,17 @@ print()
 
 def test_blocks_in_lists_are_found_without_their_indentation():
     assert blocks_in(PAGE, "page.md") == [
-        Block("page.md", 0, "sh", "for host in one two; do\n  ssh $host\ndone\n", "needs a cluster"),
+        Block(
+            "page.md", 0, "sh", "for host in one two; do\n  ssh $host\ndone\n", "needs a cluster"
+        ),
         Block("page.md", 0, "python", "if True:\n    print()\n", None),
         Block("page.md", 1, "python", "print()\n", None),
     ]
 
 
-@pytest.mark.parametrize("lines", ["> ```sh\n> ls\n> ```\n", "- ```sh\n  ls\n  ```\n", "~~~sh\nls\n~~~\n"])
+@pytest.mark.parametrize(
+    "lines", ["> ```sh\n> ls\n> ```\n", "- ```sh\n  ls\n  ```\n", "~~~sh\nls\n~~~\n"]
+)
 def test_a_block_that_cannot_be_read_is_no_block_that_is_passed_over(lines):
     with pytest.raises(AssertionError, match=r"page\.md has a code block"):
         blocks_in(lines, "page.md")
@@ -102,15 +123,24 @@ def executed_by(block: Block) -> list[str]:
 @pytest.mark.parametrize("block", [*PYTHON, *SHELL], ids=str)
 def test_a_test_executes_each_block_or_the_page_says_why_not(block):
     tests = executed_by(block)
-    assert bool(tests) != bool(block.why_not), f"{block}: executed by {tests}, not executed: {block.why_not}"
+    assert bool(tests) != bool(block.why_not), (
+        f"{block}: executed by {tests}, not executed: {block.why_not}"
+    )
     for test in tests:
         text = (ROOT / test).read_text()
-        assert block.page.rpartition("/")[2] in text or "from tests.started import" in text, f"{test}: {block.page}"
+        assert block.page.rpartition("/")[2] in text or "from tests.started import" in text, (
+            f"{test}: {block.page}"
+        )
 
 
 def test_no_block_is_said_to_be_executed_that_does_not_exist():
     there = {(block.page, block.kind, block.number) for block in BLOCKS}
-    listed = {(*key, number) for key, tests in EXECUTED.items() for numbers in tests.values() for number in numbers}
+    listed = {
+        (*key, number)
+        for key, tests in EXECUTED.items()
+        for numbers in tests.values()
+        for number in numbers
+    }
     assert not listed - there
 
 
@@ -123,7 +153,9 @@ def test_all_names_and_keywords_of_ours_in_the_code_of_the_pages_exist():
 
 @cache
 def flags_of(*command: str) -> set[str]:
-    """The flags of a subcommand: of `run` by the reference, which has the short names too, of others by their help."""
+    """The flags of a subcommand: of `run` by the reference, which has the short names too, of
+    others by their help.
+    """
     if command == ("run",):
         page = (ROOT / "docs/reference/command-line.md").read_text()
         text = page.partition("\n## `farandole run`\n")[2].partition("\n## ")[0]
@@ -135,7 +167,9 @@ def flags_of(*command: str) -> set[str]:
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_all_flags_of_commands_of_ours_exist(block):
-    command = re.compile(r"^(?:\$ )?(?:train\(\) { )?((?:farandole|horovodrun) .+?)(?:; }| #.*)?$", re.MULTILINE)
+    command = re.compile(
+        r"^(?:\$ )?(?:train\(\) { )?((?:farandole|horovodrun) .+?)(?:; }| #.*)?$", re.MULTILINE
+    )
     commands = command.findall(block.text)
     for command in commands:
         words = shlex.split(command)

@@ -56,10 +56,15 @@ def test_every_iteration_is_the_next_epoch(path):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_padding_has_no_weight_and_kept_tails_may_be_empty(path, framework):
-    padded = [list(ParquetLoader(path, 333, rank=r, size=3, tail="pad", framework=framework))[-1] for r in range(3)]
+    padded = [
+        list(ParquetLoader(path, 333, rank=r, size=3, tail="pad", framework=framework))[-1]
+        for r in range(3)
+    ]
     assert [float(batch["_weights"].sum()) for batch in padded] == [1.0, 0.0, 0.0]
     assert all(len(batch["label"]) == 333 for batch in padded)
-    kept = [list(ParquetLoader(path, 333, rank=r, size=3, framework=framework))[-1] for r in range(3)]
+    kept = [
+        list(ParquetLoader(path, 333, rank=r, size=3, framework=framework))[-1] for r in range(3)
+    ]
     assert [tuple(batch["v"].shape) for batch in kept] == [(1, 2), (0, 2), (0, 2)]
 
 

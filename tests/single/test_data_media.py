@@ -54,13 +54,16 @@ def one(how, blob):
     return how.decode([blob], "x")[0]
 
 
-@pytest.mark.parametrize(("pool", "framework"), [("thread", "torch"), ("process", "numpy"), ("dummy", "numpy")])
+@pytest.mark.parametrize(
+    ("pool", "framework"), [("thread", "torch"), ("process", "numpy"), ("dummy", "numpy")]
+)
 def test_a_loader_decodes_bytes_beside_other_columns(tmp_path, pool, framework):
     blobs = [stored(picture(row)) for row in range(12)]
     url = prepare_data(pa.table({"image": blobs, "id": range(12)}), tmp_path).train_url
     loader = ParquetLoader(
         url, 5, ["image", "id"], framework=framework, transform_pool=pool,
-        transformation_fn=Decode({"image": Image(24, 32, mean=[0.5, 0.4, 0.3], std=[0.2, 0.2, 0.1])}),
+        transformation_fn=Decode({"image": Image(24, 32, mean=[0.5, 0.4, 0.3],
+            std=[0.2, 0.2, 0.1])}),
     )  # fmt: skip
     rows = 0
     for batch in loader:
@@ -94,8 +97,12 @@ def test_images_are_fitted_turned_and_converted():
     upright = one(Image(80, 40, dtype="uint8", channels_last=True), stored(pixels, exif=turned))
     assert upright.tolist() == np.rot90(pixels, -1).tolist()
     large = picture(1, 480, 640)
-    small = one(Image(30, 40, dtype="uint8", channels_last=True), stored(large, "jpeg", quality=95)).astype(float)
-    wanted = np.asarray(PIL.Image.fromarray(large).resize((40, 30), PIL.Image.Resampling.BILINEAR)).astype(float)
+    small = one(
+        Image(30, 40, dtype="uint8", channels_last=True), stored(large, "jpeg", quality=95)
+    ).astype(float)
+    wanted = np.asarray(
+        PIL.Image.fromarray(large).resize((40, 30), PIL.Image.Resampling.BILINEAR)
+    ).astype(float)
     assert np.abs(small - wanted).mean() < 2.0
 
 
@@ -103,11 +110,18 @@ def chunked(width, height, depth, color, rows, *more):
     """A PNG, row by row: kinds that Pillow does not write."""
 
     def chunk(name, data):
-        return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
+        return (
+            len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
+        )
 
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([depth, color, 0, 0, 0])
     packed = zlib.compress(b"".join(b"\0" + row for row in rows))
-    body = [chunk(b"IHDR", header), *(chunk(*one) for one in more), chunk(b"IDAT", packed), chunk(b"IEND", b"")]
+    body = [
+        chunk(b"IHDR", header),
+        *(chunk(*one) for one in more),
+        chunk(b"IDAT", packed),
+        chunk(b"IEND", b""),
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
 
@@ -128,13 +142,24 @@ def common_kinds():
         "png, one bit": stored(gray > 128),
         "png, 16 bits": stored(gray.astype(np.uint16) * 257),
         "png, alpha": stored(np.concatenate([pixels, alpha], axis=2)),
-        "png, 48 bits": chunked(90, 60, 16, 2, [np.stack([row, row // 2], axis=2).tobytes() for row in pixels]),
-        "png, gray, four bits": chunked(90, 60, 4, 0, [(row[::2] & 0xF0 | row[1::2] >> 4).tobytes() for row in gray]),
-        "png, gray, a clear value": chunked(90, 60, 8, 0, [row.tobytes() for row in gray], (b"tRNS", b"\0\x80")),
+        "png, 48 bits": chunked(
+            90, 60, 16, 2, [np.stack([row, row // 2], axis=2).tobytes() for row in pixels]
+        ),
+        "png, gray, four bits": chunked(
+            90, 60, 4, 0, [(row[::2] & 0xF0 | row[1::2] >> 4).tobytes() for row in gray]
+        ),
+        "png, gray, a clear value": chunked(
+            90, 60, 8, 0, [row.tobytes() for row in gray], (b"tRNS", b"\0\x80")
+        ),
     }
-    for name, image in (("palette", few), ("gray and alpha", PIL.Image.fromarray(pixels[..., :2], "LA"))):
+    for name, image in (
+        ("palette", few),
+        ("gray and alpha", PIL.Image.fromarray(pixels[..., :2], "LA")),
+    ):
         out = io.BytesIO()
-        image.save(out, "png", **({"transparency": bytes(range(0, 256, 16))} if name == "palette" else {}))
+        image.save(
+            out, "png", **({"transparency": bytes(range(0, 256, 16))} if name == "palette" else {})
+        )
         kinds[f"png, {name}"] = out.getvalue()
     return kinds
 
@@ -144,7 +169,10 @@ def common_kinds():
 def test_common_png_and_jpeg_are_decoded_without_pillow_and_look_the_same(monkeypatch, mode, fit):
     kinds = common_kinds()
     how = Image(37, 52, mode=mode, fit=fit, dtype="uint8", channels_last=True)
-    wanted = {name: np.asarray(how._resized(blob, 52)).reshape(37, 52, -1).astype(int) for name, blob in kinds.items()}
+    wanted = {
+        name: np.asarray(how._resized(blob, 52)).reshape(37, 52, -1).astype(int)
+        for name, blob in kinds.items()
+    }
     monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("Pillow was asked"))
     found = how.decode(list(kinds.values()), "x").astype(int)
     for name, pixels in zip(kinds, found, strict=True):
@@ -166,7 +194,9 @@ def test_every_exif_orientation_is_turned_upright_without_pillow(monkeypatch, ki
     wanted = [np.asarray(how._resized(blob, 48)).astype(int) for blob in blobs]
     assert not np.array_equal(wanted[0], wanted[5])
     monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("Pillow was asked"))
-    for orientation, (one, other) in enumerate(zip(how.decode(blobs, "x").astype(int), wanted, strict=True), 1):
+    for orientation, (one, other) in enumerate(
+        zip(how.decode(blobs, "x").astype(int), wanted, strict=True), 1
+    ):
         assert np.abs(one - other).mean() < 1.0, orientation
 
 
@@ -175,7 +205,7 @@ def test_rare_kinds_are_pillows_and_give_what_it_gives():
     adobe = io.BytesIO()
     PIL.Image.fromarray(pixels).convert("CMYK").save(adobe, "jpeg", quality=95)
     large = picture(1, 400, 600)
-    xmp = b'<x:xmpmeta xmlns:tiff="http://ns.adobe.com/tiff/1.0/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    xmp = b'<x:xmpmeta xmlns:tiff="http://ns.adobe.com/tiff/1.0/"><a tiff:Orientation="6"/></x:xmpmeta>'  # noqa: E501
     animation = io.BytesIO()
     first, second = (PIL.Image.fromarray(picture(seed, 60, 90)) for seed in (0, 1))
     first.save(animation, "png", save_all=True, append_images=[second])
@@ -198,7 +228,9 @@ def test_rare_kinds_are_pillows_and_give_what_it_gives():
     clear = how.decode([stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)]))], "x")[0]
     assert np.abs(clear.astype(int) - found[3]).max() <= 2, "alpha is left out, not blended"
     seen = Image(60, 90, mode="RGBA", dtype="uint8", channels_last=True)
-    assert set(one(seen, stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)])))[..., 3].flat) == {7}
+    assert set(
+        one(seen, stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)])))[..., 3].flat
+    ) == {7}
 
 
 def test_an_image_of_each_decoder_is_scaled_alike():
@@ -238,21 +270,27 @@ def test_files_that_are_cut_or_too_large_are_errors_that_name_column_and_row(mon
     for kind, options in (("png", {}), ("jpeg", {}), ("jpeg", {"progressive": True})):
         whole = stored(pixels, kind, **options)
         for length in range(20, len(whole) - 30, len(whole) // 19):
-            with pytest.raises(ValueError, match="column 'x', row 1 of a batch: cannot decode the image: "):
+            with pytest.raises(
+                ValueError, match="column 'x', row 1 of a batch: cannot decode the image: "
+            ):
                 how.decode([whole, whole[:length]], "x")
     huge = chunked(60_000, 60_000, 8, 2, [])
     with pytest.raises(
-        ValueError, match=r"column 'x', row 0 of a batch: cannot decode the image: Image size \(36000000"
+        ValueError,
+        match=r"column 'x', row 0 of a batch: cannot decode the image: Image size \(36000000",
     ):
         one(how, huge)
     real = builtins.__import__
     monkeypatch.setattr(
         builtins, "__import__",
-        lambda name, *args, **more: (_ for _ in ()).throw(ImportError(name)) if name.startswith("PIL")
+        lambda name, *args,
+        **more: (_ for _ in ()).throw(ImportError(name)) if name.startswith("PIL")
         else real(name, *args, **more),
     )  # fmt: skip
     assert one(how, stored(pixels)).shape == (3, 16, 16)
-    with pytest.raises(ImportError, match=r"\(column 'x', row 0 of a batch: it has 60000 x 60000 pixels, more than"):
+    with pytest.raises(
+        ImportError, match=r"\(column 'x', row 0 of a batch: it has 60000 x 60000 pixels, more than"
+    ):
         one(how, huge)
 
 
@@ -266,8 +304,12 @@ def test_gray_images_of_sixteen_bits_keep_their_high_byte():
         colours = one(Image(24, 32, dtype="uint8"), blob)
         assert colours.tolist() == [gray.tolist()] * 3
     for kind, told in ((np.int32, "32-bit integers"), (np.float32, "floats")):
-        batch = pa.record_batch({"image": [stored(gray, "tiff"), stored(gray.astype(kind), "tiff")]})
-        with pytest.raises(ValueError, match=f"column 'image', row 1 of a batch: cannot decode .*: it is of {told}"):
+        batch = pa.record_batch(
+            {"image": [stored(gray, "tiff"), stored(gray.astype(kind), "tiff")]}
+        )
+        with pytest.raises(
+            ValueError, match=f"column 'image', row 1 of a batch: cannot decode .*: it is of {told}"
+        ):
             Decode({"image": Image(8)})(batch)
 
 
@@ -280,7 +322,10 @@ def test_formats_for_which_pillow_runs_other_programs_are_not_opened(monkeypatch
     ran = []
     monkeypatch.setattr(PIL.EpsImagePlugin, "Ghostscript", lambda *given, **_: ran.append(given))
     for kind in ("eps", "ppm"):
-        with pytest.raises(ValueError, match="column 'x', row 0 of a batch: cannot decode the image: cannot identify"):
+        with pytest.raises(
+            ValueError,
+            match="column 'x', row 0 of a batch: cannot decode the image: cannot identify",
+        ):
             one(how, stored(pixels, kind))
     assert not ran
 
@@ -304,7 +349,9 @@ def test_columns_of_paths_are_read_from_a_directory_or_a_store(tmp_path):
 @pytest.mark.parametrize("kind", ["wav", "flac", "ogg"])
 def test_sounds_are_cut_padded_and_mixed(kind):
     samples = sound()
-    found, lengths = Audio(5000, 8000).decode([recorded(samples, kind=kind), recorded(samples[:1000], kind=kind)], "x")
+    found, lengths = Audio(5000, 8000).decode(
+        [recorded(samples, kind=kind), recorded(samples[:1000], kind=kind)], "x"
+    )
     assert found.shape == (2, 5000)
     assert found.dtype == np.float32
     assert lengths.tolist() == [4000, 1000]
@@ -344,39 +391,66 @@ def test_an_estimator_learns_from_images(tmp_path):
     table = pa.table({"image": [stored(shade) for shade in shades], "label": label})
     model = Colour()
     fitted = TorchEstimator(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss(),
-        store=LocalStore(str(tmp_path)), backend=Here(), feature_cols=["image"], label_cols=["label"], batch_size=16,
-        epochs=8, verbose=0, input_shapes=[[-1, 3, 8, 8]], transformation_fn=Decode({"image": Image(8)}),
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1),
+        loss=torch.nn.CrossEntropyLoss(),
+        store=LocalStore(str(tmp_path)), backend=Here(), feature_cols=["image"],
+        label_cols=["label"], batch_size=16,
+        epochs=8, verbose=0, input_shapes=[[-1, 3, 8, 8]],
+        transformation_fn=Decode({"image": Image(8)}),
     ).fit(table)  # fmt: skip
     assert fitted.history_frame()["loss"].iloc[-1] < 0.3
 
 
 def test_an_invalid_argument_names_the_column_the_row_or_the_option(monkeypatch):
-    batch = pa.record_batch({"image": [stored(picture(0)), b"no image"], "sound": [recorded(sound())] * 2})
-    with pytest.raises(ValueError, match="column 'image', row 1 of a batch: cannot decode the image: cannot identify"):
+    batch = pa.record_batch(
+        {"image": [stored(picture(0)), b"no image"], "sound": [recorded(sound())] * 2}
+    )
+    with pytest.raises(
+        ValueError,
+        match="column 'image', row 1 of a batch: cannot decode the image: cannot identify",
+    ):
         Decode({"image": Image(8)})(batch.select(["image"]))
     cut = pa.record_batch({"image": [stored(picture(0), "jpeg")[:300]]})
-    with pytest.raises(ValueError, match=r"(?i)column 'image', row 0 of a batch: cannot .*truncated"):
+    with pytest.raises(
+        ValueError, match=r"(?i)column 'image', row 0 of a batch: cannot .*truncated"
+    ):
         Decode({"image": Image(8)})(cut)
-    with pytest.raises(ValueError, match="column 'sound', row 0 of a batch: cannot decode the sound: "):
+    with pytest.raises(
+        ValueError, match="column 'sound', row 0 of a batch: cannot decode the sound: "
+    ):
         Decode({"sound": Audio(8, 8000)})(pa.record_batch({"sound": [b"no sound"]}))
     with pytest.raises(ValueError, match=r"column 'sound', row 0 .* it has 1 channels, not 2"):
         Decode({"sound": Audio(8, 8000, 2)})(batch.select(["sound"]))
     with pytest.raises(ValueError, match="there is no column 'picture' to decode: image, sound"):
         Decode({"picture": Image(8)})(batch)
-    with pytest.raises(ValueError, match="column 'image', row 0 of a batch: int is neither bytes nor a path"):
+    with pytest.raises(
+        ValueError, match="column 'image', row 0 of a batch: int is neither bytes nor a path"
+    ):
         Decode({"image": Image(8)})(pa.record_batch({"image": [1]}))
-    with pytest.raises(ValueError, match="the data made column sound of binary, which is neither a number"):
+    with pytest.raises(
+        ValueError, match="the data made column sound of binary, which is neither a number"
+    ):
         Decode({"image": Image(8)})(batch.slice(0, 1))
-    with pytest.raises(TypeError, match="column 'image' must be decoded by an Image or an Audio: int"):
+    with pytest.raises(
+        TypeError, match="column 'image' must be decoded by an Image or an Audio: int"
+    ):
         Decode({"image": 8})
     for wrong, told in (
         ({"height": 0}, "height of an image must be a whole number, 1 or more: 0"),
         ({"height": 8, "mode": "HSV"}, "mode of an image must be one of RGB, RGBA, L: 'HSV'"),
-        ({"height": 8, "fit": "cover"}, "fit of an image must be one of stretch, crop, pad: 'cover'"),
-        ({"height": 8, "mean": [1, 2]}, r"mean of an image must be one number or 3, one for each channel: \[1, 2\]"),
+        (
+            {"height": 8, "fit": "cover"},
+            "fit of an image must be one of stretch, crop, pad: 'cover'",
+        ),
+        (
+            {"height": 8, "mean": [1, 2]},
+            r"mean of an image must be one number or 3, one for each channel: \[1, 2\]",
+        ),
         ({"height": 8, "std": 0.0}, "std of an image must not be 0"),
-        ({"height": 8, "dtype": "uint8", "mean": 0.5}, "mean and std of an image need dtype='float32'"),
+        (
+            {"height": 8, "dtype": "uint8", "mean": 0.5},
+            "mean and std of an image need dtype='float32'",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             Image(**wrong)
@@ -390,8 +464,13 @@ def test_an_invalid_argument_names_the_column_the_row_or_the_option(monkeypatch)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    told = r"decoding images needs Pillow: pip install 'farandole\[images\]' .*row 0 .*: it is neither a PNG nor a JPEG"
+    told = (
+        r"decoding images needs Pillow: pip install 'farandole\[images\]' .*row 0 .*: it is "
+        r"neither a PNG nor a JPEG"
+    )
     with pytest.raises(ImportError, match=told):
         one(Image(8), b"")
-    with pytest.raises(ImportError, match=r"decoding sounds needs soundfile: pip install 'farandole\[audio\]'"):
+    with pytest.raises(
+        ImportError, match=r"decoding sounds needs soundfile: pip install 'farandole\[audio\]'"
+    ):
         one(Audio(8, 8000), b"")

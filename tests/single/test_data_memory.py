@@ -28,7 +28,8 @@ from farandole.data import ParquetLoader
 def told(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
-loader = ParquetLoader(sys.argv[1], int(sys.argv[2]), byte_budget=int(sys.argv[3]), framework="numpy")
+loader = ParquetLoader(sys.argv[1], int(sys.argv[2]), byte_budget=int(sys.argv[3]),
+    framework="numpy")
 next(iter(ParquetLoader(sys.argv[1], 1, byte_budget=int(sys.argv[3]), shuffle=False)))
 Path("/proc/self/clear_refs").write_text("5")
 before = told("VmRSS")
@@ -76,7 +77,9 @@ def test_a_budget_holds_for_data_many_times_as_large(tmp_path, foreign, rows, wi
     budget = max(needed, 48 * MIB)
     assert budget < rows * width * 4 * 0.95, "the data is larger"
     command = [sys.executable, "-c", MEASURE, path, batch_size, budget]
-    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=True, timeout=120
+    )
     seen, grown = map(int, result.stdout.split())
     assert seen == rows
     assert grown <= budget + BESIDES, f"{grown / MIB:.0f} MiB with a budget of {budget / MIB:.0f}"
@@ -99,7 +102,9 @@ def test_a_budget_never_changes_the_order(tmp_path):
 
 def test_a_row_larger_than_the_budget_is_refused_with_what_it_takes(tmp_path):
     path = written(tmp_path, [wide(4, 2 * MIB)])
-    with pytest.raises(ValueError, match=r"the least that works is \d+: \d+ for rows .* \d+ for batches"):
+    with pytest.raises(
+        ValueError, match=r"the least that works is \d+: \d+ for rows .* \d+ for batches"
+    ):
         list(ParquetLoader(path, 1, byte_budget=4 * MIB))
     needed = least(path, 1)
     assert sum(len(batch["id"]) for batch in ParquetLoader(path, 1, byte_budget=needed)) == 4

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The code of the pages preparing-data.md and reading-data.md runs, with the names that a reader has defined before."""
+"""The code of the pages preparing-data.md and reading-data.md runs, with the names that a reader
+has defined before.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ from farandole.spark.torch import TorchEstimator
 
 rng = np.random.default_rng(0)
 income = rng.uniform(0, 100, 200)
-rows = {"age": rng.integers(20, 80, 200), "income": income, "port": ["S", "C"] * 100, "bought": income / 100}
+rows = {"age": rng.integers(20, 80, 200), "income": income, "port": ["S", "C"] * 100,
+    "bought": income / 100}
 pa.csv.write_csv(pa.table(rows), "2024-01.csv")
 network = torch.nn.Bilinear(1, 1, 1)
 estimator = TorchEstimator(
-    model=network, optimizer=torch.optim.SGD(network.parameters(), lr=1e-6), loss=torch.nn.MSELoss(), epochs=1,
-    feature_cols=["age", "income"], label_cols=["bought"], validation="split", input_shapes=[[-1, 1], [-1, 1]],
+    model=network, optimizer=torch.optim.SGD(network.parameters(), lr=1e-6),
+    loss=torch.nn.MSELoss(), epochs=1,
+    feature_cols=["age", "income"], label_cols=["bought"], validation="split",
+    input_shapes=[[-1, 1], [-1, 1]],
     store=Store.create("farandole"), backend=LocalBackend(1), batch_size=32, verbose=0,
 )
 """,
@@ -43,15 +48,18 @@ names = pa.table({"id": range(0, 200, 2), "w": rng.random(100)})
 pa.csv.write_csv(
     pa.table({
         "sex": ["male", "female"] * 100, "port": ["S", "C", "Q", "S"] * 50,
-        "age": [28.0, None, 20.0, 40.0] * 50, "fare": [32.0, 8.0] * 100, "survived": ["no", "yes"] * 100,
+        "age": [28.0, None, 20.0, 40.0] * 50, "fare": [32.0, 8.0] * 100,
+        "survived": ["no", "yes"] * 100,
     }),
     "passengers.csv",
 )
 """,
     3: """
-assert data.categories == {"sex": ["female", "male"], "port": ["C", "Q", "S"], "survived": ["no", "yes"]}
+assert data.categories == {"sex": ["female", "male"], "port": ["C", "Q", "S"],
+    "survived": ["no", "yes"]}
 assert data.fill["port"] == "S"
-table = pa.table({"tokens": [[1] * (1 + row % 90) for row in range(200)], "kind": [row % 2 for row in range(200)]})
+table = pa.table({"tokens": [[1] * (1 + row % 90) for row in range(200)],
+    "kind": [row % 2 for row in range(200)]})
 lengths = set()
 """,
     4: """
@@ -83,7 +91,7 @@ train = write("train", features=number.astype("float32"), label=number % 2)
 prepared = pa.table({"tokens": [[1] * (1 + row % 9) for row in range(512)], "label": [row % 2 for row in range(512)]})
 path = prepare_data(prepared, "store", label_cols=["label"], ragged={"tokens": Pad()}).train_url
 web, books = write("web", x=number), write("books", x=number)
-""",
+""",  # noqa: E501
     3: """
 assert {batch["x"].shape for batch in loader} == {(64,)}
 
@@ -138,15 +146,22 @@ PLACES = {
 """Names in the pages, and their values here."""
 
 
-@pytest.mark.parametrize(("page", "before"), [("preparing-data.md", PREPARING), ("reading-data.md", READING)])
+@pytest.mark.parametrize(
+    ("page", "before"), [("preparing-data.md", PREPARING), ("reading-data.md", READING)]
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, before, tmp_path):
     blocks = [block for block in blocks_of(f"docs/user-guide/{page}") if block.kind == "python"]
     pieces = [
-        piece for block in blocks if block.why_not is None for piece in (before.get(block.number, ""), block.text)
+        piece
+        for block in blocks
+        if block.why_not is None
+        for piece in (before.get(block.number, ""), block.text)
     ]
     script = "\n".join([*pieces, before.get(len(blocks), "")])
     for place, here in PLACES.items():
         script = script.replace(place, here)
     (tmp_path / "page.py").write_text(script)
-    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -29,10 +29,15 @@ def write(url, tables, **spec):
 
 def arrays(path, **options):
     """Everything in file order, as NumPy arrays by name."""
-    read = reader.Reader(reader.Dataset.open(str(path)), batch_size=1 << 20, shuffle=False, **options)
+    read = reader.Reader(
+        reader.Dataset.open(str(path)), batch_size=1 << 20, shuffle=False, **options
+    )
     (batch,) = read.epoch(0)
     columns = {name: batch.column(name) for name in batch.names}
-    return {name: np.frombuffer(column, column.dtype).reshape(column.shape) for name, column in columns.items()}
+    return {
+        name: np.frombuffer(column, column.dtype).reshape(column.shape)
+        for name, column in columns.items()
+    }
 
 
 SCALARS = {
@@ -84,7 +89,10 @@ def test_lists_become_fixed_size_rows_that_a_plain_reader_understands(tmp_path):
     assert read["n"].shape == (200, 3, 1)
     file = tmp_path / "train" / out["train"]["files"][0]["path"]
     table = pq.read_table(file)
-    assert table.schema.field("x").metadata == {b"farandole.element": b"float32", b"farandole.shape": b"3"}
+    assert table.schema.field("x").metadata == {
+        b"farandole.element": b"float32",
+        b"farandole.shape": b"3",
+    }
     assert b"".join(table["x"].to_pylist()) == values.tobytes()
     assert pq.read_metadata(file).num_row_groups >= 6
 
@@ -101,7 +109,9 @@ VECTOR = pa.struct(
 
 def vectors(*rows):
     names = ("type", "size", "indices", "values")
-    return pa.table({"features": pa.array([dict(zip(names, row, strict=True)) for row in rows], VECTOR)})
+    return pa.table(
+        {"features": pa.array([dict(zip(names, row, strict=True)) for row in rows], VECTOR)}
+    )
 
 
 def test_spark_vectors_are_dense_whatever_they_came_as(tmp_path):
@@ -114,7 +124,9 @@ def test_spark_vectors_are_dense_whatever_they_came_as(tmp_path):
 def test_ragged_vectors_name_the_column_and_both_lengths(tmp_path):
     with pytest.raises(ValueError, match="column features has rows of 2 and of 3 values"):
         write(tmp_path, [vectors((1, None, None, [1.0, 2.0]), (0, 3, [2], [5.0]))])
-    with pytest.raises(ValueError, match="column features is 2 values of float64 in partition 0 and 1 values"):
+    with pytest.raises(
+        ValueError, match="column features is 2 values of float64 in partition 0 and 1 values"
+    ):
         write(tmp_path, [vectors((1, None, None, [1.0, 2.0])), vectors((1, None, None, [1.0]))])
 
 
@@ -130,7 +142,9 @@ def test_a_missing_column_and_a_type_that_cannot_be_are_named(tmp_path):
     with pytest.raises(ValueError, match="column a has a type that cannot be prepared: Map"):
         write(tmp_path, [pa.table({"a": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))})])
     for weights, kind in ((["heavy"], "Utf8"), ([[1.0, 2.0]], "List")):
-        with pytest.raises(ValueError, match=f"column w cannot be a sample weight, because it is {kind}"):
+        with pytest.raises(
+            ValueError, match=f"column w cannot be a sample weight, because it is {kind}"
+        ):
             write(tmp_path, [pa.table({"a": [1], "w": weights})], weight="w")
 
 
@@ -180,7 +194,10 @@ def test_the_manifest_tells_roles_statistics_and_what_it_was_made_from(tmp_path)
         "w": ("weight", "float64", 1.0, 1.0),
         "t": ("feature", "utf8", None, None),
     }
-    assert all((tmp_path / "train" / file["path"]).stat().st_size == file["bytes"] for file in manifest["files"])
+    assert all(
+        (tmp_path / "train" / file["path"]).stat().st_size == file["bytes"]
+        for file in manifest["files"]
+    )
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "lz4", "zstd"])
@@ -204,7 +221,9 @@ def test_an_attempt_that_failed_or_ran_twice_leaves_nothing_behind(tmp_path):
 
     attempt("aborted").abort()
     first, second = attempt("first").finish(), attempt("second").finish()
-    with pytest.raises(ValueError, match="two attempts of one partition cannot both be committed: 0"):
+    with pytest.raises(
+        ValueError, match="two attempts of one partition cannot both be committed: 0"
+    ):
         prepare.commit(str(tmp_path), spec, [first, second])
     prepare.commit(str(tmp_path), spec, [second])
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == [

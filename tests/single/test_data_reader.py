@@ -21,7 +21,9 @@ def files(tmp_path):
     """Three files with row groups of different sizes."""
     for number, (start, end) in enumerate([(0, 1000), (1000, 1100), (1100, ROWS)]):
         ids = np.arange(start, end)
-        table = pa.table({"id": ids, "x": ids.astype(np.float32), "v": np.stack([ids, -ids], 1).tolist()})
+        table = pa.table(
+            {"id": ids, "x": ids.astype(np.float32), "v": np.stack([ids, -ids], 1).tolist()}
+        )
         pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=300 + number * 77)
     (tmp_path / "_SUCCESS").write_text("")
     return tmp_path
@@ -31,7 +33,10 @@ def ids(epoch):
     """Ids of the valid rows of every batch; checks that rows are whole."""
     found = []
     for batch in epoch:
-        of = {name: np.frombuffer(batch.column(name), batch.column(name).dtype) for name in batch.names}
+        of = {
+            name: np.frombuffer(batch.column(name), batch.column(name).dtype)
+            for name in batch.names
+        }
         assert (of["x"] == of["id"]).all()
         assert (of["v"].reshape(-1, 2) == np.stack([of["id"], -of["id"]], 1)).all()
         assert np.frombuffer(batch.weights(), np.float32).sum() == batch.valid_rows
@@ -52,7 +57,9 @@ def test_the_footers_tell_rows_types_and_shapes(files):
         ("v", "int64", (2,)),
     ]
     assert dataset.fingerprint == Dataset.open(str(files)).fingerprint
-    pq.write_table(pa.table({"id": [1], "x": pa.array([1], pa.float32()), "v": [[1, -1]]}), files / "3.parquet")
+    pq.write_table(
+        pa.table({"id": [1], "x": pa.array([1], pa.float32()), "v": [[1, -1]]}), files / "3.parquet"
+    )
     assert dataset.fingerprint != Dataset.open(str(files)).fingerprint
 
 
@@ -60,7 +67,10 @@ def test_the_footers_tell_rows_types_and_shapes(files):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_ranks_cover_every_row_once_in_equal_steps(files, size, shuffle):
     dataset = Dataset.open(str(files))
-    readers = [Reader(dataset, batch_size=64, rank=rank, size=size, shuffle=shuffle) for rank in range(size)]
+    readers = [
+        Reader(dataset, batch_size=64, rank=rank, size=size, shuffle=shuffle)
+        for rank in range(size)
+    ]
     shares = [ids(reader.epoch(0)) for reader in readers]
     assert {len(share) for share in shares} == {readers[0].steps()}
     lengths = [len(flat(share)) for share in shares]
@@ -72,7 +82,10 @@ def test_global_batches_do_not_depend_on_the_size_of_the_world(files):
     dataset = Dataset.open(str(files))
 
     def world(size):
-        shares = [ids(Reader(dataset, batch_size=120 // size, rank=rank, size=size).epoch(2)) for rank in range(size)]
+        shares = [
+            ids(Reader(dataset, batch_size=120 // size, rank=rank, size=size).epoch(2))
+            for rank in range(size)
+        ]
         return [sorted(flat(step)) for step in zip(*shares, strict=True)]
 
     assert world(1) == world(2) == world(3) == world(4)
@@ -80,7 +93,9 @@ def test_global_batches_do_not_depend_on_the_size_of_the_world(files):
 
 def test_the_order_depends_on_seed_and_epoch_and_not_on_threads(files):
     dataset = Dataset.open(str(files))
-    orders = [ids(Reader(dataset, batch_size=50, threads=threads).epoch(0)) for threads in (1, 2, 7)]
+    orders = [
+        ids(Reader(dataset, batch_size=50, threads=threads).epoch(0)) for threads in (1, 2, 7)
+    ]
     assert orders[0] == orders[1] == orders[2]
     assert orders[0] != ids(Reader(dataset, batch_size=50, seed=1).epoch(0))
     assert orders[0] != ids(Reader(dataset, batch_size=50).epoch(1))
@@ -89,7 +104,10 @@ def test_the_order_depends_on_seed_and_epoch_and_not_on_threads(files):
 
 def test_the_tail_is_kept_padded_or_dropped(files):
     dataset = Dataset.open(str(files))
-    last = {tail: list(Reader(dataset, batch_size=1000, tail=tail).epoch(0))[-1] for tail in ("keep", "pad", "drop")}
+    last = {
+        tail: list(Reader(dataset, batch_size=1000, tail=tail).epoch(0))[-1]
+        for tail in ("keep", "pad", "drop")
+    }
     assert [(b.rows, b.valid_rows) for b in last.values()] == [(1, 1), (1000, 1), (1000, 1000)]
     padded = np.frombuffer(last["pad"].column("id"), np.int64)
     assert (padded == padded[0]).all()
@@ -99,8 +117,14 @@ def test_the_tail_is_kept_padded_or_dropped(files):
 
 def test_an_epoch_continues_where_it_was_left_on_another_size(files):
     dataset = Dataset.open(str(files))
-    done = [flat(ids(Reader(dataset, batch_size=50, rank=rank, size=2).epoch(0))[:7]) for rank in range(2)]
-    rest = [flat(ids(Reader(dataset, batch_size=9, rank=rank, size=3).epoch(0, 700))) for rank in range(3)]
+    done = [
+        flat(ids(Reader(dataset, batch_size=50, rank=rank, size=2).epoch(0))[:7])
+        for rank in range(2)
+    ]
+    rest = [
+        flat(ids(Reader(dataset, batch_size=9, rank=rank, size=3).epoch(0, 700)))
+        for rank in range(3)
+    ]
     assert sorted(flat(done) + flat(rest)) == list(range(ROWS))
 
 
@@ -148,7 +172,9 @@ def test_a_column_that_no_batch_can_hold_is_an_error_with_the_reason(tmp_path):
     pq.write_table(table, tmp_path / "f.parquet")
     dataset = Dataset.open(str(tmp_path))
     for column, reason in {"s": "it is Struct", "r": "its rows have different lengths"}.items():
-        with pytest.raises(ValueError, match=f"column {column} cannot be read into batches: {reason}"):
+        with pytest.raises(
+            ValueError, match=f"column {column} cannot be read into batches: {reason}"
+        ):
             Reader(dataset, columns=[column], batch_size=1)
     assert [field.name for field in Reader(dataset, batch_size=1).columns] == ["n", "ok"]
     with pytest.raises(ValueError, match=r"column n has 1 nulls in row group 0 of .*f\.parquet"):
@@ -159,16 +185,35 @@ def test_a_column_that_no_batch_can_hold_is_an_error_with_the_reason(tmp_path):
 
 def test_ragged_lists_that_add_up_are_found_when_they_are_read(tmp_path):
     pq.write_table(pa.table({"r": [[1, 2], [3], [4, 5, 6]]}), tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match=r"column r has rows of other lengths than 2 in row group 0 of .*f\.parquet"):
+    with pytest.raises(
+        ValueError,
+        match=r"column r has rows of other lengths than 2 in row group 0 of .*f\.parquet",
+    ):
         list(Reader(Dataset.open(str(tmp_path)), batch_size=1).epoch(0))
 
 
 @pytest.mark.parametrize(
-    "kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64", "bool"]
+    "kind",
+    [
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float32",
+        "float64",
+        "bool",
+    ],
 )
 def test_lists_of_every_type_are_read_by_their_leaves(tmp_path, kind):
     values = np.arange(40).reshape(20, 2).astype(kind)
-    pq.write_table(pa.table({"r": pa.array(list(values), pa.list_(pa.from_numpy_dtype(kind)))}), tmp_path / "f.parquet")
+    pq.write_table(
+        pa.table({"r": pa.array(list(values), pa.list_(pa.from_numpy_dtype(kind)))}),
+        tmp_path / "f.parquet",
+    )
     (batch,) = Reader(Dataset.open(str(tmp_path)), batch_size=20, shuffle=False).epoch(0)
     assert (np.frombuffer(batch.column("r"), kind).reshape(20, 2) == values).all()
 
@@ -179,13 +224,17 @@ def test_files_that_disagree_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no column b in .*1\.parquet"):
         Dataset.open(str(tmp_path))
     pq.write_table(pa.table({"a": ["x"], "b": [1.0]}), tmp_path / "1.parquet")
-    with pytest.raises(ValueError, match=r"column a is Utf8 in .*1\.parquet, elsewhere it is Int64"):
+    with pytest.raises(
+        ValueError, match=r"column a is Utf8 in .*1\.parquet, elsewhere it is Int64"
+    ):
         Dataset.open(str(tmp_path))
 
 
 def test_columns_of_one_name_are_refused(tmp_path):
     pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "0.parquet")
-    twice = pa.Table.from_arrays([pa.array([1]), pa.array([3]), pa.array([2])], names=["a", "a", "b"])
+    twice = pa.Table.from_arrays(
+        [pa.array([1]), pa.array([3]), pa.array([2])], names=["a", "a", "b"]
+    )
     pq.write_table(twice, tmp_path / "1.parquet")
     with pytest.raises(ValueError, match=r"several columns are called a in .*1\.parquet"):
         Dataset.open(str(tmp_path))
@@ -194,7 +243,9 @@ def test_columns_of_one_name_are_refused(tmp_path):
 def test_a_file_is_no_data_set(files):
     pq.write_table(pa.table({"a": [1]}), files / "x.parquet")
     for url in (str(files / "x.parquet"), f"file://{files}/x.parquet"):
-        with pytest.raises(ValueError, match=r"this is a file; a data set is the directory .*x\.parquet"):
+        with pytest.raises(
+            ValueError, match=r"this is a file; a data set is the directory .*x\.parquet"
+        ):
             Dataset.open(url)
     native.Store("memory://a-file").write("x.parquet", b"")
     with pytest.raises(ValueError, match=r"this is a file; .*memory://a-file/x\.parquet"):
@@ -229,7 +280,8 @@ def test_flipped_bytes_are_errors_and_never_a_hang(files):
 def test_a_budget_that_is_too_small_says_what_would_do(files):
     reader = Reader(Dataset.open(str(files)), batch_size=10, byte_budget=1000)
     with pytest.raises(
-        ValueError, match="a budget of 1000 bytes is too small for this data set, the least that works is"
+        ValueError,
+        match="a budget of 1000 bytes is too small for this data set, the least that works is",
     ):
         reader.epoch(0)
 
@@ -262,12 +314,15 @@ def test_the_first_batch_does_not_wait_for_thousands_of_files(tmp_path):
             firsts.append(time.perf_counter() - start)
             epoch.close()
         seconds[files] = min(firsts)
-    # The plan of an epoch knows all its files, which takes milliseconds; as many are opened of all as of a hundred.
+    # The plan of an epoch knows all its files, which takes milliseconds; as many are opened of all
+    # as of a hundred.
     assert seconds[10_000] < 2 * seconds[100] + 0.05
 
 
 def test_a_directory_of_a_thousand_files_is_planned_in_a_second(tmp_path):
-    pq.write_table(pa.table({f"c{n}": np.zeros(100, np.float32) for n in range(20)}), tmp_path / "one.parquet")
+    pq.write_table(
+        pa.table({f"c{n}": np.zeros(100, np.float32) for n in range(20)}), tmp_path / "one.parquet"
+    )
     for number in range(999):
         (tmp_path / f"{number}.parquet").hardlink_to(tmp_path / "one.parquet")
     best = 10.0

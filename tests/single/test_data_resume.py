@@ -19,13 +19,17 @@ ROWS = 1003
 def path(tmp_path_factory):
     directory = tmp_path_factory.mktemp("resume")
     for number, (start, end) in enumerate([(0, 400), (400, ROWS)]):
-        table = pa.table({"id": np.arange(start, end), "x": np.arange(start, end, dtype=np.float32)})
+        table = pa.table(
+            {"id": np.arange(start, end), "x": np.arange(start, end, dtype=np.float32)}
+        )
         pq.write_table(table, directory / f"{number}.parquet", row_group_size=97)
     return directory
 
 
 def world(path, size, batch_size, state=None, **options):
-    loaders = [ParquetLoader(path, batch_size, rank=rank, size=size, **options) for rank in range(size)]
+    loaders = [
+        ParquetLoader(path, batch_size, rank=rank, size=size, **options) for rank in range(size)
+    ]
     for loader in loaders if state is not None else ():
         loader.load_state_dict(state)
     return loaders
@@ -96,7 +100,9 @@ def test_a_state_counts_what_was_handed_out_not_what_was_made_ahead(path):
 def test_a_state_of_other_data_is_refused(path, tmp_path):
     pq.write_table(pa.table({"id": np.arange(10)}), tmp_path / "f.parquet")
     state = ParquetLoader(tmp_path, 5).state_dict()
-    with pytest.raises(ValueError, match="the state belongs to another data set, or the files have changed"):
+    with pytest.raises(
+        ValueError, match="the state belongs to another data set, or the files have changed"
+    ):
         ParquetLoader(path, 5).load_state_dict(state)
     with pytest.raises(ValueError, match="not a state of this version"):
         ParquetLoader(path, 5).load_state_dict({})
@@ -109,7 +115,9 @@ def test_a_state_of_other_data_is_refused(path, tmp_path):
 def test_the_ranks_that_have_rows_left_take_one_batch_more_when_they_join(path):
     loaders = world(path, 4, 10, tail="join")
     batches = [[len(batch["id"]) for batch in loader] for loader in loaders]
-    assert [len(loader) for loader in loaders] == [len(sizes) for sizes in batches] == [26, 26, 26, 25]
+    assert (
+        [len(loader) for loader in loaders] == [len(sizes) for sizes in batches] == [26, 26, 26, 25]
+    )
     assert all(size > 0 for sizes in batches for size in sizes)
     assert sum(map(sum, batches)) == ROWS
     rows = {loader.state_dict()["rows"] for loader in loaders[:3]}
@@ -129,12 +137,19 @@ def test_a_loader_can_be_pickled(path):
 def test_workers_of_a_dataloader_see_every_row_once_in_as_many_batches(path, workers, tail):
     import torch
 
-    ranks = [ParquetLoader(path, 16, rank=rank, size=2, tail=tail, framework="torch") for rank in range(2)]
+    ranks = [
+        ParquetLoader(path, 16, rank=rank, size=2, tail=tail, framework="torch")
+        for rank in range(2)
+    ]
     plain = [[len(batch["id"]) for batch in loader] for loader in ranks]
     seen, sizes = [], []
     for loader in ranks:
         loader.set_epoch(0)
-        batches = list(torch.utils.data.DataLoader(loader.as_torch_dataset(), batch_size=None, num_workers=workers))
+        batches = list(
+            torch.utils.data.DataLoader(
+                loader.as_torch_dataset(), batch_size=None, num_workers=workers
+            )
+        )
         sizes.append([len(batch["id"]) for batch in batches])
         assert len(loader) == len(batches)
         for batch in batches:
@@ -149,7 +164,9 @@ def test_every_iteration_of_a_dataloader_with_workers_is_the_next_epoch(path, pe
     import torch
 
     dataset = ParquetLoader(path, 100, framework="torch").as_torch_dataset()
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=persistent)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=2, persistent_workers=persistent
+    )
     epochs = [[batch["id"].tolist() for batch in loader] for _ in range(3)]
     assert len({json.dumps(epoch) for epoch in epochs}) == 3
     dataset.set_epoch(1)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Weighted draws, batches by length and mixes: what they choose, on all ranks alike, and how they resume."""
+"""Weighted draws, batches by length and mixes: what they choose, on all ranks alike, and how
+they resume.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from farandole.data import LengthLoader, MixedLoader, Pad, ParquetLoader, WeightedLoader, prepare_data
+from farandole.data import (
+    LengthLoader,
+    MixedLoader,
+    Pad,
+    ParquetLoader,
+    WeightedLoader,
+    prepare_data,
+)
 from farandole.data.loaders.pools import evened
 
 ROWS = 1000
@@ -37,7 +46,9 @@ def plain(url, batch_size, **options):
 
 
 def by_length(url, pool=256, batch_size=16, columns=("id", "tokens"), even="rows", **options):
-    return LengthLoader(ParquetLoader(url, pool, list(columns), seed=3, **options), "tokens", batch_size, even=even)
+    return LengthLoader(
+        ParquetLoader(url, pool, list(columns), seed=3, **options), "tokens", batch_size, even=even
+    )
 
 
 def weighted(url, **options):
@@ -64,7 +75,10 @@ def test_rows_are_drawn_in_proportion_to_their_weights(url):
             np.add.at(times, batch, 1)
     assert times[0] == 0  # of weight 0
     expected = 40 * 250 * np.arange(ROWS) / (ROWS * (ROWS - 1) / 2)
-    tenths = [times[start : start + 100].sum() / expected[start : start + 100].sum() for start in range(100, ROWS, 100)]
+    tenths = [
+        times[start : start + 100].sum() / expected[start : start + 100].sum()
+        for start in range(100, ROWS, 100)
+    ]
     assert tenths == pytest.approx([1.0] * 9, abs=0.06)
 
 
@@ -74,7 +88,9 @@ def test_rare_classes_get_the_same_share_as_frequent_ones(url, framework):
     for batch in loader:
         assert isinstance(batch["label"], torch.Tensor if framework == "torch" else np.ndarray)
         assert 19 <= int(batch["label"].sum()) <= 21
-    by_value = WeightedLoader(plain(url, 250, framework=framework), 40, weights={"label": {0: 0, 1: 2.5}})
+    by_value = WeightedLoader(
+        plain(url, 250, framework=framework), 40, weights={"label": {0: 0, 1: 2.5}}
+    )
     assert all(batch["label"].all() for batch in by_value)
 
 
@@ -91,7 +107,9 @@ def test_a_pool_that_is_padded_or_short_has_no_row_that_does_not_exist(url):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_padding_is_in_no_class_and_has_no_share(url, framework):
     def last(batch_size, size, rank, **how):
-        pools = plain(url, batch_size, size=size, rank=rank, tail="pad", shuffle=False, framework=framework)
+        pools = plain(
+            url, batch_size, size=size, rank=rank, tail="pad", shuffle=False, framework=framework
+        )
         return list(WeightedLoader(pools, 200, **how))[-1]
 
     # The padding repeats a row of one class, which must not make that class rarer.
@@ -105,7 +123,9 @@ def test_padding_is_in_no_class_and_has_no_share(url, framework):
 
 
 def test_batches_hold_rows_of_similar_length_and_each_row_once(url):
-    plain_values = sum(batch["tokens"].size for batch in ParquetLoader(url, 16, ["id", "tokens"], seed=3))
+    plain_values = sum(
+        batch["tokens"].size for batch in ParquetLoader(url, 16, ["id", "tokens"], seed=3)
+    )
     loader = by_length(url)
     batches = list(loader)
     assert len(batches) == 64 - 1  # 3 pools of 256 rows, and one of 232
@@ -114,7 +134,9 @@ def test_batches_hold_rows_of_similar_length_and_each_row_once(url):
     padded = sum(batch["tokens"].size for batch in batches)
     assert values < padded < 1.25 * values < 0.5 * plain_values
     for batch in batches:
-        for row, tokens, length in zip(batch["id"], batch["tokens"], batch["tokens__length"], strict=True):
+        for row, tokens, length in zip(
+            batch["id"], batch["tokens"], batch["tokens__length"], strict=True
+        ):
             assert tokens.tolist() == [row] * length + [-1] * (len(tokens) - length)
     widths = [batch["tokens"].shape[1] for batch in batches[:16]]
     assert widths != sorted(widths)
@@ -158,7 +180,9 @@ def test_all_ranks_have_the_same_number_of_batches(url, tail, size):
         assert {len(one) for one in batches} == set(counts)
         assert len(set(counts)) == 1
         if maker is by_length and tail == "keep":
-            assert sorted(row for one in batches for batch in seen(one) for row in batch) == list(range(ROWS))
+            assert sorted(row for one in batches for batch in seen(one) for row in batch) == list(
+                range(ROWS)
+            )
             widths = np.array([[batch["tokens"].shape[1] for batch in one] for one in batches])
             assert np.corrcoef(widths[0], widths[-1])[0, 1] > 0.9
 
@@ -189,7 +213,9 @@ def test_a_state_fits_another_world_only_between_pools(url):
     next(batches)
     others = [by_length(url, size=2, rank=rank, batch_size=8, pool=100) for rank in range(2)]
     for other in others:
-        with pytest.raises(ValueError, match=r"within a pool.*\[1, 256, 16\] there, \[2, 100, 8\] here"):
+        with pytest.raises(
+            ValueError, match=r"within a pool.*\[1, 256, 16\] there, \[2, 100, 8\] here"
+        ):
             other.load_state_dict(loader.state_dict())
         other.load_state_dict(between)
     rest = [row for other in others for batch in seen(other) for row in batch]
@@ -213,25 +239,38 @@ def test_a_mix_takes_from_each_loader_its_share_and_continues_after_their_epochs
     assert {len(batch["id"]) for batch in batches} == {150}
     assert len({row for batch in batches for row in batch["id"][100:].tolist()}) == ROWS
     whole.close()
-    tensors = MixedLoader({"a": plain(url, 2, framework="torch"), "b": plain(url, 3, framework="torch")}, steps=1)
+    tensors = MixedLoader(
+        {"a": plain(url, 2, framework="torch"), "b": plain(url, 3, framework="torch")}, steps=1
+    )
     assert next(iter(tensors))["id"].shape == (5,)
     tensors.close()
 
 
 def test_a_mix_without_ratios_drops_no_column(url):
     padded = {"a": plain(url, 10), "b": plain(url, 10, tail="pad")}
-    with pytest.raises(ValueError, match=r"without ratios.*those of 'b' have '_weights', those of 'a' do not"):
+    with pytest.raises(
+        ValueError, match=r"without ratios.*those of 'b' have '_weights', those of 'a' do not"
+    ):
         MixedLoader(padded)
     lengths = {"a": by_length(url), "b": ParquetLoader(url, 10, ["id", "tokens"])}
-    with pytest.raises(ValueError, match=r"without ratios.*those of 'a' have 'tokens__length', those of 'b' do not"):
+    with pytest.raises(
+        ValueError, match=r"without ratios.*those of 'a' have 'tokens__length', those of 'b' do not"
+    ):
         MixedLoader(lengths)
     MixedLoader(padded, {"a": 1, "b": 1}).close()
     both = MixedLoader({"a": plain(url, 600, tail="pad"), "b": plain(url, 10, tail="pad")}, steps=2)
     assert [batch["_weights"].sum() for batch in both] == [610, 410]
     both.close()
-    more = plain(url, 10, transformation_fn=lambda batch: {"id": batch["id"].to_numpy(), "y": batch["id"].to_numpy()})
+    more = plain(
+        url,
+        10,
+        transformation_fn=lambda batch: {"id": batch["id"].to_numpy(), "y": batch["id"].to_numpy()},
+    )
     mix = MixedLoader({"a": plain(url, 10), "b": more})
-    with pytest.raises(ValueError, match="joined must have the same columns: 'b' has id, y, 'a' has id, label, weight"):
+    with pytest.raises(
+        ValueError,
+        match="joined must have the same columns: 'b' has id, y, 'a' has id, label, weight",
+    ):
         next(iter(mix))
     mix.close()
 
@@ -244,7 +283,10 @@ def test_loaders_are_pickled_with_their_place(url):
 
 
 def test_an_invalid_argument_names_the_column_the_loader_or_the_option(url):
-    with pytest.raises(ValueError, match="weights names column 'age', which the loader does not read: id, label, we"):
+    with pytest.raises(
+        ValueError,
+        match="weights names column 'age', which the loader does not read: id, label, we",
+    ):
         WeightedLoader(plain(url, 100), 10, weights="age")
     with pytest.raises(ValueError, match="needs weights= or balanced=, and not both"):
         WeightedLoader(plain(url, 100), 10)
@@ -252,9 +294,14 @@ def test_an_invalid_argument_names_the_column_the_loader_or_the_option(url):
         list(WeightedLoader(plain(url, 1000), 10, weights={"label": {0: 1}}))
     with pytest.raises(ValueError, match="all 1000 rows of a pool have weight 0 in column 'label'"):
         list(WeightedLoader(plain(url, 1000), 10, weights={"label": {0: 0, 1: 0}}))
-    with pytest.raises(ValueError, match=r"weights of column 'label' must be finite numbers, 0 or more: -1\.0"):
+    with pytest.raises(
+        ValueError, match=r"weights of column 'label' must be finite numbers, 0 or more: -1\.0"
+    ):
         list(WeightedLoader(plain(url, 1000), 10, weights={"label": {0: -1, 1: 0}}))
-    with pytest.raises(ValueError, match="column 'id' is not a ragged column that the loader reads, these are: tokens"):
+    with pytest.raises(
+        ValueError,
+        match="column 'id' is not a ragged column that the loader reads, these are: tokens",
+    ):
         LengthLoader(ParquetLoader(url, 100), "id", 10)
     with pytest.raises(ValueError, match="pool: 100 rows are fewer than 200"):
         by_length(url, pool=100, batch_size=200)
@@ -277,7 +324,11 @@ def test_an_invalid_argument_names_the_column_the_loader_or_the_option(url):
         MixedLoader({"a": plain(url, 2000, tail="drop_last")})
     with pytest.raises(ValueError, match="the loader 'a' has tail='join'"):
         MixedLoader({"a": plain(url, 200, tail="join")})
-    with pytest.raises(ValueError, match="the state belongs to other loaders: one, two there, a, b here"):
+    with pytest.raises(
+        ValueError, match="the state belongs to other loaders: one, two there, a, b here"
+    ):
         MixedLoader(two).load_state_dict(mixed(url).state_dict())
     with pytest.raises(ValueError, match="column 'weight' has different types, see cast"):
-        next(iter(MixedLoader({"a": plain(url, 5), "b": plain(url, 5, cast={"weight": "float32"})})))
+        next(
+            iter(MixedLoader({"a": plain(url, 5), "b": plain(url, 5, cast={"weight": "float32"})}))
+        )

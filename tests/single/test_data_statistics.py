@@ -33,7 +33,13 @@ def table(seed=0, shift=0.0, words=("a", "b", "c"), empty=0.1):
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_command_computes_statistics_on_request(tmp_path, asked, capsys):
     pq.write_table(table(), tmp_path / "rows.parquet")
-    words = ["prepare", f"source={tmp_path / 'rows.parquet'}", f"to={tmp_path / 'store'}", "seed=0", "compression=none"]
+    words = [
+        "prepare",
+        f"source={tmp_path / 'rows.parquet'}",
+        f"to={tmp_path / 'store'}",
+        "seed=0",
+        "compression=none",
+    ]
     words += ["features=n", *(["statistics="] if asked else []), "json="]
     assert command.main(words) == 0
     kept = statistics_at(json.loads(capsys.readouterr().out)["train_url"])
@@ -45,7 +51,9 @@ def test_the_command_computes_statistics_on_request(tmp_path, asked, capsys):
 def test_statistics_are_those_of_the_rows_however_they_are_cut(tmp_path):
     rows = table()
     for part in range(4):
-        pq.write_table(rows.slice(part * 5000, 5000), tmp_path / f"{part}.parquet", row_group_size=700)
+        pq.write_table(
+            rows.slice(part * 5000, 5000), tmp_path / f"{part}.parquet", row_group_size=700
+        )
     found = statistics_of(str(tmp_path))
     assert found == statistics_of(rows) == Statistics.of_json(found.to_json())
     values = rows["x"].drop_null().to_numpy()
@@ -56,7 +64,9 @@ def test_statistics_are_those_of_the_rows_however_they_are_cut(tmp_path):
     assert sum(x.counts) == len(values)
     assert max(x.counts) < 1.05 * min(x.counts)
     assert found["n"].edges == [1, 2, 3, 4, 5]
-    assert found["word"].values == {word: rows["word"].to_pylist().count(word) for word in found["word"].values}
+    assert found["word"].values == {
+        word: rows["word"].to_pylist().count(word) for word in found["word"].values
+    }
     assert (found["word"].distinct, found["flag"].distinct, found["blob"].kind) == (3, 2, "other")
     assert (found["tokens"].kind, found["tokens"].least, found["tokens"].most) == ("list", 0, 8)
 
@@ -65,12 +75,19 @@ def test_dates_times_and_decimals_are_numbers():
     days = pa.array([1, 2, None, 5], pa.int32())
     table = pa.table({
         "day": days.cast(pa.date32()), "at": days.cast(pa.int64()).cast(pa.timestamp("us", "UTC")),
-        "price": days.cast(pa.decimal128(12, 2)), "word": pa.array(["b", None, "a", "b"]).dictionary_encode(),
+        "price": days.cast(pa.decimal128(12, 2)),
+        "word": pa.array(["b", None, "a", "b"]).dictionary_encode(),
     })  # fmt: skip
     found = statistics_of(table)
     for name in ("day", "at", "price"):
         one = found[name]
-        assert (one.kind, one.missing, one.least, one.most, one.mean) == ("number", 1, 1.0, 5.0, pytest.approx(8 / 3))
+        assert (one.kind, one.missing, one.least, one.most, one.mean) == (
+            "number",
+            1,
+            1.0,
+            5.0,
+            pytest.approx(8 / 3),
+        )
     assert (found["word"].missing, found["word"].values) == (1, {"b": 2, "a": 1})
 
 
@@ -94,10 +111,13 @@ def test_changed_columns_drift_and_unchanged_ones_do_not(tmp_path):
 
 @pytest.mark.parametrize("rows", [(200_000, 2_000), (2_000, 200_000)])
 def test_a_frequent_number_is_in_the_same_bin_of_small_and_large_data(rows):
-    # Above 4096 different numbers, statistics tell cells of numbers apart; 1.1 is no bound of a cell.
+    # Above 4096 different numbers, statistics tell cells of numbers apart; 1.1 is no bound of a
+    # cell.
     def halves(seed, count):
         random = np.random.default_rng(seed)
-        return pa.table({"x": np.where(random.random(count) < 0.5, 1.1, random.uniform(0, 100, count))})
+        return pa.table(
+            {"x": np.where(random.random(count) < 0.5, 1.1, random.uniform(0, 100, count))}
+        )
 
     before, now = (halves(seed, count) for seed, count in enumerate(rows))
     found = statistics_of(before)
@@ -128,7 +148,12 @@ def test_columns_that_cannot_be_compared_have_no_index(monkeypatch):
 
 def test_they_are_kept_with_prepared_data(tmp_path, monkeypatch):
     rows = table().drop(["blob", "tokens"])
-    wish = {"label_cols": ["flag"], "categories": ["word"], "fill": {"x": "mean"}, "statistics": True}
+    wish = {
+        "label_cols": ["flag"],
+        "categories": ["word"],
+        "fill": {"x": "mean"},
+        "statistics": True,
+    }
     made = prepare_data(rows, tmp_path, **wish).statistics
     assert made is not None
     assert made == statistics_of(rows)
@@ -142,7 +167,9 @@ def test_an_invalid_argument_names_the_column(tmp_path):
     found = statistics_of(table(), ["x", "word"])
     with pytest.raises(ValueError, match="the source has no column 'word': x, n"):
         found.drift(table().select(["x", "n"]))
-    with pytest.raises(ValueError, match="column 'word' is a number now, in the statistics it is a value"):
+    with pytest.raises(
+        ValueError, match="column 'word' is a number now, in the statistics it is a value"
+    ):
         found.drift(pa.table({"x": [1.0], "word": [1]}))
     with pytest.raises(ValueError, match="the source has no column 'age'"):
         statistics_of(table(), ["age"])
@@ -157,7 +184,13 @@ def test_a_fitted_model_compares_rows_with_those_it_was_trained_with(tmp_path):
     def rows(**changes):
         return table(**changes).append_column("y", pa.array(np.zeros(ROWS, np.float32)))
 
-    wish = {"feature_cols": [["x", "n"]], "fill": {"x": "mean"}, "epochs": 1, "batch_size": 4096, "statistics": True}
+    wish = {
+        "feature_cols": [["x", "n"]],
+        "fill": {"x": "mean"},
+        "epochs": 1,
+        "batch_size": 4096,
+        "statistics": True,
+    }
     asked = estimator(tmp_path / "a", linear(), **wish)
     model = asked.fit(rows())
     assert model.getStatistics() == statistics_of(rows(), ["x", "n", "y"])
@@ -169,7 +202,9 @@ def test_a_fitted_model_compares_rows_with_those_it_was_trained_with(tmp_path):
     with pytest.raises(ValueError, match="the source has no column 'n'"):
         model.drift(rows().select(["x", "y"]))
     # Statistics are kept with the data, so a fit that does not ask for them finds them.
-    found = estimator(tmp_path / "a", linear(), **wish | {"statistics": False, "run_id": "again"}).fit(rows())
+    found = estimator(
+        tmp_path / "a", linear(), **wish | {"statistics": False, "run_id": "again"}
+    ).fit(rows())
     assert found.getStatistics() == model.getStatistics()
     without = estimator(tmp_path / "b", linear(), **wish | {"statistics": False}).fit(rows())
     assert without.getStatistics() is None
@@ -189,7 +224,10 @@ def test_models_of_stored_data_have_the_statistics_of_its_rows(tmp_path):
     # Data that it has not described: its rows are not those of the source any more.
     data = prepare_data(rows, tmp_path / "plain", **options)
     plain = estimator(tmp_path / "plain", linear(), **wish, statistics=True)
-    with pytest.raises(ValueError, match="was prepared without statistics: pass statistics=True to prepare_data, too"):
+    with pytest.raises(
+        ValueError,
+        match="was prepared without statistics: pass statistics=True to prepare_data, too",
+    ):
         plain.fit_on_parquet(dataset_idx=data.index)
     # Data that anybody wrote.
     raw = tmp_path / "raw" / "intermediate_train_data"

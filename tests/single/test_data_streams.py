@@ -23,7 +23,11 @@ def endless(start, most=None):
         if not ids:
             return
         yield pa.record_batch(
-            {"id": list(ids), "x": [[row / 2, 0.5] for row in ids], "name": [str(row) for row in ids]}
+            {
+                "id": list(ids),
+                "x": [[row / 2, 0.5] for row in ids],
+                "name": [str(row) for row in ids],
+            }
         )
 
 
@@ -60,7 +64,9 @@ def test_a_window_is_shuffled_the_same_way_at_every_size(framework):
     for window in range(2):
         inside = [row for step in rows[window * 3 : window * 3 + 3] for row in step]
         assert sorted(inside) == list(range(window * 24, window * 24 + 24)) != inside
-    others = [seen(stream(size=2, rank=rank, shuffle_rows=24, steps_per_epoch=6)) for rank in range(2)]
+    others = [
+        seen(stream(size=2, rank=rank, shuffle_rows=24, steps_per_epoch=6)) for rank in range(2)
+    ]
     assert [sorted(a + b) for a, b in zip(*others, strict=True)] == [sorted(step) for step in rows]
 
 
@@ -73,7 +79,8 @@ def test_a_stream_that_ends_ends_the_epoch_on_all_ranks():
         assert [len(one) for one in rows] == [5, 5, 5]
         assert rows[2][-1] == []
         assert sorted(row for one in rows for step in one for row in step) == list(range(50))
-    # 50 rows are 13 steps of 4: an iteration that ends with the stream is followed by one of the next pass.
+    # 50 rows are 13 steps of 4: an iteration that ends with the stream is followed by one of the
+    # next pass.
     loader = stream(finite, steps_per_epoch=13)
     assert [len(seen(loader)) for _ in range(3)] == [13, 13, 13]
     assert [len(seen(stream(lambda _: [])))] == [0]
@@ -105,7 +112,9 @@ def test_a_state_resumes_after_any_batch_and_in_another_world(options):
 
 def test_frames_and_files_are_streams_in_their_order(tmp_path):
     table = pa.table({"id": range(100), "x": np.arange(100) / 10})
-    loader = StreamLoader(table, 16, transformation_fn=lambda batch: {"y": batch.column("id").to_numpy() * 2})
+    loader = StreamLoader(
+        table, 16, transformation_fn=lambda batch: {"y": batch.column("id").to_numpy() * 2}
+    )
     assert [one for batch in loader for one in batch["y"].tolist()] == list(range(0, 200, 2))
     (tmp_path / "a.csv").write_text("id,word\n1,a\n2,b\n3,c\n")
     rows = StreamLoader(str(tmp_path / "a.csv"), 2, ["id"])
@@ -116,7 +125,9 @@ def test_frames_and_files_are_streams_in_their_order(tmp_path):
     assert [batch["id"].tolist() for batch in again] == [[3]]
     once = StreamLoader(table.to_reader(), 60, ["id"])
     assert [len(batch["id"]) for batch in once] == [60, 40]
-    with pytest.raises(ValueError, match="the stream can be read once: pass a function that opens it again"):
+    with pytest.raises(
+        ValueError, match="the stream can be read once: pass a function that opens it again"
+    ):
         list(once)
 
 
@@ -126,27 +137,46 @@ def test_frames_and_files_are_streams_in_their_order(tmp_path):
 )
 def test_a_rank_without_rows_has_the_shapes_and_types_of_the_others(transformation_fn, framework):
     def last(most, rank):
-        options = {"size": 2, "rank": rank, "framework": framework, "transformation_fn": transformation_fn}
+        options = {
+            "size": 2,
+            "rank": rank,
+            "framework": framework,
+            "transformation_fn": transformation_fn,
+        }
         return list(StreamLoader(lambda start: endless(start, most), 4, ["id", "x"], **options))[-1]
 
     for most in (1, 9):  # of the first step, and of a later one, one row is left
         full, empty = last(most, 0), last(most, 1)
         assert full["x"].shape == (1, 2)
         assert empty["x"].shape == (0, 2)
-        assert {name: value.dtype for name, value in full.items()} == {name: one.dtype for name, one in empty.items()}
+        assert {name: value.dtype for name, value in full.items()} == {
+            name: one.dtype for name, one in empty.items()
+        }
 
 
 def late(batch):
     """Lists of the rows from 3 on alone, in a column whose type has no length."""
     kept = [one for one in batch.column("id").to_pylist() if one >= 3]
-    return pa.record_batch([pa.array([[row / 2, 0.5] for row in kept], pa.list_(pa.float32()))], ["x"])
+    return pa.record_batch(
+        [pa.array([[row / 2, 0.5] for row in kept], pa.list_(pa.float32()))], ["x"]
+    )
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_others(rank, framework):
-    options = {"size": 2, "rank": rank, "framework": framework, "transformation_fn": late, "shuffle_rows": 4}
-    found = [batch["x"] for batch in StreamLoader(lambda start: endless(start, 6), 1, ["id"], **options)]
+def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_others(
+    rank, framework
+):
+    options = {
+        "size": 2,
+        "rank": rank,
+        "framework": framework,
+        "transformation_fn": late,
+        "shuffle_rows": 4,
+    }
+    found = [
+        batch["x"] for batch in StreamLoader(lambda start: endless(start, 6), 1, ["id"], **options)
+    ]
     assert min(map(len, found)) == 0
     assert {tuple(one.shape[1:]) for one in found} == {(2,)}
     assert len({one.dtype for one in found}) == 1
@@ -179,15 +209,22 @@ def test_after_an_error_the_next_iteration_reads_on_from_there():
 
 def test_a_source_without_an_order_has_one_rank():
     rows = pl.LazyFrame({"id": range(20)})
-    told = r"the source, polars\.lazyframe\.frame\.LazyFrame, may return its rows in a different order on each"
+    told = (
+        r"the source, polars\.lazyframe\.frame\.LazyFrame, may return its rows in a different "
+        r"order on each"
+    )
     for rank in range(2):
         with pytest.raises(ValueError, match=told):
             StreamLoader(rows, 4, size=2, rank=rank)
-    assert sorted(row for step in seen(StreamLoader(rows, 4, size=1, rank=0)) for row in step) == list(range(20))
+    assert sorted(
+        row for step in seen(StreamLoader(rows, 4, size=1, rank=0)) for row in step
+    ) == list(range(20))
 
 
 def test_an_invalid_argument_names_the_column_or_the_option():
-    with pytest.raises(ValueError, match="shuffle_rows must be a multiple of size \\* batch_size, which is 8: 12"):
+    with pytest.raises(
+        ValueError, match="shuffle_rows must be a multiple of size \\* batch_size, which is 8: 12"
+    ):
         stream(size=2, rank=0, shuffle_rows=12)
     with pytest.raises(ValueError, match="steps_per_epoch must be a whole number, 1 or more: 0"):
         stream(steps_per_epoch=0)
@@ -195,11 +232,15 @@ def test_an_invalid_argument_names_the_column_or_the_option():
         next(iter(StreamLoader(endless, 4, ["age"])))
     with pytest.raises(ValueError, match="the source has no column 'age': id"):
         StreamLoader(pa.table({"id": [1]}), 4, ["age"])
-    with pytest.raises(ValueError, match="the stream made column name of string, which is neither a number"):
+    with pytest.raises(
+        ValueError, match="the stream made column name of string, which is neither a number"
+    ):
         next(iter(StreamLoader(endless, 4)))
     with pytest.raises(ValueError, match="the stream left 1 nulls in column id"):
         next(iter(StreamLoader(pa.table({"id": [1, None]}), 4)))
-    with pytest.raises(TypeError, match="a stream must return pyarrow record batches or tables: dict"):
+    with pytest.raises(
+        TypeError, match="a stream must return pyarrow record batches or tables: dict"
+    ):
         next(iter(StreamLoader(lambda _: [{"id": 1}], 4)))
     with pytest.raises(ValueError, match="the state has shuffle_rows=8, this loader 0"):
         stream().load_state_dict(stream(shuffle_rows=8).state_dict())

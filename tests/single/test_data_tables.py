@@ -22,12 +22,16 @@ ROWS = 40
 
 def table(start=0, stop=ROWS):
     ids = range(start, stop)
-    return pa.table({"id": list(ids), "x": [row / 2 for row in ids], "tag": [f"t{row % 3}" for row in ids]})
+    return pa.table(
+        {"id": list(ids), "x": [row / 2 for row in ids], "tag": [f"t{row % 3}" for row in ids]}
+    )
 
 
 @pytest.fixture
 def catalog(tmp_path):
-    found = SqlCatalog("local", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{tmp_path}/warehouse")
+    found = SqlCatalog(
+        "local", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{tmp_path}/warehouse"
+    )
     found.create_namespace("sales")
     yield found
     found.engine.dispose()
@@ -48,7 +52,10 @@ def ids(url, **options):
 
 def test_a_relation_of_duckdb_is_run_once_for_each_pass_and_never_whole(tmp_path, monkeypatch):
     connection = duckdb.connect()
-    connection.sql("create table rows as select i as id, i / 2 as \"x y\", 't' || i % 3 as tag from range(200000) t(i)")
+    connection.sql(
+        "create table rows as select i as id, i / 2 as \"x y\", 't' || i % 3 as tag from "
+        "range(200000) t(i)"
+    )
     relation = connection.sql("select * from rows where id < 150000")
     assert is_frame(relation)
     monkeypatch.setattr(pa, "table", None)  # which would hold the whole result
@@ -58,7 +65,9 @@ def test_a_relation_of_duckdb_is_run_once_for_each_pass_and_never_whole(tmp_path
     batch = next(iter(ParquetLoader(data.val_url, 1000)))
     assert (batch["x y"] == batch["id"] / 2).all()
     assert (batch["tag"] == batch["id"] % 3 + 2).all()
-    stream = StreamLoader(connection.sql("select id from rows order by id"), 1000, steps_per_epoch=2)
+    stream = StreamLoader(
+        connection.sql("select id from rows order by id"), 1000, steps_per_epoch=2
+    )
     assert [batch["id"][0] for batch in stream] == [0, 1000]
     stream.close()
 
@@ -84,7 +93,9 @@ def test_a_table_of_iceberg_is_prepared_from_its_catalog_and_from_its_directory(
     batch = next(iter(ParquetLoader(grown.train_url, 100, shuffle=False)))
     rows = sorted(zip(*(batch[name].tolist() for name in ("id", "z", "w")), strict=True))
     assert rows == [*((row, row / 2, -1.0) for row in left), (ROWS, 1.0, 2.0)]
-    named = prepare_data({"rows": iceberg}, store, sql="select id, z * 2 as z from rows where id > 30")
+    named = prepare_data(
+        {"rows": iceberg}, store, sql="select id, z * 2 as z from rows where id > 30"
+    )
     assert ids(named.train_url) == [row for row in [*left, ROWS] if row > 30]
 
 
@@ -97,14 +108,19 @@ def test_a_loader_reads_a_table_of_iceberg_where_its_files_alone_tell_its_rows(i
     assert ids(where) == [row for row in range(ROWS) if row % 3 != 1]
     with iceberg.update_schema() as update:
         update.rename_column("x", "z")
-    with pytest.raises(ValueError, match=r"the Iceberg table file://.*rows had other columns before, prepare_data"):
+    with pytest.raises(
+        ValueError, match=r"the Iceberg table file://.*rows had other columns before, prepare_data"
+    ):
         ParquetLoader(where, 16)
 
 
 def test_the_command_prepares_and_shows_a_table_of_iceberg(iceberg, tmp_path):
     def command(*words):
         done = subprocess.run(
-            [sys.executable, "-m", "farandole", "data", *words], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "farandole", "data", *words],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -115,7 +131,9 @@ def test_the_command_prepares_and_shows_a_table_of_iceberg(iceberg, tmp_path):
 
 
 def test_invalid_arguments_are_refused_by_name(iceberg, tmp_path):
-    with pytest.raises(ValueError, match=r"an Iceberg table must be the only source: file://.*/rows"):
+    with pytest.raises(
+        ValueError, match=r"an Iceberg table must be the only source: file://.*/rows"
+    ):
         prepare_data([iceberg.location(), str(tmp_path)], tmp_path / "store")
     relation = duckdb.sql("select 1 as id")
     with pytest.raises(ValueError, match="age"):

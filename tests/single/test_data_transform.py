@@ -40,15 +40,20 @@ def doubled(batch):
     """A record batch in, a record batch out, with a column more."""
     twice = pc.multiply(batch.column("x"), 2)
     where = pa.array([os.getpid()] * len(batch))
-    return pa.record_batch([*batch.columns, twice, where], [*batch.schema.names, "twice", "process"])
+    return pa.record_batch(
+        [*batch.columns, twice, where], [*batch.schema.names, "twice", "process"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("pool", "framework"), [("thread", "numpy"), ("thread", "torch"), ("process", "numpy"), ("dummy", "numpy")]
+    ("pool", "framework"),
+    [("thread", "numpy"), ("thread", "torch"), ("process", "numpy"), ("dummy", "numpy")],
 )
 def test_a_function_works_on_whole_batches_in_order(path, pool, framework):
     plain = ParquetLoader(path, 32, framework=framework)
-    loader = ParquetLoader(path, 32, framework=framework, transformation_fn=doubled, transform_pool=pool)
+    loader = ParquetLoader(
+        path, 32, framework=framework, transformation_fn=doubled, transform_pool=pool
+    )
     try:
         pairs = list(zip(plain, loader, strict=True))
     finally:
@@ -60,24 +65,32 @@ def test_a_function_works_on_whole_batches_in_order(path, pool, framework):
         assert before["even"].tolist() == after["even"].tolist()
         after["x"][0] = 7  # not the read-only memory of Arrow
         assert type(before["x"]) is type(after["x"])
-    elsewhere = {process for _, after in pairs for process in after["process"].tolist()} - {os.getpid()}
+    elsewhere = {process for _, after in pairs for process in after["process"].tolist()} - {
+        os.getpid()
+    }
     assert bool(elsewhere) == (pool == "process")
 
 
 def test_a_function_may_return_a_dict_and_other_rows(path):
-    loader = ParquetLoader(path, 50, transformation_fn=lambda batch: {"s": batch.column("x").to_numpy()[::2]})
+    loader = ParquetLoader(
+        path, 50, transformation_fn=lambda batch: {"s": batch.column("x").to_numpy()[::2]}
+    )
     assert [len(batch["s"]) for batch in loader] == [25] * 10
     padded = ParquetLoader(path, 50, tail="pad", transformation_fn=lambda _: {"s": np.zeros(3)})
     with pytest.raises(ValueError, match='must keep the 50 rows of a batch with tail="pad"'):
         list(padded)
-    padded = ParquetLoader(path, 60, tail="pad", transformation_fn=lambda batch: batch.select(["id"]))
+    padded = ParquetLoader(
+        path, 60, tail="pad", transformation_fn=lambda batch: batch.select(["id"])
+    )
     assert [int(batch["_weights"].sum()) for batch in padded] == [60] * 8 + [20]
 
 
 def lists(batch):
     """A column of lists whose type has no length."""
     made = [[float(one)] * 3 for one in batch.column("id").to_pylist()]
-    return pa.record_batch([batch.column("id"), pa.array(made, pa.list_(pa.float32()))], ["id", "v"])
+    return pa.record_batch(
+        [batch.column("id"), pa.array(made, pa.list_(pa.float32()))], ["id", "v"]
+    )
 
 
 def arrays(batch):
@@ -87,7 +100,9 @@ def arrays(batch):
 
 @pytest.mark.parametrize("function", [lists, arrays])
 @pytest.mark.parametrize(("pool", "framework"), [("thread", "numpy"), ("dummy", "torch")])
-def test_a_batch_without_rows_has_the_shapes_and_types_of_others(tmp_path, function, pool, framework):
+def test_a_batch_without_rows_has_the_shapes_and_types_of_others(
+    tmp_path, function, pool, framework
+):
     pq.write_table(pa.table({"id": np.arange(5)}), tmp_path / "f.parquet")
     found = []
     for rank in (0, 5):
@@ -115,20 +130,25 @@ def kept(function):
 @pytest.mark.parametrize("function", [lists, arrays])
 @pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 4, 0, 1, 2]])
-def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_others(tmp_path, function, pool, order):
+def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_others(
+    tmp_path, function, pool, order
+):
     pq.write_table(pa.table({"id": order}), tmp_path / "f.parquet")
     options = {"shuffle": False, "transformation_fn": kept(function), "transform_pool": pool}
     with contextlib.closing(ParquetLoader(tmp_path, 1, **options)) as loader:
         found = [batch["v"] for batch in loader]
     assert [len(values) for values in found] == [int(one > 2) for one in order]
-    assert {(values.shape[1:], values.dtype) for values in found} == {((3,), found[order.index(3)].dtype)}
+    assert {(values.shape[1:], values.dtype) for values in found} == {
+        ((3,), found[order.index(3)].dtype)
+    }
 
 
 def test_a_rank_whose_rows_are_all_filtered_out_has_the_shapes_of_the_others(tmp_path):
     pq.write_table(pa.table({"id": np.arange(4)}), tmp_path / "f.parquet")
     options = {"shuffle": False, "transformation_fn": kept(lists)}
     shapes = [
-        [batch["v"].shape for batch in ParquetLoader(tmp_path, 1, rank=rank, size=4, **options)] for rank in (0, 3)
+        [batch["v"].shape for batch in ParquetLoader(tmp_path, 1, rank=rank, size=4, **options)]
+        for rank in (0, 3)
     ]
     assert shapes == [[(0, 3)], [(1, 3)]]
 
@@ -253,7 +273,9 @@ def holes(tmp_path):
         {
             "f": pa.array([1.0, None, float("nan"), 4.0], pa.float32()),
             "i": pa.array([1, 2, None, 4], pa.int32()),
-            "v": pa.array([[1.0, 2.0], [3.0, None], [float("nan"), 6.0], [7.0, 8.0]], pa.list_(pa.float64())),
+            "v": pa.array(
+                [[1.0, 2.0], [3.0, None], [float("nan"), 6.0], [7.0, 8.0]], pa.list_(pa.float64())
+            ),
             "d": pa.array([1, None, 3, 4]).cast(pa.decimal128(22, 2)),
         }
     )
@@ -264,19 +286,28 @@ def holes(tmp_path):
 def test_nulls_and_nan_are_errors_that_name_the_column_and_the_file(tmp_path):
     path = holes(tmp_path)
     for column, text in {"i": "1 nulls", "f": "1 nulls", "v": "1 nulls", "d": "1 nulls"}.items():
-        with pytest.raises(ValueError, match=rf"column {column} has {text} in row group 0 of .*f\.parquet"):
+        with pytest.raises(
+            ValueError, match=rf"column {column} has {text} in row group 0 of .*f\.parquet"
+        ):
             list(ParquetLoader(path, 4, columns=[column]))
     pq.write_table(pa.table({"f": [1.0, float("nan")]}), tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match=r"column f has 1 NaN in row group 0 of .*f\.parquet; fill or allow_nan"):
+    with pytest.raises(
+        ValueError, match=r"column f has 1 NaN in row group 0 of .*f\.parquet; fill or allow_nan"
+    ):
         list(ParquetLoader(tmp_path, 4))
     (batch,) = ParquetLoader(tmp_path, 4, allow_nan=True, shuffle=False)
     assert np.isnan(batch["f"]).tolist() == [False, True]
 
 
 def test_infinities_are_errors_that_no_fill_takes_the_place_of(tmp_path):
-    pq.write_table(pa.table({"f": [1.0, float("-inf"), float("nan"), float("inf")]}), tmp_path / "f.parquet")
+    pq.write_table(
+        pa.table({"f": [1.0, float("-inf"), float("nan"), float("inf")]}), tmp_path / "f.parquet"
+    )
     for fill in (None, {"f": 0.0}):
-        told = r"column f has 2 infinite values in row group 0 of .*f\.parquet; allow_nan says what to do"
+        told = (
+            r"column f has 2 infinite values in row group 0 of .*f\.parquet; allow_nan says what "
+            r"to do"
+        )
         with pytest.raises(ValueError, match=told):
             list(ParquetLoader(tmp_path, 4, fill=fill))
     (batch,) = ParquetLoader(tmp_path, 4, allow_nan=True, fill={"f": 0.0}, shuffle=False)
@@ -293,7 +324,9 @@ def test_nulls_and_nan_are_filled_on_request(tmp_path):
     with pytest.raises(ValueError, match="it is filled but not selected"):
         ParquetLoader(tmp_path, 4, columns=["f"], fill={"i": 0})
     for wrong, shown in ((0.5, "0.5"), (3e9, "3000000000"), (float("nan"), "NaN")):
-        with pytest.raises(ValueError, match=f"column i .*: its int32 cannot be filled with {shown}"):
+        with pytest.raises(
+            ValueError, match=f"column i .*: its int32 cannot be filled with {shown}"
+        ):
             ParquetLoader(tmp_path, 4, fill={"i": wrong})
     with pytest.raises(ValueError, match="column i has 1 nulls"):
         list(ParquetLoader(tmp_path, 4, fill={"*": 0.5}))
@@ -334,14 +367,18 @@ def test_tensorflow_takes_the_batches(path, tmp_path):
     pq.write_table(pa.table({"s": ["a", "ü"], "b": [b"\0", b""]}), tmp_path / "f.parquet")
     command = [sys.executable, "-c", TENSORFLOW, str(path), str(tmp_path), str(ROWS)]
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}  # see test_ragged
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout == "all of it\n", done.stderr
 
 
 @pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
 def test_sql_expressions_are_a_function(path, pool):
     columns = SqlExpressions("id", "id * 2 + 1 as odd", "cast(id as float) / 4 as quarter")
-    with contextlib.closing(ParquetLoader(path, 64, transformation_fn=columns, transform_pool=pool)) as loader:
+    with contextlib.closing(
+        ParquetLoader(path, 64, transformation_fn=columns, transform_pool=pool)
+    ) as loader:
         plain = ParquetLoader(path, 64)
         for batch, expected in zip(loader, plain, strict=True):
             assert list(batch) == ["id", "odd", "quarter"]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Readers find every page of the documentation from the front page, and messages of the pages exist."""
+"""Readers find every page of the documentation from the front page, and messages of the pages
+exist.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def clicks() -> dict[Path, int]:
     queue = [FRONT]
     for page in queue:
         for target in sorted(links(page) - away.keys()):
-            assert target.is_file(), f"{page.relative_to(ROOT)} links to {target}, which does not exist"
+            assert target.is_file(), (
+                f"{page.relative_to(ROOT)} links to {target}, which does not exist"
+            )
             away[target] = away[page] + 1
             queue.append(target)
     return away
@@ -40,7 +44,9 @@ def test_every_page_is_reachable_from_the_front_page():
 
 def test_at_least_twenty_everyday_questions_are_answered_within_two_clicks():
     page = DOCS / "developer-guide" / "questions.md"
-    rows = re.findall(r"^\| (.+\?) \| (.+?) \| \[.+?\]\((.+?)#(.+?)\) \| (.+) \|$", page.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.+\?) \| (.+?) \| \[.+?\]\((.+?)#(.+?)\) \| (.+) \|$", page.read_text(), re.MULTILINE
+    )
     unanswered = {question: why for question, *row in rows if (why := unanswered_by(page, *row))}
     assert len(rows) >= 20
     assert len(rows) == page.read_text().count("? |")
@@ -64,7 +70,9 @@ def unanswered_by(questions: Path, route: str, target: str, anchor: str, words: 
 
 
 def sections(page: str) -> dict[str, str]:
-    """The text below each heading of a page up to the next heading, by the anchor that MyST makes of the heading."""
+    """The text below each heading of a page up to the next heading, by the anchor that MyST
+    makes of the heading.
+    """
     found, anchor, fenced = {}, "", False
     for line in page.splitlines():
         fenced ^= line.lstrip().startswith("```")
@@ -80,7 +88,8 @@ def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
     section = (DOCS / "troubleshooting.md").read_text().split("## By symptom")[0]
     messages = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
     files = [*ROOT.glob("crates/*/src/**/*.rs"), *ROOT.glob("python/farandole/**/*.py")]
-    # A literal may continue in the next line: after a backslash in Rust, as another literal in Python.
+    # A literal may continue in the next line: after a backslash in Rust, as another literal in
+    # Python.
     sources = "\n".join(re.sub(r"\\\n\s*|\"\n\s*f?\"", "", file.read_text()) for file in files)
     sources = re.sub(r"\{[^{}\n]*\}", "...", sources)
     missing = [message for message in messages if message not in sources]
@@ -90,7 +99,11 @@ def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
 
 def test_the_table_of_versions_has_the_bounds_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {re.split(r"[\[>]", one)[0]: one for extra in project["optional-dependencies"].values() for one in extra}
+    wanted = {
+        re.split(r"[\[>]", one)[0]: one
+        for extra in project["optional-dependencies"].values()
+        for one in extra
+    }
     names = {"PyTorch": "torch", "Python": None, "Linux, x86-64": None}
     page = (DOCS / "versions.md").read_text().split("## Version numbers")[0]
     rows = dict(re.findall(r"^\| ([A-Z][\w ,-]+?) \| ([\w. ]+?) \|", page, re.MULTILINE))
@@ -98,19 +111,29 @@ def test_the_table_of_versions_has_the_bounds_of_the_package():
     bounds = {name: f">={rows[name]}" for name in rows if names.get(name, name) is not None}
     told = {name: wanted[names.get(name) or name.lower()] for name in bounds}
     assert len(bounds) == 9
-    assert {name: requirement for name, requirement in told.items() if bounds[name] not in requirement} == {}
+    assert {
+        name: requirement for name, requirement in told.items() if bounds[name] not in requirement
+    } == {}
 
 
 def test_the_specifications_state_the_versions_of_the_sources():
     rows = re.findall(
-        r"^\| .+ \| (?:format )?(\d+) \| `(\w+)` in `(\S+)` \|$", (DOCS / "specs/index.md").read_text(), re.MULTILINE
+        r"^\| .+ \| (?:format )?(\d+) \| `(\w+)` in `(\S+)` \|$",
+        (DOCS / "specs/index.md").read_text(),
+        re.MULTILINE,
     )
     assert len(rows) == 7
     for version, constant, place in rows:
         path = ROOT / place
-        texts = [file.read_text() for file in (sorted(path.rglob("*.rs")) if path.is_dir() else [path])]
+        texts = [
+            file.read_text() for file in (sorted(path.rglob("*.rs")) if path.is_dir() else [path])
+        ]
         assert any(
-            re.search(rf"(?:const {constant}: u\d+|^{constant}(?:: Final)?) = {version};?$", text, re.MULTILINE)
+            re.search(
+                rf"(?:const {constant}: u\d+|^{constant}(?:: Final)?) = {version};?$",
+                text,
+                re.MULTILINE,
+            )
             for text in texts
         ), (constant, version)
 
@@ -120,7 +143,9 @@ def test_files_that_the_pages_for_contributors_and_the_specifications_name_exist
     named = {
         (page.name, name)
         for page in pages
-        for name in re.findall(r"`((?:crates|python|tests|docs|fuzz|bench)/[\w/.{},*-]+)`", page.read_text())
+        for name in re.findall(
+            r"`((?:crates|python|tests|docs|fuzz|bench)/[\w/.{},*-]+)`", page.read_text()
+        )
     }
     missing = sorted(one for one in named if not list(ROOT.glob(re.sub(r"\{[^}]*\}", "*", one[1]))))
     assert named
@@ -129,13 +154,18 @@ def test_files_that_the_pages_for_contributors_and_the_specifications_name_exist
 
 def test_prose_has_at_most_a_hundred_columns():
     generated = {"configuration.md", "command-line.md"}
-    pages = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if page.name not in generated)]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for page in DOCS.rglob("*.md") if page.name not in generated),
+    ]
     wide = [f"{page.relative_to(ROOT)}:{number}" for page in pages for number in wide_lines(page)]
     assert not wide
 
 
 def wide_lines(page: Path) -> list[int]:
-    """Numbers of lines beyond 100 columns, except tables, code, images, headings and single words."""
+    """Numbers of lines beyond 100 columns, except tables, code, images, headings and single
+    words.
+    """
     found, fence = [], ""
     for number, line in enumerate(page.read_text().splitlines(), 1):
         marker = re.match(r"\s*(`{3,})", line)
@@ -143,7 +173,11 @@ def wide_lines(page: Path) -> list[int]:
             fence = marker[1]
         elif fence:
             fence = "" if line.strip() == fence else fence
-        elif len(line) > 100 and not line.startswith(("|", "![", "#")) and " " in line.strip().removeprefix("- "):
+        elif (
+            len(line) > 100
+            and not line.startswith(("|", "![", "#"))
+            and " " in line.strip().removeprefix("- ")
+        ):
             found.append(number)
     return found
 
@@ -161,7 +195,9 @@ def test_the_reference_names_every_module_that_states_public_names():
         for page in DOCS.rglob("*.md")
         for name in re.findall(r"^```\{api\} (\S+)$", page.read_text(), re.MULTILINE)
     }
-    of_horovod = set(re.findall(r"^\| `(\S+)` \|", (DOCS / "reference/api/index.md").read_text(), re.MULTILINE))
+    of_horovod = set(
+        re.findall(r"^\| `(\S+)` \|", (DOCS / "reference/api/index.md").read_text(), re.MULTILINE)
+    )
     assert modules == shown | of_horovod
     assert not shown & of_horovod
 
@@ -184,24 +220,36 @@ def test_the_map_has_a_drawing_of_every_crate_and_package_and_its_modules_exist(
     page = (DOCS / "developer-guide/map.md").read_text()
     crates, packages = page.split("## Python packages")
     drawn = re.findall(r"^```\{crate\} (\S+)$", crates, re.MULTILINE)
-    wanted = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("crates/*/Cargo.toml")} | {"python"}
+    wanted = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("crates/*/Cargo.toml")} | {
+        "python"
+    }
     assert sorted(drawn) == sorted(wanted)
     for crate in drawn:
-        source = next(file for name in ("lib", "main") if (file := ROOT / crate / f"src/{name}.rs").is_file())
+        source = next(
+            file for name in ("lib", "main") if (file := ROOT / crate / f"src/{name}.rs").is_file()
+        )
         assert re.search(r"^//! ```text$", source.read_text(), re.MULTILINE), crate
     package = ROOT / "python/farandole"
-    titles = re.findall(r"^### farandole\.(\S+)\n\n[^`#\n].*?\n\n```text\n", packages, re.MULTILINE | re.DOTALL)
+    titles = re.findall(
+        r"^### farandole\.(\S+)\n\n[^`#\n].*?\n\n```text\n", packages, re.MULTILINE | re.DOTALL
+    )
     assert {title for title in titles if "." not in title} == {
         folder.parent.name for folder in package.glob("[!_]*/__init__.py")
     }
     names = re.findall(
-        r"(?<![\w.])_?[a-z]+(?:\._?[a-z]\w*)+", " ".join(re.findall(r"```text\n.*?```", packages, re.DOTALL))
+        r"(?<![\w.])_?[a-z]+(?:\._?[a-z]\w*)+",
+        " ".join(re.findall(r"```text\n.*?```", packages, re.DOTALL)),
     )
-    modules = [name for name in names if (package / name.split(".")[0]).is_dir() and name not in CALLS]
+    modules = [
+        name for name in names if (package / name.split(".")[0]).is_dir() and name not in CALLS
+    ]
     missing = [
         name
         for name in modules
-        if not any((package / name.replace(".", "/")).with_suffix(end).exists() for end in ("", ".py", ".pyi"))
+        if not any(
+            (package / name.replace(".", "/")).with_suffix(end).exists()
+            for end in ("", ".py", ".pyi")
+        )
     ]
     assert len(modules) > 80
     assert missing == []
@@ -233,6 +281,8 @@ def test_external_links_are_https_and_have_a_host():
 
 def test_the_menu_of_versions_has_this_version():
     versions = json.loads((DOCS / "switcher.json").read_text())
-    (release,) = re.findall('^__version__ = "(.+)"', (ROOT / "python/farandole/__init__.py").read_text(), re.MULTILINE)
+    (release,) = re.findall(
+        '^__version__ = "(.+)"', (ROOT / "python/farandole/__init__.py").read_text(), re.MULTILINE
+    )
     assert release in {one["version"] for one in versions}
     assert [one["url"] for one in versions if one.get("preferred")] == ["/"]

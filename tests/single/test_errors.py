@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Errors of wrong calls, which are of Horovod's class, too, and warnings that scripts filter by Horovod's words."""
+"""Errors of wrong calls, which are of Horovod's class, too, and warnings that scripts filter by
+Horovod's words.
+"""
 
 import pickle
 
@@ -8,7 +10,11 @@ import pytest
 import torch
 
 from farandole.common.elastic import ObjectState, run_fn
-from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
+from farandole.common.exceptions import (
+    FarandoleInternalError,
+    FarandoleUsageError,
+    HorovodInternalError,
+)
 
 
 def refusals(hvd):
@@ -69,7 +75,9 @@ def test_warnings_begin_with_horovods_words(hvd):
     with pytest.warns(DeprecationWarning, match="^Parameter `average` has been replaced with `op`"):
         hvd.allreduce(torch.ones(1), average=False)
     layer = torch.nn.Linear(1, 1)
-    with pytest.warns(DeprecationWarning, match="^Parameter `num_groups` has been replaced by `groups`"):
+    with pytest.warns(
+        DeprecationWarning, match="^Parameter `num_groups` has been replaced by `groups`"
+    ):
         hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), num_groups=1)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Fits whose workers are lost and replaced in the middle: nothing starts again, each row of an epoch counts once."""
+"""Fits whose workers are lost and replaced in the middle: nothing starts again, each row of an
+epoch counts once.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def summed(output, _label):
 
 
 class Disturbance(Callback):
-    """Kills processes once in the middle of an epoch, and slows training down while there is only one.
+    """Kills processes once in the middle of an epoch, and slows training down while there is only
+    one.
 
     Args:
         folder: for notes.
@@ -72,7 +75,11 @@ class Disturbance(Callback):
     def on_batch_end(self, state):
         self.note(size=state.size)
         marker = Path(self.folder) / f"killed-{state.rank}"
-        if (state.epoch, state.step) == (1, 14) and state.rank in self.ranks and not marker.exists():
+        if (
+            (state.epoch, state.step) == (1, 14)
+            and state.rank in self.ranks
+            and not marker.exists()
+        ):
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if state.size == 1:
@@ -81,7 +88,10 @@ class Disturbance(Callback):
 
 def notes(folder):
     """Returns the notes of each process."""
-    return [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("note-*")]
+    return [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in folder.glob("note-*")
+    ]
 
 
 def fit(folder, **params):
@@ -107,14 +117,18 @@ def fit(folder, **params):
 def check(fitted, rows):
     """Sees that each row of each epoch has moved the weight once, at the rate of its epoch."""
     rates = sum(RATE * DECAY**epoch for epoch in range(EPOCHS))
-    assert float(fitted.getModel().weight.detach()) == pytest.approx(rates / BATCH * float(rows.sum()), rel=1e-4)
+    assert float(fitted.getModel().weight.detach()) == pytest.approx(
+        rates / BATCH * float(rows.sum()), rel=1e-4
+    )
     history = fitted.getHistory()
     assert [entry["epoch"] for entry in history] == list(range(EPOCHS))
     assert {entry["rows"] for entry in history} == {ROWS}
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(rows, tmp_path, capfd, in_memory):
+def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(
+    rows, tmp_path, capfd, in_memory
+):
     callbacks = [Disturbance(tmp_path, (1,))]
     check(fit(tmp_path, callbacks=callbacks, inmemory_cache_all=in_memory), rows)
     assert (tmp_path / "killed-1").exists()
@@ -169,7 +183,10 @@ class Sum(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY),
+        }
 
 
 class Offering(Progress):
@@ -195,7 +212,11 @@ class Disturbs(lightning.Callback):
 
     def on_train_batch_end(self, trainer, _module, _outputs, _batch, index):
         marker = Path(self.folder) / "killed"
-        if (trainer.current_epoch, index, trainer.global_rank) == (1, 13, 1) and not marker.exists():
+        if (trainer.current_epoch, index, trainer.global_rank) == (
+            1,
+            13,
+            1,
+        ) and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if trainer.world_size == 1:
@@ -203,8 +224,12 @@ class Disturbs(lightning.Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
-def test_a_killed_worker_of_lightning_is_replaced_and_each_row_of_each_epoch_counts_once(rows, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+)
+def test_a_killed_worker_of_lightning_is_replaced_and_each_row_of_each_epoch_counts_once(
+    rows, tmp_path, monkeypatch
+):
     monkeypatch.setattr(estimators, "progress", lambda _verbose: Offering())
     fitted = LightningEstimator(
         model=Sum(),
@@ -220,7 +245,9 @@ def test_a_killed_worker_of_lightning_is_replaced_and_each_row_of_each_epoch_cou
     ).fit_on_parquet()
     assert (tmp_path / "killed").exists()
     rates = sum(RATE * DECAY**epoch for epoch in range(EPOCHS))
-    assert float(fitted.getModel().inner.weight.detach()) == pytest.approx(rates * float(rows.sum()), rel=1e-4)
+    assert float(fitted.getModel().inner.weight.detach()) == pytest.approx(
+        rates * float(rows.sum()), rel=1e-4
+    )
     history = fitted.getHistory()
     assert [entry["epoch"] for entry in history] == list(range(EPOCHS))
     assert {entry["rows"] for entry in history} == {ROWS}

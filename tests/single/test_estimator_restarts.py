@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Runs whose workers are killed, and which continue from their checkpoints: the model is that of an undisturbed run."""
+"""Runs whose workers are killed, and which continue from their checkpoints: the model is that of
+an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,16 @@ class Dies(Callback):
 def momentum(data, run, **params):
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    return fit(data, model, optimizer=optimizer, epochs=4, backend=LocalBackend(2), run_id=run, **params)
+    return fit(
+        data, model, optimizer=optimizer, epochs=4, backend=LocalBackend(2), run_id=run, **params
+    )
 
 
 def test_a_killed_worker_of_pytorch_costs_the_epochs_after_its_checkpoint(data, capfd):
     whole = momentum(data, "whole")
-    again = momentum(data, "again", on_failure="restart", callbacks=[Dies(data / "killed")], verbose=1)
+    again = momentum(
+        data, "again", on_failure="restart", callbacks=[Dies(data / "killed")], verbose=1
+    )
     assert (data / "killed").exists()
     told = capfd.readouterr().err
     assert "ended by signal SIGKILL" in told
@@ -113,10 +119,14 @@ def lightning_fit(data, **params):
     return LightningEstimator(**known | params).fit_on_parquet()
 
 
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+@pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+)
 def test_a_killed_worker_of_lightning_costs_the_epochs_after_its_checkpoint(data):
     whole = lightning_fit(data, run_id="whole")
-    again = lightning_fit(data, run_id="again", on_failure="restart", callbacks=[Falls(data / "killed")])
+    again = lightning_fit(
+        data, run_id="again", on_failure="restart", callbacks=[Falls(data / "killed")]
+    )
     assert (data / "killed").exists()
     assert [one["epoch"] for one in again.getHistory()] == [0, 1, 2, 3]
     assert torch.allclose(weights(again), weights(whole), atol=1e-6)
@@ -134,7 +144,9 @@ class Rows(lightning.LightningDataModule):
         from farandole.data import ParquetLoader
 
         url, columns, batch_size, rank, size = self.told
-        loader = ParquetLoader(url, batch_size, columns=columns, rank=rank, size=size, framework="torch", shuffle=False)
+        loader = ParquetLoader(
+            url, batch_size, columns=columns, rank=rank, size=size, framework="torch", shuffle=False
+        )
         return torch.utils.data.DataLoader(loader.as_torch_dataset(), batch_size=None)
 
 
@@ -144,7 +156,9 @@ class Halves(lightning.LightningDataModule):
     def train_dataloader(self):
         x, y = line()
         mine = slice(self.trainer.global_rank, None, self.trainer.world_size)
-        rows = torch.utils.data.TensorDataset(torch.from_numpy(x[mine]), torch.from_numpy(np.asarray(y[mine])))
+        rows = torch.utils.data.TensorDataset(
+            torch.from_numpy(x[mine]), torch.from_numpy(np.asarray(y[mine]))
+        )
         return torch.utils.data.DataLoader(rows, batch_size=8, collate_fn=_named)
 
 
@@ -152,7 +166,9 @@ def _named(rows):
     return {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}
 
 
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+@pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+)
 def test_a_data_module_of_lightning_gives_the_batches(data):
     native = lightning_fit(data, shuffle=False)
     of_class = lightning_fit(data, data_module=Rows)

@@ -14,7 +14,9 @@ from farandole.spark.common.model.evaluation import ScoreCounts
 
 def counted(score, label, parts=1):
     whole = ScoreCounts()
-    for some, labels in zip(np.array_split(score, parts), np.array_split(label, parts), strict=True):
+    for some, labels in zip(
+        np.array_split(score, parts), np.array_split(label, parts), strict=True
+    ):
         part = ScoreCounts()
         part.add(some, labels)
         whole.merge(part)

@@ -14,7 +14,9 @@ from tests.started import blocks
 PAGE = Path(__file__).parents[2] / "docs" / "user-guide" / "exporting.md"
 
 
-def test_the_network_its_weights_and_the_checkpoint_of_a_run_load_in_plain_torch(tmp_path, monkeypatch):
+def test_the_network_its_weights_and_the_checkpoint_of_a_run_load_in_plain_torch(
+    tmp_path, monkeypatch
+):
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.chdir(tmp_path)
     x, y = line()

@@ -24,7 +24,8 @@ from farandole.spark.common import LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator
 
 rows = np.random.default_rng(0).random((400, 2), dtype=np.float32)
-frame = pd.DataFrame({"a": rows[:, 0], "b": rows[:, 1], "y": rows @ np.array([2.0, -1.0], dtype=np.float32)})
+frame = pd.DataFrame({"a": rows[:, 0], "b": rows[:, 1],
+    "y": rows @ np.array([2.0, -1.0], dtype=np.float32)})
 
 class Two(torch.nn.Module):
     def __init__(self):
@@ -36,7 +37,8 @@ class Two(torch.nn.Module):
 
 model = Two()
 estimator = TorchEstimator(
-    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), loss=torch.nn.functional.mse_loss,
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2),
+    loss=torch.nn.functional.mse_loss,
     feature_cols=["a", "b"], label_cols=["y"], batch_size=20, epochs=8, random_seed=1, verbose=0,
     store=LocalStore(sys.argv[1]), backend=LocalBackend(2), validation=0.2,
 )
@@ -45,7 +47,8 @@ print("frame", fitted.getHistory()[-1]["train"]["loss"] < 0.01)
 data = prepare_data(frame, sys.argv[1], feature_cols=["a", "b"], label_cols=["y"], validation=0.2)
 again = estimator.fit_on_parquet(dataset_idx=data.index)
 print("parquet", again.getHistory()[-1]["train"]["loss"] < 0.01, data.index)
-print("jvm", "py4j.java_gateway" in sys.modules and bool(__import__("pyspark").SparkContext._gateway))
+print("jvm",
+    "py4j.java_gateway" in sys.modules and bool(__import__("pyspark").SparkContext._gateway))
 try:
     estimator.fit([1, 2])
 except TypeError as error:
@@ -67,7 +70,10 @@ def test_an_estimator_fits_pandas_and_prepared_data_without_a_jvm(tmp_path):
         "frame True",
         "parquet True 1",
         "jvm False",
-        "fit takes a Spark DataFrame, or a pyarrow, pandas or polars table, this is a builtins.list",
+        (
+            "fit takes a Spark DataFrame, or a pyarrow, pandas or polars table, this is a "
+            "builtins.list"
+        ),
     ]
 
 

@@ -49,7 +49,10 @@ def test_a_fit_deletes_prepared_data_that_is_older_and_not_in_use(tmp_path, caps
     assert all(folder.exists() for folder in folders), "nothing is deleted unless it is asked for"
     estimator(tmp_path, linear(), **columns, gc_older_than="30d").fit(rows(3))
     assert [folder.exists() for folder in folders] == [False, True, True]
-    assert f"deleted prepared data that was old and not in use: {folders[0].name}" in capsys.readouterr().err
+    assert (
+        f"deleted prepared data that was old and not in use: {folders[0].name}"
+        in capsys.readouterr().err
+    )
     assert mine.exists()
     assert (tmp_path / "runs" / "r" / "checkpoint").exists()
     made[2].release()
@@ -70,7 +73,10 @@ class Sweeping(Here):
 def test_data_that_fit_on_parquet_reads_is_in_use_until_the_fit_ends(tmp_path):
     store = LocalStore(str(tmp_path))
     mine, other = (
-        prepare_data(rows(seed), tmp_path, feature_cols=["a", "b"], label_cols=["y"], validation=0.2) for seed in (0, 1)
+        prepare_data(
+            rows(seed), tmp_path, feature_cols=["a", "b"], label_cols=["y"], validation=0.2
+        )
+        for seed in (0, 1)
     )
     mine.release()
     other.release()
@@ -89,8 +95,13 @@ def test_data_that_another_process_deletes_is_not_trained_on(tmp_path):
     data.release()
     taken = NativeStore(data.train_url)
     assert taken.take() is not None
-    with pytest.raises(OSError, match=r"another process deletes the prepared data at .*, or prepares other data there"):
-        estimator(tmp_path, linear(), feature_cols=[["a", "b"]]).fit_on_parquet(dataset_idx=data.index)
+    with pytest.raises(
+        OSError,
+        match=r"another process deletes the prepared data at .*, or prepares other data there",
+    ):
+        estimator(tmp_path, linear(), feature_cols=[["a", "b"]]).fit_on_parquet(
+            dataset_idx=data.index
+        )
 
 
 def test_data_that_is_read_only_is_trained_on(tmp_path, monkeypatch):
@@ -122,7 +133,10 @@ def test_a_fit_deletes_the_oldest_prepared_data_until_the_rest_is_small_enough(t
     # What the fit has prepared is as large as any other, and in use.
     estimator(tmp_path, linear(), **columns, gc_larger_than=f"{3 * one + one // 2}B").fit(rows(4))
     assert [folder.exists() for folder in folders] == [True, False, False, True]
-    told = f"deleted prepared data that was old or too much and not in use: {folders[1].name}, {folders[2].name}"
+    told = (
+        f"deleted prepared data that was old or too much and not in use: {folders[1].name}, "
+        f"{folders[2].name}"
+    )
     assert told in capsys.readouterr().err
     assert (tmp_path / "runs" / "r" / "checkpoint").exists()
     made[0].release()
@@ -145,14 +159,28 @@ def test_a_store_is_tidied_by_age_by_size_or_by_both(tmp_path):
 
 def test_sizes_are_bytes():
     made = TorchEstimator()
-    for given, number in (("7B", 7), ("2KB", 2000), ("3 MiB", 3 << 20), ("20GiB", 20 << 30), ("1TB", 10**12), (5, 5)):
+    for given, number in (
+        ("7B", 7),
+        ("2KB", 2000),
+        ("3 MiB", 3 << 20),
+        ("20GiB", 20 << 30),
+        ("1TB", 10**12),
+        (5, 5),
+    ):
         assert made.setGcLargerThan(given).getGcLargerThan() == number
     assert made.setGcLargerThan(None).getGcLargerThan() is None
 
 
 def test_ages_are_seconds():
     made = TorchEstimator()
-    for given, seconds in (("90s", 90), ("2m", 120), ("1h", 3600), ("7d", 7 * DAY), ("1w", 7 * DAY), (5, 5)):
+    for given, seconds in (
+        ("90s", 90),
+        ("2m", 120),
+        ("1h", 3600),
+        ("7d", 7 * DAY),
+        ("1w", 7 * DAY),
+        (5, 5),
+    ):
         assert made.setGcOlderThan(given).getGcOlderThan() == seconds
     assert made.setGcOlderThan(timedelta(days=2)).getGcOlderThan() == 2 * DAY
     assert made.setGcOlderThan(None).getGcOlderThan() is None

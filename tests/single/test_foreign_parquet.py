@@ -34,17 +34,29 @@ def arrays(dataset, *columns):
 
 
 def test_names_of_directories_are_columns(tmp_path):
-    table = pa.table({"x": range(6), "year": [2023, 2023, 2024, 2024, 2024, 2023], "half": [0.5, 1, 0.5, 1, 1, 0.5]})
-    ds.write_dataset(table, tmp_path, format="parquet", partitioning=["year", "half"], partitioning_flavor="hive")
+    table = pa.table(
+        {
+            "x": range(6),
+            "year": [2023, 2023, 2024, 2024, 2024, 2023],
+            "half": [0.5, 1, 0.5, 1, 1, 0.5],
+        }
+    )
+    ds.write_dataset(
+        table, tmp_path, format="parquet", partitioning=["year", "half"], partitioning_flavor="hive"
+    )
     (tmp_path / "_SUCCESS").touch()
     (tmp_path / "._SUCCESS.crc").write_bytes(b"crc")
     os.makedirs(tmp_path / "_temporary" / "year=1")
-    shutil.copy(next(tmp_path.rglob("*.parquet")), tmp_path / "_temporary" / "year=1" / "part-0.parquet")
+    shutil.copy(
+        next(tmp_path.rglob("*.parquet")), tmp_path / "_temporary" / "year=1" / "part-0.parquet"
+    )
     opened = open_dataset(str(tmp_path))
     told = {one.name: one.dtype for one in opened.columns}
     assert told == {"x": "int64", "year": "int64", "half": "float64"}
     rows = sorted(zip(*arrays(opened, "x", "year", "half"), strict=True))
-    assert rows == sorted(zip(*(table[name].to_pylist() for name in ("x", "year", "half")), strict=True))
+    assert rows == sorted(
+        zip(*(table[name].to_pylist() for name in ("x", "year", "half")), strict=True)
+    )
 
 
 def test_a_null_in_a_directorys_name_is_a_null(tmp_path):
@@ -54,7 +66,9 @@ def test_a_null_in_a_directorys_name_is_a_null(tmp_path):
     opened = open_dataset(str(tmp_path))
     assert {one.name: one.dtype for one in opened.columns} == {"x": "int64", "city": "utf8"}
     assert arrays(opened, "x") == [[1, 2, 1, 2]]
-    with pytest.raises(ValueError, match=r"column city has 2 nulls in row group 0 of .*/city=__HIVE_DEFAULT_PART"):
+    with pytest.raises(
+        ValueError, match=r"column city has 2 nulls in row group 0 of .*/city=__HIVE_DEFAULT_PART"
+    ):
         list(ParquetLoader(tmp_path, 4, columns=["city"]))
     for name in ("7", "__HIVE_DEFAULT_PARTITION__"):
         (tmp_path / "numbers" / f"n={name}").mkdir(parents=True)
@@ -67,13 +81,17 @@ def test_a_null_in_a_directorys_name_is_a_null(tmp_path):
 
 def test_pandas_indexes_and_sparks_old_timestamps_are_read(tmp_path):
     moment = dt.datetime(2024, 2, 29, 12, 30, 0, 125000, tzinfo=dt.UTC)
-    frame = pd.DataFrame({"x": [1.5, 2.5], "at": [moment, moment]}, index=pd.Index([7, 8], name="id"))
+    frame = pd.DataFrame(
+        {"x": [1.5, 2.5], "at": [moment, moment]}, index=pd.Index([7, 8], name="id")
+    )
     frame.to_parquet(tmp_path / "pandas.parquet")
     opened = open_dataset(str(tmp_path))
     assert arrays(opened, "id", "x") == [[7, 8], [1.5, 2.5]]
     old = tmp_path / "old"
     old.mkdir()
-    pq.write_table(pa.table({"at": [moment]}), old / "1.parquet", use_deprecated_int96_timestamps=True)
+    pq.write_table(
+        pa.table({"at": [moment]}), old / "1.parquet", use_deprecated_int96_timestamps=True
+    )
     assert pq.read_metadata(old / "1.parquet").schema.column(0).physical_type == "INT96"
     assert arrays(open_dataset(str(old)), "at") == [[int(moment.timestamp() * 1000) * 1_000_000]]
 
@@ -84,7 +102,9 @@ def test_files_that_disagree_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"no column x in .*/b\.parquet"):
         open_dataset(str(tmp_path))
     pq.write_table(pa.table({"x": [0.5], "y": [1]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"column x is Float64 in .*/b\.parquet, elsewhere it is Int64"):
+    with pytest.raises(
+        ValueError, match=r"column x is Float64 in .*/b\.parquet, elsewhere it is Int64"
+    ):
         open_dataset(str(tmp_path))
     good = (tmp_path / "a.parquet").read_bytes()
     for bad in (b"", b"PAR1", good[:-9], b"X" + good[:-1] + b"X"):
@@ -111,10 +131,17 @@ def test_lists_whose_arrow_schema_contradicts_their_parquet_types_are_read(tmp_p
     file.parent.mkdir()
     with pq.ParquetWriter(file, rows.schema, store_schema=False) as writer:
         writer.write_table(rows)
-        writer.add_key_value_metadata({"ARROW:schema": base64.b64encode(said.serialize().to_pybytes()).decode()})
+        writer.add_key_value_metadata(
+            {"ARROW:schema": base64.b64encode(said.serialize().to_pybytes()).decode()}
+        )
     assert b"ARROW:schema" in pq.read_metadata(file).metadata
-    assert arrays(open_dataset(str(file.parent)), "id", "pair") == [[1, 2, 3], rows["pair"].to_pylist()]
-    prepared = prepare_data(file, tmp_path / "store", feature_cols=["id", "pair"], ragged={"pair": Pad(max_length=3)})
+    assert arrays(open_dataset(str(file.parent)), "id", "pair") == [
+        [1, 2, 3],
+        rows["pair"].to_pylist(),
+    ]
+    prepared = prepare_data(
+        file, tmp_path / "store", feature_cols=["id", "pair"], ragged={"pair": Pad(max_length=3)}
+    )
     (batch,) = ParquetLoader(prepared.train_url, 3, ["pair"], shuffle=False)
     assert batch["pair"].tolist() == [[1.5, 2.0, 0.0], [3.0, 4.0, 0.0], [5.0, 6.0, 0.0]]
 
@@ -122,14 +149,26 @@ def test_lists_whose_arrow_schema_contradicts_their_parquet_types_are_read(tmp_p
 def test_a_file_whose_columns_have_unequal_lengths_is_named(tmp_path):
     file = tmp_path / "rows" / "a.parquet"
     file.parent.mkdir()
-    pq.write_table(pa.table({"id": [1, 2], "pair": [[1, 2], [3, 4]]}), file, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"id": [1, 2], "pair": [[1, 2], [3, 4]]}),
+        file,
+        compression="none",
+        use_dictionary=False,
+    )
     good, levels = file.read_bytes(), b"\x02\x00\x00\x00\x03"  # two bytes: a run of eight levels
     assert good.count(levels + b"\x0a") == 1, "0, 1, 0, 1: two rows of two values"
     file.write_bytes(good.replace(levels + b"\x0a", levels + b"\x0e"))  # one row of four values
     with pytest.raises(ValueError, match=r"column pair .*/rows/a\.parquet"):
         list(ParquetLoader(file, 2, ["id", "pair"]))
-    with pytest.raises((ValueError, OSError), match=r"/rows/a\.parquet.*expected length 2 but got length 1"):
-        prepare_data(file, tmp_path / "store", feature_cols=["id", "pair"], ragged={"pair": Pad(max_length=4)})
+    with pytest.raises(
+        (ValueError, OSError), match=r"/rows/a\.parquet.*expected length 2 but got length 1"
+    ):
+        prepare_data(
+            file,
+            tmp_path / "store",
+            feature_cols=["id", "pair"],
+            ragged={"pair": Pad(max_length=4)},
+        )
 
 
 def test_a_thousand_files_are_planned_in_a_second_and_once_for_all_ranks(tmp_path):
@@ -167,7 +206,9 @@ def test_a_delta_table_is_read_by_its_log(tmp_path):
     store = LocalStore(str(tmp_path))
     found = find_data(store, Roles(("x",), ("n",)))
     deltalake.DeltaTable(path).delete("x > 3")
-    assert sorted(arrays(reader.Dataset.open(found.train_url), "x")[0]) == [1, 3, 4, 5], "a run sees one version"
+    assert sorted(arrays(reader.Dataset.open(found.train_url), "x")[0]) == [1, 3, 4, 5], (
+        "a run sees one version"
+    )
     assert find_data(store, Roles(("x",), ("n",))).train_rows == 2
     rows, held_out, columns, _ = get_simple_meta_from_parquet(store, ["n"])
     assert (rows, held_out, sorted(columns)) == (2, 0, ["day", "n", "x"])
@@ -229,7 +270,9 @@ def test_a_loader_takes_a_file_a_pattern_and_a_list_of_them(tmp_path, monkeypatc
         again = pickle.loads(pickle.dumps(loader))
         assert again.dataset.fingerprint == loader.dataset.fingerprint
         batch = next(iter(loader))
-        return sorted(set(batch["n"].tolist())), sorted(set(batch.get("year", np.array([])).tolist()))
+        return sorted(set(batch["n"].tolist())), sorted(
+            set(batch.get("year", np.array([])).tolist())
+        )
 
     assert found(rows / "year=2023" / "part-1.parquet") == ([20231], [])
     assert found(f"{rows}/*/part-0.parquet") == ([20230, 20240], [2023, 2024])

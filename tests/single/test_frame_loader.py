@@ -29,14 +29,18 @@ ROWS = 500
 
 
 def table():
-    return pa.table({"id": range(ROWS), "x": np.arange(ROWS) / 4, "word": [str(row) for row in range(ROWS)]})
+    return pa.table(
+        {"id": range(ROWS), "x": np.arange(ROWS) / 4, "word": [str(row) for row in range(ROWS)]}
+    )
 
 
 def ids(loader):
     return [row for batch in loader for row in batch["id"].tolist()]
 
 
-@pytest.mark.parametrize("make", [table, lambda: table().to_pandas(), lambda: pl.from_arrow(table()).lazy()])
+@pytest.mark.parametrize(
+    "make", [table, lambda: table().to_pandas(), lambda: pl.from_arrow(table()).lazy()]
+)
 def test_a_frame_becomes_batches_and_leaves_no_files(tmp_path, make):
     loader = frame_loader(make(), 64, cache=tmp_path, framework="torch", seed=4)
     assert isinstance(loader, ParquetLoader)
@@ -51,7 +55,8 @@ def test_a_frame_becomes_batches_and_leaves_no_files(tmp_path, make):
     del again
     gc.collect()
     assert list(tmp_path.iterdir()), "a copy does not own the files"
-    _remove(next(tmp_path.iterdir()), os.getpid() + 1)  # as in a process that was forked from this one
+    # as in a process that was forked from this one
+    _remove(next(tmp_path.iterdir()), os.getpid() + 1)
     assert sorted(ids(loader)) == list(range(ROWS))
     del loader
     gc.collect()
@@ -101,7 +106,10 @@ def test_dates_are_days_and_times_are_in_their_unit(tmp_path):
         }
     )
     prepare_data(frame, tmp_path / "prepared")
-    for loader in (frame_loader(frame, 1, cache=tmp_path / "cache"), ParquetLoader(tmp_path / "prepared", 1)):
+    for loader in (
+        frame_loader(frame, 1, cache=tmp_path / "cache"),
+        ParquetLoader(tmp_path / "prepared", 1),
+    ):
         (batch,) = loader
         assert {name: values.tolist() for name, values in batch.items()} == {
             "date": [7],
@@ -110,7 +118,9 @@ def test_dates_are_days_and_times_are_in_their_unit(tmp_path):
         }
 
 
-@pytest.mark.parametrize("cache", ["s3://bucket/rows", "abfss://a@b/c", "dbfs:/rows", "file://host/rows"])
+@pytest.mark.parametrize(
+    "cache", ["s3://bucket/rows", "abfss://a@b/c", "dbfs:/rows", "file://host/rows"]
+)
 def test_a_cache_that_is_no_directory_is_refused(tmp_path, monkeypatch, cache):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"cache must be a directory .*{cache}"):
@@ -126,7 +136,9 @@ def test_a_cache_may_be_a_url_of_a_directory(tmp_path):
 
 
 def test_rows_that_executors_of_other_hosts_keep_for_themselves_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"Spark wrote 9 rows to .*, and 4 of them are here: .* give cache= a dir"):
+    with pytest.raises(
+        ValueError, match=r"Spark wrote 9 rows to .*, and 4 of them are here: .* give cache= a dir"
+    ):
         _expect(9, 4, tmp_path)
     _expect(9, 9, tmp_path)
 
@@ -171,15 +183,27 @@ def test_columns_that_are_left_out_are_named_once_with_their_types(tmp_path, cap
     assert told.startswith("frame_loader: " if kind == "frame" else f"file://{tmp_path}: ")
     assert f"cannot hold these columns, which are left out: {LEFT}" in told
     assert "tags (a list of utf8)" in told
-    assert "Pad lists of different lengths with ragged={...: Pad()} of frame_loader or prepare_data; name texts" in told
+    assert (
+        "Pad lists of different lengths with ragged={...: Pad()} of frame_loader or "
+        "prepare_data; name texts"
+    ) in told
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         made(["id", "word"])
         made(rank=1, size=2)
     assert not caplog.messages, "the columns are chosen, and rank 0 has told"
     for column, expected in (
-        ("tokens", "column tokens cannot be read into batches: its rows have different lengths: pad lists"),
-        ("point", r"column point cannot be read into batches: it is Struct.*: turn nested and other values into"),
+        (
+            "tokens",
+            "column tokens cannot be read into batches: its rows have different lengths: pad lists",
+        ),
+        (
+            "point",
+            (
+                r"column point cannot be read into batches: it is Struct.*: turn nested and other "
+                r"values into"
+            ),
+        ),
     ):
         with pytest.raises(ValueError, match=expected):
             made(["id", column])
@@ -187,12 +211,23 @@ def test_columns_that_are_left_out_are_named_once_with_their_types(tmp_path, cap
 
 def test_run_ends_are_read_as_the_values_that_they_stand_for(tmp_path):
     runs = pc.run_end_encode(pa.array([1.5, 1.5, None, 2.5]))
-    frame = pa.table({"id": range(4), "level": runs, "word": pc.run_end_encode(pa.array(["a", "a", "b", "b"]))})
-    loader = frame_loader(frame, 4, ["id", "level", "word"], cache=tmp_path / "cache", fill={"level": 0}, shuffle=False)
+    frame = pa.table(
+        {"id": range(4), "level": runs, "word": pc.run_end_encode(pa.array(["a", "a", "b", "b"]))}
+    )
+    loader = frame_loader(
+        frame,
+        4,
+        ["id", "level", "word"],
+        cache=tmp_path / "cache",
+        fill={"level": 0},
+        shuffle=False,
+    )
     (batch,) = loader
     assert batch["level"].tolist() == [1.5, 1.5, 0, 2.5]
     assert batch["word"].tolist() == ["a", "a", "b", "b"]
-    (batch,) = frame_loader(frame.slice(1, 2), 4, ["level"], cache=tmp_path / "cache", fill={"level": 0}, shuffle=False)
+    (batch,) = frame_loader(
+        frame.slice(1, 2), 4, ["level"], cache=tmp_path / "cache", fill={"level": 0}, shuffle=False
+    )
     assert batch["level"].tolist() == [1.5, 0]
     data = prepare_data(frame, tmp_path / "store", categories=["word"], fill={"level": 0})
     (batch,) = ParquetLoader(data.train_url, 4, shuffle=False)
@@ -202,7 +237,10 @@ def test_run_ends_are_read_as_the_values_that_they_stand_for(tmp_path):
 @pytest.mark.parametrize("columns", [None, ["id", "age"]])
 def test_a_column_that_parquet_cannot_hold_is_named(tmp_path, columns):
     frame = pa.table({"id": range(2), "age": pa.array([pa.MonthDayNano([1, 2, 3])] * 2)})
-    told = r"column 'age' of the frame is month_day_nano_interval, which Parquet cannot hold: cast it to numbers or"
+    told = (
+        r"column 'age' of the frame is month_day_nano_interval, which Parquet cannot hold: cast "
+        r"it to numbers or"
+    )
     with pytest.raises(ValueError, match=told):
         frame_loader(frame, 2, columns, cache=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -210,7 +248,9 @@ def test_a_column_that_parquet_cannot_hold_is_named(tmp_path, columns):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("source", ["frame", "files"])
-@pytest.mark.parametrize(("pad", "widths"), [(Pad(-1), {9}), (Pad(-1, buckets=3), {3, 6, 9}), (Pad(-1, 4), {4})])
+@pytest.mark.parametrize(
+    ("pad", "widths"), [(Pad(-1), {9}), (Pad(-1, buckets=3), {3, 6, 9}), (Pad(-1, 4), {4})]
+)
 def test_lists_of_rows_that_were_not_prepared_are_padded(tmp_path, framework, source, pad, widths):
     random = np.random.default_rng(0)
     rows = [random.integers(1, 50, row % 10).tolist() for row in range(300)]
@@ -218,7 +258,9 @@ def test_lists_of_rows_that_were_not_prepared_are_padded(tmp_path, framework, so
     if source == "files":
         pq.write_table(frame, tmp_path / "rows.parquet", row_group_size=70)
         frame = tmp_path / "rows.parquet"
-    loader = frame_loader(frame, 2, cache=tmp_path / "cache", ragged={"tokens": pad}, framework=framework)
+    loader = frame_loader(
+        frame, 2, cache=tmp_path / "cache", ragged={"tokens": pad}, framework=framework
+    )
     assert loader.columns == ["id", "tokens"]
     seen = {}
     for batch in pickle.loads(pickle.dumps(loader)):
@@ -235,7 +277,12 @@ def test_lists_of_rows_that_were_not_prepared_are_padded(tmp_path, framework, so
 def test_lists_of_rows_that_were_not_prepared_become_nested_tensors(tmp_path):
     rows = [[1.0], None, [], [2.0, 3.0]]
     loader = frame_loader(
-        pa.table({"x": rows}), 4, cache=tmp_path, ragged={"x": Nested()}, framework="torch", shuffle=False
+        pa.table({"x": rows}),
+        4,
+        cache=tmp_path,
+        ragged={"x": Nested()},
+        framework="torch",
+        shuffle=False,
     )
     (batch,) = loader
     assert [row.tolist() for row in batch["x"].unbind()] == [[1], [], [], [2, 3]]
@@ -249,9 +296,21 @@ def test_ragged_columns_that_cannot_be_are_refused(tmp_path):
             ValueError,
             "ragged names a column that is not read: 'age'; read: id, word, tokens",
         ),
-        ({"ragged": {"tokens": Pad()}, "columns": ["id"]}, ValueError, "not read: 'tokens'; read: id"),
-        ({"ragged": {"word": Pad()}}, ValueError, "column 'word' is string: ragged columns are lists of numbers"),
-        ({"ragged": {"tokens": 5}}, TypeError, "ragged must be a dict of Pad or Nested by column: 'tokens' is 5"),
+        (
+            {"ragged": {"tokens": Pad()}, "columns": ["id"]},
+            ValueError,
+            "not read: 'tokens'; read: id",
+        ),
+        (
+            {"ragged": {"word": Pad()}},
+            ValueError,
+            "column 'word' is string: ragged columns are lists of numbers",
+        ),
+        (
+            {"ragged": {"tokens": 5}},
+            TypeError,
+            "ragged must be a dict of Pad or Nested by column: 'tokens' is 5",
+        ),
     ):
         with pytest.raises(kind, match=told):
             frame_loader(frame, 2, cache=tmp_path, **options)

@@ -28,9 +28,13 @@ def event(kind: str, **told: object) -> SimpleNamespace:
 
 
 class Script(Agents):
-    """Plays both sides: each call of `events` hands out the next batch; the agents are done when told."""
+    """Plays both sides: each call of `events` hands out the next batch; the agents are done when
+    told.
+    """
 
-    def __init__(self, *batches: list[SimpleNamespace], endings: list[Ending] | None = None) -> None:
+    def __init__(
+        self, *batches: list[SimpleNamespace], endings: list[Ending] | None = None
+    ) -> None:
         self.batches = list(batches)
         self.given = endings
         self.aborted: str | None = None
@@ -64,7 +68,9 @@ class Script(Agents):
 
 
 def play(script: Script, on_progress=None, start_timeout=60.0, **output) -> list[Ending]:
-    return conduct(script, script, 2, Output(**output), on_progress, start_timeout, "Spark tasks to start")
+    return conduct(
+        script, script, 2, Output(**output), on_progress, start_timeout, "Spark tasks to start"
+    )
 
 
 STARTED = [event("registered", task=0), event("registered", task=1), event("assigned")]
@@ -72,7 +78,12 @@ STARTED = [event("registered", task=0), event("registered", task=1), event("assi
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    for name in ("_GRACE_AFTER_VERDICT", "_GRACE_AFTER_EXIT", "_GRACE_AFTER_ABORT", "_GRACE_FOR_ROWS"):
+    for name in (
+        "_GRACE_AFTER_VERDICT",
+        "_GRACE_AFTER_EXIT",
+        "_GRACE_AFTER_ABORT",
+        "_GRACE_FOR_ROWS",
+    ):
         monkeypatch.setattr(gang, name, 0.0)
 
 
@@ -83,7 +94,9 @@ def test_the_verdicts_rank_is_blamed_when_its_task_brings_no_rows():
         [event("exit", task=1, rank=1, signal=9)],
         [event("aborted", task=1, rank=1, text="rank 1 on host-1 was ended by SIGKILL")],
     )
-    with pytest.raises(FarandoleJobError, match="rank 1 on host-1 was ended by signal SIGKILL") as caught:
+    with pytest.raises(
+        FarandoleJobError, match="rank 1 on host-1 was ended by signal SIGKILL"
+    ) as caught:
         play(script, stdout=io.StringIO(), stderr=io.StringIO())
     assert caught.value.stderr_tail == "last words"
     assert script.aborted is not None
@@ -109,10 +122,15 @@ class Lines(Watcher):
 
 
 def test_a_watcher_gets_the_last_lines_of_stderr_once_and_a_note_that_the_rest_is_elsewhere():
-    ends = [event("exit", task=rank, rank=rank, exit_code=0, stderr_tail="a warning\nanother") for rank in range(2)]
+    ends = [
+        event("exit", task=rank, rank=rank, exit_code=0, stderr_tail="a warning\nanother")
+        for rank in range(2)
+    ]
     for streams in ({}, {"stdout": io.StringIO(), "stderr": io.StringIO()}):
         watcher = Lines()
-        script = Script([*STARTED, event("log", task=1, rank=1, stream="stdout", text="here")], ends, endings=[])
+        script = Script(
+            [*STARTED, event("log", task=1, rank=1, stream="stdout", text="here")], ends, endings=[]
+        )
         with contextlib.suppress(FarandoleJobError):
             conduct(script, script, 2, Output(**streams), None, 60.0, "tasks", watcher)
         if streams:
@@ -166,11 +184,16 @@ def answer(task: int, value: str) -> SimpleNamespace:
     return event("result", task=task, rank=task, data=pickle.dumps(("ok", value)))
 
 
-def test_a_task_that_is_started_again_before_its_loss_is_noticed_gives_the_new_gang_no_time_limit(monkeypatch):
+def test_a_task_that_is_started_again_before_its_loss_is_noticed_gives_the_new_gang_no_time_limit(
+    monkeypatch,
+):
     script = Script(
         STARTED,
         # The verdict on the old generation comes behind the registration that it follows from.
-        [event("registered", task=1), event("aborted", text="task 1 was started again, as attempt 2")],
+        [
+            event("registered", task=1),
+            event("aborted", text="task 1 was started again, as attempt 2"),
+        ],
         [event("registered", task=0), event("assigned")],
         [],
         well(0, 1),
@@ -183,7 +206,10 @@ def test_a_task_that_is_started_again_before_its_loss_is_noticed_gives_the_new_g
 def test_a_worker_of_the_old_gang_that_ends_late_does_not_end_the_new_one(monkeypatch):
     script = Script(
         STARTED,
-        [event("lost", task=1, rank=1, text="gone"), event("aborted", task=1, rank=1, text="rank 1 was lost")],
+        [
+            event("lost", task=1, rank=1, text="gone"),
+            event("aborted", task=1, rank=1, text="rank 1 was lost"),
+        ],
         [event("registered", task=1)],
         [event("exit", task=0, rank=0, signal=9)],
         [event("registered", task=0), event("assigned")],
@@ -199,14 +225,20 @@ def test_a_worker_of_the_old_gang_that_ends_late_does_not_end_the_new_one(monkey
 def test_results_of_the_old_gang_are_none_of_the_new_one(monkeypatch):
     script = Script(
         STARTED,
-        [event("registered", task=1), event("aborted", text="task 1 was started again, as attempt 2")],
+        [
+            event("registered", task=1),
+            event("aborted", text="task 1 was started again, as attempt 2"),
+        ],
         [answer(0, "old"), *well(0)],
         [event("registered", task=0), event("assigned")],
         [answer(1, "new"), *well(1)],
         *([] for _ in range(30)),
         [answer(0, "new"), *well(0)],
         [],
-        endings=[Ending(0, "host-0", refused="the job is done"), Ending(1, "host-1", refused="the job is done")],
+        endings=[
+            Ending(0, "host-0", refused="the job is done"),
+            Ending(1, "host-1", refused="the job is done"),
+        ],
     )
     Clock(monkeypatch).passes(script, *([1] * 40))
     assert results(play(script), 2) == ["new", "new"]
@@ -216,7 +248,8 @@ def test_results_that_only_rows_would_bring_are_given_up_when_no_rows_come(monke
     script = Script(STARTED, well(0, 1), *([] for _ in range(100)), endings=[])
     Clock(monkeypatch).passes(script, *([1] * 102))
     with pytest.raises(
-        FarandoleJobError, match=r"all workers ended successfully, but Spark has not .* for 60 s.*store="
+        FarandoleJobError,
+        match=r"all workers ended successfully, but Spark has not .* for 60 s.*store=",
     ):
         play(script, start_timeout=60.0)
 
@@ -248,8 +281,13 @@ def test_records_are_read_when_the_store_is_back(monkeypatch):
     assert list(tail.events()) == []
 
 
-def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_executor_is_lost(monkeypatch):
-    lost = [event("lost", task=1, rank=1, text="gone"), event("aborted", task=1, rank=1, text="rank 1 was lost")]
+def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_executor_is_lost(
+    monkeypatch,
+):
+    lost = [
+        event("lost", task=1, rank=1, text="gone"),
+        event("aborted", task=1, rank=1, text="rank 1 was lost"),
+    ]
     script = Script(
         STARTED,
         lost,
@@ -264,9 +302,14 @@ def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_exe
 
 
 def test_an_incomplete_gang_is_given_up_with_the_reason_for_its_end(monkeypatch):
-    script = Script(STARTED, [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost: silence")])
+    script = Script(
+        STARTED, [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost: silence")]
+    )
     Clock(monkeypatch).passes(script, 1, 7200, 59, 2)
-    with pytest.raises(TimeoutError, match=r"within 60 s after the last one ended: rank 1 on host-1 was lost: silence"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"within 60 s after the last one ended: rank 1 on host-1 was lost: silence",
+    ):
         play(script, start_timeout=60.0)
     assert script.closed
 
@@ -280,7 +323,9 @@ def test_an_error_of_spark_that_follows_a_loss_names_the_lost_rank_and_its_host(
         endings=[],
     )
 
-    told = FarandoleJobError("the Spark job has failed: worker lost", rank=0, host="host-0", exit_code=3)
+    told = FarandoleJobError(
+        "the Spark job has failed: worker lost", rank=0, host="host-0", exit_code=3
+    )
     told.exception_type, told.__cause__ = "builtins.KeyError", KeyError("x")
 
     def endings():
@@ -288,11 +333,20 @@ def test_an_error_of_spark_that_follows_a_loss_names_the_lost_rank_and_its_host(
 
     monkeypatch.setattr(script, "endings", endings)
     with pytest.raises(
-        FarandoleJobError, match=r"worker lost; before that, task 1 \(rank 1 on host-1\) was lost: its agent was silent"
+        FarandoleJobError,
+        match=(
+            r"worker lost; before that, task 1 \(rank 1 on host-1\) was lost: its agent was "
+            r"silent"
+        ),
     ) as caught:
         play(script, stdout=io.StringIO(), stderr=io.StringIO())
     error = caught.value
-    assert (error.rank, error.host, error.exit_code, error.exception_type) == (0, "host-0", 3, "builtins.KeyError")
+    assert (error.rank, error.host, error.exit_code, error.exception_type) == (
+        0,
+        "host-0",
+        3,
+        "builtins.KeyError",
+    )
     assert isinstance(error.__cause__, KeyError)
 
 
@@ -301,7 +355,10 @@ def test_published_results_answer_for_rows_that_spark_lost(capsys):
         STARTED,
         [event("result", task=task, rank=task, data=pickle.dumps(("ok", task))) for task in (0, 1)],
         [event("exit", task=task, rank=task, exit_code=0) for task in (0, 1)],
-        endings=[Ending(0, "host-0", refused="the job is done"), Ending(1, "host-1", refused="the job is done")],
+        endings=[
+            Ending(0, "host-0", refused="the job is done"),
+            Ending(1, "host-1", refused="the job is done"),
+        ],
     )
     assert results(play(script), 2) == [0, 1]
     assert "the driver has their results" in capsys.readouterr().err
@@ -330,14 +387,18 @@ def test_a_published_failure_is_raised_with_its_traceback_when_no_rows_come():
         [event("result", task=1, rank=1, data=pickle.dumps(told))],
         [event("exit", task=1, rank=1, exit_code=1)],
     )
-    with pytest.raises(FarandoleJobError, match="rank 1 on host-1 failed: ValueError: odd") as caught:
+    with pytest.raises(
+        FarandoleJobError, match="rank 1 on host-1 failed: ValueError: odd"
+    ) as caught:
         play(script)
     assert caught.value.remote_traceback == "Traceback of the odd one"
 
 
 def test_registered_tasks_get_an_error_at_the_timeout():
     script = Script([event("registered", task=1)])
-    with pytest.raises(TimeoutError, match=r"Timed out waiting for Spark tasks to start.* 1 of 2 tasks"):
+    with pytest.raises(
+        TimeoutError, match=r"Timed out waiting for Spark tasks to start.* 1 of 2 tasks"
+    ):
         play(script, start_timeout=0.0)
     assert script.closed
 

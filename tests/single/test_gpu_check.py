@@ -20,10 +20,18 @@ def test_without_a_gpu_it_says_so_and_is_content():
     command = [
         sys.executable,
         "-c",
-        f"import runpy, sys; sys.argv = ['check']; runpy.run_path({str(CHECK)!r}, run_name='__main__')",
+        (
+            f"import runpy, sys; sys.argv = ['check']; runpy.run_path({str(CHECK)!r}, "
+            "run_name='__main__')"
+        ),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""},
     )
     assert (done.returncode, done.stdout) == (0, "no GPU here: nothing was checked\n"), done.stderr
 

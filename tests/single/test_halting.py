@@ -57,7 +57,9 @@ class Pressed(Progress):
 
 
 class Slow(Callback):
-    """Makes a step take 20 ms as long as a file is there, and checks that all ranks have taken the same steps."""
+    """Makes a step take 20 ms as long as a file is there, and checks that all ranks have taken
+    the same steps.
+    """
 
     def __init__(self, path):
         self.path = path
@@ -78,7 +80,12 @@ def test_a_fit_ends_within_an_epoch_returns_its_model_and_can_continue(tmp_path,
     monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
     slow = tmp_path / "slow"
     slow.touch()
-    given = {"batch_size": 1, "run_id": "mine", "backend": LocalBackend(2, verbose=0), "callbacks": [Slow(slow)]}
+    given = {
+        "batch_size": 1,
+        "run_id": "mine",
+        "backend": LocalBackend(2, verbose=0),
+        "callbacks": [Slow(slow)],
+    }
     stopped = fit(tmp_path, linear(), epochs=3, **given)  # 20 s an epoch
     (entry,) = stopped.getHistory()
     assert 0 < entry["steps"] < 500
@@ -149,8 +156,10 @@ def test_a_fit_of_keras_ends_after_the_epoch_under_way(tmp_path, monkeypatch):
     shown = Pressed("epoch")
     monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
     fitted = KerasEstimator(
-        model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), optimizer=keras.optimizers.SGD(0.05),
-        loss="mean_squared_error", feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1000, verbose=0,
+        model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),
+        optimizer=keras.optimizers.SGD(0.05),
+        loss="mean_squared_error", feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1000,
+        verbose=0,
         callbacks=[Slow()], store=LocalStore(str(tmp_path)), backend=LocalBackend(2, verbose=0),
     ).fit_on_parquet()  # fmt: skip
     assert 0 < len(fitted.getHistory()["loss"]) < 100
@@ -165,7 +174,9 @@ def test_without_a_button_workers_are_not_asked_to_look(tmp_path, monkeypatch):
     made = estimator(tmp_path, linear(), epochs=2)
     run = made.getBackend().run
     monkeypatch.setattr(
-        made.getBackend(), "run", lambda *args, env=None, **more: told.append(env) or run(*args, **more)
+        made.getBackend(),
+        "run",
+        lambda *args, env=None, **more: told.append(env) or run(*args, **more),
     )
     assert len(made.fit_on_parquet().getHistory()) == 2
     assert told == [None]
@@ -174,7 +185,11 @@ def test_without_a_button_workers_are_not_asked_to_look(tmp_path, monkeypatch):
 def test_ranks_agree_about_once_a_second_however_long_a_step_takes(remote, monkeypatch):
     now, calls = [0.0], []
     monkeypatch.setenv(halting.VARIABLE, "mine")
-    monkeypatch.setattr(halting.arrays, "broadcast", lambda mine, _root, name: calls.append(now[0]) or mine)  # noqa: ARG005
+    monkeypatch.setattr(
+        halting.arrays,
+        "broadcast",
+        lambda mine, _root, name: calls.append(now[0]) or mine,  # noqa: ARG005
+    )
     halt = Halt(remote, clock=lambda: now[0])
     monkeypatch.setattr(halt, "_is_asked", lambda: now[0] >= 50)
     for seconds in (0.001, 3.0):
@@ -284,7 +299,14 @@ def test_only_a_holder_of_the_token_can_stop(serve):
     endpoint = serve(stop)
     assert len(endpoint.path) == 34
     wrong = f"/{'0' * 32}/stop"
-    for path in (wrong, "/", "/stop", endpoint.path, f"{endpoint.path}other", f"{endpoint.path}stop/"):
+    for path in (
+        wrong,
+        "/",
+        "/stop",
+        endpoint.path,
+        f"{endpoint.path}other",
+        f"{endpoint.path}stop/",
+    ):
         assert request(endpoint, path)[0] == 404, path
     assert request(endpoint, f"{endpoint.path}stop", "GET")[0] == 501
     assert stop.calls == []
@@ -331,5 +353,8 @@ def test_a_fit_in_another_thread_ends_at_the_next_report(remote, monkeypatch):
     stop.check()
     stop.interrupt()
     stop.check()  # the main thread gets KeyboardInterrupt
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="as asked for in the notebook"):
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(RuntimeError, match="as asked for in the notebook"),
+    ):
         pool.submit(stop.check).result()

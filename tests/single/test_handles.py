@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces `wait` and returns its planned answers, in the order of the calls, with the members."""
+    """Replaces `wait` and returns its planned answers, in the order of the calls, with the
+    members.
+    """
     answers: list[Any] = []
 
     def wait(member: int) -> int:
@@ -42,7 +44,9 @@ def table() -> Iterator[handles.HandleTable]:
     assert not own._boarding
 
 
-def test_a_wait_that_was_interrupted_continues_where_it_was(told: list[Any], table: handles.HandleTable) -> None:
+def test_a_wait_that_was_interrupted_continues_where_it_was(
+    told: list[Any], table: handles.HandleTable
+) -> None:
     handle = table.submit(None, list, lambda: [7, 8, 9])
     told += [(7, 70), (8, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
@@ -70,7 +74,9 @@ def test_a_group_is_waited_for_to_its_end_and_raises_its_first_failure(
     assert not told
 
 
-def test_one_operation_gives_a_list_of_one_outcome(told: list[Any], table: handles.HandleTable) -> None:
+def test_one_operation_gives_a_list_of_one_outcome(
+    told: list[Any], table: handles.HandleTable
+) -> None:
     told += [(5, None)]
     assert table.synchronize(table.submit(None, list, lambda: 5)) == [None]
 

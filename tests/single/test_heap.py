@@ -120,7 +120,9 @@ print((full - heap.resident()) >> 20)
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_large_block_that_is_allocated_apart_goes_back_at_once(apart):
     command = [sys.executable, "-c", BLOCKS, "apart" if apart else "together"]
-    done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=True
+    )
     assert (int(done.stdout) >= 60) == apart, done.stdout
 
 
@@ -150,10 +152,14 @@ print([thread.name for thread in threading.enumerate() if thread.name == "farand
 """
 
 
-@pytest.mark.parametrize(("threshold", "watched"), [(None, 0), ("131072", 0), (ALLOCATOR["MALLOC_TRIM_THRESHOLD_"], 1)])
+@pytest.mark.parametrize(
+    ("threshold", "watched"), [(None, 0), ("131072", 0), (ALLOCATOR["MALLOC_TRIM_THRESHOLD_"], 1)]
+)
 def test_only_a_heap_that_a_launcher_told_to_keep_memory_is_looked_after(threshold, watched):
     name = "MALLOC_TRIM_THRESHOLD_"
     env = {key: value for key, value in os.environ.items() if key != name}
     env |= {name: threshold} if threshold else {}
-    done = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout.count("farandole-heap") == watched

@@ -11,15 +11,35 @@ import sys
 import pytest
 
 DEEP = {
-    "horovod.torch.mpi_ops": ["allreduce", "allreduce_async_", "alltoall", "reducescatter", "synchronize", "_basics"],
-    "horovod.torch.functions": ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"],
+    "horovod.torch.mpi_ops": [
+        "allreduce",
+        "allreduce_async_",
+        "alltoall",
+        "reducescatter",
+        "synchronize",
+        "_basics",
+    ],
+    "horovod.torch.functions": [
+        "broadcast_object",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+    ],
     "horovod.torch.optimizer": ["DistributedOptimizer"],
     "horovod.torch.compression": ["Compression", "Compressor", "NoneCompressor", "FP16Compressor"],
     "horovod.torch.elastic": ["run", "TorchState", "ElasticSampler"],
     "horovod.common.util": ["num_rank_is_power_2", "split_list", "gpu_available"],
     "horovod.common.basics": ["HorovodBasics"],
-    "horovod.common.process_sets": ["ProcessSet", "global_process_set", "add_process_set", "remove_process_set"],
-    "horovod.common.exceptions": ["HorovodInternalError", "HostsUpdatedInterrupt", "HorovodVersionMismatchError"],
+    "horovod.common.process_sets": [
+        "ProcessSet",
+        "global_process_set",
+        "add_process_set",
+        "remove_process_set",
+    ],
+    "horovod.common.exceptions": [
+        "HorovodInternalError",
+        "HostsUpdatedInterrupt",
+        "HorovodVersionMismatchError",
+    ],
     "horovod.common.elastic": ["State", "ObjectState", "run_fn"],
     "horovod.data.data_loader_base": ["BaseDataLoader", "AsyncDataLoaderMixin"],
     "horovod.spark.data_loaders.pytorch_data_loaders": [
@@ -34,12 +54,20 @@ DEEP = {
     "horovod.spark.common.store": ["Store", "LocalStore"],
     "horovod.spark.common.backend": ["SparkBackend"],
     "horovod.spark.torch": ["TorchEstimator", "TorchModel"],
-    "horovod.spark.torch.estimator": ["TorchEstimatorParamsReadable", "TorchEstimatorParamsWritable"],
+    "horovod.spark.torch.estimator": [
+        "TorchEstimatorParamsReadable",
+        "TorchEstimatorParamsWritable",
+    ],
     "horovod.spark.torch.datamodule": ["PetastormDataModule", "NVTabularDataModule"],
     "horovod.spark.lightning": ["TorchEstimator", "TorchModel"],
     "horovod.spark.common.estimator": ["HorovodEstimator", "HorovodModel"],
     "horovod.spark.common.params": ["EstimatorParams", "ModelParams"],
-    "horovod.spark.common.util": ["prepare_data", "get_simple_meta_from_parquet", "check_validation", "to_list"],
+    "horovod.spark.common.util": [
+        "prepare_data",
+        "get_simple_meta_from_parquet",
+        "check_validation",
+        "to_list",
+    ],
     "horovod.spark": ["run"],
     "horovod.runner": ["run"],
 }
@@ -47,7 +75,9 @@ DEEP = {
 
 @pytest.fixture(autouse=True)
 def _convention(monkeypatch):
-    """The drop-in leaves a convention that the user chose; its own choice would hold for later tests."""
+    """The drop-in leaves a convention that the user chose; its own choice would hold for later
+    tests.
+    """
     monkeypatch.setenv("FARANDOLE_GRADIENT_CONVENTION", "farandole")
 
 
@@ -95,25 +125,31 @@ def test_a_module_of_the_drop_in_is_taken_from_its_package(package, name):
 
 def test_states_get_changes_of_hosts_from_one_class():
     worker = importlib.import_module("horovod.runner.elastic.worker")
-    assert worker.HostUpdateResult is importlib.import_module("horovod.torch").elastic.HostUpdateResult
+    assert (
+        worker.HostUpdateResult is importlib.import_module("horovod.torch").elastic.HostUpdateResult
+    )
 
 
 def test_a_module_farandole_lacks_is_named_in_the_error():
-    with pytest.raises(ModuleNotFoundError, match=r"no counterpart of Horovod's module: horovod\.nothing"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"no counterpart of Horovod's module: horovod\.nothing"
+    ):
         importlib.import_module("horovod.nothing.here")
 
 
 def test_a_fresh_process_imports_horovod_without_a_framework_or_a_thread():
     program = (
-        "import sys, threading, horovod; assert callable(horovod.run); assert horovod.__version__.startswith('0.28');"
-        "assert not {'torch', 'tensorflow', 'pyspark'} & set(sys.modules); assert threading.active_count() == 1;"
-        "import horovod.common.util, farandole.common.util;"
-        "assert horovod.common.util is farandole.common.util"
+        "import sys, threading, horovod; assert callable(horovod.run); assert "
+        "horovod.__version__.startswith('0.28');assert not {'torch', 'tensorflow', 'pyspark'} & "
+        "set(sys.modules); assert threading.active_count() == 1;import horovod.common.util, "
+        "farandole.common.util;assert horovod.common.util is farandole.common.util"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("given", [None, "FARANDOLE_GRADIENT_CONVENTION", "HOROVOD_GRADIENT_CONVENTION"])
+@pytest.mark.parametrize(
+    "given", [None, "FARANDOLE_GRADIENT_CONVENTION", "HOROVOD_GRADIENT_CONVENTION"]
+)
 def test_the_drop_in_chooses_horovods_gradients_unless_the_user_has_chosen(given):
     program = (
         "import horovod, os\n"
@@ -123,7 +159,9 @@ def test_the_drop_in_chooses_horovods_gradients_unless_the_user_has_chosen(given
     env = {name: value for name, value in os.environ.items() if "GRADIENT_CONVENTION" not in name}
     if given is not None:
         env[given] = "farandole"
-    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=env, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=60, env=env, capture_output=True
+    )
     expected = {None: "True horovod", "FARANDOLE_GRADIENT_CONVENTION": "False farandole"}
     assert done.stdout.decode().strip() == expected.get(given, "False None")
 

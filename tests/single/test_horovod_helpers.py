@@ -17,7 +17,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _convention(monkeypatch):
-    """Sets Farandole's gradient convention, and restores it after a test, because the drop-in sets another one."""
+    """Sets Farandole's gradient convention, and restores it after a test, because the drop-in
+    sets another one.
+    """
     monkeypatch.setenv("FARANDOLE_GRADIENT_CONVENTION", "farandole")
 
 
@@ -43,7 +45,11 @@ def test_functions_run_in_threads_and_their_errors_come_back():
             raise KeyError(number)
         return number // 2
 
-    assert execute_function_multithreaded(half, [[0], [2], [8]], max_concurrent_executions=2) == {0: 0, 1: 1, 2: 4}
+    assert execute_function_multithreaded(half, [[0], [2], [8]], max_concurrent_executions=2) == {
+        0: 0,
+        1: 1,
+        2: 4,
+    }
     assert execute_function_multithreaded(half, []) == {}
     with pytest.raises(RuntimeError, match="func half did not complete") as raised:
         execute_function_multithreaded(half, [[0], [3]])
@@ -98,7 +104,9 @@ def test_digests_objects_and_deadlines():
     late = timeout.Timeout(0, "Timed out waiting for {activity}.")
     until(late.timed_out, "the end of no time")
     assert late.remaining() == 0
-    with pytest.raises(timeout.TimeoutException, match=r"waiting for hosts\. Timeout after 0 seconds"):
+    with pytest.raises(
+        timeout.TimeoutException, match=r"waiting for hosts\. Timeout after 0 seconds"
+    ):
         late.check_time_out_for("hosts")
     timeout.Timeout(60, "").check_time_out_for("anything")
 
@@ -117,8 +125,15 @@ def test_hosts_are_read_and_ranks_given_out(tmp_path):
         hosts.parse_host_files(str(file))
     found = hosts.get_host_assignments(hosts.parse_hosts("a:2,b:4"), 3, 4)
     told = [(one.hostname, one.to_response_string()) for one in found]
-    assert told == [("a", "0,4,0,2,0,2"), ("a", "1,4,1,2,0,2"), ("b", "2,4,0,2,1,2"), ("b", "3,4,1,2,1,2")]
-    with pytest.raises(ValueError, match=r"more processes \(9\) than there are available slots \(6\)"):
+    assert told == [
+        ("a", "0,4,0,2,0,2"),
+        ("a", "1,4,1,2,0,2"),
+        ("b", "2,4,0,2,1,2"),
+        ("b", "3,4,1,2,1,2"),
+    ]
+    with pytest.raises(
+        ValueError, match=r"more processes \(9\) than there are available slots \(6\)"
+    ):
         hosts.get_host_assignments(hosts.parse_hosts("a:2,b:4"), 9)
     assert hosts.INVALID_SLOT_INFO.rank == -1
 
@@ -127,8 +142,14 @@ def test_a_command_is_run_and_its_lines_carry_its_number():
     from horovod.runner.common.util import safe_shell_exec, tiny_shell_exec
 
     out, err = io.StringIO(), io.StringIO()
-    code = safe_shell_exec.execute("echo a; echo b >&2; printf c; exit 3", stdout=out, stderr=err, index=7)
-    assert (code, out.getvalue(), err.getvalue()) == (3, "[7]<stdout>:a\n[7]<stdout>:c", "[7]<stderr>:b\n")
+    code = safe_shell_exec.execute(
+        "echo a; echo b >&2; printf c; exit 3", stdout=out, stderr=err, index=7
+    )
+    assert (code, out.getvalue(), err.getvalue()) == (
+        3,
+        "[7]<stdout>:a\n[7]<stdout>:c",
+        "[7]<stderr>:b\n",
+    )
     assert safe_shell_exec.execute("kill -9 $$", stdout=out, stderr=err) == 128 + 9
     assert tiny_shell_exec.execute("echo $WHAT", env={"WHAT": "that"}) == ("that\n", 0)
 
@@ -141,7 +162,9 @@ def test_a_command_ends_with_its_event_and_so_do_its_children(tmp_path):
     command = f"sleep 600 & echo $! $$ > {pids}; wait"
     thread = threading.Thread(
         target=lambda: codes.append(
-            safe_shell_exec.execute(command, stdout=io.StringIO(), stderr=io.StringIO(), events=[event])
+            safe_shell_exec.execute(
+                command, stdout=io.StringIO(), stderr=io.StringIO(), events=[event]
+            )
         )
     )
     thread.start()
@@ -164,14 +187,27 @@ def test_a_command_ends_with_the_process_that_ran_it(tmp_path):
     finally:
         runner.kill()
         runner.wait()
-    until(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()), "the command's end")
+    until(
+        lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()), "the command's end"
+    )
 
 
 def test_variables_of_workers(monkeypatch):
     from horovod.runner.common.util import env
 
-    assert [env.is_exportable(name) for name in ("PATH", "OLDPWD", "CUDA_VISIBLE_DEVICES")] == [True, False, False]
-    for name in ("HOROVOD_RANK", "HOROVOD_SIZE", "RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    assert [env.is_exportable(name) for name in ("PATH", "OLDPWD", "CUDA_VISIBLE_DEVICES")] == [
+        True,
+        False,
+        False,
+    ]
+    for name in (
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "RANK",
+        "WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+    ):
         monkeypatch.delenv(name, raising=False)
     assert env.get_env_rank_and_size() == (0, 1)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
@@ -184,8 +220,21 @@ def test_variables_of_workers(monkeypatch):
 def test_a_configuration_file_becomes_variables():
     from horovod.runner.common.util import config_parser as parser
 
-    names = [*parser._VARIABLES, *parser._FLAGS, *parser._OF_AUTOTUNE, "fusion_threshold_mb", "timeline_filename"]
-    more = ["timeline_mark_cycles", "log_with_timestamp", "tcp_flag", "autotune", "use_gloo", "use_mpi"]
+    names = [
+        *parser._VARIABLES,
+        *parser._FLAGS,
+        *parser._OF_AUTOTUNE,
+        "fusion_threshold_mb",
+        "timeline_filename",
+    ]
+    more = [
+        "timeline_mark_cycles",
+        "log_with_timestamp",
+        "tcp_flag",
+        "autotune",
+        "use_gloo",
+        "use_mpi",
+    ]
     args = SimpleNamespace(**dict.fromkeys([*names, *more]))
     config = {
         "controller": "gloo",
@@ -283,7 +332,10 @@ def test_helpers_of_stores(tmp_path):
     (source / "inner" / "b.ckpt").write_text("b")
     target = store.get_run_path("run")
     store.copy(str(source), target, recursive=True)
-    assert [path.rpartition("run/")[2] for path in store.get_checkpoints("run")] == ["a.ckpt", "inner/b.ckpt"]
+    assert [path.rpartition("run/")[2] for path in store.get_checkpoints("run")] == [
+        "a.ckpt",
+        "inner/b.ckpt",
+    ]
     store.copy(str(source / "a.ckpt"), f"{target}/c.ckpt")
     assert store.read(f"{target}/c.ckpt") == b"a"
     with pytest.raises(FileNotFoundError, match="nothing to copy at"):
@@ -292,9 +344,10 @@ def test_helpers_of_stores(tmp_path):
     assert LocalStore.matches("/x")
     assert not LocalStore.matches("hdfs://node/x")
     assert HDFSStore.matches("hdfs://node:8020/x")
-    assert [DBFSLocalStore.normalize_path(path) for path in ("dbfs:/a", "file:/dbfs/a", "file:///dbfs/a")] == [
-        "/dbfs/a"
-    ] * 3
+    assert [
+        DBFSLocalStore.normalize_path(path)
+        for path in ("dbfs:/a", "file:/dbfs/a", "file:///dbfs/a")
+    ] == ["/dbfs/a"] * 3
     with pytest.raises(ValueError, match="not a path of Databricks"):
         DBFSLocalStore.normalize_path("/a")
     with pytest.raises(NotImplementedError):

@@ -32,7 +32,13 @@ def train(point):
 def test_trials_are_jobs_and_a_search_continues_where_it_was_left():
     trials = hyperopt.Trials()
     first = fmin(
-        train, SPACE, max_evals=2, backend=BACKEND, metric="error", trials=trials, rstate=np.random.default_rng(1)
+        train,
+        SPACE,
+        max_evals=2,
+        backend=BACKEND,
+        metric="error",
+        trials=trials,
+        rstate=np.random.default_rng(1),
     )
     assert [one["ranks"] for one in trials.results] == [2, 2]
     assert first == trials.argmin
@@ -40,7 +46,9 @@ def test_trials_are_jobs_and_a_search_continues_where_it_was_left():
     assert len(trials) == 4
     point = hyperopt.space_eval(SPACE, best)
     assert min(trials.losses()) == pytest.approx((point["x"] + point["shift"]) ** 2)
-    assert fmin(train, SPACE, max_evals=4, backend=BACKEND, trials=trials) == best, "all of them were finished before"
+    assert fmin(train, SPACE, max_evals=4, backend=BACKEND, trials=trials) == best, (
+        "all of them were finished before"
+    )
 
 
 def test_as_many_trials_run_at_once_as_there_are_slots_for(tmp_path):
@@ -54,7 +62,9 @@ def test_as_many_trials_run_at_once_as_there_are_slots_for(tmp_path):
         return x
 
     trials = hyperopt.Trials()
-    fmin(meets, hyperopt.hp.uniform("x", 0, 1), max_evals=2, backend=BACKEND, slots=5, trials=trials)
+    fmin(
+        meets, hyperopt.hp.uniform("x", 0, 1), max_evals=2, backend=BACKEND, slots=5, trials=trials
+    )
     assert trials.statuses() == ["ok", "ok"]
 
 

@@ -51,7 +51,10 @@ print(sorted(name for name in sys.modules.keys() - before if not name.startswith
 
 
 def test_the_native_library_imports_under_sixty_milliseconds():
-    code = "import time; t = time.perf_counter(); import farandole._native; print(time.perf_counter() - t)"
+    code = (
+        "import time; t = time.perf_counter(); import farandole._native; "
+        "print(time.perf_counter() - t)"
+    )
     assert min(float(python(code)) for _ in range(5)) < 0.06
 
 
@@ -83,7 +86,13 @@ def test_torch_may_be_imported_before_and_after(order):
 
 
 @pytest.mark.parametrize(
-    "name", ["FarandoleInternalError", "FarandoleUsageError", "FarandoleEnvironmentError", "FarandoleBugError"]
+    "name",
+    [
+        "FarandoleInternalError",
+        "FarandoleUsageError",
+        "FarandoleEnvironmentError",
+        "FarandoleBugError",
+    ],
 )
 def test_exceptions_survive_pickling(name):
     error = pickle.loads(pickle.dumps(getattr(exceptions, name)("rank 1 died")))
@@ -104,7 +113,9 @@ def imported(module: str, is_package: bool, tree: ast.Module) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = parent[: len(parent) - node.level + 1] if node.level else []
-            found += [".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names]
+            found += [
+                ".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names
+            ]
     return found
 
 
@@ -118,8 +129,14 @@ def test_no_package_imports_a_name_with_an_underscore_from_another_package():
         for name in imported(module, is_package, ast.parse(file.read_text())):
             parts = name.split(".")
             names += parts[0] == "farandole"
-            hidden = [part for part in parts[2:] if part.startswith("_") and not part.startswith("__")]
-            if parts[0] == "farandole" and hidden and parts[1] not in {"_native", "_keras", path[1]}:
+            hidden = [
+                part for part in parts[2:] if part.startswith("_") and not part.startswith("__")
+            ]
+            if (
+                parts[0] == "farandole"
+                and hidden
+                and parts[1] not in {"_native", "_keras", path[1]}
+            ):
                 wrong.append(f"{module} imports {name}")
     assert names > 1000
     assert wrong == []

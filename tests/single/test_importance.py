@@ -33,7 +33,11 @@ def counted(batches, seeds=(1,), metric=None):
         return [3.0 * batch.column(0).to_numpy()[:, None] + batch.column(1).to_numpy()[:, None]]
 
     task = permuted(
-        SimpleNamespace(outputs=outputs), lambda batch: batch.column(2).to_numpy(), sums("values", None), [0, 1], seeds
+        SimpleNamespace(outputs=outputs),
+        lambda batch: batch.column(2).to_numpy(),
+        sums("values", None),
+        [0, 1],
+        seeds,
     )
     (part,) = task(iter(batches))
     return importances(pickle.loads(part.column(0)[0].as_py()), {1: "b", 0: "a"}, metric), sizes
@@ -55,7 +59,8 @@ def test_a_column_counts_as_much_as_its_rows_change_the_prediction(monkeypatch):
 def test_values_are_exchanged_between_batches_of_a_task():
     # Within a batch all rows are equal: only an exchange between batches changes something.
     equal = [
-        pa.record_batch([[number] * 10, [0.0] * 10, [3.0 * number] * 10], ["0", "1", "2"]) for number in (0.0, 1.0)
+        pa.record_batch([[number] * 10, [0.0] * 10, [3.0 * number] * 10], ["0", "1", "2"])
+        for number in (0.0, 1.0)
     ]
     assert counted(equal)[0]["a"] > 1
     with pytest.raises(ValueError, match="metric must be one of mse, rmse, mae, r2: accuracy"):

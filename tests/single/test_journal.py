@@ -35,7 +35,10 @@ def record(tmp_path):
 
 
 def steps(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "runs/mine/logs/steps.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (tmp_path / "runs/mine/logs/steps.jsonl").read_text().splitlines()
+    ]
 
 
 def epoch(number, loss, **more):
@@ -56,7 +59,9 @@ def fail(run):
 
 def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
     book = Journal(remote, {"model": "Net", "epochs": 3})
-    with training.telling(None, "mine", "TorchEstimator", {"lr": 0.1, "nan": float("nan")}, book) as run:
+    with training.telling(
+        None, "mine", "TorchEstimator", {"lr": 0.1, "nan": float("nan")}, book
+    ) as run:
         assert run.variables() == {training.TOLD: "1"}
         deadline = time.monotonic() + 10
         while not (tmp_path / "runs/mine/_record.json").exists():
@@ -72,7 +77,12 @@ def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
         run.restarted("rank 0 was lost")
     book.close()
     told = record(tmp_path)
-    assert (told["name"], told["what"], told["model"], told["state"]) == ("mine", "TorchEstimator", "Net", "ended")
+    assert (told["name"], told["what"], told["model"], told["state"]) == (
+        "mine",
+        "TorchEstimator",
+        "Net",
+        "ended",
+    )
     assert told["parameters"] == {"lr": 0.1, "nan": "nan"}
     assert told["updated"] >= told["ended"] >= told["started"]
     assert told["last"] == {"loss": 0.7, "accuracy": 0.5}
@@ -149,11 +159,17 @@ def test_what_ranks_print_is_kept_also_when_the_job_starts_again(remote, tmp_pat
 def test_output_that_cannot_be_kept_fails_no_run(remote, tmp_path, caplog):
     (tmp_path / "output").write_text("not a directory")
     book = Journal(remote, {}, output=tmp_path / "output")
-    with caplog.at_level(logging.WARNING, "farandole"), training.telling(None, "mine", "x", {}, book) as run:
+    with (
+        caplog.at_level(logging.WARNING, "farandole"),
+        training.telling(None, "mine", "x", {}, book) as run,
+    ):
         run.line(0, "stdout", "one")
         run.line(0, "stdout", "two")
     book.close()
-    assert len([one for one in caplog.records if "what ranks print cannot be written" in one.message]) == 1
+    assert (
+        len([one for one in caplog.records if "what ranks print cannot be written" in one.message])
+        == 1
+    )
 
 
 def test_a_store_that_fails_fails_no_run(remote, tmp_path, caplog):

@@ -84,7 +84,9 @@ def test_a_lightning_module_learns_and_its_logs_are_the_history(data):
     module = fitted.getModel()
     x, y = line(20, seed=5)
     with torch.no_grad():
-        expected = torch.nn.functional.mse_loss(module(torch.from_numpy(x))[:, 0], torch.from_numpy(y)).item()
+        expected = torch.nn.functional.mse_loss(
+            module(torch.from_numpy(x))[:, 0], torch.from_numpy(y)
+        ).item()
     assert history[-1]["validation"]["loss"] == pytest.approx(expected, rel=1e-4)
     assert history[-1]["rows"] == 96
 
@@ -104,7 +106,8 @@ def test_a_plain_module_with_optimizer_and_loss_does_as_well(data):
         return (output - label).abs().mean()
 
     fitted = fit(
-        data, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), loss=torch.nn.MSELoss(), metrics=[error],
+        data, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+        loss=torch.nn.MSELoss(), metrics=[error],
         epochs=30,
     )  # fmt: skip
     assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.1)
@@ -119,9 +122,14 @@ def test_a_scheduler_of_a_plain_module_steps_when_configured(data):
         # Nothing moves after the scheduler's first step.
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
         options = {"lr_scheduler": scheduler, "lr_scheduler_interval": interval, "epochs": 2}
-        return weights(fit(data, model, optimizer=optimizer, loss=torch.nn.MSELoss(), **options | params))
+        return weights(
+            fit(data, model, optimizer=optimizer, loss=torch.nn.MSELoss(), **options | params)
+        )
 
-    one_step, one_epoch = fitted("epoch", epochs=1, train_steps_per_epoch=1), fitted("epoch", epochs=1)
+    one_step, one_epoch = (
+        fitted("epoch", epochs=1, train_steps_per_epoch=1),
+        fitted("epoch", epochs=1),
+    )
     assert not torch.allclose(one_step, one_epoch)
     assert torch.allclose(fitted("step"), one_step)
     assert torch.allclose(fitted("epoch"), one_epoch)
@@ -133,7 +141,9 @@ def test_callbacks_loggers_and_checkpoints_of_lightning_reach_the_store(data):
 
     keep = ModelCheckpoint(filename="best", monitor="val_loss", save_weights_only=True)
     logger = CSVLogger(save_dir="ignored", name="csv")
-    fitted = fit(data, Line(), run_id="r", callbacks=[keep], logger=logger, log_every_n_steps=1, epochs=3)
+    fitted = fit(
+        data, Line(), run_id="r", callbacks=[keep], logger=logger, log_every_n_steps=1, epochs=3
+    )
     run = data / "runs" / "r"
     assert (run / "checkpoint").exists()
     assert (run / "best.ckpt").exists()
@@ -154,12 +164,17 @@ def test_parameters_of_the_module_are_refused_in_the_estimator(data):
     with pytest.raises(ValueError, match="optimizer is required for a plain module"):
         fit(data, linear())
     plain = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "loss": torch.nn.MSELoss()}
-    with pytest.raises(ValueError, match="the optimizer has parameters that the model does not have: 2"):
+    with pytest.raises(
+        ValueError, match="the optimizer has parameters that the model does not have: 2"
+    ):
         fit(data, linear(), **plain)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_unless_it_shall_not(data):
-    with pytest.raises(ValueError, match=r"the loss is (infinite|not a number \(NaN\)) in epoch 1, step 2, on rank 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"the loss is (infinite|not a number \(NaN\)) in epoch 1, step 2, on rank 0",
+    ):
         fit(data, Line(lr=1e30), epochs=5)
     assert len(fit(data, Line(lr=1e30), terminate_on_nan=False, epochs=2).getHistory()) == 2
 
@@ -168,7 +183,10 @@ def test_a_run_of_lightning_ends_early_and_takes_arguments_of_its_trainer(data):
     assert (
         len(
             fit(
-                data, Line(lr=0.0), early_stopping={"patience": 2, "monitor": "val_loss", "min_delta": 1e-4}, epochs=9
+                data,
+                Line(lr=0.0),
+                early_stopping={"patience": 2, "monitor": "val_loss", "min_delta": 1e-4},
+                epochs=9,
             ).getHistory()
         )
         == 3
@@ -231,7 +249,8 @@ def _train_without_pickle(folder):
     x, y = line()
     rows: Any = [{"x": torch.from_numpy(x[i]), "y": torch.tensor(y[i])} for i in range(len(y))]
     trainer = lightning.Trainer(
-        strategy="farandole", accelerator="cpu", max_epochs=2, logger=False, default_root_dir=folder,
+        strategy="farandole", accelerator="cpu", max_epochs=2, logger=False,
+        default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Timer(duration={"hours": 1})],
     )  # fmt: skip
@@ -242,7 +261,9 @@ def _train_without_pickle(folder):
 
 
 def test_two_ranks_of_lightning_unpickle_nothing(tmp_path):
-    (first, outside), (second, inside) = LocalBackend(2, verbose=0).run(_train_without_pickle, (str(tmp_path),))
+    (first, outside), (second, inside) = LocalBackend(2, verbose=0).run(
+        _train_without_pickle, (str(tmp_path),)
+    )
     assert first == second
     assert first.startswith(str(tmp_path))
     assert (outside, inside) == (-1, 1)
@@ -254,7 +275,9 @@ def _broadcast(objects):
     ).strategy
     alone = strategy.broadcast("before the session")
     strategy.setup_distributed()
-    return alone, [strategy.broadcast(one if hvd.rank() == root else None, root) for root, one in objects]
+    return alone, [
+        strategy.broadcast(one if hvd.rank() == root else None, root) for root, one in objects
+    ]
 
 
 def test_lightning_broadcasts_objects_of_any_type():
@@ -267,7 +290,9 @@ def test_lightning_broadcasts_objects_of_any_type():
 
 @pytest.mark.parametrize("name", ["farandole", "horovod"])
 def test_a_trainer_takes_the_strategy_by_name(name):
-    (first, rank, weight), (second, _, other) = LocalBackend(2, verbose=0).run(_train_by_name, (name,))
+    (first, rank, weight), (second, _, other) = LocalBackend(2, verbose=0).run(
+        _train_by_name, (name,)
+    )
     assert rank == 0
     assert first == (2, 0, 2, 0)
     assert second == (2, 1, 2, 1)

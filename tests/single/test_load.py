@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The load of a host, a process and a GPU, by files and a library that stand in for the real ones."""
+"""The load of a host, a process and a GPU, by files and a library that stand in for the real
+ones.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ int nvmlDeviceGetUtilizationRates(void *handle, struct use *use) { use->gpu = 10
 int nvmlDeviceGetMemoryInfo(void *handle, struct memory *memory) {
     memory->total = 1000; memory->used = 100 * (long)handle; return (long)handle == 3;
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -33,7 +35,9 @@ def proc(tmp_path):
     folder = tmp_path / "proc"
     (folder / "self").mkdir(parents=True)
     (folder / "stat").write_text(STAT.format(user=100, idle=800))
-    (folder / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 10 kB\nMemAvailable:  250 kB\nHugePages_Total: 0\n")
+    (folder / "meminfo").write_text(
+        "MemTotal:  1000 kB\nMemFree: 10 kB\nMemAvailable:  250 kB\nHugePages_Total: 0\n"
+    )
     (folder / "self" / "status").write_text("Name:\tpython\nVmRSS:\t  64 kB\n")
     return folder
 
@@ -43,7 +47,8 @@ def test_shares_are_of_the_time_since_the_last_look(proc):
     (proc / "stat").write_text(STAT.format(user=130, idle=870))
     seen = load.look()
     assert seen == {
-        "cpu": pytest.approx(0.3), "memory": 750 * 1024, "memory_total": 1000 * 1024, "process_memory": 64 * 1024,
+        "cpu": pytest.approx(0.3), "memory": 750 * 1024, "memory_total": 1000 * 1024,
+        "process_memory": 64 * 1024,
     }  # fmt: skip
     assert "cpu" not in load.look(), "no time has passed"
 

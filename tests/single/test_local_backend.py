@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`LocalBackend` beyond what every backend promises: no Spark, this process's modules, a fair share of the cores."""
+"""`LocalBackend` beyond what every backend promises: no Spark, this process's modules, a fair
+share of the cores.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ print(LocalBackend(2).run(lambda: "no JVM"))
 """
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False, env=env
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['no JVM', 'no JVM']"
@@ -42,7 +49,12 @@ def test_workers_import_what_stands_beside_the_drivers_script(tmp_path):
         "print(LocalBackend(1).run(beside.answer))\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False, cwd="/"
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        cwd="/",
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[42]"
@@ -93,7 +105,9 @@ LocalBackend(2).run(sleep)
 def test_an_error_survives_pickling():
     import pickle
 
-    error = FarandoleJobError("rank 1 on h failed", rank=1, host="h", stderr_tail="words", signal_name="SIGBUS")
+    error = FarandoleJobError(
+        "rank 1 on h failed", rank=1, host="h", stderr_tail="words", signal_name="SIGBUS"
+    )
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert (again.rank, again.host, again.signal_name) == (1, "h", "SIGBUS")
@@ -113,7 +127,9 @@ def test_a_job_that_cannot_run_is_refused_before_the_start():
         LocalBackend("2")
     with pytest.raises(TypeError, match="fn must be a function: 5"):
         LocalBackend(1).run(5)
-    with pytest.raises(TypeError, match="env must hold strings, or None to remove a variable: 'X' is 3"):
+    with pytest.raises(
+        TypeError, match="env must hold strings, or None to remove a variable: 'X' is 3"
+    ):
         LocalBackend(1, env={"X": 3}).run(lambda: 1)
 
 
@@ -127,4 +143,7 @@ def test_a_worker_joins_its_threads_and_runs_its_exit_functions(tmp_path):
         atexit.register(lambda: (Path(folder) / "exit").write_text("ran"))
 
     LocalBackend(1).run(leave_traces, args=(str(tmp_path),))
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"thread": "joined", "exit": "ran"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "thread": "joined",
+        "exit": "ran",
+    }

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The engine's log in one process: what it shows, when its thread is there, and what a fork does to it."""
+"""The engine's log in one process: what it shows, when its thread is there, and what a fork does
+to it.
+"""
 
 import os
 import subprocess
@@ -8,13 +10,19 @@ import sys
 
 import pytest
 
-ALONE = {key: value for key, value in os.environ.items() if not key.startswith(("FARANDOLE_", "HOROVOD_"))}
+ALONE = {
+    key: value
+    for key, value in os.environ.items()
+    if not key.startswith(("FARANDOLE_", "HOROVOD_"))
+}
 
 
 def python(code, **variables):
     """Standard output and standard error of a program that must end well, and soon."""
     command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**ALONE, **variables})
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**ALONE, **variables}
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout, ended.stderr
 
@@ -57,13 +65,17 @@ def test_the_level_of_pythons_logger_counts_where_no_variable_is_set():
 
 def test_a_program_with_a_handler_has_each_line_once():
     _, shown = python("import logging; logging.basicConfig()\n" + WORLD, FARANDOLE_LOG_LEVEL="info")
-    assert next(line for line in shown.splitlines() if "the engine runs" in line).startswith("INFO:farandole.engine")
+    assert next(line for line in shown.splitlines() if "the engine runs" in line).startswith(
+        "INFO:farandole.engine"
+    )
     assert shown.count("the engine runs") == 1
 
 
 def test_every_operation_is_shown_by_a_trace():
     pytest.importorskip("numpy")
-    code = WORLD + "import numpy, farandole.numpy as hvd\nhvd.allreduce(numpy.ones(2), name='loss')\n"
+    code = (
+        WORLD + "import numpy, farandole.numpy as hvd\nhvd.allreduce(numpy.ones(2), name='loss')\n"
+    )
     _, shown = python(code, FARANDOLE_LOG_LEVEL="trace")
     [line] = [line for line in shown.splitlines() if ": submitted " in line and "loss" in line]
     assert "TRACE farandole.engine.engine" in line

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A model that a fit has logged to MLflow loads, and predicts the same, in a process that has no Farandole."""
+"""A model that a fit has logged to MLflow loads, and predicts the same, in a process that has no
+Farandole.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,14 @@ def keras_model(directory):
     from farandole.spark.keras import KerasEstimator
 
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, activation="relu"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3, activation="relu"), keras.layers.Dense(1)]
+    )
     fitted = KerasEstimator(
-        model=model, optimizer=keras.optimizers.SGD(0.05), loss="mse", feature_cols=["x"], label_cols=["y"],
-        batch_size=8, epochs=1, verbose=0, random_seed=1, store=LocalStore(str(directory)), backend=Here(),
+        model=model, optimizer=keras.optimizers.SGD(0.05), loss="mse", feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=8, epochs=1, verbose=0, random_seed=1, store=LocalStore(str(directory)),
+        backend=Here(),
         mlflow=True, run_id="logged",
     ).fit_on_parquet()  # fmt: skip
     return fitted.getModel(), lambda network, rows: keras.ops.convert_to_numpy(network(rows))
@@ -80,7 +86,8 @@ def keras_model(directory):
 @pytest.mark.parametrize(("flavor", "fit"), [("pytorch", torch_model), ("keras", keras_model)])
 def test_a_logged_model_predicts_the_same_without_farandole(tmp_path, monkeypatch, flavor, fit):
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_REQUIREMENTS_INFERENCE_TIMEOUT", "1")  # it loads the model once more, to list packages
+    # it loads the model once more, to list packages
+    monkeypatch.setenv("MLFLOW_REQUIREMENTS_INFERENCE_TIMEOUT", "1")
     pytest.importorskip(f"mlflow.{flavor}")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.create_experiment("runs", artifact_location=str(tmp_path / "artifacts"))
@@ -91,7 +98,17 @@ def test_a_logged_model_predicts_the_same_without_farandole(tmp_path, monkeypatc
     (model,) = mlflow.search_logged_models(output_format="list")
     rows, found = tmp_path / "rows.npy", tmp_path / "found.npy"
     np.save(rows, x[:5])
-    command = [sys.executable, "-c", LOADING, flavor, model.artifact_location, str(rows), str(found)]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=200, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        LOADING,
+        flavor,
+        model.artifact_location,
+        str(rows),
+        str(found),
+    ]
+    done = subprocess.run(
+        command, env=dict(os.environ), capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(np.load(found), predict(network, x[:5]), rtol=1e-6)

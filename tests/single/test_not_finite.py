@@ -32,7 +32,9 @@ def exploding(rate=1e30):
 
 
 def test_a_loss_that_runs_away_ends_the_run_in_its_step(data):
-    with pytest.raises(NotFiniteError, match=r"the loss is infinite in epoch 1, step 2, on rank 0\. Training ends"):
+    with pytest.raises(
+        NotFiniteError, match=r"the loss is infinite in epoch 1, step 2, on rank 0\. Training ends"
+    ):
         estimator(data, **exploding(), run_id="r").fit_on_parquet()
     assert not (data / "runs/r/checkpoint").exists()
 
@@ -67,16 +69,24 @@ def test_all_ranks_end_together_and_the_one_that_met_it_is_named(data):
     def on_rank_1(output, label):
         import os
 
-        return ((output.reshape(-1) - label) ** 2).mean() * (float("nan") if os.environ.get("RANK") == "1" else 1.0)
+        return ((output.reshape(-1) - label) ** 2).mean() * (
+            float("nan") if os.environ.get("RANK") == "1" else 1.0
+        )
 
     began = time.monotonic()
     backend = LocalBackend(2, verbose=0)
     with pytest.raises(FarandoleJobError, match="on rank 1") as failed:
-        estimator(data, linear(), backend=backend, loss=on_rank_1, on_failure="restart").fit_on_parquet()
+        estimator(
+            data, linear(), backend=backend, loss=on_rank_1, on_failure="restart"
+        ).fit_on_parquet()
     assert failed.value.rank == 1
     assert isinstance(failed.value.__cause__, NotFiniteError)
-    assert "the loss is not a number (NaN) in epoch 1, step 1, on rank 1" in str(failed.value.__cause__)
-    assert time.monotonic() - began < 90, "a run that would fail again is not started again, and no rank waits"
+    assert "the loss is not a number (NaN) in epoch 1, step 1, on rank 1" in str(
+        failed.value.__cause__
+    )
+    assert time.monotonic() - began < 90, (
+        "a run that would fail again is not started again, and no rank waits"
+    )
 
 
 def test_rows_of_nothing_but_padding_do_not_count(tmp_path):
@@ -112,7 +122,14 @@ def test_lightning_names_the_rank_that_met_it(data):
     from farandole.spark.common import LocalStore
     from farandole.spark.lightning import LightningEstimator
 
-    known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1, "epochs": 2}
+    known = {
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "verbose": 0,
+        "random_seed": 1,
+        "epochs": 2,
+    }
     made = LightningEstimator(
         **exploding(), loss=torch.nn.MSELoss(), store=LocalStore(str(data)), backend=Here(), **known
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The notebook output of a fit: a curve of steps, the remaining time, and at most a few kilobytes."""
+"""The notebook output of a fit: a curve of steps, the remaining time, and at most a few
+kilobytes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,26 @@ from farandole.spark.common.show.ranks import table
 
 def step(epoch, number, loss=0.5, epochs=4, steps=100):
     return {
-        "kind": "step", "epoch": epoch, "step": number, "steps": steps, "epochs": epochs, "loss": loss,
+        "kind": "step", "epoch": epoch, "step": number, "steps": steps, "epochs": epochs,
+        "loss": loss,
         "rows_per_second": 10.0,
     }  # fmt: skip
 
 
 def epoch(number, loss=0.5, epochs=4):
-    entry = {"epoch": number, "train": {"loss": loss, "all_metrics": []}, "seconds": 1.0, "rows": 10}
-    return {"kind": "epoch", "entry": entry, "epochs": epochs, "steps": 100, "rows_per_second": 10.0}
+    entry = {
+        "epoch": number,
+        "train": {"loss": loss, "all_metrics": []},
+        "seconds": 1.0,
+        "rows": 10,
+    }
+    return {
+        "kind": "epoch",
+        "entry": entry,
+        "epochs": epochs,
+        "steps": 100,
+        "rows_per_second": 10.0,
+    }
 
 
 @pytest.fixture
@@ -98,7 +112,13 @@ def test_an_error_ends_it_without_a_time(cell):
 
 
 def rank(number, **more):
-    return {"rank": number, "host": "host-a", "task": number, "executor": None, "pid": 100 + number} | more
+    return {
+        "rank": number,
+        "host": "host-a",
+        "task": number,
+        "executor": None,
+        "pid": 100 + number,
+    } | more
 
 
 def busy(number, compute=0.1):
@@ -107,7 +127,10 @@ def busy(number, compute=0.1):
 
 def cells(page):
     """The table's lines, as text."""
-    return [re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)]
+    return [
+        re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", line)
+        for line in re.findall(r"<tr>(.*?)</tr>", page)
+    ]
 
 
 def test_the_ranks_and_their_state_are_shown(cell):
@@ -117,7 +140,9 @@ def test_the_ranks_and_their_state_are_shown(cell):
     cell.clock += 1
     run.said(0, {"pid": 7, "step_seconds": 0.2, "data_seconds": 0.05, "reduce_seconds": 0.1})
     cell.clock += 1
-    run.said(1, {"pid": 8, "gpu": 1, "step_seconds": 0.2, "data_seconds": 0.0, "reduce_seconds": 0.01})
+    run.said(
+        1, {"pid": 8, "gpu": 1, "step_seconds": 0.2, "data_seconds": 0.0, "reduce_seconds": 0.01}
+    )
     assert cells(cell.pages[-1].replace("&lt;b&gt;host&lt;/b&gt;", "host")) == [
         ["rank", "state", "host", "process", "GPU", "step", "waits for data", "reduces"],
         ["0", "training", "host", "7", "", "200.0 ms", "25%", "50%"],
@@ -136,7 +161,10 @@ def test_of_many_ranks_those_that_need_attention_are_listed(cell):
     told[900] = rank(900, state="lost")
     found = table(told)
     listed = [line[:2] for line in cells(found)[1:]]
-    assert listed == [[str(number), "training"] for number in range(6)] + [["700", "slow"], ["900", "lost"]]
+    assert listed == [[str(number), "training"] for number in range(6)] + [
+        ["700", "slow"],
+        ["900", "lost"],
+    ]
     assert "992 more ranks: 992 training" in found
     assert len(table([busy(number) | {"host": "h" * 10_000} for number in range(1000)])) < 8_000
     assert table([]) == ""

@@ -32,7 +32,12 @@ with notices.heeded():
 def ended(how: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "FARANDOLE_ELASTIC": "1"}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=60, check=False, env=env
+        [sys.executable, "-c", SCRIPT, how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=env,
     )
 
 

@@ -22,7 +22,15 @@ def test_endings_survive_their_rows_in_any_order(monkeypatch):
     monkeypatch.setattr(outcome, "CHUNK", 7)
     endings = [
         well(0, list(range(50))),
-        Ending(1, "other", rank=1, signal_name="SIGKILL", stderr_tail="ä\nb", aborted=True, reason="rank 0 failed"),
+        Ending(
+            1,
+            "other",
+            rank=1,
+            signal_name="SIGKILL",
+            stderr_tail="ä\nb",
+            aborted=True,
+            reason="rank 0 failed",
+        ),
         Ending(2, "third", refused="PermissionError: no", result=None),
     ]
     rows = [row for ending in endings for row in ending.rows()]
@@ -33,12 +41,17 @@ def test_endings_survive_their_rows_in_any_order(monkeypatch):
 
 def test_a_row_carries_at_most_eight_mebibytes():
     ending = Ending(0, "host", rank=0, exit_code=0, result=bytes((16 << 20) + 1))
-    assert [len(data) for _, kind, _, data in ending.rows() if kind == "result"] == [8 << 20, 8 << 20, 1]
+    assert [len(data) for _, kind, _, data in ending.rows() if kind == "result"] == [
+        8 << 20,
+        8 << 20,
+        1,
+    ]
 
 
 def test_results_are_ordered_by_rank_not_by_task():
     swapped = [
-        Ending(task, "host", rank=1 - task, exit_code=0, result=pickle.dumps(("ok", 1 - task))) for task in (0, 1)
+        Ending(task, "host", rank=1 - task, exit_code=0, result=pickle.dumps(("ok", 1 - task)))
+        for task in (0, 1)
     ]
     assert results(swapped, 2) == [0, 1]
 
@@ -55,7 +68,16 @@ def test_the_rank_that_ended_by_itself_is_blamed():
 
 
 def test_a_gang_that_lost_its_agent_tells_the_registrars_reason():
-    endings = [Ending(0, "a", rank=0, signal_name="SIGTERM", aborted=True, reason="rank 1 on b was lost: silent")]
+    endings = [
+        Ending(
+            0,
+            "a",
+            rank=0,
+            signal_name="SIGTERM",
+            aborted=True,
+            reason="rank 1 on b was lost: silent",
+        )
+    ]
     with pytest.raises(FarandoleJobError, match="rank 1 on b was lost: silent"):
         results(endings, 2)
 
@@ -68,7 +90,9 @@ def test_a_task_without_rows_is_named():
 def test_a_traceback_that_is_on_stderr_too_is_shown_once():
     told = ("ValueError", "odd", "Traceback (most recent call last):\nValueError: odd\n", None)
     tail = f"before\n{told[2]}"
-    ending = Ending(0, "h", rank=0, exit_code=1, stderr_tail=tail, result=pickle.dumps(("error", *told)))
+    ending = Ending(
+        0, "h", rank=0, exit_code=1, stderr_tail=tail, result=pickle.dumps(("error", *told))
+    )
     error, origin = outcome.failure(ending)
     assert origin is None
     assert str(error).count("Traceback") == 1

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Problems that users of Horovod's estimators reported, one a test; those about running are in tests/spark."""
+"""Problems that users of Horovod's estimators reported, one a test; those about running are in
+tests/spark.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_01_estimators_cannot_use_an_object_store_for_intermediate_data(request)
 
 
 def test_02_hdfs_connect_has_an_unexpected_argument_driver():
-    store = HDFSStore("/user/x", host="node", port=8020, user="me", driver="libhdfs3", extra_conf={})
+    store = HDFSStore(
+        "/user/x", host="node", port=8020, user="me", driver="libhdfs3", extra_conf={}
+    )
     assert store.get_train_data_path() == "hdfs://node:8020/user/x/intermediate_train_data"
 
 
@@ -53,7 +57,10 @@ def test_03_no_such_path_on_a_worker_that_does_not_see_the_store(data):
             (data / "intermediate_train_data").rename(data / "gone")
             return super().run(fn, args, kwargs, env, on_progress)
 
-    told = r"cannot read the training data that the driver sees at file://.*: the store is a local path, .* other hosts"
+    told = (
+        r"cannot read the training data that the driver sees at file://.*: the store is a local "
+        r"path, .* other hosts"
+    )
     with pytest.raises(FileNotFoundError, match=told):
         fit(data, linear(), backend=Elsewhere(), epochs=1)
 
@@ -105,13 +112,19 @@ def test_06_resuming_by_run_id_starts_from_scratch_or_with_another_learning_rate
     assert len(parts.getHistory()) == 2
 
 
-def test_07_feature_column_count_must_equal_model_inputs_count_and_nobody_can_tell_how(tmp_path, capfd):
+def test_07_feature_column_count_must_equal_model_inputs_count_and_nobody_can_tell_how(
+    tmp_path, capfd
+):
     x, y = line()
     write(tmp_path / "intermediate_train_data", a=x[:, 0], b=x[:, 1], y=y)
-    with pytest.raises(ValueError, match=r"does not take its 2 feature columns as \(a \(2, 1\), b \(2, 1\)\)"):
+    with pytest.raises(
+        ValueError, match=r"does not take its 2 feature columns as \(a \(2, 1\), b \(2, 1\)\)"
+    ):
         fit(tmp_path, linear(), feature_cols=["a", "b"])
     fit(tmp_path, linear(), feature_cols=[["a", "b"]], epochs=1, verbose=1)
-    assert "the model gets [a, b] -> float32 (rows, 2); it returns (rows, 1)" in capfd.readouterr().err
+    assert (
+        "the model gets [a, b] -> float32 (rows, 2); it returns (rows, 1)" in capfd.readouterr().err
+    )
 
 
 def note_rows(row):
@@ -154,7 +167,8 @@ def test_09_data_is_shuffled_though_shuffle_is_off(data):
     SEEN.clear()
     model = Both()
     fit(
-        data, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), feature_cols=["x", "row"], shuffle=False,
+        data, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        feature_cols=["x", "row"], shuffle=False,
         transformation_fn=note_rows, epochs=2,
     )  # fmt: skip
     assert SEEN[2:98] == list(range(96)) == SEEN[98:]
@@ -174,9 +188,9 @@ def test_10_a_reader_outlives_the_epoch_and_reads_after_it_was_stopped(data):
 
 def test_11_every_release_of_pyarrow_pandas_or_numpy_breaks_the_reader(data):
     program = (
-        "import warnings; warnings.simplefilter('error', DeprecationWarning); warnings.simplefilter('error', "
-        "FutureWarning); warnings.filterwarnings('default', module='torch');"
-        "from tests.single.training import fit, linear; from pathlib import Path;"
+        "import warnings; warnings.simplefilter('error', DeprecationWarning); "
+        "warnings.simplefilter('error', FutureWarning); warnings.filterwarnings('default', "
+        "module='torch');from tests.single.training import fit, linear; from pathlib import Path;"
         f"fit(Path({str(data)!r}), linear(), epochs=1);"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
@@ -190,5 +204,9 @@ def test_11_every_release_of_pyarrow_pandas_or_numpy_breaks_the_reader(data):
     fit(data, linear(), epochs=1, backend=backend, callbacks=[note_modules])
     modules = set((data / "modules").read_text().split())
     assert "farandole.spark.torch.remote" in modules
-    # What took longest was torch's compiler, which every optimizer imports though nothing is compiled.
-    assert not {"petastorm", "pandas", "pyarrow", "pyspark", "scipy", "torch._dynamo.convert_frame"} & modules
+    # What took longest was torch's compiler, which every optimizer imports though nothing is
+    # compiled.
+    assert (
+        not {"petastorm", "pandas", "pyarrow", "pyspark", "scipy", "torch._dynamo.convert_frame"}
+        & modules
+    )

@@ -25,12 +25,25 @@ def estimator(tmp_path, **params):
 
 def test_defaults_are_horovods():
     made = TorchEstimator()
-    assert (made.getBatchSize(), made.getEpochs(), made.getVerbose(), made.getPartitionsPerProcess()) == (32, 1, 1, 10)
+    assert (
+        made.getBatchSize(),
+        made.getEpochs(),
+        made.getVerbose(),
+        made.getPartitionsPerProcess(),
+    ) == (32, 1, 1, 10)
     assert made.getMetrics() == []
     assert made.getShuffle() is True
     assert made.getUseGpu() is True
     assert made.getBackwardPassesPerStep() == 1
-    for name in ("num_proc", "store", "validation", "val_batch_size", "run_id", "random_seed", "input_shapes"):
+    for name in (
+        "num_proc",
+        "store",
+        "validation",
+        "val_batch_size",
+        "run_id",
+        "random_seed",
+        "input_shapes",
+    ):
         assert made.getOrDefault(name) is None
 
 
@@ -91,21 +104,34 @@ def test_a_value_out_of_range_is_refused_with_its_name(name, value, told):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("batch_size", "many"), ("epochs", 1.5), ("shuffle", 1), ("metrics", ["accuracy"]), ("store", 3), ("run_id", 7)],
+    [
+        ("batch_size", "many"),
+        ("epochs", 1.5),
+        ("shuffle", 1),
+        ("metrics", ["accuracy"]),
+        ("store", 3),
+        ("run_id", 7),
+    ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_its_name(name, value):
     with pytest.raises(TypeError, match=name):
         TorchEstimator(**{name: value})
 
 
-@pytest.mark.parametrize("missing", ["model", "store", "feature_cols", "label_cols", "loss", "optimizer"])
+@pytest.mark.parametrize(
+    "missing", ["model", "store", "feature_cols", "label_cols", "loss", "optimizer"]
+)
 def test_a_fit_without_a_required_parameter_names_it(tmp_path, missing):
-    with pytest.raises(ValueError, match="Model parameter is required" if missing == "model" else missing):
+    with pytest.raises(
+        ValueError, match="Model parameter is required" if missing == "model" else missing
+    ):
         estimator(tmp_path, **{missing: None}).fit_on_parquet()
 
 
 def test_backend_and_num_proc_exclude_each_other(tmp_path):
-    with pytest.raises(ValueError, match='At most one of parameters "backend" and "num_proc" may be specified'):
+    with pytest.raises(
+        ValueError, match='At most one of parameters "backend" and "num_proc" may be specified'
+    ):
         estimator(tmp_path, backend=LocalBackend(1), num_proc=1).fit_on_parquet()
 
 
@@ -122,25 +148,35 @@ def test_loss_weights_must_match_the_labels(tmp_path):
 
 def test_sample_weights_need_a_loss_that_can_be_had_row_by_row(tmp_path):
     with pytest.raises(ValueError, match="reduction"):
-        estimator(tmp_path, loss=lambda output, _: output.sum(), sample_weight_col="w").fit_on_parquet()
+        estimator(
+            tmp_path, loss=lambda output, _: output.sum(), sample_weight_col="w"
+        ).fit_on_parquet()
 
 
 def test_a_fit_on_parquet_without_data_names_the_path(tmp_path):
-    with pytest.raises(ValueError, match=f"there is no training data at file://{tmp_path}/intermediate_train_data"):
+    with pytest.raises(
+        ValueError, match=f"there is no training data at file://{tmp_path}/intermediate_train_data"
+    ):
         estimator(tmp_path, backend=LocalBackend(1)).fit_on_parquet()
 
 
 def test_a_store_may_be_given_as_a_path(tmp_path):
-    assert TorchEstimator(store=str(tmp_path)).getStore().get_runs_path() == f"file://{tmp_path}/runs"
+    assert (
+        TorchEstimator(store=str(tmp_path)).getStore().get_runs_path() == f"file://{tmp_path}/runs"
+    )
 
 
 def test_a_shape_must_fit_its_column():
     columns = {"x": Column("x", "float32", (64,))}
     for fits in ([-1, 64], [64], [-1, 1, 8, 8], [8, -1], [-1, 8, 8]):
         check_sizes(columns, ["x"], [fits], "feature")
-    with pytest.raises(ValueError, match=r"feature column 'x' with size 64 does not fit shape \[-1, 65\]"):
+    with pytest.raises(
+        ValueError, match=r"feature column 'x' with size 64 does not fit shape \[-1, 65\]"
+    ):
         check_sizes(columns, ["x"], [[-1, 65]], "feature")
-    with pytest.raises(ValueError, match="feature column count 1 must equal the count of feature shapes 2"):
+    with pytest.raises(
+        ValueError, match="feature column count 1 must equal the count of feature shapes 2"
+    ):
         check_sizes(columns, ["x"], [[64], [64]], "feature")
 
 

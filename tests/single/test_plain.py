@@ -59,17 +59,22 @@ class Other:
 
 
 @pytest.mark.parametrize(
-    "value", [Other(), {1, 2}, np.array([Other()], object), Other, len], ids=lambda one: type(one).__name__
+    "value",
+    [Other(), {1, 2}, np.array([Other()], object), Other, len],
+    ids=lambda one: type(one).__name__,
 )
 def test_an_error_names_the_place_of_a_value_that_is_not_plain(value):
     with pytest.raises(
-        TypeError, match=rf"value\['rows'\]\[1\] is a {type(value).__name__}, which is not a plain value"
+        TypeError,
+        match=rf"value\['rows'\]\[1\] is a {type(value).__name__}, which is not a plain value",
     ):
         pack({"rows": [0, value]})
 
 
 def test_other_values_have_a_form_of_the_callers():
-    assert unpack(pack([Other()], lambda _: "other"), lambda told: Other() if told == "other" else None) == [Other()]
+    assert unpack(
+        pack([Other()], lambda _: "other"), lambda told: Other() if told == "other" else None
+    ) == [Other()]
 
 
 @pytest.mark.parametrize(

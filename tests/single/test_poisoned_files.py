@@ -19,7 +19,11 @@ from farandole._native import store as native
 from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import TorchEstimator, TorchModel
-from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
+from farandole.spark.torch.saving.persistence import (
+    TorchModelReader,
+    TorchModelWriter,
+    TorchParamsReader,
+)
 from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, given
 from farandole.stores.seals import MARKER
 
@@ -59,7 +63,9 @@ def test_the_poison_works(mark):
     assert mark.exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+@pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+)
 @pytest.mark.parametrize("fitted", [torch_fit, lightning_fit])
 def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(data, mark, fitted):
     fitted(data, "r", 1)
@@ -72,9 +78,13 @@ def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(data, ma
     assert not mark.exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+@pytest.mark.filterwarnings(
+    "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+)
 @pytest.mark.parametrize("by", ["variable", "parameter"])
-def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(data, mark, monkeypatch, by):
+def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(
+    data, mark, monkeypatch, by
+):
     lightning_fit(data, "r", 1)
     path = data / "runs" / "r" / "checkpoint"
     path.write_bytes(saved(torch.load(path, weights_only=True) | {"more": Poison(mark)}))
@@ -82,7 +92,9 @@ def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(da
     if by == "parameter":  # it has priority, in both directions
         monkeypatch.setenv(VARIABLE, "1")
     consent = {PARAMETER: False} if by == "parameter" else {}
-    with pytest.raises(PickleNotAllowedError, match=f"run 'r' contains more.*{PARAMETER}=True or {VARIABLE}=1"):
+    with pytest.raises(
+        PickleNotAllowedError, match=f"run 'r' contains more.*{PARAMETER}=True or {VARIABLE}=1"
+    ):
         lightning_fit(data, "r", 2, **consent)
     assert not mark.exists()
     monkeypatch.setenv(VARIABLE, "0" if by == "parameter" else "1")
@@ -95,9 +107,12 @@ def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(da
 def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, mark, allowed):
     native.Store(str(tmp_path)).write("checkpoint.best", saved({"state_dict": Poison(mark)}))
     store = SimpleNamespace(
-        checkpoint_filename="checkpoint", read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name)
+        checkpoint_filename="checkpoint",
+        read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name),
     )
-    job = SimpleNamespace(base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)), allow_pickle=allowed)
+    job = SimpleNamespace(
+        base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)), allow_pickle=allowed
+    )
     watch = Watch(job, tmp_path, [], 0, 1, Halt(store))
     with contextlib.nullcontext() if allowed else pytest.raises(pickle.UnpicklingError):
         watch.best_state(SimpleNamespace(checkpoint_callback=None), torch.nn.Linear(1, 1))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`prepare_data` without Spark: every source, in bounded memory, gone on with after a kill, found again."""
+"""`prepare_data` without Spark: every source, in bounded memory, gone on with after a kill,
+found again.
+"""
 
 import itertools
 import json
@@ -35,7 +37,9 @@ def table():
 
 
 def column(url, name):
-    opened = reader.Reader(reader.Dataset.open(url), columns=[name], batch_size=1 << 20, shuffle=False)
+    opened = reader.Reader(
+        reader.Dataset.open(url), columns=[name], batch_size=1 << 20, shuffle=False
+    )
     (batch,) = opened.epoch(0)
     held = batch.column(name)
     return np.frombuffer(held, held.dtype).reshape(held.shape)
@@ -62,14 +66,24 @@ def written(tmp_path, table, kind):
 def test_files_of_every_format_become_the_same_rows(tmp_path, table, kind):
     path = written(tmp_path, table, kind)
     done = prepare_data(
-        path, tmp_path / "store", label_cols=["y"], sample_weight_col="w", validation=0.2, seed=7, compression="lz4"
+        path,
+        tmp_path / "store",
+        label_cols=["y"],
+        sample_weight_col="w",
+        validation=0.2,
+        seed=7,
+        compression="lz4",
     )
     assert (done.train_rows + done.val_rows, done.reused) == (ROWS, False)
     train, val = ids(done)
     assert sorted(train + val) == list(range(ROWS))
     assert 60 < len(val) < 140
-    assert column(done.train_url, "x").tolist() == [value * 0.5 for value in column(done.train_url, "id").tolist()]
-    manifest = json.loads((tmp_path / "store" / "intermediate_train_data.0" / "_manifest.json").read_text())
+    assert column(done.train_url, "x").tolist() == [
+        value * 0.5 for value in column(done.train_url, "id").tolist()
+    ]
+    manifest = json.loads(
+        (tmp_path / "store" / "intermediate_train_data.0" / "_manifest.json").read_text()
+    )
     roles = {one["name"]: one["role"] for one in manifest["columns"]}
     assert roles == {"id": "feature", "x": "feature", "y": "label", "w": "weight"}
 
@@ -91,18 +105,26 @@ def test_frames_tables_and_streams_are_sources(tmp_path, table):
         Stream(),
     ]
     for source in sources:
-        done = prepare_data(source, store, feature_cols=["id", "x"], label_cols=["y"], validation=0.2)
+        done = prepare_data(
+            source, store, feature_cols=["id", "x"], label_cols=["y"], validation=0.2
+        )
         assert sorted(itertools.chain.from_iterable(ids(done))) == list(range(ROWS)), type(source)
         again = (
-            prepare_data(source, store, feature_cols=["id", "x"], label_cols=["y"], validation=0.2).reused
+            prepare_data(
+                source, store, feature_cols=["id", "x"], label_cols=["y"], validation=0.2
+            ).reused
             if not isinstance(source, pa.RecordBatchReader)
             else None
         )
-        assert again in (None, not isinstance(source, Stream | ds.Dataset | pl.LazyFrame)), type(source)
+        assert again in (None, not isinstance(source, Stream | ds.Dataset | pl.LazyFrame)), type(
+            source
+        )
 
 
 def test_a_filtered_dataset_keeps_its_filter_and_a_directory_its_partitions(tmp_path, table):
-    ds.write_dataset(table, tmp_path / "parts", format="parquet", partitioning=["y"], partitioning_flavor="hive")
+    ds.write_dataset(
+        table, tmp_path / "parts", format="parquet", partitioning=["y"], partitioning_flavor="hive"
+    )
     (tmp_path / "parts" / "_SUCCESS").touch()
     done = prepare_data(tmp_path / "parts", tmp_path / "store", label_cols=["y"])
     assert sorted(column(done.train_url, "y").tolist()) == sorted(table["y"].to_pylist())
@@ -133,7 +155,9 @@ def test_csv_takes_options_and_types_and_files_may_guess_differently(tmp_path):
     first.write_text("a;b\n1;007\n2;008\n")
     second.write_text("a;b\n2.5;009\n")
     (tmp_path / "3.csv").write_text("")
-    done = prepare_data(f"{tmp_path}/*.csv", tmp_path / "store", options={"delimiter": ";"}, types={"b": "string"})
+    done = prepare_data(
+        f"{tmp_path}/*.csv", tmp_path / "store", options={"delimiter": ";"}, types={"b": "string"}
+    )
     assert sorted(column(done.train_url, "a").tolist()) == [1, 2, 2.5]
     assert done.columns["b"].dtype == "utf8"
     with pytest.raises(ValueError, match=r"unknown option of csv .*: delimeter"):
@@ -152,10 +176,14 @@ def test_an_error_of_a_file_names_it(tmp_path, table):
     parts.mkdir()
     pq.write_table(table, parts / "0.parquet")
     pq.write_table(table.drop_columns("x"), parts / "1.parquet")
-    with pytest.raises(ValueError, match=r"no column 'x' in .*parts/1\.parquet, it is in .*parts/0\.parquet"):
+    with pytest.raises(
+        ValueError, match=r"no column 'x' in .*parts/1\.parquet, it is in .*parts/0\.parquet"
+    ):
         prepare_data(parts, store)
     pq.write_table(table.set_column(1, "x", pa.array(["t"] * ROWS)), parts / "1.parquet")
-    with pytest.raises(ValueError, match=r"column 'x' is string in .*1\.parquet, in .*0\.parquet it is double"):
+    with pytest.raises(
+        ValueError, match=r"column 'x' is string in .*1\.parquet, in .*0\.parquet it is double"
+    ):
         prepare_data(parts, store)
     whole = (parts / "0.parquet").read_bytes()
     (parts / "1.parquet").write_bytes(whole[: len(whole) // 2])
@@ -178,19 +206,31 @@ def test_no_rows_and_one_row(tmp_path, table):
 
 def test_nulls_and_nan_are_errors_unless_something_takes_their_place(tmp_path):
     frame = pd.DataFrame({"id": [1, 2, 3], "x": [0.5, None, 1.5]})
-    holes = pa.table({"id": [1, 2, 3], "x": pa.array([0.5, None, float("nan")]), "f": pa.array([True, None, False])})
+    holes = pa.table(
+        {
+            "id": [1, 2, 3],
+            "x": pa.array([0.5, None, float("nan")]),
+            "f": pa.array([True, None, False]),
+        }
+    )
     with pytest.raises(ValueError, match=r"column x has nulls in 1 of 3 rows"):
         prepare_data(frame, tmp_path)
     filled = prepare_data(holes, tmp_path, fill={"x": -1, "f": True})
     assert column(filled.train_url, "x").tolist() == [0.5, -1, -1]
     assert column(filled.train_url, "f").tolist() == [True, True, False]
-    assert column(prepare_data(holes, tmp_path, fill=0).train_url, "f").tolist() == [True, False, False]
+    assert column(prepare_data(holes, tmp_path, fill=0).train_url, "f").tolist() == [
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(ValueError, match=r"column x has NaN in 1 of 2 rows.*first at its row 1"):
         prepare_data(pa.table({"x": [1.0, float("nan")]}), tmp_path)
     kept = prepare_data(pa.table({"x": [1.0, float("nan")]}), tmp_path, allow_nan=True)
     assert kept.train_rows == 2
     infinite = pa.table({"x": [1.0, float("nan"), float("inf")]})
-    with pytest.raises(ValueError, match=r"column x has infinite values in 1 of 3 rows.*first at its row 2 \(allow"):
+    with pytest.raises(
+        ValueError, match=r"column x has infinite values in 1 of 3 rows.*first at its row 2 \(allow"
+    ):
         prepare_data(infinite, tmp_path, fill=0)
     kept = prepare_data(infinite, tmp_path, fill=0, allow_nan=True)
     assert column(kept.train_url, "x").tolist() == [1.0, 0.0, float("inf")]
@@ -200,7 +240,10 @@ def test_nulls_and_nan_are_errors_unless_something_takes_their_place(tmp_path):
 
 def test_extremes_are_given_for_columns_whose_values_are_all_numbers_and_for_no_others(tmp_path):
     # Two batches of one partition: what the first has does not speak for the second.
-    first, second = pa.table({"x": [0.5, 1.5], "i": [1, 2]}), pa.table({"x": [float("nan"), 2.5], "i": [3, 4]})
+    first, second = (
+        pa.table({"x": [0.5, 1.5], "i": [1, 2]}),
+        pa.table({"x": [float("nan"), 2.5], "i": [3, 4]}),
+    )
     done = prepare_data(pa.concat_tables([first, second]), tmp_path, allow_nan=True)
     columns = json.loads(native.read_manifest(done.train_url))["columns"]
     told = {one["name"]: (one.get("min"), one.get("max")) for one in columns}
@@ -221,11 +264,17 @@ from farandole.data import prepare_data
 done = prepare_data({str(path)!r}, {str(tmp_path / "store")!r}, validation=0.5)
 print(done.index, done.reused)
 """
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert other.stdout.split() == ["0", "False"]
     found = prepare_data(path, tmp_path / "store", validation=0.5)
     assert (found.index, found.reused, found.train_rows + found.val_rows) == (0, True, ROWS)
-    for change in ({"validation": 0.4}, {"validation": 0.5, "seed": 1}, {"validation": 0.5, "feature_cols": ["x"]}):
+    for change in (
+        {"validation": 0.4},
+        {"validation": 0.5, "seed": 1},
+        {"validation": 0.5, "feature_cols": ["x"]},
+    ):
         assert not prepare_data(path, tmp_path / "store", **change).reused
     pq.write_table(table.slice(1), path)
     assert not prepare_data(path, tmp_path / "store", validation=0.5).reused
@@ -313,7 +362,10 @@ for number in range(4):
     done = prepare_data(pa.table({{"id": [number] * 50}}), {str(tmp_path)!r})
     print(done.index, number)
 """
-    several = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    several = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     told = [process.communicate(timeout=60)[0] for process in several]
     assert all(process.returncode == 0 for process in several)
     for line in "".join(told).splitlines():
@@ -323,7 +375,9 @@ for number in range(4):
 
 
 def test_a_full_disk_is_said_and_the_next_try_continues(tmp_path):
-    pa.csv.write_csv(pa.table({"id": np.arange(200_000), "x": np.arange(200_000) * 0.5}), tmp_path / "many.csv")
+    pa.csv.write_csv(
+        pa.table({"id": np.arange(200_000), "x": np.arange(200_000) * 0.5}), tmp_path / "many.csv"
+    )
     code = f"""
 import resource, sys
 from farandole.data import prepare, prepare_data
@@ -334,11 +388,13 @@ try:
     print(done.index, done.train_rows)
 except OSError as error:
     print("OSError", error)
-"""
+"""  # noqa: E501
 
     def run(limit, part):
         command = [sys.executable, "-c", code, str(limit), str(part)]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
 
     told = run(300_000, 1 << 30)
     assert told.startswith("OSError"), told
@@ -351,7 +407,9 @@ except OSError as error:
 def test_memory_is_bounded_whatever_the_source(tmp_path):
     rows = 1_500_000
     path = tmp_path / "large.csv"
-    piece = pa.table({f"c{index}": np.random.default_rng(index).random(50_000) for index in range(8)})
+    piece = pa.table(
+        {f"c{index}": np.random.default_rng(index).random(50_000) for index in range(8)}
+    )
     with pa.csv.CSVWriter(path, piece.schema) as writer:
         for _ in range(rows // 50_000):
             writer.write(piece)
@@ -362,8 +420,10 @@ import pyarrow.dataset, pyarrow.csv, pyarrow.json
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 done = prepare_data({str(path)!r}, {str(tmp_path / "store")!r}, validation=0.1)
 print(done.train_rows + done.val_rows, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+"""  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
     count, grown = map(int, done.stdout.split())
     assert count == rows
     assert grown < 400, f"{grown} MiB for a source of {path.stat().st_size >> 20} MiB"
@@ -387,7 +447,9 @@ def test_data_of_a_name_is_kept_and_data_of_a_stream_gives_its_place(tmp_path, t
     stream = pa.RecordBatchReader.from_batches(table.schema, table.to_batches())
     with prepare_data(stream, tmp_path) as once:
         assert once.index == 1
-    again = prepare_data(pa.RecordBatchReader.from_batches(table.schema, table.to_batches()), tmp_path)
+    again = prepare_data(
+        pa.RecordBatchReader.from_batches(table.schema, table.to_batches()), tmp_path
+    )
     assert again.index == 1
     assert prepare_data(table, tmp_path).reused
 
@@ -408,7 +470,9 @@ def test_an_object_that_is_no_source_is_refused(tmp_path):
         prepare_data(pa.table({"a": [1]}), tmp_path, label_cols=["z"])
     with pytest.raises(ValueError, match="columns must be a list of names: 'a'"):
         prepare_data(pa.table({"a": [1]}), tmp_path, label_cols="a")
-    with pytest.raises(ValueError, match="validation must be a share of the rows or the name of a column: nan"):
+    with pytest.raises(
+        ValueError, match="validation must be a share of the rows or the name of a column: nan"
+    ):
         prepare_data(pa.table({"a": [1]}), tmp_path, validation=float("nan"))
 
 
@@ -416,19 +480,29 @@ def test_a_query_is_a_source(tmp_path, table):
     pq.write_table(table, tmp_path / "rows.parquet")
     names = pa.table({"y": [0, 1, 2], "weight": [0.5, 1.0, 1.5]})
     sql = "select r.id, r.x + 1 as x, n.weight from rows r join names n on r.y = n.y where r.y > 0"
-    done = prepare_data({"rows": tmp_path / "rows.parquet", "names": names}, tmp_path / "store", sql=sql)
+    done = prepare_data(
+        {"rows": tmp_path / "rows.parquet", "names": names}, tmp_path / "store", sql=sql
+    )
     expected = [one for one in range(ROWS) if one % 3]
     assert ids(done) == [expected]
     again = [
-        prepare_data(tmp_path / "rows.parquet", tmp_path / "store", sql="select id from source where id < 7")
+        prepare_data(
+            tmp_path / "rows.parquet", tmp_path / "store", sql="select id from source where id < 7"
+        )
         for _ in range(2)
     ]
     assert [one.reused for one in again] == [False, True]
     assert ids(again[1]) == [list(range(7))]
     with pytest.raises(ValueError, match="not a query of source: "):
-        prepare_data(tmp_path / "rows.parquet", tmp_path / "store", sql="select nothing from source")
+        prepare_data(
+            tmp_path / "rows.parquet", tmp_path / "store", sql="select nothing from source"
+        )
     with pytest.raises(ValueError, match=r"the query failed: .*[Dd]ivi"):
-        prepare_data(tmp_path / "rows.parquet", tmp_path / "store", sql="select 1 / (id - id) as q from source")
+        prepare_data(
+            tmp_path / "rows.parquet",
+            tmp_path / "store",
+            sql="select 1 / (id - id) as q from source",
+        )
 
 
 @pytest.mark.parametrize("rows", [2, 3, 7])
@@ -443,7 +517,9 @@ def test_a_share_of_few_rows_leaves_a_row_on_each_side(tmp_path, rows, share):
 
 
 def test_the_row_held_out_of_few_is_the_same_however_they_are_cut(tmp_path):
-    whole = prepare_data(pa.table({"x": [1.0, 2.0, 3.0, 4.0]}), tmp_path / "whole", validation=0.001)
+    whole = prepare_data(
+        pa.table({"x": [1.0, 2.0, 3.0, 4.0]}), tmp_path / "whole", validation=0.001
+    )
     for name, rows in (("a", [3.0, 1.0]), ("b", [2.0]), ("c", [4.0])):
         pq.write_table(pa.table({"x": rows}), tmp_path / f"{name}.parquet")
     cut = prepare_data(str(tmp_path / "*.parquet"), tmp_path / "cut", validation=0.001)

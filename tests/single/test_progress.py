@@ -18,7 +18,15 @@ ENTRY = {
     "rows": 100,
 }
 EPOCH = {"kind": "epoch", "entry": ENTRY, "epochs": 3, "steps": 4, "rows_per_second": 1234.5}
-STEP = {"kind": "step", "epoch": 0, "epochs": 3, "step": 2, "steps": 4, "rows_per_second": 99.0, "loss": 0.6}
+STEP = {
+    "kind": "step",
+    "epoch": 0,
+    "epochs": 3,
+    "step": 2,
+    "steps": 4,
+    "rows_per_second": 99.0,
+    "loss": 0.6,
+}
 
 
 def test_an_epoch_is_one_line_without_a_terminal():
@@ -26,7 +34,10 @@ def test_an_epoch_is_one_line_without_a_terminal():
     with progress.Lines(stream) as shown:
         shown.report(STEP)
         shown.report(EPOCH)
-    expected = "epoch 2/3  loss 0.5000  accuracy 0.7500  val_loss 0.2500  val_accuracy 0.8750  1,234 rows/s\n"
+    expected = (
+        "epoch 2/3  loss 0.5000  accuracy 0.7500  val_loss 0.2500  val_accuracy 0.8750  1,234 "
+        "rows/s\n"
+    )
     assert stream.getvalue() == expected
 
 
@@ -89,7 +100,14 @@ def test_a_bar_shows_epoch_batch_speed_loss_and_validation(capfd, monkeypatch):
         shown.report(EPOCH)
         shown.report(STEP | {"epoch": 2})
     told = capfd.readouterr().err
-    for part in ("data [is] ready", "3/3", "10/12", "99 rows/s", "loss 0.6000", "val_accuracy 0.8750"):
+    for part in (
+        "data [is] ready",
+        "3/3",
+        "10/12",
+        "99 rows/s",
+        "loss 0.6000",
+        "val_accuracy 0.8750",
+    ):
         assert part in told
 
 
@@ -110,7 +128,11 @@ def test_a_report_of_a_user_that_lacks_what_estimators_add_is_passed_over(name):
 
 def test_a_number_that_is_missing_is_not_shown(capfd):
     pytest.importorskip("rich")
-    entry = {"epoch": 0, "train": {"loss": None, "all_metrics": [{"accuracy": 0.5, "recall": None}]}, "seconds": None}
+    entry = {
+        "epoch": 0,
+        "train": {"loss": None, "all_metrics": [{"accuracy": 0.5, "recall": None}]},
+        "seconds": None,
+    }
     stream = io.StringIO()
     for shown in (progress.Lines(stream), progress.Bar()):
         with shown:
@@ -122,5 +144,13 @@ def test_a_number_that_is_missing_is_not_shown(capfd):
 
 def test_the_history_becomes_one_row_per_epoch():
     frame = history.frame([ENTRY, ENTRY | {"epoch": 2}])
-    assert list(frame.columns) == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]
+    assert list(frame.columns) == [
+        "epoch",
+        "loss",
+        "accuracy",
+        "val_loss",
+        "val_accuracy",
+        "seconds",
+        "rows",
+    ]
     assert frame["epoch"].tolist() == [1, 2]

@@ -21,7 +21,10 @@ ROWS = 103
 @pytest.fixture
 def reader(tmp_path):
     """Batches of 17 rows of a data set."""
-    pq.write_table(pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS, dtype=np.float32)}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS, dtype=np.float32)}),
+        tmp_path / "a.parquet",
+    )
     return ParquetLoader(tmp_path, 17, shuffle=False, framework="torch")
 
 
@@ -59,11 +62,17 @@ def test_a_queue_shuffles_and_loses_nothing(reader):
     assert np.mean(near) > 5
 
 
-@pytest.mark.parametrize("kind", [loaders.PytorchInfiniteDataLoader, loaders.PytorchInfiniteAsyncDataLoader])
+@pytest.mark.parametrize(
+    "kind", [loaders.PytorchInfiniteDataLoader, loaders.PytorchInfiniteAsyncDataLoader]
+)
 def test_an_endless_loader_continues_where_it_was(reader, kind):
     # The thread makes no batch without a request: the next epoch misses none.
-    options: dict[str, Any] = {"async_loader_queue_size": 4} if kind is loaders.PytorchInfiniteAsyncDataLoader else {}
-    loader = kind(reader=reader, batch_size=10, shuffling_queue_capacity=0, limit_step_per_epoch=8, **options)
+    options: dict[str, Any] = (
+        {"async_loader_queue_size": 4} if kind is loaders.PytorchInfiniteAsyncDataLoader else {}
+    )
+    loader = kind(
+        reader=reader, batch_size=10, shuffling_queue_capacity=0, limit_step_per_epoch=8, **options
+    )
     seen = ids(loader) + ids(loader)
     assert flat(seen)[:150] == [*range(ROWS), *range(150 - ROWS)]
     reader.num_epochs = 1
@@ -71,10 +80,14 @@ def test_an_endless_loader_continues_where_it_was(reader, kind):
         kind(reader=reader, batch_size=10, shuffling_queue_capacity=0)
 
 
-@pytest.mark.parametrize("kind", [loaders.PytorchInmemDataLoader, loaders.PytorchInmemAsyncDataLoader])
+@pytest.mark.parametrize(
+    "kind", [loaders.PytorchInmemDataLoader, loaders.PytorchInmemAsyncDataLoader]
+)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_rows_stay_in_memory(reader, kind, shuffle):
-    loader = kind(reader=reader, batch_size=10, num_epochs=2, shuffle=shuffle, limit_step_per_epoch=5)
+    loader = kind(
+        reader=reader, batch_size=10, num_epochs=2, shuffle=shuffle, limit_step_per_epoch=5
+    )
     assert len(loader) == 5
     epochs = [ids(loader) for _ in range(3)]
     assert [sorted(flat(epoch)) for epoch in epochs] == [list(range(50)), list(range(50)), []]

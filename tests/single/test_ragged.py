@@ -18,13 +18,24 @@ import torch
 from tests.single.training import Here
 
 from farandole._native.reader import Dataset, Reader
-from farandole.data import Jagged, LengthLoader, MixedLoader, Nested, Pad, ParquetLoader, prepare_data
+from farandole.data import (
+    Jagged,
+    LengthLoader,
+    MixedLoader,
+    Nested,
+    Pad,
+    ParquetLoader,
+    prepare_data,
+)
 from farandole.data.ragged import Ragged
 from farandole.spark.common import LocalStore
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
 
 
 def lists(rows=300, longest=40, seed=0):
@@ -33,7 +44,9 @@ def lists(rows=300, longest=40, seed=0):
 
 
 def table(**columns):
-    return pa.table({"id": range(300), "tokens": pa.array(lists(), pa.list_(pa.int32())), **columns})
+    return pa.table(
+        {"id": range(300), "tokens": pa.array(lists(), pa.list_(pa.int32())), **columns}
+    )
 
 
 def expected(row, width, most=40):
@@ -76,7 +89,9 @@ def test_nulls_and_other_lists_become_rows_and_what_holds_no_numbers_is_refused(
             prepare_data(pa.table({"t": column}), tmp_path, ragged={"t": Pad()})
     with pytest.raises(ValueError, match="ragged columns must be features; these are not: t"):
         prepare_data(wide, tmp_path, label_cols=["t"], ragged={"t": Pad()})
-    with pytest.raises(ValueError, match="buckets of a ragged column must be a whole number, 1 or more: 0"):
+    with pytest.raises(
+        ValueError, match="buckets of a ragged column must be a whole number, 1 or more: 0"
+    ):
         Pad(buckets=0)
 
 
@@ -95,15 +110,21 @@ def test_long_rows_and_short_ones_are_padded_alike():
 @pytest.mark.parametrize("kind", ["int8", "uint16", "int64", "float32", "float64"])
 def test_padded_and_nested_rows_are_views_of_the_memory_of_their_batch(tmp_path, kind):
     lists = [[1, 2, 3], [], [4], [5, 6]]
-    table = pa.table({"t": pa.array(lists, pa.list_(pa.type_for_alias(kind.replace("float64", "double"))))})
+    table = pa.table(
+        {"t": pa.array(lists, pa.list_(pa.type_for_alias(kind.replace("float64", "double"))))}
+    )
     for number, ragged in enumerate((Pad(7, max_length=2), Pad(7, buckets=3), Nested())):
         data = prepare_data(table, tmp_path / str(number), ragged={"t": ragged})
         how = data.ragged["t"]
         pad = None if how.nested else {"t": how.padding()}
-        reader = Reader(Dataset.open(data.train_url), columns=["t"], batch_size=4, shuffle=False, pad=pad)
+        reader = Reader(
+            Dataset.open(data.train_url), columns=["t"], batch_size=4, shuffle=False, pad=pad
+        )
         batch = next(reader.epoch(0))
         assert how.lengths(batch, "t").tolist() == [min(len(row), how.max_length) for row in lists]
-        first, again = (how.jagged(batch, "t").values if how.nested else how.read(batch, "t") for _ in range(2))
+        first, again = (
+            how.jagged(batch, "t").values if how.nested else how.read(batch, "t") for _ in range(2)
+        )
         assert np.shares_memory(first, again)
         assert first.flags.writeable
         assert first.dtype == np.dtype(kind)
@@ -117,8 +138,12 @@ def test_padded_and_nested_rows_are_views_of_the_memory_of_their_batch(tmp_path,
         first[...] = 9
         shape = first.shape
         del batch, again
-        # The array keeps its memory: the reader's next batches get other memory than what was given back to it.
-        others = [how.jagged(one, "t").values if how.nested else how.read(one, "t") for one in epochs(reader, 8)]
+        # The array keeps its memory: the reader's next batches get other memory than what was given
+        # back to it.
+        others = [
+            how.jagged(one, "t").values if how.nested else how.read(one, "t")
+            for one in epochs(reader, 8)
+        ]
         for other in others:
             assert other.shape == shape
             assert not np.shares_memory(first, other)
@@ -145,7 +170,10 @@ def test_batches_without_rows_or_values_and_prepared_lists_that_are_damaged(tmp_
         nothing = [one["t"] for one in ParquetLoader(url, 1, rank=2, size=3)]
         assert [len(one) for one in nothing] == [0]
     wide = prepare_data(table, tmp_path / "wide", ragged={"t": Pad(max_length=1 << 50)}).train_url
-    with pytest.raises(ValueError, match="a budget of 536870912 bytes is too small for this data set, the least that"):
+    with pytest.raises(
+        ValueError,
+        match="a budget of 536870912 bytes is too small for this data set, the least that",
+    ):
         next(iter(ParquetLoader(wide, 2)))
     with pytest.raises(MemoryError, match="there is no memory for the padded rows of column t: "):
         next(iter(ParquetLoader(wide, 2, byte_budget=1 << 60)))
@@ -153,7 +181,10 @@ def test_batches_without_rows_or_values_and_prepared_lists_that_are_damaged(tmp_
         Dataset.open(prepare_data(pa.table({"b": [b"12345"]}), tmp_path / "torn").train_url),
         columns=["b"], batch_size=1, pad={"b": (b"\0" * 4, 8, 8, False)},
     )  # fmt: skip
-    told = r"column b has a row of 5 bytes, .* no whole values of 4 bytes, in row group 0 of .*torn.*\.parquet"
+    told = (
+        r"column b has a row of 5 bytes, .* no whole values of 4 bytes, in row group 0 of "
+        r".*torn.*\.parquet"
+    )
     with pytest.raises(ValueError, match=told):
         next(reader.epoch(0))
 
@@ -182,8 +213,10 @@ def test_an_estimator_learns_from_sequences(tmp_path, kind, source):
     rows = table(size=[len(row) / 40 for row in lists()], label=label)
     model = Mean()
     estimator = kind(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=torch.nn.CrossEntropyLoss(),
-        feature_cols=["tokens", "size"], label_cols=["label"], batch_size=8, epochs=6, verbose=0, random_seed=1,
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        loss=torch.nn.CrossEntropyLoss(),
+        feature_cols=["tokens", "size"], label_cols=["label"], batch_size=8, epochs=6, verbose=0,
+        random_seed=1,
         store=LocalStore(str(tmp_path)), backend=Here(), ragged={"tokens": Pad(buckets=4)},
     )  # fmt: skip
     if source == "frame":
@@ -212,7 +245,9 @@ def test_a_nested_column_is_read_without_padding(tmp_path, nested):
             tokens = batch["tokens"]
             assert tokens.layout == torch.jagged
             assert tokens.dtype == torch.int32
-            found |= dict(zip(batch["id"].tolist(), [row.tolist() for row in tokens.unbind()], strict=True))
+            found |= dict(
+                zip(batch["id"].tolist(), [row.tolist() for row in tokens.unbind()], strict=True)
+            )
     assert found == {key: row[:most] for key, row in enumerate(rows)}
     batch = next(iter(ParquetLoader(data.train_url, 5)))
     assert isinstance(batch["tokens"], Jagged)
@@ -234,10 +269,13 @@ batch = next(iter(dataset))
 print(batch["tokens"].to_list())
 """
     data = prepare_data(table(), tmp_path, ragged={"tokens": Nested()})
-    # Tests of estimators choose Keras's torch backend. It loads triton, which aborts a process of TensorFlow 2.21.
+    # Tests of estimators choose Keras's torch backend. It loads triton, which aborts a process of
+    # TensorFlow 2.21.
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", script, data.train_url]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     batch = next(iter(ParquetLoader(data.train_url, 4, shuffle=False)))
     assert ast.literal_eval(done.stdout) == [lists()[key] for key in batch["id"].tolist()]
@@ -254,11 +292,18 @@ def test_loaders_that_choose_rows_refuse_nested_columns(tmp_path):
     with pytest.raises(ValueError, match=f"in an elastic job, lists must be padded: {told}"):
         ParquetLoader(nested, 8).take_turns()
     dataset = ParquetLoader(nested, 8, framework="torch").as_torch_dataset()
-    (tokens,) = {one["tokens"].layout for one in torch.utils.data.DataLoader(dataset, batch_size=None)}
+    (tokens,) = {
+        one["tokens"].layout for one in torch.utils.data.DataLoader(dataset, batch_size=None)
+    }
     assert tokens == torch.jagged
-    with pytest.raises(ValueError, match="worker processes cannot send nested tensors: use num_workers=0 for tokens"):
+    with pytest.raises(
+        ValueError,
+        match="worker processes cannot send nested tensors: use num_workers=0 for tokens",
+    ):
         list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
-    with pytest.raises(ValueError, match="max_length of a ragged column must be a whole number, 1 or more: 0"):
+    with pytest.raises(
+        ValueError, match="max_length of a ragged column must be a whole number, 1 or more: 0"
+    ):
         Nested(max_length=0)
 
 
@@ -268,7 +313,10 @@ class Bag(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.last = torch.nn.EmbeddingBag(50, 4, padding_idx=0), torch.nn.Linear(5, 2)
+        self.embedding, self.last = (
+            torch.nn.EmbeddingBag(50, 4, padding_idx=0),
+            torch.nn.Linear(5, 2),
+        )
 
     def forward(self, tokens, size):
         assert tokens.is_nested
@@ -284,9 +332,12 @@ def test_an_estimator_learns_the_same_from_nested_rows_as_from_padded_ones(tmp_p
 
     def fitted(model, ragged, **more):
         return kind(
-            model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=torch.nn.CrossEntropyLoss(),
-            feature_cols=["tokens", "size"], label_cols=["label"], batch_size=8, epochs=2, verbose=0, random_seed=1,
-            store=LocalStore(str(tmp_path / str(ragged))), backend=Here(), ragged={"tokens": ragged}, **more,
+            model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+            loss=torch.nn.CrossEntropyLoss(),
+            feature_cols=["tokens", "size"], label_cols=["label"], batch_size=8, epochs=2,
+            verbose=0, random_seed=1,
+            store=LocalStore(str(tmp_path / str(ragged))), backend=Here(),
+            ragged={"tokens": ragged}, **more,
         ).fit(rows)  # fmt: skip
 
     padded, nested = fitted(Mean(), Pad()), fitted(Bag(), Nested())
@@ -298,8 +349,12 @@ def test_an_estimator_learns_the_same_from_nested_rows_as_from_padded_ones(tmp_p
     losses = [one["train"]["loss"] for model in (padded, nested) for one in model.getHistory()]
     assert losses[:2] == pytest.approx(losses[2:], rel=1e-4)
     assert len(kept.getHistory()) == 2
-    batch = pa.RecordBatch.from_arrays([pa.array(lists()[:9]), pa.array([0.5] * 9)], ["tokens", "size"])
-    found = [model.setBatchSize(4)._predictor(_Columns()).outputs(batch) for model in (padded, nested)]
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array(lists()[:9]), pa.array([0.5] * 9)], ["tokens", "size"]
+    )
+    found = [
+        model.setBatchSize(4)._predictor(_Columns()).outputs(batch) for model in (padded, nested)
+    ]
     assert found[1][0].shape == (9, 2)
     for model, (output,) in zip((padded, nested), found, strict=True):
         network = model.getModel().eval()
@@ -328,8 +383,10 @@ def test_data_that_was_prepared_padded_does_not_become_nested_and_the_other_way_
         store = LocalStore(str(tmp_path / str(number)))
         data = prepare_data(rows, store, label_cols=["label"], ragged={"tokens": had})
         estimator = TorchEstimator(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss(),
-            feature_cols=["tokens", "size"], label_cols=["label"], verbose=0, store=store, backend=Here(),
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=torch.nn.CrossEntropyLoss(),
+            feature_cols=["tokens", "size"], label_cols=["label"], verbose=0, store=store,
+            backend=Here(),
             ragged={"tokens": wanted},
         )  # fmt: skip
         with pytest.raises(ValueError, match=f"column 'tokens' was prepared with {told}"):

@@ -19,16 +19,22 @@ EPOCH = {"kind": "epoch", "entry": {"epoch": 3, "train": {"loss": 0.5, "all_metr
 
 @pytest.fixture
 def listeners(monkeypatch):
-    """`send` hands over a report of rank 1; `rows` names the journal's rows, `progress` has what was passed on."""
+    """`send` hands over a report of rank 1; `rows` names the journal's rows, `progress` has what
+    was passed on.
+    """
     monkeypatch.setattr(reports, "_WARNED", {})
     found = SimpleNamespace(rows=[], progress=[])
     put = lambda _run, key, _body, **_options: found.rows.append(key)  # noqa: E731
-    training = Training(None, "mine", "run", others=[SimpleNamespace(put=put, gauge=lambda *_: None)])
+    training = Training(
+        None, "mine", "run", others=[SimpleNamespace(put=put, gauge=lambda *_: None)]
+    )
     found.rows.clear()
 
     def send(record, kind=hearing.PROGRESS):
         data = record if isinstance(record, bytes) else json.dumps(record).encode()
-        hearing.record((0, 1), kind, data, training, lambda rank, told: found.progress.append((rank, told)))
+        hearing.record(
+            (0, 1), kind, data, training, lambda rank, told: found.progress.append((rank, told))
+        )
 
     found.send = send
     return found
@@ -40,17 +46,26 @@ def test_every_listener_gets_a_report_of_the_right_form(listeners):
         listeners.send(record)
     assert listeners.rows == ["step", "epoch/00000003"]
     assert listeners.progress == [(1, record) for record in (STEP, EPOCH, *others)]
-    listeners.send({"kind": "epoch", "entry": {"epoch": 4, "train": {"loss": float("nan"), "all_metrics": [{"a": 1}]}}})
+    listeners.send(
+        {
+            "kind": "epoch",
+            "entry": {"epoch": 4, "train": {"loss": float("nan"), "all_metrics": [{"a": 1}]}},
+        }
+    )
     assert listeners.rows[-1] == "epoch/00000004"
     missing = {"loss": None, "all_metrics": [{"accuracy": None}]}
-    listeners.send({"kind": "epoch", "entry": {"epoch": 5, "train": missing, "seconds": None}, "epochs": None})
+    listeners.send(
+        {"kind": "epoch", "entry": {"epoch": 5, "train": missing, "seconds": None}, "epochs": None}
+    )
     assert listeners.rows[-1] == "epoch/00000005"
 
 
 def test_a_stall_report_becomes_an_event(listeners):
     text = (
-        "One or more tensors wait for remainder of ranks for more than 60 seconds.\nMissing ranks:\n"
-        "1: [loss, gradient ...]\n12!: [loss]\nallreduce of loss has waited for 61.2s; submitted by ranks: 0\n"
+        "One or more tensors wait for remainder of ranks for more than 60 seconds.\nMissing "
+        "ranks:\n"
+        "1: [loss, gradient ...]\n12!: [loss]\nallreduce of loss has waited for 61.2s; submitted "
+        "by ranks: 0\n"
         "Rank 1 on b waits in no operation. Its Python threads:\n3: [a line of its own]"
     )
     found = stalls.event(text)
@@ -73,7 +88,10 @@ def test_a_stall_report_becomes_an_event(listeners):
         (STEP | {"loss": "0.5"}, "its loss is no number"),
         ({"kind": "epoch", "loss": 0.1}, "its entry is no JSON object"),
         ({"kind": "epoch", "entry": {}}, "its epoch is no whole number"),
-        ({"kind": "epoch", "entry": {"epoch": 0, "train": {"all_metrics": []}}}, "its part 'train' has no loss"),
+        (
+            {"kind": "epoch", "entry": {"epoch": 0, "train": {"all_metrics": []}}},
+            "its part 'train' has no loss",
+        ),
         (
             {"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": [1], "all_metrics": []}}},
             "the loss of its part 'train' is no number",
@@ -83,7 +101,10 @@ def test_a_stall_report_becomes_an_event(listeners):
             "all_metrics of its part 'validation' is no list of JSON objects",
         ),
         (
-            {"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 1.0, "all_metrics": [{"note": "good"}]}}},
+            {
+                "kind": "epoch",
+                "entry": {"epoch": 0, "train": {"loss": 1.0, "all_metrics": [{"note": "good"}]}},
+            },
             "the metric 'note' of its part 'train' is no number",
         ),
         ({"kind": "epoch", "entry": {"epoch": 0, "seconds": "2"}}, "its seconds is no number"),
@@ -93,12 +114,16 @@ def test_a_stall_report_becomes_an_event(listeners):
         (STEP | {"rows_per_second": "fast"}, "its rows_per_second is no number"),
     ],
 )
-def test_no_listener_gets_a_malformed_report_and_one_line_of_the_log_says_why(listeners, caplog, record, reason):
+def test_no_listener_gets_a_malformed_report_and_one_line_of_the_log_says_why(
+    listeners, caplog, record, reason
+):
     with caplog.at_level(logging.WARNING, logger="farandole"):
         listeners.send(record)
         listeners.send(record)
     assert listeners.rows == listeners.progress == []
-    assert [one.getMessage() for one in caplog.records] == [f"a report of rank 1 is left out: {reason}"]
+    assert [one.getMessage() for one in caplog.records] == [
+        f"a report of rank 1 is left out: {reason}"
+    ]
 
 
 def test_reports_of_a_rank_are_checked_too(listeners, caplog):

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Registration of compressors at the engine. `tests/parallel/test_rounded_sums.py` shows the sums."""
+"""Registration of compressors at the engine. `tests/parallel/test_rounded_sums.py` shows the
+sums.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from farandole.common.util import OPERATIONS, Average, Max, Sum, choose_op, exact, rounded, rounds_sums
+from farandole.common.util import (
+    OPERATIONS,
+    Average,
+    Max,
+    Sum,
+    choose_op,
+    exact,
+    rounded,
+    rounds_sums,
+)
 from farandole.torch.compression import Compression
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run continues with the data, model and parameters that it was begun with, and reports differences."""
+"""A run continues with the data, model and parameters that it was begun with, and reports
+differences.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def data(tmp_path):
 
 
 def fit(data, model=None, **params):
-    return estimator(data, model or linear(), **{"run_id": "r", "epochs": 1} | params).fit_on_parquet()
+    return estimator(
+        data, model or linear(), **{"run_id": "r", "epochs": 1} | params
+    ).fit_on_parquet()
 
 
 def sgd(model, **options):
@@ -46,7 +50,9 @@ def test_another_learning_rate_is_refused_with_both_values(data):
     model = linear()
     fit(data, **sgd(model, lr=0.05))
     before = (data / "runs/r/checkpoint").read_bytes()
-    with pytest.raises(RunDiffersError, match=r"optimizer was SGD\(lr=0\.05\) and is SGD\(lr=0\.1\)") as refused:
+    with pytest.raises(
+        RunDiffersError, match=r"optimizer was SGD\(lr=0\.05\) and is SGD\(lr=0\.1\)"
+    ) as refused:
         fit(data, **sgd(model, lr=0.1), epochs=2)
     assert isinstance(refused.value, ValueError)
     assert "Choose another run_id" in str(refused.value)
@@ -62,14 +68,22 @@ def test_another_learning_rate_is_refused_with_both_values(data):
         ({"loss": torch.nn.L1Loss()}, r"loss was \[MSELoss\] and is \[L1Loss\]"),
         ({"shuffle": False}, "shuffle was True and is False"),
         ({"gradient_clip_norm": 1.0}, "gradient_clip_norm was None and is 1.0"),
-        ({"model": torch.nn.Sequential(linear())}, "model was Linear of 3 numbers and is Sequential of 3 numbers"),
+        (
+            {"model": torch.nn.Sequential(linear())},
+            "model was Linear of 3 numbers and is Sequential of 3 numbers",
+        ),
     ],
 )
 def test_a_difference_that_changes_the_result_is_refused(data, changed, told):
     fit(data)
     model = changed.get("model") or linear()
     with pytest.raises(RunDiffersError, match=told):
-        fit(data, **{"optimizer": torch.optim.SGD(model.parameters(), lr=0.05)} | {"model": model} | changed)
+        fit(
+            data,
+            **{"optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
+            | {"model": model}
+            | changed,
+        )
 
 
 def test_other_rows_are_refused_though_their_number_is_the_same(data):
@@ -81,7 +95,9 @@ def test_other_rows_are_refused_though_their_number_is_the_same(data):
 
 
 def test_rows_of_a_frame_are_distinguished_by_their_values(tmp_path):
-    frame = pd.DataFrame({"a": np.linspace(0, 1, 64, dtype=np.float32), "y": np.linspace(0, 1, 64, dtype=np.float32)})
+    frame = pd.DataFrame(
+        {"a": np.linspace(0, 1, 64, dtype=np.float32), "y": np.linspace(0, 1, 64, dtype=np.float32)}
+    )
     columns = {"feature_cols": [["a", "a2"]], "label_cols": ["y"], "run_id": "r", "epochs": 1}
     frame["a2"] = frame["a"]
     estimator(tmp_path, linear(), **columns).fit(frame)
@@ -94,7 +110,8 @@ def test_rows_of_a_frame_are_distinguished_by_their_values(tmp_path):
 def test_more_epochs_and_what_only_says_how_continue(data):
     fit(data)
     again = fit(
-        data, epochs=3, verbose=1, partitions_per_process=2, train_reader_num_workers=1, metrics=[torch.nn.L1Loss()],
+        data, epochs=3, verbose=1, partitions_per_process=2, train_reader_num_workers=1,
+        metrics=[torch.nn.L1Loss()],
         early_stopping=5,
     )  # fmt: skip
     assert len(again.getHistory()) == 3
@@ -103,7 +120,8 @@ def test_more_epochs_and_what_only_says_how_continue(data):
 def test_fewer_epochs_than_are_done_are_said(data):
     three = fit(data, epochs=3)
     with pytest.warns(
-        UserWarning, match=r"run 'r' has trained 3 epochs already, more than epochs=2: nothing is trained"
+        UserWarning,
+        match=r"run 'r' has trained 3 epochs already, more than epochs=2: nothing is trained",
     ):
         two = fit(data, epochs=2)
     assert torch.equal(weights(two), weights(three))
@@ -114,7 +132,10 @@ def test_force_continues_and_says_so_and_the_next_fit_needs_it_no_more(data, cap
     fit(data, **sgd(model, lr=0.05))
     forced = fit(data, **sgd(model, lr=0.1), epochs=2, resume="force", verbose=1)
     assert len(forced.getHistory()) == 2
-    assert "run r continues although it was started with something else: optimizer was" in capsys.readouterr().err
+    assert (
+        "run r continues although it was started with something else: optimizer was"
+        in capsys.readouterr().err
+    )
     assert len(fit(data, **sgd(model, lr=0.1), epochs=3).getHistory()) == 3
 
 
@@ -144,7 +165,11 @@ def test_a_run_of_an_older_version_continues_and_has_a_fingerprint_then(data, ca
     file.unlink()
     fit(data, epochs=2, verbose=1)
     assert "run r has no record of its data and parameters" in capsys.readouterr().err
-    assert {one["name"] for one in json.loads(file.read_text())["parts"]} >= {"model", "optimizer", "loss"}
+    assert {one["name"] for one in json.loads(file.read_text())["parts"]} >= {
+        "model",
+        "optimizer",
+        "loss",
+    }
 
 
 def test_maps_of_parameters_have_runs_of_their_own(data):
@@ -152,7 +177,9 @@ def test_maps_of_parameters_have_runs_of_their_own(data):
     rates = []
     for rate in (0.05, 0.2):
         model = linear()
-        rates.append({made.model: model, made.optimizer: torch.optim.SGD(model.parameters(), lr=rate)})
+        rates.append(
+            {made.model: model, made.optimizer: torch.optim.SGD(model.parameters(), lr=rate)}
+        )
     first, second = (made.fit_on_parquet(each) for each in rates)
     assert not torch.equal(weights(first), weights(second))
     names = [one.getRunId() for one in (first, second)]
@@ -183,9 +210,17 @@ def test_a_lightning_module_counts_by_its_own_steps_and_numbers(data):
             return torch.optim.SGD(self.parameters(), lr=self.rate)
 
     def train(module, epochs):
-        known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
+        known = {
+            "feature_cols": ["x"],
+            "label_cols": ["y"],
+            "batch_size": 8,
+            "verbose": 0,
+            "random_seed": 1,
+        }
         store = LocalStore(str(data))
-        made = LightningEstimator(model=module, run_id="r", epochs=epochs, store=store, backend=Here(), **known)
+        made = LightningEstimator(
+            model=module, run_id="r", epochs=epochs, store=store, backend=Here(), **known
+        )
         return made.fit_on_parquet()
 
     train(Line(0.05), 1)
@@ -214,13 +249,20 @@ class Net(Base):
 def loss(output, label, weight=0.5):  # a comment
     return ((output - helper(label)) ** 2).mean() * weight
 torch.manual_seed(0)
-print(digest([loss, functools.partial(loss, weight=2), lambda x: {"a", "b", x}, {"a": np.arange(3), "b": (1, None)},
-    torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)), {"x", "y", "z"}, Net(), Base]))
+print(digest([loss, functools.partial(loss, weight=2), lambda x: {"a", "b", x},
+    {"a": np.arange(3), "b": (1, None)},
+    torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)), {"x", "y", "z"}, Net(),
+    Base]))
 """
 
 
 def test_a_digest_is_the_same_in_another_process():
-    texts = (SCRIPT, SCRIPT, SCRIPT.replace("# a comment", "\n\n"), SCRIPT.replace("SCALE = 3", "SCALE = 4"))
+    texts = (
+        SCRIPT,
+        SCRIPT,
+        SCRIPT.replace("# a comment", "\n\n"),
+        SCRIPT.replace("SCALE = 3", "SCALE = 4"),
+    )
     told = [
         subprocess.run(
             [sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120,
@@ -238,7 +280,9 @@ def test_closures_of_functions_are_in_the_digest():
 
     assert digest(scaled(2)) == digest(scaled(2)) != digest(scaled(3))
     assert digest(functools.partial(max, 1)) != digest(functools.partial(max, 2))
-    assert digest(torch.nn.CrossEntropyLoss()) != digest(torch.nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert digest(torch.nn.CrossEntropyLoss()) != digest(
+        torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    )
     assert short(scaled(2)) == "<lambda>"
     assert short([torch.nn.MSELoss(), max, 1]) == "[MSELoss, max, 1]"
 
@@ -349,7 +393,9 @@ def test_the_record_of_another_version_counts_like_none(data, capsys):
 
 
 def test_fingerprints_read_back_and_damaged_ones_do_not():
-    mine = Fingerprint((Part.of("loss", "mse"), Part("x", "00", "words"), Part(INITIAL, "11", "11")))
+    mine = Fingerprint(
+        (Part.of("loss", "mse"), Part("x", "00", "words"), Part(INITIAL, "11", "11"))
+    )
     assert Fingerprint.of_json(mine.to_json()) == mine
     assert Fingerprint.of_json(b"{") is None
     assert Fingerprint.of_json(b'{"parts": [3]}') is None
@@ -463,7 +509,15 @@ def test_the_code_of_a_frameworks_decorator_does_not_count():
     before, updated = decorator("pass"), decorator("print(args)")
     assert before(double).__module__ == __name__
     assert digest(before(double)) == digest(updated(double))
-    assert len({digest(one) for one in (double, before(double), before(triple), before(double, flag=False))}) == 4
+    assert (
+        len(
+            {
+                digest(one)
+                for one in (double, before(double), before(triple), before(double, flag=False))
+            }
+        )
+        == 4
+    )
     mine = [digest(decorator(line, "users")(double)) for line in ("pass", "print(args)")]
     assert mine[0] != mine[1]
 
@@ -474,7 +528,11 @@ def test_ten_thousand_elements_of_a_collection_count_and_its_length():
     assert digest(many) != digest([-1, *many[1:]])
     assert digest(many) == digest([*many[:-1], -1])
     assert digest(dict.fromkeys(many, 1)) == digest(dict.fromkeys(reversed(many), 1))
-    assert digest(dict.fromkeys(many, 1)) != digest(dict.fromkeys(many, 2)) != digest(dict.fromkeys(many[:-1], 2))
+    assert (
+        digest(dict.fromkeys(many, 1))
+        != digest(dict.fromkeys(many, 2))
+        != digest(dict.fromkeys(many[:-1], 2))
+    )
     assert digest(set(many)) == digest({*many[5000:], *many[:5000]}) != digest(set(many[:-1]))
 
 
@@ -491,10 +549,15 @@ def test_a_large_array_is_not_copied(of):
 
 def test_arrays_of_any_type_and_order_count_by_their_values():
     given = (
-        np.array(3), np.array("2026-01-01", "datetime64[D]"), np.array(["a", "b"]), np.empty((0, 3)), np.array([{}, 1]),
-        np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.arange(6)[::2], np.array([True]),
-        np.array(["", ""]), torch.tensor(2.0), torch.ones(2, 3, dtype=torch.bfloat16).T, torch.empty(0),
+        np.array(3), np.array("2026-01-01", "datetime64[D]"), np.array(["a", "b"]),
+        np.empty((0, 3)), np.array([{}, 1]),
+        np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.arange(6)[::2],
+        np.array([True]),
+        np.array(["", ""]), torch.tensor(2.0), torch.ones(2, 3, dtype=torch.bfloat16).T,
+        torch.empty(0),
     )  # fmt: skip
     told = [digest(one) for one in given]
-    assert told == [digest(one.copy() if isinstance(one, np.ndarray) else one.clone()) for one in given]
+    assert told == [
+        digest(one.copy() if isinstance(one, np.ndarray) else one.clone()) for one in given
+    ]
     assert len(set(told)) == len(given)

@@ -125,7 +125,9 @@ def test_marks_are_renewed_and_only_those_that_are_held(tmp_path):
 
 def job(folder, monkeypatch, number, rank=0):
     """An elastic job of this process, and its state, whose commits go to the run."""
-    ticket = base64.urlsafe_b64encode(bytes(32) + bytes([number]) * 32 + b"rest").decode().rstrip("=")
+    ticket = (
+        base64.urlsafe_b64encode(bytes(32) + bytes([number]) * 32 + b"rest").decode().rstrip("=")
+    )
     monkeypatch.setenv("FARANDOLE_JOB", f"frn1.{ticket}")
     state = elastic.ObjectState(lambda value: value, lambda: rank, step=0)
     state.save_to(str(folder), "r")
@@ -144,23 +146,35 @@ def trained(state, during=lambda _: None):
     return elastic.run_fn(loop, lambda: None)(state)
 
 
-def test_a_run_that_an_elastic_job_commits_to_is_refused_to_other_jobs_and_to_fits(tmp_path, monkeypatch):
+def test_a_run_that_an_elastic_job_commits_to_is_refused_to_other_jobs_and_to_fits(
+    tmp_path, monkeypatch
+):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
 
     def others(_):
-        with pytest.raises(RunInUseError, match="run 'r' is being trained by another fit"), alone(url, "r"):
+        with (
+            pytest.raises(RunInUseError, match="run 'r' is being trained by another fit"),
+            alone(url, "r"),
+        ):
             pytest.fail("a fit holds it, too")
         with pytest.raises(RunInUseError, match="run 'r' is trained elsewhere"):
             trained(job(tmp_path, monkeypatch, 2))
 
     assert trained(job(tmp_path, monkeypatch, 1), others) == 1
     assert not list((tmp_path / "runs/r").glob("_lease*"))
-    with alone(url, "r"), pytest.raises(RunInUseError, match="choose another run_id, or end the other one"):
+    with (
+        alone(url, "r"),
+        pytest.raises(RunInUseError, match="choose another run_id, or end the other one"),
+    ):
         trained(job(tmp_path, monkeypatch, 1))
-    assert trained(job(tmp_path, monkeypatch, 2)) == 2, "and goes on from the other's commit afterwards"
+    assert trained(job(tmp_path, monkeypatch, 2)) == 2, (
+        "and goes on from the other's commit afterwards"
+    )
 
 
-def test_the_next_rank_0_of_a_job_takes_its_run_at_once_and_the_last_one_writes_no_more(tmp_path, monkeypatch):
+def test_the_next_rank_0_of_a_job_takes_its_run_at_once_and_the_last_one_writes_no_more(
+    tmp_path, monkeypatch
+):
     def replaced(_):
         file = tmp_path / "runs/r/_lease-1.json"
         elsewhere(file)  # as if this process were one of another host
@@ -174,7 +188,9 @@ def test_the_next_rank_0_of_a_job_takes_its_run_at_once_and_the_last_one_writes_
     assert trained(job(tmp_path, monkeypatch, 1)) == 2
 
 
-def test_a_rank_that_is_no_longer_rank_0_leaves_the_run_to_the_one_that_is(tmp_path, monkeypatch, caplog):
+def test_a_rank_that_is_no_longer_rank_0_leaves_the_run_to_the_one_that_is(
+    tmp_path, monkeypatch, caplog
+):
     rank = [0]
     state = job(tmp_path, monkeypatch, 1)
     state._rank = lambda: rank[0]
@@ -237,7 +253,8 @@ def test_a_lease_that_another_thread_takes_just_now_is_not_deleted(tmp_path, mon
 def test_a_holder_on_this_host_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     url = (tmp_path / "runs/r").as_uri()
     code = (
-        f"from farandole.stores.tenure import Tenure; Tenure({url!r}, 'r').begin(); print('held', flush=True); input()"
+        f"from farandole.stores.tenure import Tenure; Tenure({url!r}, 'r').begin(); print('held', "
+        "flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -256,7 +273,13 @@ def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, m
     run = tmp_path / "runs/r"
     run.mkdir(parents=True)
     file = run / "_lease-4.json"
-    told = {"host": "x", "boot": "another", "pid": 1, "job": "an earlier one", "lasts": tenure.LASTS}
+    told = {
+        "host": "x",
+        "boot": "another",
+        "pid": 1,
+        "job": "an earlier one",
+        "lasts": tenure.LASTS,
+    }
     file.write_text(json.dumps({**told, "time": time.time() - tenure.LASTS + 3}))
     began = time.monotonic()
     assert trained(job(tmp_path, monkeypatch, 1)) == 1
@@ -264,6 +287,10 @@ def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, m
     assert "may be lost or about to end: waiting for at most" in caplog.text
     # One that says that it lives is not waited for.
     file.write_text(json.dumps({**told, "time": time.time()}))
-    monkeypatch.setattr(tenure.time, "sleep", lambda _: file.write_text(json.dumps({**told, "time": time.time() + 1})))
+    monkeypatch.setattr(
+        tenure.time,
+        "sleep",
+        lambda _: file.write_text(json.dumps({**told, "time": time.time() + 1})),
+    )
     with pytest.raises(RunInUseError, match="another job, or a fit, has it"):
         trained(job(tmp_path, monkeypatch, 1))

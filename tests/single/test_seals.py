@@ -91,7 +91,9 @@ def test_a_run_of_before_there_were_markers_continues(tmp_path, monkeypatch):
     assert text_of(run.resume()) == "old"
 
 
-@pytest.mark.parametrize("marker", [b"", b"[]", b'{"checkpoints": 1}', b'{"checkpoints": {"checkpoint": [1]}}'])
+@pytest.mark.parametrize(
+    "marker", [b"", b"[]", b'{"checkpoints": 1}', b'{"checkpoints": {"checkpoint": [1]}}']
+)
 def test_a_damaged_marker_is_as_none(tmp_path, monkeypatch, marker):
     monkeypatch.delenv(seals.SECRET, raising=False)
     run = run_of(tmp_path)
@@ -109,7 +111,10 @@ def test_a_marker_of_a_newer_version_is_refused_and_kept(tmp_path, monkeypatch):
     path = tmp_path / "runs" / "r" / seals.MARKER
     newer = json.dumps({**json.loads(path.read_bytes()), "version": seals.VERSION + 1})
     path.write_text(newer)
-    told = rf"runs/r/_run\.json has format {seals.VERSION + 1}, and this version of Farandole knows up to format"
+    told = (
+        rf"runs/r/_run\.json has format {seals.VERSION + 1}, and this version of Farandole knows "
+        rf"up to format"
+    )
     with pytest.raises(ValueError, match=told):
         run.resume()
     with pytest.raises(ValueError, match=told):
@@ -117,7 +122,9 @@ def test_a_marker_of_a_newer_version_is_refused_and_kept(tmp_path, monkeypatch):
     assert path.read_text() == newer
 
 
-def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows(tmp_path, secret, monkeypatch):
+def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows(
+    tmp_path, secret, monkeypatch
+):
     disk = Recorder(tmp_path / "runs" / "r")
     monkeypatch.setattr(durable, "_DISK", disk)
     monkeypatch.setattr(durable.write, "__kwdefaults__", {"keeps": False, "disk": disk})
@@ -188,7 +195,9 @@ def test_workers_without_the_secret_get_the_key_of_their_run_from_the_driver(tmp
         backend.run(commits, (folder, 5))
 
 
-def test_a_driver_that_does_not_answer_leaves_commits_neither_written_nor_used(tmp_path, monkeypatch):
+def test_a_driver_that_does_not_answer_leaves_commits_neither_written_nor_used(
+    tmp_path, monkeypatch
+):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setenv(seals.SECRET, "mine")
     monkeypatch.setattr("farandole.runner.hearing.keys.answer", lambda *_: None)

@@ -52,7 +52,9 @@ def test_a_job_gets_all_of_its_slots_or_waits_and_says_so():
     jobs.start("first", 3)
     jobs.start("second", 3)
     jobs.has(["first"])
-    assert jobs.said == ["a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 wait before it"]
+    assert jobs.said == [
+        "a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 wait before it"
+    ]
     jobs.end("first")
     jobs.has(["first", "second"])
     jobs.end("second")
@@ -84,7 +86,9 @@ def test_a_job_larger_than_all_slots_runs_alone():
 def test_a_job_with_a_limit_waits_no_longer_and_leaves_the_queue():
     jobs = Jobs(2)
     jobs.start("first", 2)
-    late = pytest.raises(TimeoutError, match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*1 jobs hold 2 of 2")
+    late = pytest.raises(
+        TimeoutError, match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*1 jobs hold 2 of 2"
+    )
     with late, jobs.slots.taken(1, jobs.said.append, patience=0.1):
         pass
     jobs.end("first")

@@ -33,7 +33,9 @@ LEFT = {
 
 
 def test_settings_travel_and_secrets_and_the_rest_do_not():
-    taken, left = chosen({**TAKEN, **LEFT, "CUDA_VISIBLE_DEVICES": "3"}, (), ("CUDA_VISIBLE_DEVICES",))
+    taken, left = chosen(
+        {**TAKEN, **LEFT, "CUDA_VISIBLE_DEVICES": "3"}, (), ("CUDA_VISIBLE_DEVICES",)
+    )
     assert taken == TAKEN
     assert left == sorted(LEFT)
 

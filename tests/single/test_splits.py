@@ -21,9 +21,17 @@ pytestmark = pytest.mark.timeout(120)
 def table(rows=1000):
     random = np.random.default_rng(0)
     kind = ["rare" if row < 3 else "usual" if row % 10 else "other" for row in range(rows)]
-    day = [dt.date(2024, 1, 1) + dt.timedelta(days=int(one)) for one in random.integers(0, 100, rows)]
+    day = [
+        dt.date(2024, 1, 1) + dt.timedelta(days=int(one)) for one in random.integers(0, 100, rows)
+    ]
     return pa.table(
-        {"id": range(rows), "kind": kind, "user": random.integers(0, 50, rows), "day": day, "x": random.random(rows)}
+        {
+            "id": range(rows),
+            "kind": kind,
+            "user": random.integers(0, 50, rows),
+            "day": day,
+            "x": random.random(rows),
+        }
     )
 
 
@@ -87,18 +95,37 @@ def test_the_latest_rows_are_held_out(tmp_path, column):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"validation_group": "user", "validation_time": "day"}, "at most one of validation_stratify, validation_gr"),
-        ({"validation_group": "user", "validation": None}, "validation must be a number above 0: None"),
-        ({"validation_group": "none"}, "validation_group names a column that the rows do not have: 'none'"),
+        (
+            {"validation_group": "user", "validation_time": "day"},
+            "at most one of validation_stratify, validation_gr",
+        ),
+        (
+            {"validation_group": "user", "validation": None},
+            "validation must be a number above 0: None",
+        ),
+        (
+            {"validation_group": "none"},
+            "validation_group names a column that the rows do not have: 'none'",
+        ),
         ({"validation_group": "same"}, "column 'same' has one group, so none can be held out"),
-        ({"validation_time": "same"}, "column 'same' has one time, so no rows are later than others"),
+        (
+            {"validation_time": "same"},
+            "column 'same' has one time, so no rows are later than others",
+        ),
         ({"validation_stratify": "id"}, "column 'id' has more than 10 classes to hold rows out of"),
-        ({"validation_time": "holes"}, "column 'holes' has nulls in 1 rows, so these rows cannot be ordered"),
+        (
+            {"validation_time": "holes"},
+            "column 'holes' has nulls in 1 rows, so these rows cannot be ordered",
+        ),
     ],
 )
 def test_rows_that_cannot_be_split_are_refused(tmp_path, monkeypatch, options, told):
     monkeypatch.setattr("farandole.data.splits._CLASSES", 10)
-    rows = table().append_column("same", pa.array([1] * 1000)).append_column("holes", pa.array([None, *range(999)]))
+    rows = (
+        table()
+        .append_column("same", pa.array([1] * 1000))
+        .append_column("holes", pa.array([None, *range(999)]))
+    )
     with pytest.raises(ValueError, match=told):
         prepare_data(rows, tmp_path, **{"feature_cols": ["id", "x"], "validation": 0.2} | options)
 
@@ -106,7 +133,9 @@ def test_rows_that_cannot_be_split_are_refused(tmp_path, monkeypatch, options, t
 def test_a_hash_depends_on_the_values_of_a_row_alone():
     vector = pa.array([[1.0, 2.0], [], None, [2.0, 1.0], [1.0, 2.0]])
     struct = pa.StructArray.from_arrays([vector, pa.array(["a", "b", None, "a", "a"])], ["v", "t"])
-    batch = pa.RecordBatch.from_arrays([vector, struct, pa.array([1, 2, None, 1, 1])], ["v", "s", "n"])
+    batch = pa.RecordBatch.from_arrays(
+        [vector, struct, pa.array([1, 2, None, 1, 1])], ["v", "s", "n"]
+    )
     whole = hashes(batch, ["v", "s", "n"], 7)
     assert whole[0] == whole[4]
     assert len(set(whole.tolist())) == 4

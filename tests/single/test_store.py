@@ -7,7 +7,14 @@ import pickle
 
 import pytest
 
-from farandole.spark.common import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, ObjectStore, Store
+from farandole.spark.common import (
+    DBFSLocalStore,
+    FilesystemStore,
+    HDFSStore,
+    LocalStore,
+    ObjectStore,
+    Store,
+)
 
 
 def test_the_layout_is_horovods(tmp_path):
@@ -25,7 +32,9 @@ def test_the_layout_is_horovods(tmp_path):
 
 
 def test_paths_of_ones_own_replace_the_defaults_and_still_get_numbers(tmp_path):
-    store = FilesystemStore(str(tmp_path), train_path="/data/train", runs_path="/runs", checkpoint_filename="last.pt")
+    store = FilesystemStore(
+        str(tmp_path), train_path="/data/train", runs_path="/runs", checkpoint_filename="last.pt"
+    )
     assert store.get_train_data_path(2) == "file:///data/train.2"
     assert store.get_run_path("r") == "file:///runs/r"
     assert store.get_checkpoint_filename() == "last.pt"
@@ -57,7 +66,10 @@ def test_the_url_says_which_store(url, kind):
 
 
 def test_another_scheme_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"no store for the scheme ftp.*ftp://host/data|not a path.*ftp://host/data"):
+    with pytest.raises(
+        ValueError,
+        match=r"no store for the scheme ftp.*ftp://host/data|not a path.*ftp://host/data",
+    ):
         Store.create("ftp://host/data")
     with pytest.raises(ValueError, match="dbfs://data"):
         Store.create("dbfs://data")
@@ -144,7 +156,9 @@ def test_a_failed_write_names_its_path(tmp_path):
         store.check_writable()
 
 
-@pytest.mark.parametrize("url", ["s3://id:hidden@bucket/x", "abfss://c@a.dfs.core.windows.net/x?sig=hidden"])
+@pytest.mark.parametrize(
+    "url", ["s3://id:hidden@bucket/x", "abfss://c@a.dfs.core.windows.net/x?sig=hidden"]
+)
 def test_a_url_with_a_secret_is_refused_without_repeating_it(url):
     with pytest.raises(ValueError, match="storage_options") as refused:
         Store.create(url)

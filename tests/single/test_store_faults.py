@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Stores that fail: every error comes within a bounded time, names the file and says what was tried."""
+"""Stores that fail: every error comes within a bounded time, names the file and says what was
+tried.
+"""
 
 import contextlib
 import shutil
@@ -45,7 +47,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(body)
         elif mood == "cut":
             self.send_response(200)
-            for name, value in (("Content-Length", "100"), ("ETag", '"x"'), ("Last-Modified", self.date_time_string())):
+            for name, value in (
+                ("Content-Length", "100"),
+                ("ETag", '"x"'),
+                ("Last-Modified", self.date_time_string()),
+            ):
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(b"half of it")
@@ -86,11 +92,19 @@ def service():
 def attempt(mood, port):
     """Returns the errors of reading and writing, and the time that both took."""
     url = f"s3://bucket/{mood}"
-    options = {"endpoint_url": f"http://127.0.0.1:{port}", "anon": "true", "region_name": "here", "timeout": "1s"}
+    options = {
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "anon": "true",
+        "region_name": "here",
+        "timeout": "1s",
+    }
     native.configure(url, options)
     store, told, start = native.Store(url), {}, time.monotonic()
     with ThreadPoolExecutor(2) as pool:
-        for name, ask in (("read", lambda: store.read("a b.txt")), ("write", lambda: store.write("a b.txt", b"x"))):
+        for name, ask in (
+            ("read", lambda: store.read("a b.txt")),
+            ("write", lambda: store.write("a b.txt", b"x")),
+        ):
             told[name] = pool.submit(ask)
     return {name: future.exception() for name, future in told.items()}, time.monotonic() - start
 
@@ -102,7 +116,9 @@ def faults():
         closed = nobody.getsockname()[1]
         nobody.close()
         port = server.server_address[1]
-        moods = dict.fromkeys(("500", "503", "403", "404", "silent", "cut"), port) | {"refused": closed}
+        moods = dict.fromkeys(("500", "503", "403", "404", "silent", "cut"), port) | {
+            "refused": closed
+        }
         with ThreadPoolExecutor(len(moods)) as pool:
             told = {mood: pool.submit(attempt, mood, port) for mood, port in moods.items()}
         yield {mood: future.result() for mood, future in told.items()}, list(server.asked)
@@ -161,7 +177,9 @@ def test_a_process_whose_store_is_gone_ends_all_the_same(tmp_path, way):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         ended = time.time()
         assert (done.returncode, done.stderr) == (0, "")
-        assert ended - float((tmp_path / "begun").read_text()) < 10, "two seconds, and what a busy machine adds"
+        assert ended - float((tmp_path / "begun").read_text()) < 10, (
+            "two seconds, and what a busy machine adds"
+        )
         assert way == "refused" or server.asked, "it was tried"
 
 
@@ -170,13 +188,30 @@ def on_a_full_disk(tmp_path, program):
     place = tmp_path / "disk"
     place.mkdir()
     script = 'mount -t tmpfs -o size=4m none "$1" && shift && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", script, "sh", place, sys.executable, "-c", program, place]
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, timeout=120)
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        place,
+        sys.executable,
+        "-c",
+        program,
+        place,
+    ]
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 def may_mount():
     tried = ["unshare", "--mount", "true"]
-    return shutil.which("unshare") and subprocess.run(tried, capture_output=True, check=False).returncode == 0
+    return (
+        shutil.which("unshare")
+        and subprocess.run(tried, capture_output=True, check=False).returncode == 0
+    )
 
 
 @pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
@@ -203,14 +238,24 @@ try:
 except OSError as error:
     print("data", error)
 assert not [name for _, _, names in os.walk(place) for name in names if name == "_manifest.json"]
-print("left", sum(os.path.getsize(Path(at, name)) for at, _, names in os.walk(place) for name in names) < 1 << 20)
+print("left",
+    sum(os.path.getsize(Path(at, name)) for at, _,
+        names in os.walk(place) for name in names) < 1 << 20)
 print("still", len(prepare_data(pa.table({"x": [1.0, 2.0]}), store).columns))
 """
     done = on_a_full_disk(tmp_path, program)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["checkpoint", "checkpoint", "data", "left", "still"], done.stdout
-    assert all("No space left on device" in line and "/disk/store/" in line for line in lines[:3]), done.stdout
+    assert [line.split()[0] for line in lines] == [
+        "checkpoint",
+        "checkpoint",
+        "data",
+        "left",
+        "still",
+    ], done.stdout
+    assert all(
+        "No space left on device" in line and "/disk/store/" in line for line in lines[:3]
+    ), done.stdout
     assert lines[3:] == ["left True", "still 1"]
 
 
@@ -229,7 +274,9 @@ def test_files_of_no_bytes_no_rows_and_one_row_are_distinguished(tmp_path):
         ParquetLoader(tmp_path / "none", 1)
     pq.write_table(numbers(1), tmp_path / "one" / "part.parquet")
     for size in (1, 3):
-        got = [list(ParquetLoader(tmp_path / "one", 4, rank=rank, size=size)) for rank in range(size)]
+        got = [
+            list(ParquetLoader(tmp_path / "one", 4, rank=rank, size=size)) for rank in range(size)
+        ]
         assert [len(batches) for batches in got] == [1] * size
         assert sum(len(batch["id"]) for batches in got for batch in batches) == 1
     # What Spark leaves behind: empty partitions beside full ones.
@@ -253,7 +300,12 @@ def test_names_may_be_any(tmp_path):
 @pytest.mark.parametrize("way", ["deleted", "shorter", "replaced"])
 def test_a_file_that_changes_in_the_middle_of_an_epoch_is_named(tmp_path, way):
     for number in range(20):
-        pq.write_table(numbers(30_000), tmp_path / f"{number:02}.parquet", use_dictionary=False, compression="none")
+        pq.write_table(
+            numbers(30_000),
+            tmp_path / f"{number:02}.parquet",
+            use_dictionary=False,
+            compression="none",
+        )
     loader = ParquetLoader(tmp_path, 1000, shuffle=False, byte_budget=3 << 20)
     batches = iter(loader)
     next(batches)

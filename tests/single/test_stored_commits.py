@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Commits that also go to a store: a new start of the job continues from the last one that was written."""
+"""Commits that also go to a store: a new start of the job continues from the last one that was
+written.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Stops(Exception):
 
 def made(hvd, seed, **options):
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     return hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, seen=[], **options)
@@ -56,7 +60,9 @@ def values(state):
 
 
 def same(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.fixture
@@ -68,7 +74,9 @@ def undisturbed(hvd):
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_job_that_starts_again_continues_from_the_last_commit_in_the_store(hvd, tmp_path, undisturbed, in_background):
+def test_a_job_that_starts_again_continues_from_the_last_commit_in_the_store(
+    hvd, tmp_path, undisturbed, in_background
+):
     state = made(hvd, 1, in_background=in_background)
     state.save_to(str(tmp_path), "digits", every=3)
     with pytest.raises(Stops):
@@ -115,11 +123,15 @@ def test_training_does_not_wait_for_the_store_and_what_is_written_is_what_was_co
     assert steps == [2, STEPS], "commits between them are skipped"
     for step, data in zip(steps, written, strict=True):
         content = state._unpack(data)["handled"]
-        entries = [entry for one in content["optimizer"]["state"].values() for entry in one.values()]
+        entries = [
+            entry for one in content["optimizer"]["state"].values() for entry in one.values()
+        ]
         assert same([*content["model"].values(), *entries], committed[step])
 
 
-def test_a_store_that_fails_causes_warnings_and_fails_only_the_end(hvd, tmp_path, monkeypatch, caplog):
+def test_a_store_that_fails_causes_warnings_and_fails_only_the_end(
+    hvd, tmp_path, monkeypatch, caplog
+):
     def broken(_remote, _name, _data):
         raise OSError("the disk is full")
 

@@ -42,7 +42,9 @@ def test_trials_are_jobs_and_a_study_in_a_file_continues(tmp_path):
 
     def study():
         sampler = optuna.samplers.GridSampler({"x": [-2, 0, 3]})
-        return optuna.create_study(storage=storage, study_name="one", load_if_exists=True, sampler=sampler)
+        return optuna.create_study(
+            storage=storage, study_name="one", load_if_exists=True, sampler=sampler
+        )
 
     optimize(study(), train, space, backend=BACKEND, n_trials=2)
     assert len(study().trials) == 2
@@ -50,7 +52,9 @@ def test_trials_are_jobs_and_a_study_in_a_file_continues(tmp_path):
     found = study()
     assert found.best_params == {"x": 0}
     assert sorted(one.value for one in found.trials) == [0, 4, 9]
-    assert found.trials[0].intermediate_values == {step: found.trials[0].value + 2.0**-step for step in range(3)}
+    assert found.trials[0].intermediate_values == {
+        step: found.trials[0].value + 2.0**-step for step in range(3)
+    }
     optimize(found, train, space, backend=BACKEND, n_trials=3)
     assert len(found.trials) == 3, "all of them were finished before"
 
@@ -59,7 +63,12 @@ def test_a_pruned_trial_ends_on_all_of_its_ranks(tmp_path):
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=5, n_warmup_steps=2))
 
     def space(trial):
-        return {"x": trial.suggest_int("x", 3, 3), "folder": str(tmp_path), "steps": 10_000, "forever": True}
+        return {
+            "x": trial.suggest_int("x", 3, 3),
+            "folder": str(tmp_path),
+            "steps": 10_000,
+            "forever": True,
+        }
 
     started = time.monotonic()
     optimize(study, train, space, backend=BACKEND, n_trials=1)

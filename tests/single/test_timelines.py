@@ -39,20 +39,37 @@ def test_each_job_begins_its_own_timeline(tmp_path):
 
 def timeline(rank, start, world=1, size=2):
     """The only piece of a rank's timeline of one operation."""
-    args = {"name": f"rank {rank}", "start_time_since_epoch_in_micros": start, "rank": rank, "host": "a", "size": size}
+    args = {
+        "name": f"rank {rank}",
+        "start_time_since_epoch_in_micros": start,
+        "rank": rank,
+        "host": "a",
+        "size": size,
+    }
     title = {"name": "process_name", "ph": "M", "pid": 0, "args": args | {"generation": world}}
     track = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": f"started at {start}"}}
     span = [{"name": "ALLREDUCE", "ph": "B", "ts": 5, "pid": 1}, {"ph": "E", "ts": 9, "pid": 1}]
-    text = "[\n" + ",\n".join(json.dumps(one, separators=(",", ":")) for one in (title, track, *span)) + "\n]\n"
+    text = (
+        "[\n"
+        + ",\n".join(json.dumps(one, separators=(",", ":")) for one in (title, track, *span))
+        + "\n]\n"
+    )
     return json.dumps({"offset": 0, "size": len(text)}).encode() + b"\n" + text.encode()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["the later one last", "the later one first"])
-def test_of_two_timelines_of_a_rank_in_a_world_the_one_that_started_later_is_taken(tmp_path, caplog, order):
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (2, 1, 0)], ids=["the later one last", "the later one first"]
+)
+def test_of_two_timelines_of_a_rank_in_a_world_the_one_that_started_later_is_taken(
+    tmp_path, caplog, order
+):
     """As after Spark started a stage again, when rank 1 moved from task 1 to task 2."""
     sent = [(0, timeline(0, 7_000)), (1, timeline(1, 1_000)), (2, timeline(1, 6_000))]
     path = tmp_path / "trace.json"
-    with caplog.at_level(logging.WARNING, logger="farandole"), timelines.gathered(path) as gathering:
+    with (
+        caplog.at_level(logging.WARNING, logger="farandole"),
+        timelines.gathered(path) as gathering,
+    ):
         timelines.variables()
         for index in order:
             timelines.take(*sent[index])
@@ -71,7 +88,10 @@ def test_a_task_may_send_the_timeline_of_another_rank_and_worlds_are_not_compare
         (1, timeline(0, 5_500)),
         (2, timeline(1, 9_000, world=0)),
     ]
-    with caplog.at_level(logging.WARNING, logger="farandole"), timelines.gathered(path) as gathering:
+    with (
+        caplog.at_level(logging.WARNING, logger="farandole"),
+        timelines.gathered(path) as gathering,
+    ):
         timelines.variables()
         for task, piece in pieces:
             timelines.take(task, piece)

@@ -60,8 +60,10 @@ def test_every_name_of_horovods_torch_module_is_there(hvd):
     start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank mpi_threads_supported
     mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built ProcessSet
     global_process_set add_process_set remove_process_set Average Sum Adasum Min Max Product HorovodInternalError
-    DistributedOptimizer SyncBatchNorm"""
-    assert [name for name in names.split() if name not in hvd.__all__ or not hasattr(hvd, name)] == []
+    DistributedOptimizer SyncBatchNorm"""  # noqa: E501
+    assert [
+        name for name in names.split() if name not in hvd.__all__ or not hasattr(hvd, name)
+    ] == []
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     assert hvd.mpi_ops._basics.rank() == 0
     assert hvd.mpi_ops.handle_average_backwards_compatibility(hvd.Sum, None) == hvd.Sum
@@ -74,7 +76,9 @@ FACTORS = "prescale_factor=1.0 postscale_factor=1.0"
 SIGNATURES = {
     "allreduce": f"tensor average=None name=None compression op=None {FACTORS} process_set",
     "allreduce_async_": f"tensor average=None name=None op=None {FACTORS} process_set",
-    "grouped_allreduce": f"tensors average=None name=None compression op=None {FACTORS} process_set",
+    "grouped_allreduce": (
+        f"tensors average=None name=None compression op=None {FACTORS} process_set"
+    ),
     "sparse_allreduce_async": "tensor name op process_set",
     "allgather": "tensor name=None process_set",
     "grouped_allgather_async": "tensors name=None process_set",
@@ -85,16 +89,21 @@ SIGNATURES = {
     "grouped_reducescatter": f"tensors name=None compression op=0 process_set {FACTORS}",
     "broadcast_object": "obj root_rank=0 name=None process_set",
     "broadcast_optimizer_state": "optimizer root_rank model=None",
-    "DistributedOptimizer": "optimizer named_parameters=None compression backward_passes_per_step=1 op=0 "
-    "gradient_predivide_factor=1.0 num_groups=0 groups=None sparse_as_dense=False process_set "
-    "gradient_as_bucket_view=False fault_tolerant=False",
+    "DistributedOptimizer": (
+        "optimizer named_parameters=None compression backward_passes_per_step=1 op=0 "
+        "gradient_predivide_factor=1.0 num_groups=0 groups=None sparse_as_dense=False process_set "
+        "gradient_as_bucket_view=False fault_tolerant=False"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_horovods(hvd, name):
     def show(parameter):
-        plain = parameter.default is parameter.empty or parameter.name in ("compression", "process_set")
+        plain = parameter.default is parameter.empty or parameter.name in (
+            "compression",
+            "process_set",
+        )
         return parameter.name if plain else f"{parameter.name}={parameter.default}"
 
     parameters = inspect.signature(getattr(hvd, name)).parameters.values()
@@ -178,7 +187,11 @@ def test_a_handle_can_be_polled_and_synchronized_once(hvd):
 
 
 def test_grouped_allreduce_keeps_order_and_dtypes(hvd):
-    tensors = [torch.ones(2), torch.ones(3, dtype=torch.int64), torch.ones(2, 2, dtype=torch.bfloat16)]
+    tensors = [
+        torch.ones(2),
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(2, 2, dtype=torch.bfloat16),
+    ]
     results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
     assert [result.dtype for result in results] == [tensor.dtype for tensor in tensors]
     assert all(torch.equal(result, tensor) for result, tensor in zip(results, tensors, strict=True))
@@ -234,7 +247,8 @@ def test_broadcast_parameters_takes_what_horovod_takes(hvd):
 
 
 def test_a_forked_child_may_ask_for_its_rank_but_not_communicate():
-    # DataLoader workers are forked and ask for the rank; an operation there would race with the parent's.
+    # DataLoader workers are forked and ask for the rank; an operation there would race with the
+    # parent's.
     code = """
 import os, torch, farandole.torch as hvd
 hvd.init()
@@ -251,7 +265,9 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 print(hvd.allreduce(torch.ones(1)).item())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (result.returncode, result.stdout) == (0, "1.0\n"), result.stderr
 
 
@@ -263,10 +279,16 @@ basics.init()
 print(len(os.listdir("/proc/self/task")))
 """
     environment = {key: value for key, value in os.environ.items() if key != "FARANDOLE_JOB"}
-    # The thread of the log is another matter: with this level there is nothing to be logged, and no such thread.
+    # The thread of the log is another matter: with this level there is nothing to be logged, and no
+    # such thread.
     environment["FARANDOLE_LOG_LEVEL"] = "fatal"
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
     )
     assert int(result.stdout) <= 2, result.stdout + result.stderr
 

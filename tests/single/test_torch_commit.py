@@ -22,7 +22,9 @@ def threads(request):
 
 def network() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    )
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +54,9 @@ def test_a_restore_brings_back_the_last_commit_bit_for_bit(kind: type) -> None:
     for _ in range(2):  # what was kept stays as it is
         for handler in handlers:
             handler.restore()
-        assert all(torch.equal(tensor, committed[name]) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor, committed[name]) for name, tensor in model.state_dict().items()
+        )
         torch.set_rng_state(random)
         step(model, optimizer)
         assert all(torch.equal(tensor, after[name]) for name, tensor in model.state_dict().items())

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Commits whose copying another thread does: what is restored is what was committed, whatever came after."""
+"""Commits whose copying another thread does: what is restored is what was committed, whatever
+came after.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 def made(hvd):
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
@@ -27,7 +31,9 @@ def values(model, optimizer):
 
 
 def equal(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def test_a_state_goes_back_to_its_last_commit_though_a_step_followed_at_once(hvd):
@@ -65,7 +71,9 @@ def test_a_change_of_parameters_that_is_no_step_is_an_error(hvd):
         state.commit()
     with torch.no_grad():
         model[0].weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match=r"something other than optimizer.step\(\) changed parameters"):
+    with pytest.raises(
+        RuntimeError, match=r"something other than optimizer.step\(\) changed parameters"
+    ):
         step(model, optimizer)
 
 

@@ -70,7 +70,8 @@ class Line(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 def fit(module):
-    options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False)
     trainer = lightning.Trainer(strategy="farandole", enable_checkpointing=False, **options)
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
 
@@ -101,5 +102,8 @@ def test_lightning_trains_by_distributed_data_parallel_without_the_compiler_and_
 
 @pytest.mark.parametrize("need", NEEDS)
 def test_the_compiler_comes_with_the_first_need_and_optimizers_continue(need):
-    ended = "step()\nassert not compiler.is_deferred()\ncompiler.defer()\nassert not compiler.is_deferred()\n"
+    ended = (
+        "step()\nassert not compiler.is_deferred()\ncompiler.defer()\nassert not "
+        "compiler.is_deferred()\n"
+    )
     subprocess.run([sys.executable, "-c", STEP + NEEDS[need] + ended], check=True, timeout=110)

@@ -19,7 +19,9 @@ from farandole.torch.distributed import _tensors
 
 @pytest.fixture
 def seen(monkeypatch):
-    """A rank of four on a host with four GPUs; returns the device that torch gets when CUDA is used."""
+    """A rank of four on a host with four GPUs; returns the device that torch gets when CUDA is
+    used.
+    """
     queued = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -105,7 +107,12 @@ def test_torch_distributed_hands_the_engine_no_address_on_a_gpu(monkeypatch):
     monkeypatch.setattr(_device, "is_usable", lambda _: True)
     there = torch.arange(3.0).as_subclass(Resident)
     assert _handles.usable(there) is there
-    for copied in (_tensors.host(there), _tensors.numbers(there), _tensors.flat(there), _tensors.joined([there])):
+    for copied in (
+        _tensors.host(there),
+        _tensors.numbers(there),
+        _tensors.flat(there),
+        _tensors.joined([there]),
+    ):
         assert copied.is_cpu
         assert copied.tolist() == [0.0, 1.0, 2.0]
         assert copied.data_ptr() != there.data_ptr()

@@ -120,7 +120,9 @@ def test_a_parameter_in_two_groups_is_refused(hvd):
 def test_a_number_of_groups_by_its_old_name_is_taken_with_a_warning(hvd):
     net = model()
     with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`"):
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), num_groups=2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=1.0), num_groups=2
+        )
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
 
@@ -140,7 +142,9 @@ def test_broadcast_optimizer_state_takes_no_step(hvd):
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in net.parameters())
-    assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True)
+    )
 
 
 def test_zero_grad_forgets_a_partial_backward_pass(hvd):
@@ -155,18 +159,26 @@ def test_zero_grad_forgets_a_partial_backward_pass(hvd):
 
 def test_a_distributed_optimizer_and_a_flat_list_of_groups_are_refused(hvd):
     net = model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters()
+    )
     with pytest.raises(ValueError, match="distributed already"):
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(ValueError, match="list of lists"):
-        hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), groups=list(net.parameters()))
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=1.0), groups=list(net.parameters())
+        )
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
+)
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
 def test_a_copy_is_a_plain_optimizer_that_continues_alike(hvd, op, again):
     net = model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.25), op=getattr(hvd, op))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(net.parameters(), lr=0.25), op=getattr(hvd, op)
+    )
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     other = again(optimizer)

@@ -29,7 +29,13 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 def data(tmp_path):
     x, y = line()
-    write(tmp_path / "intermediate_train_data", x=x, y=y, c=(y > 0).astype(np.int32), w=np.ones(len(y)))
+    write(
+        tmp_path / "intermediate_train_data",
+        x=x,
+        y=y,
+        c=(y > 0).astype(np.int32),
+        w=np.ones(len(y)),
+    )
     return tmp_path
 
 
@@ -54,7 +60,10 @@ def test_a_backend_written_for_horovod_knows_of_no_progress_and_trains_all_the_s
 def test_the_mapping_is_tried_on_rows_of_the_data_and_printed(data, capfd):
     fit(data, linear(), epochs=1, verbose=1, batch_size=48)
     told = capfd.readouterr().err
-    assert "the model gets x -> float32 (rows, 2); it returns (rows, 1) with y float32 by MSELoss" in told
+    assert (
+        "the model gets x -> float32 (rows, 2); it returns (rows, 1) with y float32 by MSELoss"
+        in told
+    )
 
 
 def test_an_input_of_indices_may_be_whole_numbers(tmp_path):
@@ -103,7 +112,9 @@ def test_edit_fields_say_what_a_transformation_makes(data):
         epochs=1,
     )
     assert fitted.getModel().weight.shape == (1, 1)
-    with pytest.raises(ValueError, match="transformation_fn returns no columns with these names: x"):
+    with pytest.raises(
+        ValueError, match="transformation_fn returns no columns with these names: x"
+    ):
         fit(data, one, transformation_fn=lambda row: {"y": row["y"]}, epochs=1)
 
 
@@ -119,7 +130,9 @@ def test_a_transformation_makes_numbers_of_words(tmp_path):
 
     fitted = fit(tmp_path, one, transformation_fn=ranked, epochs=60)
     assert torch.allclose(weights(fitted), torch.tensor([1.0, 1.0]), atol=0.1)
-    with pytest.raises(ValueError, match="tensors cannot hold strings: a transformation_fn can make numbers of x"):
+    with pytest.raises(
+        ValueError, match="tensors cannot hold strings: a transformation_fn can make numbers of x"
+    ):
         fit(tmp_path, one, epochs=1)
     with pytest.raises(ValueError, match="transformation_fn returns column 'x' of"):
         fit(tmp_path, one, transformation_fn=lambda row: row, epochs=1)
@@ -144,7 +157,9 @@ def test_a_minibatch_function_with_horovods_arguments_trains_as_the_built_in_one
 
 
 def test_a_minibatch_function_that_steps_before_a_batch_gets_its_last_step(data):
-    def minibatch(model, optimizer, transform_outputs, loss_fn, inputs, labels, weights, passes, index):
+    def minibatch(
+        model, optimizer, transform_outputs, loss_fn, inputs, labels, weights, passes, index
+    ):
         if index > 0 and index % passes == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -172,7 +187,10 @@ def test_loss_constructors_make_the_losses_in_the_training_process(data):
 
 def test_metrics_of_torchmetrics_are_computed_over_all_rows(data):
     torchmetrics = pytest.importorskip("torchmetrics")
-    metrics = [torchmetrics.classification.MulticlassAccuracy(2, average="micro"), torchmetrics.MeanMetric()]
+    metrics = [
+        torchmetrics.classification.MulticlassAccuracy(2, average="micro"),
+        torchmetrics.MeanMetric(),
+    ]
 
     class Correct(torchmetrics.Metric):
         def __init__(self):
@@ -186,7 +204,8 @@ def test_metrics_of_torchmetrics_are_computed_over_all_rows(data):
             return self.right
 
     fitted = fit(
-        data, linear(2), label_cols=["c"], loss=torch.nn.CrossEntropyLoss(), metrics=[metrics[0], Correct()], epochs=3,
+        data, linear(2), label_cols=["c"], loss=torch.nn.CrossEntropyLoss(),
+        metrics=[metrics[0], Correct()], epochs=3,
         batch_size=36,
     )  # fmt: skip
     last = fitted.getHistory()[-1]["train"]["all_metrics"]
@@ -209,7 +228,9 @@ def test_the_learning_rate_follows_its_scheduler_on_fresh_and_resumed_runs(data)
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 @pytest.mark.parametrize("kind", ["LinearLR", "LambdaLR", "OneCycleLR"])
-def test_a_scheduler_that_is_made_on_the_spot_continues_where_it_was_in_a_resumed_run(data, kind, interval):
+def test_a_scheduler_that_is_made_on_the_spot_continues_where_it_was_in_a_resumed_run(
+    data, kind, interval
+):
     def make(optimizer):
         schedulers = torch.optim.lr_scheduler
         if kind == "LinearLR":
@@ -225,7 +246,9 @@ def test_a_scheduler_that_is_made_on_the_spot_continues_where_it_was_in_a_resume
     whole = scheduled(epochs=4, run_id="whole")
     scheduled(epochs=2, run_id="parts")
     parts = scheduled(epochs=4, run_id="parts")
-    assert parts.getOptimizer().param_groups[0]["lr"] == pytest.approx(whole.getOptimizer().param_groups[0]["lr"])
+    assert parts.getOptimizer().param_groups[0]["lr"] == pytest.approx(
+        whole.getOptimizer().param_groups[0]["lr"]
+    )
     assert torch.allclose(weights(parts), weights(whole), atol=1e-6)
 
 
@@ -233,7 +256,9 @@ def test_a_scheduler_may_be_made_on_the_spot_and_step_with_every_batch(data):
     def make(optimizer):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
-    fitted = fit(data, linear(), lr_scheduler=make, lr_scheduler_interval="step", epochs=1, batch_size=32)
+    fitted = fit(
+        data, linear(), lr_scheduler=make, lr_scheduler_interval="step", epochs=1, batch_size=32
+    )
     assert fitted.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05 / 8)
 
 
@@ -241,9 +266,15 @@ def test_gradients_are_clipped_to_a_norm(data):
     before = torch.cat([one.detach().reshape(-1) for one in linear().parameters()])
     model = linear()
     fitted = fit(
-        data, model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), gradient_clip_norm=0.01, max_steps=1
+        data,
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        gradient_clip_norm=0.01,
+        max_steps=1,
     )
-    assert torch.linalg.vector_norm(weights(fitted) - before).item() == pytest.approx(0.01, rel=1e-3)
+    assert torch.linalg.vector_norm(weights(fitted) - before).item() == pytest.approx(
+        0.01, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -259,12 +290,17 @@ def test_a_run_that_becomes_no_better_ends_early(data):
     assert (
         len(
             fit(
-                data, model, optimizer=still, early_stopping={"monitor": "loss", "patience": 2, "min_delta": 1e-3}
+                data,
+                model,
+                optimizer=still,
+                early_stopping={"monitor": "loss", "patience": 2, "min_delta": 1e-3},
             ).getHistory()
         )
         == 3
     )
-    with pytest.raises(ValueError, match="there is no 'val_accuracy' in the history, there is: loss"):
+    with pytest.raises(
+        ValueError, match="there is no 'val_accuracy' in the history, there is: loss"
+    ):
         fit(data, linear(), early_stopping={"monitor": "val_accuracy"})
 
 
@@ -274,13 +310,28 @@ def test_the_best_epoch_is_kept_and_returned_and_every_so_many_stay(data):
             with torch.no_grad():
                 state.model.weight.add_(100.0)
 
-    fitted = fit(data, linear(), epochs=4, best_checkpoint="loss", checkpoint_every=2, run_id="r", callbacks=[worsen])
+    fitted = fit(
+        data,
+        linear(),
+        epochs=4,
+        best_checkpoint="loss",
+        checkpoint_every=2,
+        run_id="r",
+        callbacks=[worsen],
+    )
     losses = [one["train"]["loss"] for one in fitted.getHistory()]
     assert int(np.argmin(losses)) == 2
     assert losses[3] > losses[2]
     run = data / "runs" / "r"
     names = {path.name for path in run.iterdir() if path.is_file()}
-    kept = {"_fingerprint.json", "_record.json", "_run.json", "checkpoint", "checkpoint.previous", "checkpoint.best"}
+    kept = {
+        "_fingerprint.json",
+        "_record.json",
+        "_run.json",
+        "checkpoint",
+        "checkpoint.previous",
+        "checkpoint.best",
+    }
     assert names == kept | {"checkpoint.epoch-0002", "checkpoint.epoch-0004"}
     best = unpack_state((run / "checkpoint.best").read_bytes())
     assert len(best["history"]) == 3
@@ -316,7 +367,14 @@ def noted(state):
 def test_callbacks_are_called_at_their_moments_and_can_end_the_run(data):
     SEEN.clear()
     assert len(fit(data, linear(), epochs=5, callbacks=[Noted()]).getHistory()) == 2
-    assert SEEN == [("begin", 0, 1), ("batch", 0), ("epoch", 0), ("batch", 1), ("epoch", 1), ("end", 1)]
+    assert SEEN == [
+        ("begin", 0, 1),
+        ("batch", 0),
+        ("epoch", 0),
+        ("batch", 1),
+        ("epoch", 1),
+        ("end", 1),
+    ]
     SEEN.clear()
     fit(data, linear(), epochs=3, callbacks=[noted])
     assert SEEN == [0, 1, 2]
@@ -343,7 +401,9 @@ def test_rows_kept_in_memory_teach_the_same_number_of_steps(data):
 
 def test_deterministic_runs_have_equal_bits(data):
     first = fit(data, linear(), deterministic=True, random_seed=None, epochs=2)
-    assert torch.equal(weights(first), weights(fit(data, linear(), deterministic=True, random_seed=None, epochs=2)))
+    assert torch.equal(
+        weights(first), weights(fit(data, linear(), deterministic=True, random_seed=None, epochs=2))
+    )
     torch.use_deterministic_algorithms(False)
 
 
@@ -393,7 +453,10 @@ def test_weights_that_are_all_zero_are_said_with_their_column(tmp_path):
 def test_a_class_that_the_output_lacks_is_said_with_both(tmp_path):
     x, _ = line()
     write(tmp_path / "intermediate_train_data", x=x, c=np.arange(96) % 3)
-    with pytest.raises(ValueError, match="label column 'c' holds class 2, the model's output has the classes 0 to 1"):
+    with pytest.raises(
+        ValueError,
+        match="label column 'c' holds class 2, the model's output has the classes 0 to 1",
+    ):
         fit(tmp_path, linear(2), label_cols=["c"], loss=torch.nn.CrossEntropyLoss(), epochs=1)
 
 
@@ -405,7 +468,9 @@ def test_a_failed_run_starts_again_from_its_checkpoint(data, capfd):
                 raise FarandoleJobError(f"rank 1 was ended by signal SIGKILL ({self.runs})")
             return super().run(fn, args, kwargs, env, on_progress)
 
-    fitted = fit(data, linear(), epochs=2, backend=Flaky(), on_failure="restart", max_restarts=2, verbose=1)
+    fitted = fit(
+        data, linear(), epochs=2, backend=Flaky(), on_failure="restart", max_restarts=2, verbose=1
+    )
     assert len(fitted.getHistory()) == 2
     assert "starting again from the last checkpoint, restarts left: 0" in capfd.readouterr().err
     with pytest.raises(FarandoleJobError):
@@ -424,7 +489,8 @@ def test_mlflow_gets_parameters_metrics_and_the_model(data, monkeypatch):
     flavor.log_model = lambda model, name=None: told.append(("log_model", (model,), {"name": name}))
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.setitem(sys.modules, "mlflow.pytorch", flavor)
-    monkeypatch.setitem(sys.modules, "mlflow.data.dataset_source_registry", None)  # where MLflow itself was imported
+    # where MLflow itself was imported
+    monkeypatch.setitem(sys.modules, "mlflow.data.dataset_source_registry", None)
     made = estimator(data, linear(), epochs=2, mlflow=True, run_id="named", backend=Telling())
     made.fit_on_parquet()
     assert [name for name, *_ in told] == [
@@ -459,11 +525,15 @@ def test_mlflow_has_signature_example_data_and_load_of_a_run(data, tmp_path, mon
             time.sleep(1.5)  # MLflow looks at the host's load meanwhile
             return super().run(fn, args, kwargs, env, on_progress)
 
-    estimator(data, linear(), epochs=2, mlflow=True, run_id="named", backend=Slow()).fit_on_parquet()
+    estimator(
+        data, linear(), epochs=2, mlflow=True, run_id="named", backend=Slow()
+    ).fit_on_parquet()
     (run,) = mlflow.search_runs(output_format="list")
     assert run.info.run_name == "named"
     assert run.data.params["epochs"] == "2"
-    assert [one.step for one in mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")] == [0, 1]
+    assert [
+        one.step for one in mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    ] == [0, 1]
     (dataset,) = (one.dataset for one in run.inputs.dataset_inputs)
     fingerprint = json.loads((data / "runs" / "named" / "_fingerprint.json").read_text())
     digests = {one["name"]: one["digest"] for one in fingerprint["parts"]}
@@ -482,7 +552,10 @@ class Telling(Here):
     def run(self, fn, args=(), kwargs=None, env=None, on_progress=None):
         results = super().run(fn, args, kwargs, env, on_progress)
         for entry in results[0].history:
-            on_progress(0, {"kind": "epoch", "entry": entry, "epochs": 2, "steps": 1, "rows_per_second": 1.0})
+            on_progress(
+                0,
+                {"kind": "epoch", "entry": entry, "epochs": 2, "steps": 1, "rows_per_second": 1.0},
+            )
         return results
 
 
@@ -508,7 +581,10 @@ def test_tensorboard_reads_the_events_of_a_run(data):
     events = (data / "runs" / "r" / "logs" / "events.out.tfevents.farandole").read_bytes()
     assert events[:8] == (26).to_bytes(8, "little")
     assert b"train/loss" in events
-    history = [json.loads(text) for text in (data / "runs" / "r" / "logs" / "history.jsonl").read_text().splitlines()]
+    history = [
+        json.loads(text)
+        for text in (data / "runs" / "r" / "logs" / "history.jsonl").read_text().splitlines()
+    ]
     assert history == fitted.getHistory()
 
 
@@ -542,16 +618,26 @@ def test_a_batch_norm_over_two_ranks_is_that_of_one_with_twice_the_batch(data):
     def network(norm, lr):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(2, 4), norm(4), torch.nn.Linear(4, 1))
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=lr), "epochs": 2}
+        return {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=lr),
+            "epochs": 2,
+        }
 
     alone = fit(data, batch_size=32, **network(torch.nn.BatchNorm1d, 0.1))
     pair = fit(data, batch_size=16, backend=LocalBackend(2), **network(hvd.SyncBatchNorm, 0.05))
     assert torch.allclose(weights(alone), weights(pair), atol=1e-5)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
-        assert torch.allclose(getattr(alone.getModel()[1], name), getattr(pair.getModel()[1], name), atol=1e-5)
+        assert torch.allclose(
+            getattr(alone.getModel()[1], name), getattr(pair.getModel()[1], name), atol=1e-5
+        )
 
 
-@pytest.mark.parametrize("compressor", [Int8(), TopK(0.5), PowerSGD(2)], ids=["int8", "top-k", "powersgd"])
+@pytest.mark.parametrize(
+    "compressor", [Int8(), TopK(0.5), PowerSGD(2)], ids=["int8", "top-k", "powersgd"]
+)
 def test_a_compressor_travels_to_the_training_processes(data, compressor):
-    fitted = fit(data, linear(), backend=LocalBackend(2), gradient_compression=compressor, epochs=12)
+    fitted = fit(
+        data, linear(), backend=LocalBackend(2), gradient_compression=compressor, epochs=12
+    )
     assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.2)

@@ -75,13 +75,21 @@ def fit(tmp_path, model, backend=None, **params):
 
 
 def weights(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.getModel().parameters()])
+    return torch.cat(
+        [parameter.detach().reshape(-1) for parameter in model.getModel().parameters()]
+    )
 
 
 @pytest.fixture
 def data(tmp_path):
     x, y = line()
-    write(tmp_path / "intermediate_train_data", x=x, y=y, c=(y > 0).astype(np.int32), w=np.ones(len(y)))
+    write(
+        tmp_path / "intermediate_train_data",
+        x=x,
+        y=y,
+        c=(y > 0).astype(np.int32),
+        w=np.ones(len(y)),
+    )
     return tmp_path
 
 
@@ -125,7 +133,9 @@ def test_history_has_a_mean_over_rows_for_every_epoch(data):
     assert [entry["epoch"] for entry in fitted.getHistory()] == [0, 1, 2]
     for entry in fitted.getHistory():
         assert entry["rows"] == 96
-        assert entry["train"]["all_metrics"] == [{"double": pytest.approx(2 * entry["train"]["loss"])}]
+        assert entry["train"]["all_metrics"] == [
+            {"double": pytest.approx(2 * entry["train"]["loss"])}
+        ]
     assert list(fitted.history_frame().columns) == ["epoch", "loss", "double", "seconds", "rows"]
 
 
@@ -134,7 +144,9 @@ def test_validation_data_is_scored_with_the_epochs_model(data):
     write(data / "intermediate_val_data", x=x, y=y)
     fitted = fit(data, linear(), epochs=2, val_batch_size=4)
     module = fitted.getModel().eval()
-    expected = torch.nn.functional.mse_loss(module(torch.from_numpy(x)).reshape(-1), torch.from_numpy(y)).item()
+    expected = torch.nn.functional.mse_loss(
+        module(torch.from_numpy(x)).reshape(-1), torch.from_numpy(y)
+    ).item()
     assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -154,7 +166,10 @@ def test_rows_of_weight_zero_teach_nothing(data):
     x, y = line()
     wrong = np.arange(96) % 2 == 0
     write(
-        data / "intermediate_train_data", x=x, y=np.where(wrong, 100, y).astype(np.float32), w=np.where(wrong, 0.0, 1.0)
+        data / "intermediate_train_data",
+        x=x,
+        y=np.where(wrong, 100, y).astype(np.float32),
+        w=np.where(wrong, 0.0, 1.0),
     )
     fitted = fit(data, linear(), sample_weight_col="w", epochs=80)
     assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.1)
@@ -216,7 +231,14 @@ def test_several_labels_get_an_output_and_a_loss_each(data):
         return (output.argmax(1) == label).float().mean()
 
     losses = [torch.nn.MSELoss(), torch.nn.CrossEntropyLoss()]
-    fitted = fit(data, Two(), label_cols=["y", "c"], loss=losses, loss_weights=[1.0, 1.0], metrics=[[error, accuracy]])
+    fitted = fit(
+        data,
+        Two(),
+        label_cols=["y", "c"],
+        loss=losses,
+        loss_weights=[1.0, 1.0],
+        metrics=[[error, accuracy]],
+    )
     last = fitted.getHistory()[-1]["train"]["all_metrics"]
     assert set(last[0]) == {"error_y", "accuracy_c"}
     assert last[0]["accuracy_c"] > 0.9
@@ -258,11 +280,16 @@ def test_a_run_continues_where_its_checkpoint_ends(data):
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_run(data, capfd):
     fit(data, linear(), epochs=1, run_id="r")
-    with pytest.raises(ValueError, match=r"run 'r' belongs to another model or optimizer: .* file://.*/runs/r: "):
+    with pytest.raises(
+        ValueError, match=r"run 'r' belongs to another model or optimizer: .* file://.*/runs/r: "
+    ):
         fit(data, torch.nn.Sequential(linear()), epochs=2, run_id="r", resume="force")
     fit(data, linear(), epochs=2, run_id="r", resume="force", verbose=1)
     told = capfd.readouterr().err
-    assert f"run r continues from its checkpoint file://{data}/runs/r/checkpoint, up to epoch 2" in told
+    assert (
+        f"run r continues from its checkpoint file://{data}/runs/r/checkpoint, up to epoch 2"
+        in told
+    )
 
 
 def test_the_checkpoint_is_plain_tensors_and_the_logs_are_lines(data):
@@ -288,18 +315,26 @@ def test_a_model_that_does_not_take_the_columns_is_refused_before_training(data)
         def forward(self, x):
             return self.inner(x), self.inner(x)
 
-    with pytest.raises(ValueError, match=r"the model does not take its 1 feature columns as \(x \(2, 2\)\)"):
+    with pytest.raises(
+        ValueError, match=r"the model does not take its 1 feature columns as \(x \(2, 2\)\)"
+    ):
         fit(data, torch.nn.Linear(5, 1))
-    with pytest.raises(ValueError, match="label column count 1 must equal the count of model outputs 2"):
+    with pytest.raises(
+        ValueError, match="label column count 1 must equal the count of model outputs 2"
+    ):
         fit(data, Twice())
     with pytest.raises(ValueError, match="it returned tuple of Tensor, tuple"):
         fit(data, torch.nn.LSTM(2, 1))
-    with pytest.raises(ValueError, match=r"one row per row of its input: .* column 'y' has shape \(\)"):
+    with pytest.raises(
+        ValueError, match=r"one row per row of its input: .* column 'y' has shape \(\)"
+    ):
         fit(data, torch.nn.Sequential(linear(), Mean()))
     torch_warns = pytest.warns(UserWarning, match="due to broadcasting")
     with (
         torch_warns,
-        pytest.raises(ValueError, match=r"column 'y' does not take output \(3, 2\) and float32 label \(3,\)"),
+        pytest.raises(
+            ValueError, match=r"column 'y' does not take output \(3, 2\) and float32 label \(3,\)"
+        ),
     ):
         fit(data, linear(2), batch_size=2)
     with pytest.raises(ValueError, match="the loss of column 'y' does not take"):
@@ -307,7 +342,9 @@ def test_a_model_that_does_not_take_the_columns_is_refused_before_training(data)
 
 
 def test_losses_and_metrics_that_give_no_number_are_named(data):
-    with pytest.raises(ValueError, match=r"loss of column 'y' must return one number, .* shape \(2, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"loss of column 'y' must return one number, .* shape \(2, 1\)"
+    ):
         fit(data, linear(), loss=torch.nn.MSELoss(reduction="none"))
     with pytest.raises(ValueError, match="one function, or one per label column: 2 for 1 columns"):
         fit(data, linear(), metrics=[[len, len]])
@@ -315,7 +352,9 @@ def test_losses_and_metrics_that_give_no_number_are_named(data):
     def difference(output, label):
         return output - label
 
-    with pytest.raises(ValueError, match=r"metric difference must return one number, it returned shape \(8, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"metric difference must return one number, it returned shape \(8, 1\)"
+    ):
         fit(data, linear(), metrics=[difference])
 
 
@@ -327,7 +366,9 @@ class Mean(torch.nn.Module):
 
 
 def test_a_column_that_is_not_in_the_data_is_named(data):
-    with pytest.raises(ValueError, match="feature column 'xx' is not in the training data, did you mean 'x'"):
+    with pytest.raises(
+        ValueError, match="feature column 'xx' is not in the training data, did you mean 'x'"
+    ):
         fit(data, linear(), feature_cols=["xx"])
 
 
@@ -344,7 +385,12 @@ def test_two_ranks_train_like_one_with_twice_the_batch(data):
         optimizer=torch.optim.SGD(one.parameters(), lr=0.02),
     )
     pair = fit(
-        data, two, backend=LocalBackend(2), batch_size=8, epochs=3, optimizer=torch.optim.SGD(two.parameters(), lr=0.01)
+        data,
+        two,
+        backend=LocalBackend(2),
+        batch_size=8,
+        epochs=3,
+        optimizer=torch.optim.SGD(two.parameters(), lr=0.01),
     )
     assert torch.allclose(weights(alone), weights(pair), atol=1e-5)
     for left, right in zip(alone.getHistory(), pair.getHistory(), strict=True):
@@ -356,12 +402,27 @@ def test_two_ranks_train_like_one_with_twice_the_batch(data):
 def test_labels_are_cast_by_their_loss():
     from farandole.data.columns import Column
 
-    whole, real, vector = Column("a", "int32", ()), Column("b", "float64", ()), Column("c", "float64", (3,))
+    whole, real, vector = (
+        Column("a", "int32", ()),
+        Column("b", "float64", ()),
+        Column("c", "float64", (3,)),
+    )
     for loss in (torch.nn.CrossEntropyLoss(), torch.nn.functional.nll_loss):
-        assert [label_dtype(loss, column) for column in (whole, real, vector)] == ["int64", "int64", "float32"]
-    for loss in (torch.nn.MSELoss(), torch.nn.functional.l1_loss, torch.nn.functional.binary_cross_entropy):
+        assert [label_dtype(loss, column) for column in (whole, real, vector)] == [
+            "int64",
+            "int64",
+            "float32",
+        ]
+    for loss in (
+        torch.nn.MSELoss(),
+        torch.nn.functional.l1_loss,
+        torch.nn.functional.binary_cross_entropy,
+    ):
         assert label_dtype(loss, whole) == "float32"
-    assert [label_dtype(lambda output, _: output, column) for column in (whole, real)] == ["int64", "float32"]
+    assert [label_dtype(lambda output, _: output, column) for column in (whole, real)] == [
+        "int64",
+        "float32",
+    ]
 
 
 def test_a_label_takes_the_shape_of_an_output_of_its_size():
@@ -374,7 +435,9 @@ def test_a_label_takes_the_shape_of_an_output_of_its_size():
 def test_weighted_losses_are_means_of_loss_times_weight():
     output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]])
     for loss in (torch.nn.MSELoss(), torch.nn.functional.mse_loss):
-        assert weighted(loss)(output, label, torch.tensor([2.0, 0.5])).item() == pytest.approx((2 + 2) / 2)
+        assert weighted(loss)(output, label, torch.tensor([2.0, 0.5])).item() == pytest.approx(
+            (2 + 2) / 2
+        )
 
 
 def test_every_row_of_a_step_counts_alike():

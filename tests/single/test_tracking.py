@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Calls to Weights & Biases, by a module that replaces its library, and MLflow itself with unusual stores."""
+"""Calls to Weights & Biases, by a module that replaces its library, and MLflow itself with
+unusual stores.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 from tests.single.training import fit, line, linear, write
 
 from farandole.spark.common.runs import trackers
-from farandole.spark.common.runs.tracking import DataSet, MlflowTracker, Tracker, Trackers, WandbTracker
+from farandole.spark.common.runs.tracking import (
+    DataSet,
+    MlflowTracker,
+    Tracker,
+    Trackers,
+    WandbTracker,
+)
 
 PARAMETERS = {"batch_size": 8}
 
@@ -28,7 +36,9 @@ def wandb(monkeypatch):
     told = []
     fake = types.ModuleType("wandb")
     run = types.SimpleNamespace(
-        config=types.SimpleNamespace(update=lambda values, **options: told.append(("config", values, *options))),
+        config=types.SimpleNamespace(
+            update=lambda values, **options: told.append(("config", values, *options))
+        ),
         log=lambda row: told.append(("log", row)),
         define_metric=lambda name, step_metric: told.append(("define", name, step_metric)),
         finish=lambda exit_code: told.append(("finish", exit_code)),
@@ -73,7 +83,9 @@ def test_several_trackers_get_a_run_and_all_end_if_one_cannot_start(wandb):
     with Trackers([WandbTracker("a", {}), WandbTracker("b", {})]) as both:
         both.report(epoch(0, 1.0))
         both.model(None, "pytorch")
-    assert [name for name, *_ in wandb.told] == ["init", "define", "config"] * 2 + ["log"] * 2 + ["finish"] * 2
+    assert [name for name, *_ in wandb.told] == ["init", "define", "config"] * 2 + ["log"] * 2 + [
+        "finish"
+    ] * 2
     wandb.told.clear()
     with pytest.raises(ConnectionError), Trackers([WandbTracker("a", {}), Unwilling()]):
         pass
@@ -88,7 +100,9 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
         WandbTracker("named", {})
 
 
-def test_mlflow_takes_a_run_on_a_store_that_it_does_not_know_and_a_failed_start_leaves_no_run(tmp_path, monkeypatch):
+def test_mlflow_takes_a_run_on_a_store_that_it_does_not_know_and_a_failed_start_leaves_no_run(
+    tmp_path, monkeypatch
+):
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""RD-T1 and RD-T2: each row of each epoch counts once, whichever ranks join and leave in any step."""
+"""RD-T1 and RD-T2: each row of each epoch counts once, whichever ranks join and leave in any
+step.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ class World:
         left = [books for books in self.ranks if self.random.random() >= 0.3] or self.ranks[:1]
         self.losses += len(self.ranks) - len(left)
         if finished:
-            # Those that have not finished it take the state of one that has, which may have read on.
+            # Those that have not finished it take the state of one that has, which may have read
+            # on.
             for books in left:
                 books.finished()
             if self.random.random() < 0.5 and left[0].epoch < EPOCHS - 1:
@@ -92,7 +95,9 @@ class World:
         self.random.shuffle(order)
         # The world may break again while some have agreed already.
         told = self.told(left, comers)
-        for number in self.random.sample(range(len(left)), self.random.choice([0, 0, len(left) // 2])):
+        for number in self.random.sample(
+            range(len(left)), self.random.choice([0, 0, len(left) // 2])
+        ):
             left[number].agree([told[other] for other in order], order.index(number))
         records = self.told(left, comers)
         self.ranks = [everybody[number] for number in order]
@@ -100,7 +105,11 @@ class World:
             books.agree([records[number] for number in order], rank)
         first = self.ranks[0]
         for books in self.ranks:
-            assert (books.place, books.rounds, books.dealt) == (first.place, first.rounds, first.dealt), "RD-T2"
+            assert (books.place, books.rounds, books.dealt) == (
+                first.place,
+                first.rounds,
+                first.dealt,
+            ), "RD-T2"
         if not finished:
             for books in self.ranks:
                 self.take(books)
@@ -129,7 +138,11 @@ def test_an_epoch_without_changes_is_dealt_out_in_order() -> None:
     while (piece := books.next(epoch)) is not None:
         pieces.append(piece)
         books.finished()
-    assert [rows_of(books, piece) for piece in pieces] == [[(0, 1), (0, 3)], [(0, 5), (0, 7)], [(0, 9)]]
+    assert [rows_of(books, piece) for piece in pieces] == [
+        [(0, 1), (0, 3)],
+        [(0, 5), (0, 7)],
+        [(0, 9)],
+    ]
     assert books.epoch == 1
     assert books.rounds_left() == 3
 

@@ -76,7 +76,9 @@ def _own_folder(tmp_path_factory):
 
 
 def begun():
-    """Returns the time at which this process became a worker, whether it had imported torch, and its id."""
+    """Returns the time at which this process became a worker, whether it had imported torch, and
+    its id.
+    """
     import sys
     import time
 
@@ -127,10 +129,13 @@ if __name__ == "__main__":
 
 
 def test_the_first_optimizer_of_a_warm_worker_does_not_import_the_compiler(tmp_path):
-    # A process of its own: workers have what their driver has imported, and other tests import the compiler.
+    # A process of its own: workers have what their driver has imported, and other tests import the
+    # compiler.
     script = tmp_path / "first_step.py"
     script.write_text(FIRST_STEP)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "[False]\n"), done.stderr
 
 
@@ -138,7 +143,9 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
     LocalBackend(1, verbose=0).run(begun)
     cold = [sys.executable, "-m", "farandole.runner.worker"]
     env = {"FARANDOLE_PAYLOAD_FD": None, "FARANDOLE_RESULT_FD": None}
-    changes = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
+    changes = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    }
     from farandole.runner.agent import environment
 
     # What a server imports depends on what this process has imported, by other tests for one.
@@ -156,7 +163,8 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
         times.append(time.monotonic() - started)
         assert (done.returncode, "is started by an agent" in done.stderr) == (2, True), done.stderr
     assert len(servers()) == 1
-    # On a machine that does other things, too, an interpreter that starts and ends has no better luck.
+    # On a machine that does other things, too, an interpreter that starts and ends has no better
+    # luck.
     assert min(times) < max(0.1, 15 * min(floors)), (times, floors)
 
 
@@ -247,7 +255,9 @@ def alive(pid) -> bool:
 
 
 @pytest.mark.parametrize("victim", ["driver", pytest.param("server", marks=pytest.mark.slow)])
-def test_warm_workers_and_their_children_die_with_their_driver_and_with_their_server(victim, tmp_path):
+def test_warm_workers_and_their_children_die_with_their_driver_and_with_their_server(
+    victim, tmp_path
+):
     code = f"""
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -261,7 +271,9 @@ LocalBackend(2, verbose=0).run(test_warm_workers.sleeper, args=({str(tmp_path)!r
     try:
         until(lambda: len(os.listdir(tmp_path)) == 4, limit=60)
         own = f"\0{driver.pid}\0".encode()
-        found = [pid for pid in children_of_nobody("farandole.runner.forkserver") if own in _command(pid)]
+        found = [
+            pid for pid in children_of_nobody("farandole.runner.forkserver") if own in _command(pid)
+        ]
         # The server and, as its forks, the workers.
         workers = [int(name) for name in os.listdir(tmp_path)]
         server = next(pid for pid in found if pid not in workers)
@@ -308,19 +320,28 @@ print("ran", flush=True)
 sys.stdin.read()
 """
     before = set(folder.iterdir())
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as driver:
         assert driver.stdout.readline() == b"ran\n"
         left = set(folder.iterdir()) - before
         own = f"\0{driver.pid}\0".encode()
-        for pid in [pid for pid in children_of_nobody("farandole.runner.forkserver") if own in _command(pid)]:
+        for pid in [
+            pid for pid in children_of_nobody("farandole.runner.forkserver") if own in _command(pid)
+        ]:
             os.kill(pid, signal.SIGKILL)
         driver.kill()
     assert {path.suffix for path in left} == {"", ".lock"}
-    # Those of others stay: who lives may start it again, and in another container the numbers are others.
-    theirs = [folder / name for name in ("warm-1", "warm-1.lock", "warm-2", "warm-2.lock", "warm-3.lock")]
+    # Those of others stay: who lives may start it again, and in another container the numbers are
+    # others.
+    theirs = [
+        folder / name for name in ("warm-1", "warm-1.lock", "warm-2", "warm-2.lock", "warm-3.lock")
+    ]
     numbers = os.readlink("/proc/self/ns/pid")
     for path, told in zip(
-        theirs, ("", f"{os.getpid()} {warm.started(os.getpid())} {numbers}", "", "1 1 pid:[7]", ""), strict=True
+        theirs,
+        ("", f"{os.getpid()} {warm.started(os.getpid())} {numbers}", "", "1 1 pid:[7]", ""),
+        strict=True,
     ):
         path.write_text(told)
     LocalBackend(1, verbose=0, env={"MALLOC_TOP_PAD_": "131072"}).run(begun)
@@ -366,13 +387,18 @@ def test_a_changed_environment_or_package_gets_a_server_of_its_own(tmp_path, mon
     assert len(servers()) == len(with_package) + 1
 
 
-def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_way(tmp_path, monkeypatch):
+def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_way(
+    tmp_path, monkeypatch
+):
     (tmp_path / "threaded.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), "
+        "daemon=True).start()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for preload in ("threaded", "no_such_module"):
-        monkeypatch.setattr(warm, "wanted", lambda *_, preload=preload, **__: warm.Warm((preload,), 20.0))
+        monkeypatch.setattr(
+            warm, "wanted", lambda *_, preload=preload, **__: warm.Warm((preload,), 20.0)
+        )
         ((_, _, pid),) = LocalBackend(1, verbose=0).run(begun)
         assert pid not in servers()
 
@@ -386,11 +412,14 @@ def test_warm_workers_are_wanted_with_torch_and_repeated_fits(monkeypatch):
     monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "off")
     assert warm.wanted(None, by_default=True) is None
     monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "sometimes")
-    with pytest.raises(ValueError, match="FARANDOLE_WARM_WORKERS must be auto, on or off: sometimes"):
+    with pytest.raises(
+        ValueError, match="FARANDOLE_WARM_WORKERS must be auto, on or off: sometimes"
+    ):
         warm.wanted(None, by_default=True)
     monkeypatch.delenv("FARANDOLE_WARM_WORKERS")
     with monkeypatch.context() as inner:
-        # Who talks to kernels has imported that, too; that a kernel wants them is seen in one (test_notebook.py).
+        # Who talks to kernels has imported that, too; that a kernel wants them is seen in one
+        # (test_notebook.py).
         inner.setitem(sys.modules, "ipykernel", sys)
         assert warm.wanted(None, by_default=False) is None
         inner.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")

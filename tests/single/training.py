@@ -66,7 +66,9 @@ def estimator(directory, model, **params):
         "store": LocalStore(str(directory)),
         "backend": Here(),
     }
-    return TorchEstimator(**{name: value for name, value in (known | params).items() if value is not None})
+    return TorchEstimator(
+        **{name: value for name, value in (known | params).items() if value is not None}
+    )
 
 
 def fit(directory, model, **params):
@@ -75,4 +77,6 @@ def fit(directory, model, **params):
 
 
 def weights(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.getModel().parameters()])
+    return torch.cat(
+        [parameter.detach().reshape(-1) for parameter in model.getModel().parameters()]
+    )

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# Where the tests of estimators have Keras run; it is the backend that is imported anyway. Slow tests take the others.
-# Set while modules are collected, which import Keras, and while these tests run: others start processes of TensorFlow.
+# Where the tests of estimators have Keras run; it is the backend that is imported anyway. Slow
+# tests take the others. Set while modules are collected, which import Keras, and while these tests
+# run: others start processes of TensorFlow.
 BACKEND = "KERAS_BACKEND"
 CHOSEN = os.environ.get(BACKEND, "torch")
 GIVEN = BACKEND in os.environ
@@ -85,7 +86,9 @@ class Pids:
 
     @property
     def note(self) -> Callable[[], None]:
-        """A function that picklers carry by value and that notes the process calling it, and its rank."""
+        """A function that picklers carry by value and that notes the process calling it, and its
+        rank.
+        """
         folder = self.folder
 
         def note() -> None:
@@ -102,17 +105,27 @@ class Pids:
         return sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
 
     def of_rank(self, rank: int) -> int:
-        """The process of a rank that has noted itself; a warm worker's is not in `/proc/<pid>/environ`."""
-        (pid,) = [pid for pid in self.seen() if Path(self.folder, str(pid)).read_text() == str(rank)]
+        """The process of a rank that has noted itself; a warm worker's is not in
+        `/proc/<pid>/environ`.
+        """
+        (pid,) = [
+            pid for pid in self.seen() if Path(self.folder, str(pid)).read_text() == str(rank)
+        ]
         return pid
 
-    def wait(self, count: int, limit: float = 30.0, driver: subprocess.Popen[str] | None = None) -> list[int]:
-        """Waits until so many workers have noted themselves, or the driver that starts them has ended."""
+    def wait(
+        self, count: int, limit: float = 30.0, driver: subprocess.Popen[str] | None = None
+    ) -> list[int]:
+        """Waits until so many workers have noted themselves, or the driver that starts them has
+        ended.
+        """
         deadline = time.monotonic() + limit
         while len(self.seen()) < count:
             told = f"only {len(self.seen())} of {count} workers started"
             if driver is not None and driver.poll() is not None:
-                raise AssertionError(f"{told}, and their driver has ended:\n{driver.communicate()[1][-3000:]}")
+                raise AssertionError(
+                    f"{told}, and their driver has ended:\n{driver.communicate()[1][-3000:]}"
+                )
             assert time.monotonic() < deadline, f"{told} in {limit} s"
             time.sleep(0.01)
         return self.seen()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Sparks of their own, as people deploy them, each started from the installed pyspark and gone with its test."""
+"""Sparks of their own, as people deploy them, each started from the installed pyspark and gone
+with its test.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,12 @@ from pyspark.sql import SparkSession
 import farandole.spark
 def session(master, **settings):
     builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
-    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.local.dir", os.getcwd())
-    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
-    builder = builder.config("spark.executor.memory", "512m").config("spark.sql.shuffle.partitions", "2")
+    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.local.dir",
+        os.getcwd())
+    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress",
+        "127.0.0.1")
+    builder = builder.config("spark.executor.memory", "512m").config("spark.sql.shuffle.partitions",
+        "2")
     for name, value in settings.items():
         builder = builder.config("spark." + name.replace("_", "."), value)
     spark = builder.getOrCreate()
@@ -71,7 +76,7 @@ def until_executors(count, limit):
     while len(executors()) < count:
         assert time.monotonic() < deadline, f"{len(executors())} of {count} executors after {limit} s"
         time.sleep(0.05)
-"""
+"""  # noqa: E501
 """First lines of drivers that kill their executors."""
 
 
@@ -110,7 +115,9 @@ def driver(code: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[
 
 
 def home(directory: Path) -> Path:
-    """Spark's home as a folder of links, because executors of a local cluster always work inside it."""
+    """Spark's home as a folder of links, because executors of a local cluster always work inside
+    it.
+    """
     made = directory / "spark-home"
     made.mkdir(exist_ok=True)
     for entry in HOME.iterdir():
@@ -129,7 +136,11 @@ class Service:
     """A JVM of Spark's that says on its output when it is ready."""
 
     def __init__(
-        self, arguments: list[str], directory: Path, env: Mapping[str, str] | None = None, inside: Sequence[str] = ()
+        self,
+        arguments: list[str],
+        directory: Path,
+        env: Mapping[str, str] | None = None,
+        inside: Sequence[str] = (),
     ) -> None:
         directory.mkdir(exist_ok=True)
         self.lines: list[str] = []
@@ -137,7 +148,9 @@ class Service:
         self.process = subprocess.Popen(
             [*inside, str(HOME / "bin" / arguments[0]), *arguments[1:]],
             cwd=directory,
-            env=os.environ | {"SPARK_HOME": str(HOME), "PYSPARK_PYTHON": sys.executable} | dict(env or {}),
+            env=os.environ
+            | {"SPARK_HOME": str(HOME), "PYSPARK_PYTHON": sys.executable}
+            | dict(env or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -181,13 +194,16 @@ class Service:
 def standalone(
     directory: Path, *envs: Mapping[str, str], cores: int = 1, inside: Sequence[Sequence[str]] = ()
 ) -> Iterator[str]:
-    """A standalone master and a worker for each environment, all on 127.0.0.1; gives the master's URL.
+    """A standalone master and a worker for each environment, all on 127.0.0.1; gives the master's
+    URL.
 
     A worker may be started by a command of its own, as a pod's is: `inside` has one for each.
     """
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, arguments: list[str], env: Mapping[str, str], within: Sequence[str] = ()) -> Service:
+        def start(
+            name: str, arguments: list[str], env: Mapping[str, str], within: Sequence[str] = ()
+        ) -> Service:
             service = Service(["spark-class", *arguments], directory / name, env, within)
             stack.callback(service.end)
             return service
@@ -201,7 +217,16 @@ def standalone(
                 f"worker-{number}",
                 [
                     "org.apache.spark.deploy.worker.Worker",
-                    *["--host", "127.0.0.1", "--cores", str(cores), "--memory", "1g", "--webui-port", "0"],
+                    *[
+                        "--host",
+                        "127.0.0.1",
+                        "--cores",
+                        str(cores),
+                        "--memory",
+                        "1g",
+                        "--webui-port",
+                        "0",
+                    ],
                     *["--work-dir", str(directory / f"worker-{number}" / "work"), url],
                 ],
                 # Spark takes a container for YARN's, which tells it where its folders are.
@@ -236,7 +261,9 @@ def connect_server(directory: Path, master: str = "local[2]", **settings: str) -
         "--class",
         "org.apache.spark.sql.connect.service.SparkConnectServer",
     ]
-    arguments += [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
+    arguments += [
+        word for name, value in settings.items() for word in ("--conf", f"{name}={value}")
+    ]
     server = Service([*arguments, "spark-internal"], directory / "connect")
     try:
         server.until("Spark Connect server started")
@@ -247,7 +274,16 @@ def connect_server(directory: Path, master: str = "local[2]", **settings: str) -
 
 def pod(name: str) -> list[str]:
     """Starts a command as in a pod: under a host name and in an IPC namespace of its own."""
-    return ["unshare", "--uts", "--ipc", "--map-root-user", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
+    return [
+        "unshare",
+        "--uts",
+        "--ipc",
+        "--map-root-user",
+        "sh",
+        "-c",
+        f'hostname {name}; exec "$@"',
+        "sh",
+    ]
 
 
 def can_unshare() -> bool:

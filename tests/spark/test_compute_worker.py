@@ -28,12 +28,24 @@ config.compute_client().shutdown()
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
 def test_tasks_compute_until_a_trainer_ends_them(tmp_path):
     config = tmp_path / "service.json"
-    submit = "--master local[2] --conf spark.ui.enabled=false --conf spark.driver.host=127.0.0.1 pyspark-shell"
+    submit = (
+        "--master local[2] --conf spark.ui.enabled=false --conf spark.driver.host=127.0.0.1 "
+        "pyspark-shell"
+    )
     env = {**os.environ, "PYSPARK_SUBMIT_ARGS": submit, "PYSPARK_PYTHON": sys.executable}
     env |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-m", "farandole.spark.tensorflow.compute_worker", str(config), "--timeout", "200"]
+    command = [
+        sys.executable,
+        "-m",
+        "farandole.spark.tensorflow.compute_worker",
+        str(config),
+        "--timeout",
+        "200",
+    ]
     command += ["--open-to-the-network"]
-    with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as workers:
+    with subprocess.Popen(
+        command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as workers:
         try:
             done = subprocess.run(
                 [sys.executable, "-c", TRAINER, str(config)],

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""One program on every Spark that fits on one machine: executors of their own, a standalone cluster, Connect."""
+"""One program on every Spark that fits on one machine: executors of their own, a standalone
+cluster, Connect.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,10 @@ def check(local_size, executors):
         assert error.rank == 1 and isinstance(error.__cause__, KeyError), error
         assert "no such layer" in error.remote_traceback, error
     # Nothing is run again for it: rank 0 once, unless it was ended before it came to that, and rank 1 once.
-    assert len([name for name in os.listdir(ran) if name.startswith("ran-")]) in (1, 2), os.listdir(ran)
+    assert len([name for name in os.listdir(ran) if name.startswith("ran-")]) in (1,
+        2), os.listdir(ran)
     print("all well")
-"""
+"""  # noqa: E501
 
 FIT = """
 def fit(spark, folder):
@@ -59,8 +62,10 @@ def fit(spark, folder):
     frame = spark.createDataFrame(rows, ["x", "y"])
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
-    estimator = TorchEstimator(num_proc=2, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], batch_size=20, epochs=30, random_seed=1,
+    estimator = TorchEstimator(num_proc=2, model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], batch_size=20, epochs=30,
+        random_seed=1,
         input_shapes=[[-1, 1]], verbose=0, store=LocalStore(folder))
     found = estimator.fit(frame).transform(frame).first()
     assert abs(found["y__output"] - found["y"]) < 0.5, found
@@ -68,7 +73,9 @@ def fit(spark, folder):
 """
 
 
-def test_a_spark_connect_client_runs_functions_and_fits_models_and_gets_an_error_for_missing_slots(server, tmp_path):
+def test_a_spark_connect_client_runs_functions_and_fits_models_and_gets_an_error_for_missing_slots(
+    server, tmp_path
+):
     body = """
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
 assert type(spark).__module__.startswith("pyspark.sql.connect")
@@ -108,14 +115,17 @@ except farandole.spark.FarandoleJobError as error:
 """
     with driver(body, tmp_path, SERVER=server) as process:
         pids.wait(2, 90 * PATIENCE, process)
-        gone = pids.gone(2, limit=8)  # it takes a moment until somebody interrupts, then at most five
+        # it takes a moment until somebody interrupts, then at most five
+        gone = pids.gone(2, limit=8)
         out, err = process.communicate(timeout=30 * PATIENCE)
     assert gone
     assert "told:" in out, err[-3000:]
     assert "cancel" in out.lower() or "interrupt" in out.lower(), out
 
 
-def test_a_gang_whose_connect_client_cannot_be_dialled_meets_among_itself_and_reports_by_the_store(server, tmp_path):
+def test_a_gang_whose_connect_client_cannot_be_dialled_meets_among_itself_and_reports_by_the_store(
+    server, tmp_path
+):
     body = """
 import io, time
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
@@ -148,7 +158,7 @@ try:
 except farandole.spark.FarandoleJobError as error:
     print("raised", type(error.__cause__).__name__, error.rank)
 print("left", [name for _, _, names in os.walk(folder + "/store") for name in names])
-"""
+"""  # noqa: E501
     done = drive(PROGRAM + body, tmp_path, 150, SERVER=server, FARANDOLE_DRIVER_HOST="192.0.2.1")
     assert "met [(0, 2, 2), (1, 2, 2)]" in done.stdout, done.stderr[-3000:]
     assert "alone [7, 7]" in done.stdout
@@ -203,7 +213,7 @@ spark.stop()
 
 @pytest.mark.newest
 @pytest.mark.slow
-def test_a_spare_slot_takes_over_for_a_lost_executor_within_a_time_to_start_that_the_job_has_outlived(tmp_path):
+def test_a_spare_slot_takes_over_for_a_lost_executor_after_the_time_to_start_has_passed(tmp_path):
     body = """
 def trains(folder):
     import os, pathlib, time
@@ -247,7 +257,9 @@ spark.stop()
 
 @pytest.fixture(scope="module")
 def on_standalone(tmp_path_factory):
-    """The output of a driver whose jobs ran on a standalone master with two workers of two cores."""
+    """The output of a driver whose jobs ran on a standalone master with two workers of two
+    cores.
+    """
     body = """
 from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 spark = session(os.environ["MASTER_URL"], executor_cores="2", task_cpus="1")
@@ -262,7 +274,8 @@ try:
         hvd.init()
         return hvd.size()
     print("sizes", farandole.spark.run(size, num_proc=2, resource_profile=profile))
-    print("elastic", farandole.spark.run_elastic(elastic_size, num_proc=2, resource_profile=profile))
+    print("elastic",
+        farandole.spark.run_elastic(elastic_size, num_proc=2, resource_profile=profile))
     farandole.spark.run(work, args=(1,), num_proc=3, start_timeout=3, resource_profile=profile)
 except Exception as error:
     print(type(error).__name__, error)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`run_elastic`: workers on Spark are killed, lost with their executors and decommissioned; the others continue."""
+"""`run_elastic`: workers on Spark are killed, lost with their executors and decommissioned; the
+others continue.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def train(folder, steps):
         state.worlds = [*state.worlds, (state.step, hvd.size())]
         while state.step < steps or (note / "hold").exists():
             import torch
-            state.total += float(hvd.allreduce(torch.ones(1), name=f"step.{state.step}", op=hvd.Average))
+            state.total += float(hvd.allreduce(torch.ones(1), name=f"step.{state.step}",
+                op=hvd.Average))
             state.step += 1
             if hvd.rank() == 0:
                 (note / "step").write_text(f"{state.step} {hvd.size()}")
@@ -85,7 +88,9 @@ def driven(code: str, directory: Path, **env: str) -> tuple[list[Any], str]:
     return eval(done.stdout.strip().splitlines()[-1]), done.stderr
 
 
-def test_a_killed_worker_is_replaced_and_the_others_keep_their_process(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_and_the_others_keep_their_process(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     scope: dict[str, Any] = {}
     exec(TRAIN, scope)
     train = scope["train"]
@@ -112,7 +117,11 @@ def test_a_killed_worker_is_replaced_and_the_others_keep_their_process(spark: Sp
         for size in ("1", "2"):
             while time.monotonic() < deadline:
                 step = tmp_path / "step"
-                if (tmp_path / "killed").exists() and step.exists() and step.read_text().split()[1:] == [size]:
+                if (
+                    (tmp_path / "killed").exists()
+                    and step.exists()
+                    and step.read_text().split()[1:] == [size]
+                ):
                     break
                 time.sleep(0.02)
         (tmp_path / "hold").unlink()
@@ -129,7 +138,9 @@ def test_a_killed_worker_is_replaced_and_the_others_keep_their_process(spark: Sp
     assert {f"pid-{pid}" for pid, _ in found} < started
 
 
-def test_a_function_that_fails_everywhere_ends_the_job_with_its_own_exception(spark: SparkSession) -> None:
+def test_a_function_that_fails_everywhere_ends_the_job_with_its_own_exception(
+    spark: SparkSession,
+) -> None:
     def broken() -> None:
         import farandole.torch as hvd
 
@@ -165,7 +176,15 @@ def test_the_executor_is_found_among_the_ancestors(tmp_path: Path) -> None:
         (tmp_path / str(number) / "stat").write_text(f"{number} (a (name) S 9) S {parent} 1 1")
 
     process(3, 2, "python", "-m", "pyspark.daemon")
-    process(2, 1, "java", "org.apache.spark.executor.CoarseGrainedExecutorBackend", "--executor-id", "17", "--cores")
+    process(
+        2,
+        1,
+        "java",
+        "org.apache.spark.executor.CoarseGrainedExecutorBackend",
+        "--executor-id",
+        "17",
+        "--cores",
+    )
     process(1, 0, "init")
     assert own_executor(3, tmp_path) == "17"
     assert own_executor(1, tmp_path) is None
@@ -179,7 +198,9 @@ DYNAMIC = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, DYNAMIC], ids=["fixed", "dynamic allocation"])
-def test_half_of_the_executors_are_killed_and_spark_brings_new_ones(tmp_path: Path, settings: dict[str, str]) -> None:
+def test_half_of_the_executors_are_killed_and_spark_brings_new_ones(
+    tmp_path: Path, settings: dict[str, str]
+) -> None:
     code = (
         TRAIN
         + WAIT
@@ -197,7 +218,8 @@ def disturb():
     until(4)
     (note / "hold").unlink()
 threading.Thread(target=disturb, daemon=True).start()
-found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=4, min_num_proc=2, stderr=sys.stderr)
+found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=4, min_num_proc=2,
+    stderr=sys.stderr)
 print(repr(found))
 """
     )
@@ -223,7 +245,8 @@ def disturb():
     until(2)
     (note / "hold").unlink()
 threading.Thread(target=disturb, daemon=True).start()
-found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=2, min_num_proc=1, stderr=sys.stderr)
+found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=2, min_num_proc=1,
+    stderr=sys.stderr)
 print(repr(found))
 """
     )
@@ -249,7 +272,8 @@ def disturb():
     until(2)
     (note / "hold").unlink()
 threading.Thread(target=disturb, daemon=True).start()
-found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=3, min_num_proc=2, stderr=sys.stderr)
+found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=3, min_num_proc=2,
+    stderr=sys.stderr)
 print(repr(found))
 """
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The main job: a DataFrame of scanned digits, trained on two processes, transformed, saved and loaded."""
+"""The main job: a DataFrame of scanned digits, trained on two processes, transformed, saved and
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def network():
 def digits(spark):
     """Train and test."""
     data = load_digits()
-    rows = [(Vectors.dense(image / 16), int(label)) for image, label in zip(data.data, data.target, strict=True)]
+    rows = [
+        (Vectors.dense(image / 16), int(label))
+        for image, label in zip(data.data, data.target, strict=True)
+    ]
     return spark.createDataFrame(rows, ["features", "label"]).randomSplit([0.8, 0.2], seed=1)
 
 
@@ -68,8 +73,12 @@ def fitted(digits, home):
 
 
 def test_unseen_digits_are_recognised(fitted, digits):
-    scored = fitted.transform(digits[1]).select("label", vector_to_array("label__output").alias("scores"))
-    right = (sf.expr("array_position(scores, array_max(scores)) - 1") == sf.col("label")).cast("int")
+    scored = fitted.transform(digits[1]).select(
+        "label", vector_to_array("label__output").alias("scores")
+    )
+    right = (sf.expr("array_position(scores, array_max(scores)) - 1") == sf.col("label")).cast(
+        "int"
+    )
     assert scored.select(sf.avg(right)).first()[0] >= 0.95
 
 
@@ -128,7 +137,9 @@ def test_a_saved_model_predicts_the_same_when_loaded(fitted, digits, tmp_path, c
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
-def test_weights_load_into_a_module_of_ones_own_without_running_code(fitted, digits, tmp_path, caplog):
+def test_weights_load_into_a_module_of_ones_own_without_running_code(
+    fitted, digits, tmp_path, caplog
+):
     fitted.write().save(f"{tmp_path}/model")
     with caplog.at_level(logging.WARNING, "farandole"):
         loaded = TorchModel.read().model(network()).load(f"{tmp_path}/model")
@@ -165,13 +176,21 @@ def test_nulls_in_transform_are_said_with_their_column(spark):
         by_hand.transform(frame).collect()
 
 
-def test_a_fill_for_all_columns_leaves_those_alone_that_cannot_hold_it_in_transform_as_in_fit(spark):
+def test_a_fill_for_all_columns_leaves_those_alone_that_cannot_hold_it_in_transform_as_in_fit(
+    spark,
+):
     frame = spark.createDataFrame([(1.0, 2, None), (None, 3, 1.0)], "a double, b int, c float")
-    by_hand = TorchModel(model=Sum(), feature_columns=["a", "b", "c"], label_columns=["label"]).setFill({"*": 0.5})
+    by_hand = TorchModel(
+        model=Sum(), feature_columns=["a", "b", "c"], label_columns=["label"]
+    ).setFill({"*": 0.5})
     assert [row.label__output for row in by_hand.transform(frame).collect()] == [3.5, 4.5]
     frame = spark.createDataFrame([(1.0, None)], "a double, b int")
-    by_hand = TorchModel(model=Sum(), feature_columns=["a", "b"], label_columns=["label"]).setFill({"b": 0.5})
-    with pytest.raises(Exception, match=r"column 'b' is int32, which cannot hold the value of fill: 0\.5"):
+    by_hand = TorchModel(model=Sum(), feature_columns=["a", "b"], label_columns=["label"]).setFill(
+        {"b": 0.5}
+    )
+    with pytest.raises(
+        Exception, match=r"column 'b' is int32, which cannot hold the value of fill: 0\.5"
+    ):
         by_hand.transform(frame).collect()
 
 

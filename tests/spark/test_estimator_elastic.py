@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""An estimator on Spark loses half of its executors in the middle of a fit and gets new ones; it learns as well."""
+"""An estimator on Spark loses half of its executors in the middle of a fit and gets new ones; it
+learns as well.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ history = fitted.getHistory()
 if not isinstance(history, dict):  # Keras has no number of rows, and a list for each of the others
     assert [(entry["epoch"], entry["rows"]) for entry in history] == [(at, 1440) for at in range(EPOCHS)], history
 print(json.dumps([accuracy, len(history["loss"] if isinstance(history, dict) else history), (note / "hold").exists()]))
-"""
+"""  # noqa: E501
 )
 TORCH = """
 import torch
@@ -83,8 +85,10 @@ from farandole.spark.torch import TorchEstimator
 def network():
     torch.manual_seed(1)
     return torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 8, 8)), torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
-        torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32 * 16, 10),
+        torch.nn.Unflatten(1, (1, 8, 8)), torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(),
+        torch.nn.Linear(32 * 16, 10),
     )
 
 def predicted(model, images):
@@ -145,7 +149,8 @@ class Watch(keras.callbacks.Callback):
 
 keras.utils.set_random_seed(1)
 model = keras.Sequential([
-    keras.layers.Input((64,)), keras.layers.Reshape((8, 8, 1)), keras.layers.Conv2D(16, 3, activation="relu"),
+    keras.layers.Input((64,)), keras.layers.Reshape((8, 8, 1)),
+    keras.layers.Conv2D(16, 3, activation="relu"),
     keras.layers.Flatten(), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10),
 ])
 estimator = KerasEstimator(
@@ -172,8 +177,12 @@ def fit(directory: Path, estimator: str, *, disturbed: bool) -> tuple[float, str
     return accuracy, done.stderr
 
 
-@pytest.mark.parametrize("estimator", [TORCH, KERAS, LIGHTNING], ids=["torch", "keras", "lightning"])
-def test_half_of_the_executors_are_killed_in_the_middle_of_a_fit(tmp_path: Path, estimator: str) -> None:
+@pytest.mark.parametrize(
+    "estimator", [TORCH, KERAS, LIGHTNING], ids=["torch", "keras", "lightning"]
+)
+def test_half_of_the_executors_are_killed_in_the_middle_of_a_fit(
+    tmp_path: Path, estimator: str
+) -> None:
     accuracy, told = fit(tmp_path, estimator, disturbed=True)
     sizes = [line.split()[-2] for line in told.splitlines() if "farandole: world" in line]
     assert sizes[0] == sizes[-1] == "4", told

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Slow parts of the estimator: compiled models, MLflow itself, and frames larger than a driver's memory."""
+"""Slow parts of the estimator: compiled models, MLflow itself, and frames larger than a driver's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_a_compiled_model_learns_what_an_eager_one_does(data):
         return torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
     backend = LocalBackend(2, verbose=0, start_timeout=120)
-    compiled, eager = (fit(data, network(), compile=one, epochs=3, backend=backend) for one in (True, False))
+    compiled, eager = (
+        fit(data, network(), compile=one, epochs=3, backend=backend) for one in (True, False)
+    )
     assert torch.allclose(weights(compiled), weights(eager), atol=1e-5)
     assert type(compiled.getModel()) is torch.nn.Sequential
     x, _ = line()
@@ -49,8 +53,10 @@ def test_a_compiled_module_of_lightning_learns_what_an_eager_one_does(data):
     def fitted(compiled):
         model = linear()
         return LightningEstimator(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), loss=torch.nn.MSELoss(),
-            feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=3, verbose=0, random_seed=1, compile=compiled,
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+            loss=torch.nn.MSELoss(),
+            feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=3, verbose=0, random_seed=1,
+            compile=compiled,
             store=LocalStore(str(data)), backend=LocalBackend(2, verbose=0, start_timeout=120),
         ).fit_on_parquet()  # fmt: skip
 
@@ -59,12 +65,15 @@ def test_a_compiled_module_of_lightning_learns_what_an_eager_one_does(data):
     assert type(compiled.getModel()) is torch.nn.Linear
 
 
-def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(data, tmp_path, monkeypatch):
+def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(
+    data, tmp_path, monkeypatch
+):
     import mlflow
     from mlflow.pytorch import load_model
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need packages of its own
+    # a database would need packages of its own
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
     mlflow.set_experiment("farandole")
     fitted = estimator(
@@ -77,7 +86,9 @@ def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(data, t
     client = mlflow.MlflowClient()
     # A metric that a model is linked to may be listed once more.
     told = {one.step: one.value for one in client.get_metric_history(runs[0].info.run_id, "loss")}
-    assert told == pytest.approx({entry["epoch"]: entry["train"]["loss"] for entry in fitted.getHistory()})
+    assert told == pytest.approx(
+        {entry["epoch"]: entry["train"]["loss"] for entry in fitted.getHistory()}
+    )
     logged = client.search_logged_models([runs[0].info.experiment_id])
     model = load_model(logged[0].model_uri)
     assert torch.equal(model.weight, fitted.getModel().weight)
@@ -96,7 +107,9 @@ def mlflow(tmp_path, monkeypatch):
 
 
 def check_logged(mlflow, dtype, width):
-    """The only logged model has a signature and an example, from which it predicts; what it predicts."""
+    """The only logged model has a signature and an example, from which it predicts; what it
+    predicts.
+    """
     client = mlflow.MlflowClient()
     (run,) = mlflow.search_runs(output_format="list")
     assert run.info.status == "FINISHED"
@@ -130,9 +143,14 @@ def test_mlflow_has_the_signature_of_a_model_of_lightning(data, mlflow, plain):
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
     model = linear() if plain else Module()
-    more = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05), "loss": torch.nn.MSELoss()} if plain else {}
+    more = (
+        {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05), "loss": torch.nn.MSELoss()}
+        if plain
+        else {}
+    )
     LightningEstimator(
-        model=model, feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1, verbose=0, mlflow=True,
+        model=model, feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1, verbose=0,
+        mlflow=True,
         store=LocalStore(str(data)), backend=LocalBackend(1, verbose=0), **more,
     ).fit_on_parquet()  # fmt: skip
     assert check_logged(mlflow, "float32", 2).shape == (2, 1)
@@ -144,9 +162,12 @@ def test_mlflow_has_the_signature_of_a_model_of_keras(data, mlflow):
     from farandole.spark.keras import KerasEstimator
 
     KerasEstimator(
-        model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), optimizer=keras.optimizers.SGD(0.05),
-        loss="mean_squared_error", feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1, verbose=0,
-        mlflow=True, tensorboard=True, run_id="r", store=LocalStore(str(data)), backend=LocalBackend(1, verbose=0),
+        model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),
+        optimizer=keras.optimizers.SGD(0.05),
+        loss="mean_squared_error", feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1,
+        verbose=0,
+        mlflow=True, tensorboard=True, run_id="r", store=LocalStore(str(data)),
+        backend=LocalBackend(1, verbose=0),
     ).fit_on_parquet()  # fmt: skip
     assert check_logged(mlflow, "float32", 2).shape == (2, 1)
     assert b"Total params" in (data / "runs/r/logs/events.out.tfevents.details").read_bytes()
@@ -171,13 +192,18 @@ def test_tensorboard_itself_reads_the_scalars_of_a_run(data):
     assert {"model", "_hparams_/session_start_info"} <= set(found.Tags()["tensors"])
     losses = [(one.step, one.value) for one in found.Scalars("train/loss")]
     assert losses == [
-        (entry["epoch"] + 1, pytest.approx(entry["train"]["loss"], rel=1e-6)) for entry in fitted.getHistory()
+        (entry["epoch"] + 1, pytest.approx(entry["train"]["loss"], rel=1e-6))
+        for entry in fitted.getHistory()
     ]
 
 
 def resident():
     """MiB that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return (
+        int(Path("/proc/self/statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        / (1 << 20)
+    )
 
 
 class Watch(threading.Thread):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Workers that die or raise while they train: one error that names the rank and the reason, and nothing left behind."""
+"""Workers that die or raise while they train: one error that names the rank and the reason, and
+nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def model_that(act):
 
 @pytest.fixture(scope="module")
 def frame(spark):
-    return spark.createDataFrame([(Vectors.dense([1.0, float(index)]), index % 2) for index in range(512)], ["x", "y"])
+    return spark.createDataFrame(
+        [(Vectors.dense([1.0, float(index)]), index % 2) for index in range(512)], ["x", "y"]
+    )
 
 
 def estimator(store, model, **params):
@@ -77,7 +81,8 @@ def test_a_killed_worker_fails_the_fit_at_once_and_the_next_fit_works(frame, tmp
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     with pytest.raises(FarandoleJobError) as raised:
-        estimator(tmp_path, model_that(linger), epochs=1_000).fit(frame)  # a minute, should nobody be killed
+        # a minute, should nobody be killed
+        estimator(tmp_path, model_that(linger), epochs=1_000).fit(frame)
     assert killed, f"failed before it was to: {raised.value}"
     thread.join()
     assert time.monotonic() - killed[0] < 5

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Every parameter of every estimator: its accessors, its default, and what is said of a value that cannot be."""
+"""Every parameter of every estimator: its accessors, its default, and what is said of a value
+that cannot be.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from farandole.spark.torch import TorchEstimator
 ESTIMATORS = {"torch": TorchEstimator, "lightning": LightningEstimator, "keras": KerasEstimator}
 
 COUNTS = (
-    "num_proc", "batch_size", "val_batch_size", "epochs", "partitions_per_process", "train_steps_per_epoch",
-    "validation_steps_per_epoch", "backward_passes_per_step", "train_reader_num_workers", "val_reader_num_workers",
+    "num_proc", "batch_size", "val_batch_size", "epochs", "partitions_per_process",
+    "train_steps_per_epoch",
+    "validation_steps_per_epoch", "backward_passes_per_step", "train_reader_num_workers",
+    "val_reader_num_workers",
     "max_restarts",
 )  # fmt: skip
 FLAGS = (
@@ -66,7 +70,12 @@ COMMON = {
     "ragged": [("x", TypeError), ({"x": 3}, TypeError)],
     "class_names": [(3, TypeError), ([], ValueError)],
     "output_form": [("odds", ValueError)],
-    "thresholds": [(0.5, TypeError), ([0.5], ValueError), ([0, 0], ValueError), ([-1, 1], ValueError)],
+    "thresholds": [
+        (0.5, TypeError),
+        ([0.5], ValueError),
+        ([0, 0], ValueError),
+        ([-1, 1], ValueError),
+    ],
     **{name: [(3, TypeError), ("", ValueError)] for name in NAMED},
     "transformation_fn": [("x", TypeError)],
     "transformation_edit_fields": [(3, TypeError), ([("x", "float32")], TypeError)],
@@ -78,7 +87,13 @@ COMMON = {
     "statistics": [("yes", TypeError)],
     "resume": [("no", ValueError), (True, ValueError)],
     "gc_larger_than": [("30", ValueError), ("1PB", ValueError), (-1, ValueError), ([], TypeError)],
-    "gc_older_than": [("30", ValueError), ("1y", ValueError), ("-1d", ValueError), (0, ValueError), ([], TypeError)],
+    "gc_older_than": [
+        ("30", ValueError),
+        ("1y", ValueError),
+        ("-1d", ValueError),
+        (0, ValueError),
+        ([], TypeError),
+    ],
 }
 TORCH = {
     "metrics": [(["accuracy"], TypeError)],
@@ -90,7 +105,12 @@ TORCH = {
     "gradient_clip_norm": [(0, ValueError), ("one", TypeError)],
     "lr_scheduler": [("cosine", TypeError)],
     "lr_scheduler_interval": [("hour", ValueError)],
-    "early_stopping": [(0, ValueError), ({"mode": "up"}, ValueError), ({"patients": 3}, TypeError), (0.5, TypeError)],
+    "early_stopping": [
+        (0, ValueError),
+        ({"mode": "up"}, ValueError),
+        ({"patients": 3}, TypeError),
+        (0.5, TypeError),
+    ],
     "best_checkpoint": [({"mode": "up"}, ValueError), (3, TypeError)],
     "checkpoint_every": [(0, ValueError), ("epoch", TypeError)],
     "compile": [("yes", TypeError)],
@@ -118,35 +138,53 @@ KERAS = {
 WRONG = {"torch": COMMON | TORCH, "lightning": COMMON | LIGHTNING, "keras": COMMON | KERAS}
 ANY = {
     "torch": {"model", "optimizer", "loss", "data_module", "shuffle_buffer_size"},
-    "lightning": {"model", "optimizer", "loss", "data_module", "shuffle_buffer_size", "logger", "profiler"},
+    "lightning": {
+        "model",
+        "optimizer",
+        "loss",
+        "data_module",
+        "shuffle_buffer_size",
+        "logger",
+        "profiler",
+    },
     "keras": {"model", "optimizer", "metrics", "data_module", "shuffle_buffer_size"},
 }
 """Parameters that accept any value: it is checked with the others when a fit begins, or ignored."""
 
 UNSET = {
-    "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights", "sample_weight_col", "feature_cols",
+    "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights",
+    "sample_weight_col", "feature_cols",
     "label_cols", "validation", "val_batch_size", "random_seed", "run_id", "train_steps_per_epoch",
-    "validation_steps_per_epoch", "label_shapes", "gradient_compression", "continuous_cols", "categorical_cols",
-    "shuffle_buffer_size", "transformation_fn", "transformation_edit_fields", "transformation_removed_fields",
-    "mp_start_method", "fill", "data_module", "class_names", "output_form", "thresholds", "gc_older_than",
+    "validation_steps_per_epoch", "label_shapes", "gradient_compression", "continuous_cols",
+    "categorical_cols",
+    "shuffle_buffer_size", "transformation_fn", "transformation_edit_fields",
+    "transformation_removed_fields",
+    "mp_start_method", "fill", "data_module", "class_names", "output_form", "thresholds",
+    "gc_older_than",
     "gc_larger_than",
     *NAMED,
 }  # fmt: skip
 SET = {
-    "metrics": [], "batch_size": 32, "epochs": 1, "verbose": 1, "shuffle": True, "partitions_per_process": 10,
-    "use_gpu": True, "backward_passes_per_step": 1, "callbacks": [], "compress_sparse_cols": False, "allow_nan": False,
+    "metrics": [], "batch_size": 32, "epochs": 1, "verbose": 1, "shuffle": True,
+    "partitions_per_process": 10,
+    "use_gpu": True, "backward_passes_per_step": 1, "callbacks": [], "compress_sparse_cols": False,
+    "allow_nan": False,
     "train_reader_num_workers": 2, "val_reader_num_workers": 2, "reader_pool_type": "thread",
-    "inmemory_cache_all": False, "tensorflow_dataset_prefetch_buffer_size": 0, "on_failure": "raise",
+    "inmemory_cache_all": False, "tensorflow_dataset_prefetch_buffer_size": 0,
+    "on_failure": "raise",
     "max_restarts": 3, "mlflow": False, "wandb": False, "tensorboard": False, "resume": "auto",
     "terminate_on_nan": True, "statistics": False,
     "categories": {}, "ragged": {},
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(
-    ("input_shapes", "input_dtypes", "loss_constructors", "train_minibatch_fn", "gradient_clip_norm", "lr_scheduler",
+    ("input_shapes", "input_dtypes", "loss_constructors", "train_minibatch_fn",
+        "gradient_clip_norm", "lr_scheduler",
      "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
-) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False, "deterministic": False}  # fmt: skip
+) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False,
+    "deterministic": False}  # fmt: skip
 OF_LIGHTNING = dict.fromkeys(
-    ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args", "train_async_data_loader_queue_size",
+    ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args",
+        "train_async_data_loader_queue_size",
      "val_async_data_loader_queue_size", "allow_pickle")
 ) | {"log_every_n_steps": 50, "debug_data_loader": False}  # fmt: skip
 OF_KERAS = {
@@ -179,7 +217,8 @@ def test_every_parameter_decides_the_result_or_does_not(kind):
     for one in ESTIMATORS[kind]().params:
         homes = [table for table in (DECIDE, LENGTH, ELSEWHERE) if one.name in table]
         assert len(homes) == 1, (
-            f"{one.name} belongs in one table of farandole.spark.common.runs.fingerprint: {len(homes)}"
+            f"{one.name} belongs in one table of farandole.spark.common.runs.fingerprint: "
+            f"{len(homes)}"
         )
 
 
@@ -201,7 +240,11 @@ def test_the_constructor_takes_every_parameter_by_name_and_its_documentation_lis
     constructor, params = ESTIMATORS[kind].__init__, ESTIMATORS[kind]().params
     taken = inspect.signature(constructor).parameters
     assert set(taken) - {"self"} == {param.name for param in params}
-    assert all(one.default is None and one.kind is one.KEYWORD_ONLY for name, one in taken.items() if name != "self")
+    assert all(
+        one.default is None and one.kind is one.KEYWORD_ONLY
+        for name, one in taken.items()
+        if name != "self"
+    )
     assert all(taken[param.name].annotation for param in params)
     told = " ".join(inspect.getdoc(constructor).split())
     assert all(f"{param.name}: {param.doc}" in told for param in params)
@@ -215,7 +258,9 @@ def test_none_is_the_default_and_unknown_parameters_are_refused(kind):
     assert made.isSet("epochs")
     assert made.setEpochs(None).getEpochs() == 1
     assert made.setCallbacks(None).getCallbacks() == []
-    with pytest.raises(AttributeError, match=r"epochs is a parameter: use setParams\(epochs=\.\.\.\)"):
+    with pytest.raises(
+        AttributeError, match=r"epochs is a parameter: use setParams\(epochs=\.\.\.\)"
+    ):
         made.epochs = 3
     with pytest.raises(TypeError, match=r"no parameter of .*: epoch$"):
         ESTIMATORS[kind](epoch=3)
@@ -240,7 +285,9 @@ def test_a_subclass_keeps_the_constructor_that_it_or_its_base_defines(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in WRONG.items() for name in names], indirect=["kind"]
+    ("kind", "name"),
+    [(kind, name) for kind, names in WRONG.items() for name in names],
+    indirect=["kind"],
 )
 def test_a_value_that_cannot_be_is_refused_with_the_name_of_its_parameter(kind, name):
     made = ESTIMATORS[kind]()
@@ -262,7 +309,12 @@ def test_conflicting_parameters_are_refused_before_the_fit_begins(kind, tmp_path
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         known = {"model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss()}
-    known |= {"feature_cols": ["x"], "label_cols": ["y"], "store": LocalStore(str(tmp_path)), "num_proc": 1}
+    known |= {
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "store": LocalStore(str(tmp_path)),
+        "num_proc": 1,
+    }
     for name in ("model", "optimizer", *(["loss"] if kind == "torch" else [])):
         with pytest.raises((TypeError, ValueError), match=name):
             ESTIMATORS[kind](**known | {name: 3}).fit_on_parquet()

@@ -47,7 +47,9 @@ def estimator(store, **params):
 
 @pytest.fixture(scope="module")
 def good(spark):
-    return spark.createDataFrame([(Vectors.dense([1.0, 2.0]), index % 2, "t") for index in range(20)], ["x", "y", "s"])
+    return spark.createDataFrame(
+        [(Vectors.dense([1.0, 2.0]), index % 2, "t") for index in range(20)], ["x", "y", "s"]
+    )
 
 
 def refused(fitting, kind=ValueError):
@@ -61,8 +63,12 @@ def refused(fitting, kind=ValueError):
 def test_a_missing_column_is_named_with_what_there_is(good, tmp_path):
     told = refused(lambda: estimator(tmp_path, feature_cols=["xs"]).fit(good))
     assert told == "feature column 'xs' is not in the DataFrame, did you mean 'x'? columns: x, y, s"
-    assert "label column 'label'" in refused(lambda: estimator(tmp_path, label_cols=["label"]).fit(good))
-    assert "sample weight column 'w'" in refused(lambda: estimator(tmp_path, sample_weight_col="w").fit(good))
+    assert "label column 'label'" in refused(
+        lambda: estimator(tmp_path, label_cols=["label"]).fit(good)
+    )
+    assert "sample weight column 'w'" in refused(
+        lambda: estimator(tmp_path, sample_weight_col="w").fit(good)
+    )
     assert "validation column 'v'" in refused(lambda: estimator(tmp_path, validation="v").fit(good))
 
 
@@ -72,13 +78,23 @@ def test_a_column_in_other_letters_is_recognised(good, tmp_path):
 
 
 def test_a_stream_is_refused_before_spark_looks_at_it(spark, tmp_path):
-    stream = spark.readStream.format("rate").load().selectExpr("cast(value as double) as x", "1 as y")
-    assert "fit does not take a streaming DataFrame" in refused(lambda: estimator(tmp_path).fit(stream))
+    stream = (
+        spark.readStream.format("rate").load().selectExpr("cast(value as double) as x", "1 as y")
+    )
+    assert "fit does not take a streaming DataFrame" in refused(
+        lambda: estimator(tmp_path).fit(stream)
+    )
 
 
 def test_an_error_names_the_variable_that_cannot_be_pickled(spark, good, tmp_path):
-    told = refused(lambda: estimator(tmp_path, loss=lambda output, _: (spark, output.sum())[1]).fit(good), TypeError)
-    wanted = "cannot be pickled for the training processes: loss[0]: variable 'spark' of <lambda>._sc: [CONTEXT_ONLY"
+    told = refused(
+        lambda: estimator(tmp_path, loss=lambda output, _: (spark, output.sum())[1]).fit(good),
+        TypeError,
+    )
+    wanted = (
+        "cannot be pickled for the training processes: loss[0]: variable 'spark' of <lambda>._sc: "
+        "[CONTEXT_ONLY"
+    )
     assert told.startswith(wanted)
 
 
@@ -87,7 +103,10 @@ def test_an_error_names_the_part_of_a_model_that_cannot_be_pickled():
     model[0].lock = threading.Lock()
     for objects, guilty in (
         (Objects(model, None, [], False, [], None), "model._modules['0'].lock: cannot pickle"),
-        (Objects(None, None, [], False, [[model[0].lock.acquire]], None), "metrics[0][0]: cannot pickle"),
+        (
+            Objects(None, None, [], False, [[model[0].lock.acquire]], None),
+            "metrics[0][0]: cannot pickle",
+        ),
     ):
         told = refused(lambda objects=objects: payload.pack_objects(objects), TypeError)
         assert told.startswith(f"cannot be pickled for the training processes: {guilty}")
@@ -116,7 +135,9 @@ def test_ragged_vectors_are_said_with_their_column(spark, tmp_path):
     for values in ([Vectors.dense([1.0]), Vectors.dense([1.0, 2.0])], [[1.0], [1.0, 2.0]]):
         frame = spark.createDataFrame([(value, 0) for value in values], ["x", "y"])
         for partitions in (1, 2):
-            told = refused(lambda frame=frame, n=partitions: estimator(tmp_path).fit(frame.repartition(n)))
+            told = refused(
+                lambda frame=frame, n=partitions: estimator(tmp_path).fit(frame.repartition(n))
+            )
             assert "x" in told
             assert "length" in told
 
@@ -128,7 +149,9 @@ def test_an_empty_data_frame_is_said(good, tmp_path):
 def test_a_share_that_is_small_for_the_rows_still_gives_one_for_validation(good, tmp_path):
     with pytest.raises(AssertionError, match="workers were started"):
         estimator(tmp_path, validation=0.0001).fit(good)
-    assert [path for path in tmp_path.rglob("*.parquet") if "val" in str(path.relative_to(tmp_path))]
+    assert [
+        path for path in tmp_path.rglob("*.parquet") if "val" in str(path.relative_to(tmp_path))
+    ]
 
 
 def test_more_processes_than_slots_are_refused_with_both_numbers(good, tmp_path):
@@ -139,7 +162,9 @@ def test_more_processes_than_slots_are_refused_with_both_numbers(good, tmp_path)
 
 
 def test_arguments_that_run_does_not_know_are_refused_before_data_is_written(good, tmp_path):
-    with pytest.raises(TypeError, match=r"takes what farandole\.spark\.run takes, but not stdou: .*stdout"):
+    with pytest.raises(
+        TypeError, match=r"takes what farandole\.spark\.run takes, but not stdou: .*stdout"
+    ):
         SparkBackend(2, stdou=None)
     for wrong, told in (
         ({"stdout": "log.txt"}, "stdout must be a stream"),

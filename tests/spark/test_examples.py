@@ -20,7 +20,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(name, directory, **env):
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / name)]
     done = subprocess.run(
-        command, cwd=directory, env=os.environ | env, capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=directory,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -52,7 +58,15 @@ def test_the_demo_shows_progress_accuracy_the_reloaded_model_history_and_paths(t
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.95
     assert lines[1] == "predictions identical after save/load"
-    assert lines[2].split() == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]
+    assert lines[2].split() == [
+        "epoch",
+        "loss",
+        "accuracy",
+        "val_loss",
+        "val_accuracy",
+        "seconds",
+        "rows",
+    ]
     paths = dict(line.rsplit(maxsplit=1) for line in lines[23:-1])
     assert list(paths) == ["training data", "validation data", "checkpoint", "logs"]
     assert all(Path(path.removeprefix("file://")).exists() for path in paths.values())
@@ -62,7 +76,9 @@ def test_the_demo_shows_progress_accuracy_the_reloaded_model_history_and_paths(t
 
 def test_a_function_averages_a_number_over_two_processes_of_spark(tmp_path):
     done = run("spark_run.py", tmp_path)
-    assert done.stdout.splitlines() == [f"rank {rank} of 2: the mean of all ranks is 0.5" for rank in range(2)]
+    assert done.stdout.splitlines() == [
+        f"rank {rank} of 2: the mean of all ranks is 0.5" for rank in range(2)
+    ]
 
 
 def test_parquet_is_trained_on_without_spark(tmp_path):
@@ -74,7 +90,10 @@ def test_parquet_is_trained_on_without_spark(tmp_path):
 @pytest.mark.slow
 def test_a_table_with_categories_is_learned_and_its_history_drawn(tmp_path):
     done = run("spark_torch_tabular.py", tmp_path)
-    assert "the model gets [store_index, day_of_week_index, state_holiday_index] -> int64 (rows, 3)" in done.stderr
+    assert (
+        "the model gets [store_index, day_of_week_index, state_holiday_index] -> int64 (rows, 3)"
+        in done.stderr
+    )
     error = re.fullmatch(r"relative error on later days (\d\.\d+)", done.stdout.splitlines()[0])
     assert error is not None
     assert float(error[1]) < 0.15  # the table's own noise is 0.05
@@ -87,7 +106,8 @@ def test_a_table_with_words_and_holes_is_learned_without_preparation_by_hand(tmp
     assert "the model gets [Pclass, Sex, Embarked] -> int64 (rows, 3)" in done.stderr
     assert "'Sex': ['female', 'male']" in done.stdout
     area, accuracy = (
-        re.search(rf"{name} (\d\.\d+)", done.stdout) for name in ("by Spark ML", "accuracy on passengers never seen")
+        re.search(rf"{name} (\d\.\d+)", done.stdout)
+        for name in ("by Spark ML", "accuracy on passengers never seen")
     )
     assert area is not None
     assert accuracy is not None
@@ -103,7 +123,8 @@ def test_token_sequences_are_learned_from_without_spark(tmp_path):
     done = run("token_sequences_no_spark.py", tmp_path)
     accuracy = re.search(r"validation accuracy (\d\.\d+)", done.stdout)
     assert accuracy is not None
-    assert float(accuracy[1]) >= promised("token_sequences_no_spark.py")[0]  # with as many words of both it is a guess
+    # with as many words of both it is a guess
+    assert float(accuracy[1]) >= promised("token_sequences_no_spark.py")[0]
     assert done.stdout.splitlines()[-1] == accuracy[0]
 
 

@@ -69,7 +69,9 @@ def rows_of(count, seed=0):
     random = np.random.default_rng(seed)
     x = random.normal(size=(count, 3)).astype(np.float32)
     y = (x.sum(axis=1) > 0).astype(np.int64)
-    return pd.DataFrame({"x": list(x), "a": x[:, 0], "b": x[:, 1], "y": y, "w": random.uniform(0, 2, count)})
+    return pd.DataFrame(
+        {"x": list(x), "a": x[:, 0], "b": x[:, 1], "y": y, "w": random.uniform(0, 2, count)}
+    )
 
 
 def store_of(directory, train_rows, val_rows=None):
@@ -77,12 +79,18 @@ def store_of(directory, train_rows, val_rows=None):
         if rows is not None:
             (directory / name).mkdir(parents=True)
             rows.to_parquet(directory / name / "part.parquet")
-    return LocalStore(str(directory), train_path=str(directory / "train"), val_path=str(directory / "val"))
+    return LocalStore(
+        str(directory), train_path=str(directory / "train"), val_path=str(directory / "val")
+    )
 
 
 def dense(units, activation=None):
-    """A layer of known weights; `keras.utils.set_random_seed` would import every backend there is."""
-    return keras.layers.Dense(units, activation, kernel_initializer=keras.initializers.GlorotUniform(units))
+    """A layer of known weights; `keras.utils.set_random_seed` would import every backend there
+    is.
+    """
+    return keras.layers.Dense(
+        units, activation, kernel_initializer=keras.initializers.GlorotUniform(units)
+    )
 
 
 def network():
@@ -135,7 +143,11 @@ def scenarios(names, directory, batch_size, rate):
     for name in names:
         (rows, held), params = runs[name]
         store = store_of(directory / name, rows, held)
-        known = {"optimizer": keras.optimizers.SGD(rate), "batch_size": batch_size, "val_batch_size": batch_size}
+        known = {
+            "optimizer": keras.optimizers.SGD(rate),
+            "batch_size": batch_size,
+            "val_batch_size": batch_size,
+        }
         jobs[name] = job_of(estimator(store, epochs=2, run_id="run", **known | params))
     return jobs
 
@@ -144,7 +156,11 @@ ROWS = ["odd", "few", "weights", "halves"]
 LOOPS = ["accumulated", "schedule", "in memory", "longer", "layers"]
 NAMES = [pytest.param(ROWS, id="rows"), pytest.param(LOOPS, id="loops", marks=pytest.mark.slow)]
 if keras.backend.backend() != "torch":
-    NAMES = [pytest.param(["odd", "few", "weights", "halves", "accumulated", "schedule", "layers"], id="differing")]
+    NAMES = [
+        pytest.param(
+            ["odd", "few", "weights", "halves", "accumulated", "schedule", "layers"], id="differing"
+        )
+    ]
 
 
 @pytest.mark.backends
@@ -152,7 +168,9 @@ if keras.backend.backend() != "torch":
 def test_two_processes_learn_what_one_learns_and_end_together_with_one_model(tmp_path, names):
     alone = scenarios(names, tmp_path / "one", 16, 0.2)
     shared = scenarios(names, tmp_path / "two", 8, 0.1)
-    ending = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), dense(4), dense(1, "sigmoid")])
+    ending = keras.Sequential(
+        [keras.Input((3,)), keras.layers.BatchNormalization(), dense(4), dense(1, "sigmoid")]
+    )
     store = store_of(tmp_path / "ending", rows_of(64), rows_of(20, seed=1))
     ends = job_of(estimator(store, ending, epochs=5, run_id="run", callbacks=[Leaves(tmp_path)]))
     # Processes take longest to start: one pair does it all.
@@ -165,13 +183,20 @@ def test_two_processes_learn_what_one_learns_and_end_together_with_one_model(tmp
         del alone["halves"]
         # What travelled as halves has lost something, and not much.
         halves, whole = (weights(together[0][name].model) for name in ("halves", "odd"))
-        assert 0 < max(np.abs(half - full).max() for half, full in zip(halves, whole, strict=True)) < 1e-3
+        assert (
+            0
+            < max(np.abs(half - full).max() for half, full in zip(halves, whole, strict=True))
+            < 1e-3
+        )
     for name, job in alone.items():
         one, two = train(job), together[0][name]
         assert list(one.history) == list(two.history), name
         for score, values in one.history.items():
-            if (name, score) != ("longer", "val_loss"):  # a step of two processes validates on twice the rows
-                np.testing.assert_allclose(two.history[score], values, rtol=2e-5, atol=1e-6, err_msg=f"{name} {score}")
+            # a step of two processes validates on twice the rows
+            if (name, score) != ("longer", "val_loss"):
+                np.testing.assert_allclose(
+                    two.history[score], values, rtol=2e-5, atol=1e-6, err_msg=f"{name} {score}"
+                )
         for left, right in zip(weights(two.model), weights(one.model), strict=True):
             np.testing.assert_allclose(left, right, rtol=2e-4, atol=2e-6, err_msg=name)
         assert rate(two.model) == pytest.approx(rate(one.model) / 2)
@@ -219,12 +244,23 @@ def test_one_process_gives_the_history_of_keras_own_fit(tmp_path):
     x, y = np.stack(rows.x), rows.y.to_numpy()
     model = network()
     fitted = estimator(
-        store_of(tmp_path, rows, held), model, shuffle=False, epochs=2, metrics=["accuracy"], batch_size=10
+        store_of(tmp_path, rows, held),
+        model,
+        shuffle=False,
+        epochs=2,
+        metrics=["accuracy"],
+        batch_size=10,
     ).fit_on_parquet()
     own = network()
     own.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
     told = own.fit(
-        x, y[:, None], 10, 2, verbose=0, shuffle=False, validation_data=(np.stack(held.x), held.y.to_numpy()[:, None])
+        x,
+        y[:, None],
+        10,
+        2,
+        verbose=0,
+        shuffle=False,
+        validation_data=(np.stack(held.x), held.y.to_numpy()[:, None]),
     )
     assert list(fitted.getHistory()) == list(told.history)
     for name, values in told.history.items():
@@ -261,14 +297,18 @@ def test_a_compiled_model_needs_nothing_else_and_keeps_its_optimizers_state(tmp_
 @pytest.mark.backends
 def test_a_run_is_resumed_by_its_id_with_the_same_learning_rate(tmp_path):
     rows, held = rows_of(40), rows_of(20, seed=1)
-    whole = estimator(store_of(tmp_path / "whole", rows, held), epochs=4, run_id="r").fit_on_parquet()
+    whole = estimator(
+        store_of(tmp_path / "whole", rows, held), epochs=4, run_id="r"
+    ).fit_on_parquet()
     store = store_of(tmp_path / "parts", rows, held)
     first = estimator(store, epochs=2, run_id="r").fit_on_parquet()
     assert len(first.getHistory()["loss"]) == 2
     second = estimator(store, epochs=4, run_id="r").fit_on_parquet()
     for name, values in whole.getHistory().items():
         np.testing.assert_allclose(second.getHistory()[name], values, rtol=1e-5)
-    for left, right in zip(second.getModel().get_weights(), whole.getModel().get_weights(), strict=True):
+    for left, right in zip(
+        second.getModel().get_weights(), whole.getModel().get_weights(), strict=True
+    ):
         np.testing.assert_allclose(left, right, rtol=1e-5)
     assert float(second.getModel().optimizer.learning_rate) == pytest.approx(0.1)
     again = estimator(store, epochs=4, run_id="r").fit_on_parquet()
@@ -299,7 +339,9 @@ def test_the_best_model_is_returned_and_the_last_one_resumed(tmp_path):
     resumed = estimator(store, epochs=4, resume="force", **params).fit_on_parquet()
     assert len(resumed.getHistory()["loss"]) == 4
     assert resumed.getHistory()["val_loss"][3] > losses[0]
-    for left, right in zip(resumed.getModel().get_weights(), fitted.getModel().get_weights(), strict=True):
+    for left, right in zip(
+        resumed.getModel().get_weights(), fitted.getModel().get_weights(), strict=True
+    ):
         np.testing.assert_array_equal(left, right)
 
 
@@ -313,9 +355,14 @@ def test_callbacks_see_scores_and_end_the_run(tmp_path):
                 file.write(f"{epoch} {sorted(logs)}\n")
 
     store = store_of(tmp_path / "store", rows_of(64), rows_of(20, seed=1))
-    stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=10.0, restore_best_weights=True)
+    stopping = keras.callbacks.EarlyStopping(
+        monitor="val_loss", patience=1, min_delta=10.0, restore_best_weights=True
+    )
     fitted = estimator(
-        store, epochs=9, run_id="r", callbacks=[stopping, Notes(), LearningRateWarmupCallback(0.1, 1)]
+        store,
+        epochs=9,
+        run_id="r",
+        callbacks=[stopping, Notes(), LearningRateWarmupCallback(0.1, 1)],
     ).fit_on_parquet()
     assert len(fitted.getHistory()["loss"]) == 2
     assert seen.read_text().splitlines()[0] == "0 ['loss', 'val_loss']"
@@ -345,7 +392,9 @@ class Board(keras.callbacks.TensorBoard):
     def on_train_batch_begin(self, batch, logs=None):
         pass
 
-    on_train_batch_end = on_train_begin = on_train_end = on_epoch_begin = on_test_begin = on_train_batch_begin
+    on_train_batch_end = on_train_begin = on_train_end = on_epoch_begin = on_test_begin = (
+        on_train_batch_begin
+    )
 
     def on_epoch_end(self, epoch, logs=None):
         (Path(self.log_dir) / "train").mkdir(parents=True, exist_ok=True)
@@ -354,7 +403,9 @@ class Board(keras.callbacks.TensorBoard):
 
 def test_a_tensorboard_callback_writes_into_the_store(tmp_path):
     store = store_of(tmp_path / "store", rows_of(32))
-    estimator(store, run_id="r", epochs=2, callbacks=[Board(tmp_path / "elsewhere")]).fit_on_parquet()
+    estimator(
+        store, run_id="r", epochs=2, callbacks=[Board(tmp_path / "elsewhere")]
+    ).fit_on_parquet()
     logs = store.get_logs_path("r")
     assert [store.read(f"{logs}/train/events.{epoch}") for epoch in (0, 1)] == [b"['loss']"] * 2
     assert not (tmp_path / "elsewhere").exists()
@@ -377,8 +428,12 @@ def squares(y, output):
 
 
 def test_classes_and_functions_of_ones_own_travel_without_being_listed(tmp_path):
-    model = keras.Sequential([keras.Input((3,)), Doubled(), keras.layers.Dense(1, activation=squashed)])
-    fitted = estimator(store_of(tmp_path, rows_of(32)), model, loss=squares, metrics=[squares]).fit_on_parquet()
+    model = keras.Sequential(
+        [keras.Input((3,)), Doubled(), keras.layers.Dense(1, activation=squashed)]
+    )
+    fitted = estimator(
+        store_of(tmp_path, rows_of(32)), model, loss=squares, metrics=[squares]
+    ).fit_on_parquet()
     assert list(fitted.getHistory()) == ["loss", "squares"]
     assert fitted.getHistory()["squares"] == pytest.approx(fitted.getHistory()["loss"])
     assert fitted.getCustomObjects()["Doubled"] is Doubled
@@ -390,7 +445,9 @@ def squashed(x):
 
 def test_a_loss_keeps_what_keras_does_not_save_of_it(tmp_path):
     rows = rows_of(16)
-    fitted = estimator(store_of(tmp_path, rows), loss=keras.losses.Huber(0.1), loss_weights=[1.0]).fit_on_parquet()
+    fitted = estimator(
+        store_of(tmp_path, rows), loss=keras.losses.Huber(0.1), loss_weights=[1.0]
+    ).fit_on_parquet()
     expected = keras.losses.Huber(0.1)(rows.y.to_numpy()[:, None], network()(np.stack(rows.x)))
     assert fitted.getHistory()["loss"][0] == pytest.approx(float(expected), rel=1e-5)
 
@@ -468,15 +525,25 @@ class Dies(keras.callbacks.Callback):
 @pytest.mark.slow
 def test_a_killed_worker_costs_the_epochs_after_its_checkpoint(tmp_path, capfd):
     store = store_of(tmp_path / "store", rows_of(64))
-    params = {"epochs": 4, "optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "backend": LocalBackend(2, verbose=0)}
+    params = {
+        "epochs": 4,
+        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9),
+        "backend": LocalBackend(2, verbose=0),
+    }
     whole = estimator(store, run_id="whole", **params).fit_on_parquet()
     again = estimator(
-        store, run_id="again", callbacks=[Dies(tmp_path / "killed")], on_failure="restart", **params | {"verbose": 1}
+        store,
+        run_id="again",
+        callbacks=[Dies(tmp_path / "killed")],
+        on_failure="restart",
+        **params | {"verbose": 1},
     ).fit_on_parquet()
     assert (tmp_path / "killed").exists()
     assert "starting again from the last checkpoint, restarts left: 2" in capfd.readouterr().err
     np.testing.assert_allclose(again.getHistory()["loss"], whole.getHistory()["loss"], rtol=1e-5)
-    for left, right in zip(again.getModel().get_weights(), whole.getModel().get_weights(), strict=True):
+    for left, right in zip(
+        again.getModel().get_weights(), whole.getModel().get_weights(), strict=True
+    ):
         np.testing.assert_allclose(left, right, rtol=1e-5)
 
 
@@ -494,7 +561,11 @@ class Ones(ParquetDataModule):
 
 def test_a_data_module_of_ones_own_gives_the_batches(tmp_path):
     store = store_of(tmp_path, rows_of(64), rows_of(32, seed=1))
-    history = estimator(store, epochs=20, data_module=Ones, metrics=["accuracy"]).fit_on_parquet().getHistory()
+    history = (
+        estimator(store, epochs=20, data_module=Ones, metrics=["accuracy"])
+        .fit_on_parquet()
+        .getHistory()
+    )
     assert history["val_accuracy"][-1] > 0.9
     with pytest.raises(NotImplementedError, match="NVTabular has been retired"):
         estimator(store, data_module=NVTabularDataModule).fit_on_parquet()
@@ -505,10 +576,13 @@ def test_batches_that_are_prepared_ahead_are_the_same_ones(tmp_path):
     store = store_of(tmp_path, rows_of(50), rows_of(20, seed=1))
     params = {"epochs": 3, "sample_weight_col": "w"}
     ahead, plain = (
-        estimator(store, tensorflow_dataset_prefetch_buffer_size=count, **params).fit_on_parquet() for count in (2, 0)
+        estimator(store, tensorflow_dataset_prefetch_buffer_size=count, **params).fit_on_parquet()
+        for count in (2, 0)
     )
     assert ahead.getHistory() == plain.getHistory()
-    for left, right in zip(ahead.getModel().get_weights(), plain.getModel().get_weights(), strict=True):
+    for left, right in zip(
+        ahead.getModel().get_weights(), plain.getModel().get_weights(), strict=True
+    ):
         np.testing.assert_array_equal(left, right)
 
 
@@ -528,7 +602,9 @@ def test_mlflow_gets_metrics_and_the_model(tmp_path, monkeypatch):
             return super().run(fn, args, kwargs, env)
 
     store = store_of(tmp_path, rows_of(32))
-    fitted = estimator(store, epochs=2, mlflow=True, run_id="named", backend=Telling()).fit_on_parquet()
+    fitted = estimator(
+        store, epochs=2, mlflow=True, run_id="named", backend=Telling()
+    ).fit_on_parquet()
     expected = ["start_run", "log_params", "log_metrics", "log_metrics", "log_model", "end_run"]
     assert [name for name, *_ in told] == expected
     assert told[0][2] == {"run_name": "named"}
@@ -556,17 +632,24 @@ def test_predictions_are_as_exact_as_the_model():
     batch = pa.RecordBatch.from_pydict({"x": [1.0, 2.0**-30 + 5.0]})
     [found] = predictor.predict(iter([batch]))
     for index, expected in enumerate(model(np.array([[1.0], [2.0**-30 + 5.0]]))):
-        np.testing.assert_array_equal(found[f"output{index}"], keras.ops.convert_to_numpy(expected)[:, 0])
+        np.testing.assert_array_equal(
+            found[f"output{index}"], keras.ops.convert_to_numpy(expected)[:, 0]
+        )
 
 
 def test_nulls_are_filled_and_the_history_is_drawn(tmp_path):
     rows = rows_of(32).astype({"a": object})
     rows.loc[3, "a"] = None
     table = rows[["a", "b", "y"]].astype({"a": "Float32"})
-    params = {"feature_cols": [["a", "b"]], "model": keras.Sequential([keras.Input((2,)), dense(1, "sigmoid")])}
+    params = {
+        "feature_cols": [["a", "b"]],
+        "model": keras.Sequential([keras.Input((2,)), dense(1, "sigmoid")]),
+    }
     with pytest.raises(ValueError, match="column a has nulls in 1 of 32 rows"):
         estimator(LocalStore(str(tmp_path)), **params).fit(table)
-    fitted = estimator(LocalStore(str(tmp_path)), fill=0.5, validation=0.3, epochs=2, **params).fit(table)
+    fitted = estimator(LocalStore(str(tmp_path)), fill=0.5, validation=0.3, epochs=2, **params).fit(
+        table
+    )
     assert fitted.getFill() == 0.5
     fitted.plot_history("loss").save(f"{tmp_path}/history.svg")
     assert (tmp_path / "history.svg").read_text().count("<polyline") == 2

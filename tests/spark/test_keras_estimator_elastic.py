@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A fit of Keras's whose worker is killed and replaced in the middle: each row of each epoch counts once."""
+"""A fit of Keras's whose worker is killed and replaced in the middle: each row of each epoch
+counts once.
+"""
 
 # ruff: noqa: ARG002 - Keras's signatures
 
@@ -29,7 +31,9 @@ ROWS, BATCH, EPOCHS, RATE = 400, 4, 6, 0.001
 
 
 class Disturbance(keras.callbacks.Callback):
-    """Kills rank 1 once in the middle of an epoch, and slows training down while there is only one process."""
+    """Kills rank 1 once in the middle of an epoch, and slows training down while there is only
+    one process.
+    """
 
     def __init__(self, folder):
         super().__init__()
@@ -87,9 +91,14 @@ def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(tmp_
     for name, part in (("train", rows), ("val", rows[:41])):
         (tmp_path / name).mkdir()
         part.to_parquet(tmp_path / name / "part.parquet")
-    store = LocalStore(str(tmp_path), train_path=str(tmp_path / "train"), val_path=str(tmp_path / "val"))
+    store = LocalStore(
+        str(tmp_path), train_path=str(tmp_path / "train"), val_path=str(tmp_path / "val")
+    )
     model = keras.Sequential(
-        [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer=keras.initializers.Zeros())]
+        [
+            keras.Input((1,)),
+            keras.layers.Dense(1, use_bias=False, kernel_initializer=keras.initializers.Zeros()),
+        ]
     )
     fitted = KerasEstimator(
         model=model,
@@ -107,14 +116,21 @@ def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(tmp_
         backend=LocalBackend(2, min_num_proc=1),
     ).fit_on_parquet()
     assert (tmp_path / "killed").exists()
-    learned = float(np.asarray(keras.ops.convert_to_numpy(fitted.getModel().weights[0])).reshape(-1)[0])
+    learned = float(
+        np.asarray(keras.ops.convert_to_numpy(fitted.getModel().weights[0])).reshape(-1)[0]
+    )
     assert learned == pytest.approx(EPOCHS * RATE / BATCH * float(x.sum()), rel=1e-4)
     history = fitted.getHistory()
     assert history["seen"] == [ROWS] * EPOCHS
     assert history["val_seen"] == [41] * EPOCHS
-    told = [[json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("note-*")]
+    told = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("note-*")
+    ]
     assert len(told) == 3
-    (survivor,) = (said for said in told if said[0] == {"begins": True} and min(map(size_of, said)) == 1)
+    (survivor,) = (
+        said for said in told if said[0] == {"begins": True} and min(map(size_of, said)) == 1
+    )
     assert [one["epoch"] for one in survivor if "epoch" in one] == list(range(EPOCHS))
     assert sum("begins" in one for one in survivor) == sum("ends" in one for one in survivor) == 1
     assert max(one.get("batch", 0) for one in survivor) < ROWS // BATCH

@@ -15,7 +15,8 @@ from pyspark.ml.linalg import Vectors
 from farandole.spark.keras import KerasModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the exporting process cannot import tests
+# the exporting process cannot import tests
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Halved(keras.layers.Layer):
@@ -42,7 +43,11 @@ class Refusing(keras.layers.Layer):
 
 
 def one(name, shape, dtype="float32"):
-    return {"columns": [name] if isinstance(name, str) else name, "shape": [-1, *shape], "dtype": dtype}
+    return {
+        "columns": [name] if isinstance(name, str) else name,
+        "shape": [-1, *shape],
+        "dtype": dtype,
+    }
 
 
 def session_of(path):
@@ -53,7 +58,9 @@ def session_of(path):
 
 @pytest.mark.backends
 def test_an_onnx_file_predicts_what_transform_predicts(spark, tmp_path):
-    rows = [(Vectors.dense([n / 9, 1.0, 0.5, n % 2]), n / 7, float(n % 3), n % 5) for n in range(40)]
+    rows = [
+        (Vectors.dense([n / 9, 1.0, 0.5, n % 2]), n / 7, float(n % 3), n % 5) for n in range(40)
+    ]
     frame = spark.createDataFrame(rows, ["v", "a", "b", "word"])
     keras.utils.set_random_seed(0)
     inputs = {
@@ -62,8 +69,12 @@ def test_an_onnx_file_predicts_what_transform_predicts(spark, tmp_path):
     }  # fmt: skip
     embedded = keras.layers.Flatten()(keras.layers.Embedding(5, 3)(inputs["word"]))
     joined = keras.layers.Concatenate()([Halved()(inputs["v"]), embedded, inputs["ab"]])
-    hidden = keras.layers.Dropout(0.5)(keras.layers.BatchNormalization()(keras.layers.Dense(8, "relu")(joined)))
-    network = keras.Model(inputs, [keras.layers.Dense(3, "softmax")(hidden), keras.layers.Dense(1)(hidden)])
+    hidden = keras.layers.Dropout(0.5)(
+        keras.layers.BatchNormalization()(keras.layers.Dense(8, "relu")(joined))
+    )
+    network = keras.Model(
+        inputs, [keras.layers.Dense(3, "softmax")(hidden), keras.layers.Dense(1)(hidden)]
+    )
     model = KerasModel(
         model=network, feature_columns=[["a", "b"], "v", "word"], label_columns=["kind", "size"],
         signature=[one(["a", "b"], [2]), one("v", [4]), one("word", [1], "int64")],
@@ -81,26 +92,39 @@ def test_an_onnx_file_predicts_what_transform_predicts(spark, tmp_path):
     }
     kind, size = session.run(["kind__output", "size__output"], given)
     predicted = model.transform(frame).collect()
-    np.testing.assert_allclose(kind, [row.kind__output.toArray() for row in predicted], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(size[:, 0], [row.size__output for row in predicted], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        kind, [row.kind__output.toArray() for row in predicted], rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        size[:, 0], [row.size__output for row in predicted], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_images_and_sequences_are_exported_with_any_number_of_rows(tmp_path):
     keras.utils.set_random_seed(0)
     image, tokens = keras.Input((8, 8, 1)), keras.Input((6,), dtype="int64")
-    pooled = keras.layers.MaxPooling2D()(keras.layers.Conv2D(4, 3, padding="same", activation="relu")(image))
+    pooled = keras.layers.MaxPooling2D()(
+        keras.layers.Conv2D(4, 3, padding="same", activation="relu")(image)
+    )
     seen = keras.layers.Flatten()(pooled)
     read = keras.layers.Embedding(9, 4)(tokens)
-    read = keras.layers.LayerNormalization()(read + keras.layers.MultiHeadAttention(2, 4)(read, read))
+    read = keras.layers.LayerNormalization()(
+        read + keras.layers.MultiHeadAttention(2, 4)(read, read)
+    )
     read = keras.layers.LSTM(5)(keras.layers.GRU(5, return_sequences=True)(read))
-    network = keras.Model([image, tokens], keras.layers.Dense(2)(keras.layers.Concatenate()([seen, read])))
+    network = keras.Model(
+        [image, tokens], keras.layers.Dense(2)(keras.layers.Concatenate()([seen, read]))
+    )
     model = KerasModel(
         model=network, feature_columns=["image", "tokens"], label_columns=["y"],
         signature=[one("image", [8, 8, 1]), one("tokens", [6], "int64")],
     )  # fmt: skip
     model.to_onnx(tmp_path / "model.onnx")  # it checks other rows than those that were traced
     random = np.random.default_rng(0)
-    given = {"image": random.random((17, 8, 8, 1), "float32"), "tokens": random.integers(0, 9, (17, 6))}
+    given = {
+        "image": random.random((17, 8, 8, 1), "float32"),
+        "tokens": random.integers(0, 9, (17, 6)),
+    }
     (found,) = session_of(tmp_path / "model.onnx").run(None, given)
     wanted = keras.ops.convert_to_numpy(network([given["image"], given["tokens"]], training=False))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -117,7 +141,9 @@ def exported(tmp_path, *layers):
 def test_a_file_that_predicts_something_else_is_not_kept(tmp_path):
     if keras.backend.backend() == "torch":
         pytest.skip("the model and the file are of one backend")
-    with pytest.raises(ValueError, match="does not predict what the model predicts: y__output differs by up to 1,"):
+    with pytest.raises(
+        ValueError, match="does not predict what the model predicts: y__output differs by up to 1,"
+    ):
         exported(tmp_path, Local())
     with pytest.raises(ValueError, match=r"Sequential.*this layer is of another backend"):
         exported(tmp_path, Refusing())
@@ -128,7 +154,9 @@ def test_an_export_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     from farandole.spark.keras.saving import onnx
 
     monkeypatch.setattr(onnx, "_LONGEST", 0.5)
-    with pytest.raises(TimeoutError, match=r"the export of Sequential to ONNX has not ended after 0\.5 s"):
+    with pytest.raises(
+        TimeoutError, match=r"the export of Sequential to ONNX has not ended after 0\.5 s"
+    ):
         exported(tmp_path, keras.layers.Dense(1))
     assert not list(tmp_path.iterdir())
 

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.timeout(300)
 
 def model(units=3, rate=0.1, loss="mse"):
     made = keras.Sequential(
-        [keras.Input((2,)), keras.layers.Dense(units), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        [
+            keras.Input((2,)),
+            keras.layers.Dense(units),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
     )
     made.compile(optimizer=keras.optimizers.SGD(rate), loss=loss)
     return made
@@ -78,9 +83,17 @@ def test_a_run_continues_with_its_model_and_no_other(tmp_path):
     write(tmp_path / "intermediate_train_data", x=x, y=x[:, 0])
 
     def fit(made, epochs, **params):
-        known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
+        known = {
+            "feature_cols": ["x"],
+            "label_cols": ["y"],
+            "batch_size": 8,
+            "verbose": 0,
+            "random_seed": 1,
+        }
         store = LocalStore(str(tmp_path))
-        estimator = KerasEstimator(model=made, run_id="r", epochs=epochs, store=store, backend=Here(), **known | params)
+        estimator = KerasEstimator(
+            model=made, run_id="r", epochs=epochs, store=store, backend=Here(), **known | params
+        )
         return estimator.fit_on_parquet()
 
     fit(model(), 1)

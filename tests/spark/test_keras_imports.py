@@ -35,6 +35,11 @@ assert keras.saving.serialize_keras_object(tf.TensorShape((2, 3))) == [2, 3]
 def test_keras_on_torch_imports_no_tensorflow_to_save_a_model():
     env = os.environ | {"KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, "-c", PROGRAM],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

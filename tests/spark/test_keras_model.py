@@ -50,7 +50,10 @@ def adder(count):
 
 @pytest.fixture(scope="module")
 def frame(spark):
-    rows = [(Vectors.dense([index / 10, 1.0]), [1.0, index / 10], index % 3, float(index), "t") for index in range(40)]
+    rows = [
+        (Vectors.dense([index / 10, 1.0]), [1.0, index / 10], index % 3, float(index), "t")
+        for index in range(40)
+    ]
     return spark.createDataFrame(rows, ["v", "l", "n", "d", "s"])
 
 
@@ -58,7 +61,9 @@ def frame(spark):
 def by_hand():
     left, right = keras.Input((2,)), keras.Input((2,))
     joined = keras.layers.Concatenate()([left, right])
-    model = keras.Model([left, right], [keras.layers.Dense(1)(joined), keras.layers.Dense(3)(joined)])
+    model = keras.Model(
+        [left, right], [keras.layers.Dense(1)(joined), keras.layers.Dense(3)(joined)]
+    )
     return KerasModel(model=model, feature_columns=["v", ["n", "d"]], label_columns=["n", "v"])
 
 
@@ -74,7 +79,9 @@ def test_predictions_are_appended_in_the_types_of_their_labels(by_hand, frame):
     numbers = np.array([[row.n, row.d] for row in rows], np.float32)
     first, second = (keras.ops.convert_to_numpy(one) for one in by_hand.getModel()([v, numbers]))
     assert [row.n__output for row in rows] == np.rint(first[:, 0]).astype(int).tolist()
-    np.testing.assert_allclose([row.v__output.toArray() for row in rows], second, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        [row.v__output.toArray() for row in rows], second, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_model_is_explained_in_words(by_hand):
@@ -82,8 +89,13 @@ def test_a_model_is_explained_in_words(by_hand):
     assert told[:3] == ["KerasModel", "inputs", "  v"]
     assert told[-1] == "  20 parameters, 80 B"
     rows = [line.split() for line in told if "Dense" in line]
-    assert [[row[1], *row[2:]] for row in rows] == [["Dense", "[rows,", "1]", "5"], ["Dense", "[rows,", "3]", "15"]]
-    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="inner"), keras.layers.Dense(1)])
+    assert [[row[1], *row[2:]] for row in rows] == [
+        ["Dense", "[rows,", "1]", "5"],
+        ["Dense", "[rows,", "3]", "15"],
+    ]
+    inner = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(2, name="inner"), keras.layers.Dense(1)]
+    )
     inner.layers[0].trainable = False
     outer = keras.Sequential([keras.Input((2,)), inner])
     told = KerasModel(model=outer, feature_columns=["v"], label_columns=["n"]).explain()
@@ -96,7 +108,11 @@ def test_a_model_is_explained_in_words(by_hand):
 
 def test_a_saved_model_predicts_the_same_and_its_classes_are_named(frame, tmp_path, caplog):
     model = KerasModel(
-        model=adder(2), feature_columns=["n", "d"], label_columns=["y"], history={"loss": [1.0, 0.5]}, run_id="r"
+        model=adder(2),
+        feature_columns=["n", "d"],
+        label_columns=["y"],
+        history={"loss": [1.0, 0.5]},
+        run_id="r",
     )
     expected = [row.y__output for row in model.transform(frame).collect()]
     assert expected == [row.n + row.d for row in frame.collect()]
@@ -106,7 +122,11 @@ def test_a_saved_model_predicts_the_same_and_its_classes_are_named(frame, tmp_pa
     with caplog.at_level(logging.WARNING, "farandole"):
         loaded = KerasModel.load(path)
     assert "runs the code pickled in it" in caplog.text
-    assert (loaded.uid, loaded.getHistory(), loaded.getRunId()) == (model.uid, model.getHistory(), "r")
+    assert (loaded.uid, loaded.getHistory(), loaded.getRunId()) == (
+        model.uid,
+        model.getHistory(),
+        "r",
+    )
     assert [row.y__output for row in loaded.transform(frame).collect()] == expected
     caplog.clear()
     with caplog.at_level(logging.WARNING, "farandole"):
@@ -160,12 +180,16 @@ def estimator(directory, **params):
         "verbose": 0,
         "store": LocalStore(str(directory)),
     }
-    return KerasEstimator(**{name: value for name, value in (known | params).items() if value is not None})
+    return KerasEstimator(
+        **{name: value for name, value in (known | params).items() if value is not None}
+    )
 
 
 def test_a_saved_estimator_is_the_same_when_loaded(spark, tmp_path, caplog):
     callbacks = [keras.callbacks.EarlyStopping(patience=7)]
-    saved = estimator(tmp_path, epochs=5, callbacks=callbacks, loss=keras.losses.Huber(0.5), metrics=["mae"])
+    saved = estimator(
+        tmp_path, epochs=5, callbacks=callbacks, loss=keras.losses.Huber(0.5), metrics=["mae"]
+    )
     saved.write().overwrite().save(f"{tmp_path}/estimator")
     with caplog.at_level(logging.WARNING, "farandole"):
         loaded = KerasEstimator.load(f"{tmp_path}/estimator")
@@ -174,20 +198,26 @@ def test_a_saved_estimator_is_the_same_when_loaded(spark, tmp_path, caplog):
     assert float(loaded.getLoss()(np.zeros(1), np.full(1, 3.0))) == pytest.approx(0.5 * (3 - 0.25))
     assert loaded.getCallbacks()[0].patience == 7
     assert loaded.getStore().plain() == saved.getStore().plain()
-    np.testing.assert_array_equal(loaded.getModel().get_weights()[0], saved.getModel().get_weights()[0])
+    np.testing.assert_array_equal(
+        loaded.getModel().get_weights()[0], saved.getModel().get_weights()[0]
+    )
 
 
 @pytest.mark.backends
 def test_a_loaded_model_compares_rows_with_those_of_the_training(frame, tmp_path):
     rows = frame.select("v", "d")
-    model = estimator(tmp_path / "store", epochs=1, num_proc=None, backend=Here(), statistics=True).fit(rows)
+    model = estimator(
+        tmp_path / "store", epochs=1, num_proc=None, backend=Here(), statistics=True
+    ).fit(rows)
     model.write().save(f"{tmp_path}/model")
     loaded = KerasModel.load(f"{tmp_path}/model")
     assert loaded.getStatistics() == model.getStatistics()
     assert set(loaded.getStatistics().columns) == {"v", "d"}
     assert loaded.drift(rows)["d"].index == 0.0
     assert loaded.drift(rows.selectExpr("v", "d + 100 as d"))["d"].index > 1
-    plain = estimator(tmp_path / "store", epochs=1, num_proc=None, backend=Here()).fit(frame.select("v", "d", "s"))
+    plain = estimator(tmp_path / "store", epochs=1, num_proc=None, backend=Here()).fit(
+        frame.select("v", "d", "s")
+    )
     assert plain.getStatistics() is None
 
 
@@ -200,18 +230,25 @@ def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp
     assert history["loss"][2] < history["loss"][0]
     transformed = fitted.transform(frame)
     assert transformed.schema["d__output"].dataType.simpleString() == "double"
-    error = RegressionEvaluator(labelCol="d", predictionCol="d__output", metricName="mse").evaluate(transformed)
+    error = RegressionEvaluator(labelCol="d", predictionCol="d__output", metricName="mse").evaluate(
+        transformed
+    )
     assert error < history["loss"][0]
     fitted.write().overwrite().save(f"{tmp_path}/pipeline")
     loaded = PipelineModel.load(f"{tmp_path}/pipeline")
-    assert loaded.transform(frame).select("d__output").collect() == transformed.select("d__output").collect()
+    assert (
+        loaded.transform(frame).select("d__output").collect()
+        == transformed.select("d__output").collect()
+    )
 
 
 def test_a_cross_validator_chooses_among_epochs(frame, tmp_path):
     fitted_by = estimator(tmp_path, batch_size=8, num_proc=None, backend=Here())
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 6]).build()
     score = RegressionEvaluator(labelCol="d", predictionCol="d__output")
-    validator = CrossValidator(estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1)
+    validator = CrossValidator(
+        estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1
+    )
     chosen = validator.fit(frame)
     assert chosen.avgMetrics[1] < chosen.avgMetrics[0]
     assert len(chosen.bestModel.getHistory()["loss"]) == 6
@@ -222,10 +259,14 @@ def test_a_cross_validator_chooses_among_epochs(frame, tmp_path):
 
 
 def test_nulls_are_filled_as_in_the_fit(frame):
-    model = KerasModel(model=adder(2), feature_columns=["n", "d"], label_columns=["y"], fill={"d": 7.0})
+    model = KerasModel(
+        model=adder(2), feature_columns=["n", "d"], label_columns=["y"], fill={"d": 7.0}
+    )
     holed = frame.withColumn("d", sf.when(sf.col("n") == 1, None).otherwise(sf.col("d")))
     found = model.transform(holed).collect()
-    assert [row.y__output for row in found] == [row.n + (7.0 if row.d is None else row.d) for row in found]
+    assert [row.y__output for row in found] == [
+        row.n + (7.0 if row.d is None else row.d) for row in found
+    ]
 
 
 def test_an_error_names_the_column_that_cannot_be_transformed(by_hand, frame):
@@ -236,5 +277,8 @@ def test_an_error_names_the_column_that_cannot_be_transformed(by_hand, frame):
     with pytest.raises(ValueError, match="feature column 's' has type string"):
         KerasModel(model=adder(1), feature_columns=["s"], label_columns=["y"]).transform(frame)
     wrong = KerasModel(model=adder(1), feature_columns=["l"], label_columns=["y"])
-    with pytest.raises(Exception, match="Feature column 'l' with size 2 must equal that of the model input at index 0"):
+    with pytest.raises(
+        Exception,
+        match="Feature column 'l' with size 2 must equal that of the model input at index 0",
+    ):
         wrong.transform(frame).collect()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A loss of Keras that is NaN or infinite ends training, whatever backend runs ahead of its callbacks."""
+"""A loss of Keras that is NaN or infinite ends training, whatever backend runs ahead of its
+callbacks.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,20 @@ def fitting(tmp_path):
 
     def made(**params):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(optimizer=keras.optimizers.SGD(params.pop("rate", 1e30)), loss=params.pop("lost", "mse"))
-        known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
+        model.compile(
+            optimizer=keras.optimizers.SGD(params.pop("rate", 1e30)), loss=params.pop("lost", "mse")
+        )
+        known = {
+            "feature_cols": ["x"],
+            "label_cols": ["y"],
+            "batch_size": 8,
+            "verbose": 0,
+            "random_seed": 1,
+        }
         store = LocalStore(str(tmp_path))
-        return KerasEstimator(**{"model": model, "epochs": 2, "store": store, "backend": Here()} | known | params)
+        return KerasEstimator(
+            **{"model": model, "epochs": 2, "store": store, "backend": Here()} | known | params
+        )
 
     return made
 
@@ -37,7 +49,8 @@ def fitting(tmp_path):
 @pytest.mark.backends
 def test_a_loss_that_runs_away_ends_the_run(fitting, tmp_path):
     with pytest.raises(
-        NotFiniteError, match=r"the loss is (infinite|not a number \(NaN\)) in epoch 1, step 2, on rank 0"
+        NotFiniteError,
+        match=r"the loss is (infinite|not a number \(NaN\)) in epoch 1, step 2, on rank 0",
     ):
         fitting(run_id="r").fit_on_parquet()
     assert not (tmp_path / "runs/r/checkpoint").exists()
@@ -55,11 +68,17 @@ def test_all_ranks_end_together_and_the_one_that_met_it_is_named(fitting):
 
         import keras
 
-        return keras.ops.mean((output - label) ** 2) * (float("nan") if os.environ.get("RANK") == "1" else 1.0)
+        return keras.ops.mean((output - label) ** 2) * (
+            float("nan") if os.environ.get("RANK") == "1" else 1.0
+        )
 
     began = time.monotonic()
     with pytest.raises(FarandoleJobError) as failed:
-        fitting(lost=on_rank_1, rate=0.01, backend=LocalBackend(2, verbose=0), on_failure="restart").fit_on_parquet()
+        fitting(
+            lost=on_rank_1, rate=0.01, backend=LocalBackend(2, verbose=0), on_failure="restart"
+        ).fit_on_parquet()
     assert failed.value.rank == 1
     assert "NaN) in epoch 1, step 1, on rank 1" in str(failed.value.__cause__)
-    assert time.monotonic() - began < 120, "a run that would fail again is not started again, and no rank waits"
+    assert time.monotonic() - began < 120, (
+        "a run that would fail again is not started again, and no rank waits"
+    )

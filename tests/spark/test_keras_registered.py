@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Classes and functions that Keras's own decorator made known travel to workers, wherever they are defined."""
+"""Classes and functions that Keras's own decorator made known travel to workers, wherever they
+are defined.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Scaled(keras.layers.Layer):
         self.units = units
 
     def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], self.units), initializer=Ones(), name="kernel")
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), initializer=Ones(),
+            name="kernel")
         super().build(shape)
 
     def call(self, x):
@@ -75,11 +78,14 @@ from farandole.spark.keras import KerasEstimator
 
 x = np.random.default_rng(0).random((64, 2)).astype("float32")
 frame = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": x.sum(1)})
-layers = [keras.Input((2,)), Scaled(2), keras.layers.Dense(1, activation=doubled, kernel_initializer=Ones())]
+layers = [keras.Input((2,)), Scaled(2),
+    keras.layers.Dense(1, activation=doubled, kernel_initializer=Ones())]
 for model in (keras.Sequential(layers), Both()):
     fitted = KerasEstimator(
-        model=model, optimizer=keras.optimizers.SGD(0.001), loss=Squares(), metrics=[Error(name="error")],
-        callbacks=[Notes()], feature_cols=[["a", "b"]], label_cols=["y"], epochs=1, verbose=0, batch_size=8,
+        model=model, optimizer=keras.optimizers.SGD(0.001), loss=Squares(),
+        metrics=[Error(name="error")],
+        callbacks=[Notes()], feature_cols=[["a", "b"]], label_cols=["y"], epochs=1, verbose=0,
+        batch_size=8,
         store=LocalStore(sys.argv[1]), backend=LocalBackend(2, verbose=0),
     ).fit(frame)
     print(sorted(fitted.getHistory()))
@@ -98,7 +104,8 @@ def test_classes_registered_by_a_script_or_a_module_beside_it_are_found_in_worke
         script.write_text(parts + FIT)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "store")],
-        capture_output=True, text=True, timeout=280, check=False, cwd="/", env={**os.environ, "KERAS_BACKEND": "torch"},
+        capture_output=True, text=True, timeout=280, check=False, cwd="/",
+        env={**os.environ, "KERAS_BACKEND": "torch"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["['error', 'loss', 'noted']"] * 2

@@ -12,7 +12,9 @@ from tests.spark.deployments import KILLS, PATIENCE, drive, driver
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(250 * PATIENCE)]
 
 
-def test_workers_of_a_killed_executors_gang_are_gone_in_five_seconds_and_the_user_sees_which_and_why(tmp_path, pids):
+def test_workers_of_a_killed_executors_gang_end_in_five_seconds_and_the_user_sees_why(
+    tmp_path, pids
+):
     body = f"""
 folder = {pids.folder!r}
 spark = session("local-cluster[2,1,1024]", executor_cores="1")
@@ -36,7 +38,9 @@ spark.stop()
         out, err = process.communicate(timeout=90 * PATIENCE)
     assert gone, err[-3000:]
     assert "['second time', 'second time']" in out, err[-3000:]
-    assert re.search(r"task \d \(rank \d on \S+\) was lost: its agent's connection closed", err), err[-3000:]
+    assert re.search(r"task \d \(rank \d on \S+\) was lost: its agent's connection closed", err), (
+        err[-3000:]
+    )
     assert "was started again by Spark" in err
 
 
@@ -59,7 +63,7 @@ farandole.spark.run(sleep, num_proc=2)
         assert pids.gone(4, limit=5)
 
 
-def test_with_dynamic_allocation_a_gang_forms_without_a_barrier_and_forms_again_when_an_executor_is_lost(
+def test_with_dynamic_allocation_a_gang_forms_without_a_barrier_and_again_after_a_lost_executor(
     tmp_path, pids
 ):
     body = f"""
@@ -110,8 +114,11 @@ try:
 except ValueError as error:
     print(error)
 spark.stop()
-"""
+"""  # noqa: E501
     done = drive(KILLS + body, tmp_path, 240)
     assert "formed [([2.0, 2.0], 2), ([2.0, 2.0], 2)]" in done.stdout, done.stderr[-4000:]
     assert re.search(r"again \[[34], [34]\]", done.stdout), done.stdout + done.stderr[-4000:]
-    assert "num_proc=3 needs 3 task slots at the same time, but dynamic allocation gives at most 2" in done.stdout
+    assert (
+        "num_proc=3 needs 3 task slots at the same time, but dynamic allocation gives at most 2"
+        in done.stdout
+    )

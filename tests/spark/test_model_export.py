@@ -26,7 +26,9 @@ class Network(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.table = torch.nn.Embedding(5, 3)
-        self.body = torch.nn.Sequential(torch.nn.Linear(4 + 2 + 3, 8), torch.nn.ReLU(), torch.nn.Dropout(0.5))
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(4 + 2 + 3, 8), torch.nn.ReLU(), torch.nn.Dropout(0.5)
+        )
         self.head = torch.nn.Linear(8, 3)
         self.table.weight.requires_grad = False
 
@@ -49,7 +51,13 @@ class Surprising(torch.nn.Module):
 def frame(spark):
     words = ["red", "green", "blue"]
     rows = [
-        (Vectors.dense([n / 9, 1.0, 0.5, n % 2]), n / 7, None if n == 5 else n / 3, words[n % 3], n % 3)
+        (
+            Vectors.dense([n / 9, 1.0, 0.5, n % 2]),
+            n / 7,
+            None if n == 5 else n / 3,
+            words[n % 3],
+            n % 3,
+        )
         for n in range(60)
     ]
     return spark.createDataFrame(rows, ["image", "a", "b", "word", "y"]).cache()
@@ -76,8 +84,15 @@ def fitted(frame, home, model, **params):
 @pytest.fixture(scope="module")
 def model(frame, tmp_path_factory):
     features = ["image", ["a", "b"], "word"]
-    options = {"feature_cols": features, "fill": {"b": "mean"}, "categories": ["word"], "statistics": True}
-    return fitted(frame, tmp_path_factory.mktemp("export"), Network(), class_names=["x", "y", "z"], **options)
+    options = {
+        "feature_cols": features,
+        "fill": {"b": "mean"},
+        "categories": ["word"],
+        "statistics": True,
+    }
+    return fitted(
+        frame, tmp_path_factory.mktemp("export"), Network(), class_names=["x", "y", "z"], **options
+    )
 
 
 def test_a_model_is_explained_in_words(model):
@@ -106,7 +121,9 @@ def test_the_signature_is_saved_with_the_model(model, tmp_path):
     assert loaded.explain() == model.explain()
 
 
-def test_rows_are_compared_with_those_of_the_training_also_by_a_loaded_model(model, frame, tmp_path):
+def test_rows_are_compared_with_those_of_the_training_also_by_a_loaded_model(
+    model, frame, tmp_path
+):
     model.write().overwrite().save(str(tmp_path / "model"))
     loaded = TorchModel.read().model(Network()).load(str(tmp_path / "model"))
     assert loaded.getStatistics() == model.getStatistics()
@@ -144,7 +161,9 @@ def test_an_onnx_file_predicts_what_transform_predicts(model, frame, tmp_path):
 @pytest.mark.slow
 def test_a_file_that_predicts_something_else_is_not_kept(frame, tmp_path):
     strange = fitted(frame, tmp_path / "store", Surprising(), feature_cols=["image"])
-    with pytest.raises(ValueError, match=r"does not predict what the model predicts: y__output differs by up to"):
+    with pytest.raises(
+        ValueError, match=r"does not predict what the model predicts: y__output differs by up to"
+    ):
         strange.to_onnx(tmp_path / "model.onnx")
     assert [one.name for one in tmp_path.iterdir()] == ["store"]
 
@@ -168,18 +187,28 @@ class Pooled(torch.nn.Module):
     def forward(self, first, second):
         if self.equal:
             return self.line((first * second).sum(1, keepdim=True))
-        return self.line(first.sum(1, keepdim=True) / first.shape[1] + second.sum(1, keepdim=True) / second.shape[1])
+        return self.line(
+            first.sum(1, keepdim=True) / first.shape[1]
+            + second.sum(1, keepdim=True) / second.shape[1]
+        )
 
 
 @pytest.mark.slow
 def test_lists_of_different_lengths_stay_apart_in_an_onnx_file(tmp_path):
     import onnxruntime
 
-    lists = [{"columns": [name], "shape": [-1, 5], "dtype": "float32", "ragged": True} for name in ("first", "second")]
+    lists = [
+        {"columns": [name], "shape": [-1, 5], "dtype": "float32", "ragged": True}
+        for name in ("first", "second")
+    ]
     network = Pooled()
-    model = TorchModel(model=network, feature_columns=["first", "second"], label_columns=["y"], signature=lists)
+    model = TorchModel(
+        model=network, feature_columns=["first", "second"], label_columns=["y"], signature=lists
+    )
     model.to_onnx(tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"]
+    )
     given = {"first": np.ones((2, 3), "float32"), "second": np.ones((2, 9), "float32")}
     (found,) = session.run(None, given)
     wanted = network(*map(torch.from_numpy, given.values())).detach().numpy()
@@ -191,7 +220,9 @@ def test_lists_of_different_lengths_stay_apart_in_an_onnx_file(tmp_path):
 
 def test_operators_that_onnx_lacks_are_refused_by_name(model, tmp_path):
     one = {"columns": ["x"], "shape": [-1, 2], "dtype": "bfloat16"}
-    refused = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"], signature=[one])
+    refused = TorchModel(
+        model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"], signature=[one]
+    )
     with pytest.raises(ValueError, match="takes no bfloat16 input: x"):
         refused.to_onnx(tmp_path / "model.onnx")
     refused.setSignature([one | {"dtype": "float32"}]).setOutputCols(["x"])

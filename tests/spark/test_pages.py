@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The first examples of pages about Spark run.
 
-The pages are README.md, docs/start/index.md, and torch.md, keras.md, running.md and plugin.md of docs/spark.
+The pages are README.md, docs/start/index.md, and torch.md, keras.md, running.md and plugin.md of
+docs/spark.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import sklearn.datasets
 
 spark = SparkSession.builder.master("local[2]").getOrCreate()
 digits = sklearn.datasets.load_digits()
-rows = [(row.tolist(), int(label)) for row, label in zip(digits.data[:400] / 16, digits.target[:400])]
+rows = [(row.tolist(), int(label)) for row,
+    label in zip(digits.data[:400] / 16, digits.target[:400])]
 df = spark.createDataFrame(rows, "features array<double>, label int")
 df = df.withColumn("features", array_to_vector("features"))
 """
@@ -64,7 +66,11 @@ def test_the_first_steps_with_a_frame(tmp_path):
 
 def test_the_first_steps_with_parquet_files_start_no_spark_session(tmp_path):
     check = "from pyspark.sql import SparkSession\nassert SparkSession.getActiveSession() is None\n"
-    printed = run(tmp_path, block("docs/start/index.md", 2).replace('"/tmp/farandole/', f'"{tmp_path}/'), check)
+    printed = run(
+        tmp_path,
+        block("docs/start/index.md", 2).replace('"/tmp/farandole/', f'"{tmp_path}/'),
+        check,
+    )
     losses = [float(line.split()[2]) for line in printed.splitlines()[1:]]
     assert len(losses) == 5
     assert losses[-1] < min(0.1, losses[0])
@@ -81,7 +87,10 @@ def test_the_first_example_of_the_page_about_keras(tmp_path):
 
 
 def test_the_first_example_of_the_page_about_running(tmp_path):
-    session = 'from pyspark.sql import SparkSession\nSparkSession.builder.master("local[4]").getOrCreate()\n'
+    session = (
+        "from pyspark.sql import SparkSession\n"
+        'SparkSession.builder.master("local[4]").getOrCreate()\n'
+    )
     script = block("docs/spark/running.md", 0)
     called = next(line for line in script.splitlines() if line.startswith("farandole.spark.run("))
     script = script.replace(called, f"print({called.partition('  ')[0]})")
@@ -89,6 +98,8 @@ def test_the_first_example_of_the_page_about_running(tmp_path):
 
 
 def test_the_example_of_the_page_about_the_plugin(tmp_path):
-    script = block("docs/spark/plugin.md", 0).replace("SparkSession.builder", 'SparkSession.builder.master("local[1]")')
+    script = block("docs/spark/plugin.md", 0).replace(
+        "SparkSession.builder", 'SparkSession.builder.master("local[1]")'
+    )
     said = run(tmp_path, script, 'print(spark.conf.get("spark.plugins"))')
     assert "io.farandole.spark.FarandolePlugin" in said

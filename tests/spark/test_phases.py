@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""An executor that is killed in any phase of a fit: one cluster, whose driver fits once for each phase."""
+"""An executor that is killed in any phase of a fit: one cluster, whose driver fits once for each
+phase.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import pytest
 from tests.spark.deployments import KILLS, PATIENCE, driver
 
 PHASE = 120.0 * PATIENCE
-"""For one fit that loses an executor: Spark starts another JVM, whose worker imports torch. Quiet it takes 15 s."""
+"""For one fit that loses an executor: Spark starts another JVM, whose worker imports torch.
+Quiet it takes 15 s.
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PHASE)]
 
@@ -80,7 +84,7 @@ for line in sys.stdin:
     lost = sorted(before - set(executors()))
     print("answer", json.dumps({"weights": weights, "killed": killed, "lost": lost}), flush=True)
 spark.stop()
-"""
+"""  # noqa: E501
 
 
 class Driver:
@@ -118,7 +122,9 @@ class Driver:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The driver, and the weights of a fit that nothing disturbed."""
-    with driver(KILLS + PROGRAM, tmp_path_factory.mktemp("phases"), EXECUTORS_WITHIN=str(PHASE / 2)) as process:
+    with driver(
+        KILLS + PROGRAM, tmp_path_factory.mktemp("phases"), EXECUTORS_WITHIN=str(PHASE / 2)
+    ) as process:
         made = Driver(process)
         yield made, made.answer(2 * PHASE)["weights"]
 
@@ -126,7 +132,8 @@ def cluster(tmp_path_factory):
 @pytest.mark.parametrize(
     ("phase", "warm"),
     [
-        # Warm workers: of the executor that stays, they are there at once. One phase begins anew the long way.
+        # Warm workers: of the executor that stays, they are there at once. One phase begins anew
+        # the long way.
         ("prepare", True),
         ("register", True),
         ("start", True),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The Spark plugin in real Sparks: the Training tab live and in the History Server, metrics, what Spark knows."""
+"""The Spark plugin in real Sparks: the Training tab live and in the History Server, metrics,
+what Spark knows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.spark.deployments import KILLS, PATIENCE, STARTS, Service, connect_server, drive, driver, free_port
+from tests.spark.deployments import (
+    KILLS,
+    PATIENCE,
+    STARTS,
+    Service,
+    connect_server,
+    drive,
+    driver,
+    free_port,
+)
 
 from farandole.spark.shim import CLASS, JAR
 
@@ -32,11 +43,16 @@ from farandole.spark import task
 
 def plugged(master="local[2]", **settings):
     builder = SparkSession.builder.master(master).appName("plugged").config("spark.ui.port", "0")
-    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.local.dir", os.getcwd())
-    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
-    builder = builder.config("spark.executor.memory", "512m").config("spark.sql.shuffle.partitions", "2")
-    builder = builder.config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", f"file://{os.getcwd()}/events")
-    builder = builder.config("spark.eventLog.compress", "false").config("spark.eventLog.rolling.enabled", "false")
+    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.local.dir",
+        os.getcwd())
+    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress",
+        "127.0.0.1")
+    builder = builder.config("spark.executor.memory", "512m").config("spark.sql.shuffle.partitions",
+        "2")
+    builder = builder.config("spark.eventLog.enabled", "true").config("spark.eventLog.dir",
+        f"file://{os.getcwd()}/events")
+    builder = builder.config("spark.eventLog.compress",
+        "false").config("spark.eventLog.rolling.enabled", "false")
     for name, value in settings.items():
         builder = builder.config("spark." + name.replace("_", "."), value)
     os.makedirs("events", exist_ok=True)
@@ -76,9 +92,11 @@ def train(epochs):
     import os
     if os.environ["RANK"] == "0":
         for epoch in range(epochs):
-            scores = {"loss": 1.0 / (epoch + 1), "all_metrics": [{"accuracy": float("nan") if epoch else 0.5}]}
+            scores = {"loss": 1.0 / (epoch + 1),
+                "all_metrics": [{"accuracy": float("nan") if epoch else 0.5}]}
             entry = {"epoch": epoch, "train": scores, "seconds": 0.1, "rows": 100}
-            task.report({"kind": "epoch", "entry": entry, "epochs": epochs, "steps": 10, "rows_per_second": 1000.0})
+            task.report({"kind": "epoch", "entry": entry, "epochs": epochs, "steps": 10,
+                "rows_per_second": 1000.0})
     import farandole.numpy as hvd
     hvd.init()
     task.say({"step_seconds": 0.25, "data_seconds": 0.1, "reduce_seconds": 0.05})
@@ -101,12 +119,22 @@ def rows(base: str) -> list[tuple[str, str, Any]]:
 
 @contextlib.contextmanager
 def history_server(directory: Path, **settings: str) -> Iterator[str]:
-    """Spark's History Server over the events of a test's driver, with the plugin's jar on its class path."""
-    options = f"-Dspark.history.fs.logDirectory=file://{directory / 'events'} -Dspark.history.ui.port=0"
+    """Spark's History Server over the events of a test's driver, with the plugin's jar on its
+    class path.
+    """
+    options = (
+        f"-Dspark.history.fs.logDirectory=file://{directory / 'events'} -Dspark.history.ui.port=0"
+    )
     for name, value in settings.items():
         options += f" -Dspark.history.{name.replace('_', '.')}={value}"
-    env = {"SPARK_DAEMON_CLASSPATH": str(JAR), "SPARK_HISTORY_OPTS": options, "SPARK_LOCAL_IP": "127.0.0.1"}
-    server = Service(["spark-class", "org.apache.spark.deploy.history.HistoryServer"], directory / "history", env)
+    env = {
+        "SPARK_DAEMON_CLASSPATH": str(JAR),
+        "SPARK_HISTORY_OPTS": options,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    server = Service(
+        ["spark-class", "org.apache.spark.deploy.history.HistoryServer"], directory / "history", env
+    )
     try:
         yield f"http://127.0.0.1:{server.until(r'HistoryServer.* at https?://[^:]+:([0-9]+)')[1]}"
     finally:
@@ -148,7 +176,7 @@ print(json.dumps([
     [answer(ui(spark) + "/training/timeline?run=" + run) for run in (timed(found), "of-nobody", "../trace.json")],
 ]))
 spark.stop()
-"""
+"""  # noqa: E501
     told = drive(BEGIN + TRAIN + body, tmp_path, 120).stdout.splitlines()[-1]
     pids, live, page, headers, jobs, raw, gauges, timelines = json.loads(told)
     assert 'href="/training/"' in re.sub(r"http://[^/\"]*", "", jobs), "no tab in Spark's own pages"
@@ -166,9 +194,13 @@ spark.stop()
     assert [one["values"]["accuracy"] for one in epochs] == [0.5, "nan", "nan"]
     (ranks,) = [one["ranks"] for of, key, one in live if of == run and key == "ranks"]
     assert [one["pid"] for one in ranks] == pids
-    assert all((one["step_seconds"], one["executor"]) == (0.25, "driver") and one["host"] for one in ranks), ranks
+    assert all(
+        (one["step_seconds"], one["executor"]) == (0.25, "driver") and one["host"] for one in ranks
+    ), ranks
     assert [one["state"] for one in ranks] == ["ended", "ended"]
-    assert [status for status, _, _ in timelines] == [200, 404, 404], "only files that the driver has named"
+    assert [status for status, _, _ in timelines] == [200, 404, 404], (
+        "only files that the driver has named"
+    )
     assert timelines[0][1] == "attachment; filename=timeline.json"
     assert timelines[0][2] == (tmp_path / "trace.json").read_text()
     assert row["timeline"] == str(tmp_path / "trace.json")
@@ -176,8 +208,16 @@ spark.stop()
     failed = next(row for name, (_, row) in by_name.items() if name.endswith("fail"))
     assert "no such layer" in failed["reason"]
     assert int(next(one["memory"].split()[0] for _, key, one in live if key == "host/driver")) > 0
-    numbers = {name.rpartition(".")[2]: one["value"] for name, one in gauges.items() if CLASS in name}
-    wanted = {"rowsPerSecond": 1000.0, "stepSeconds": 0.25, "waitSeconds": 0.1, "reduceSeconds": 0.05, "restarts": 0.0}
+    numbers = {
+        name.rpartition(".")[2]: one["value"] for name, one in gauges.items() if CLASS in name
+    }
+    wanted = {
+        "rowsPerSecond": 1000.0,
+        "stepSeconds": 0.25,
+        "waitSeconds": 0.1,
+        "reduceSeconds": 0.05,
+        "restarts": 0.0,
+    }
     assert numbers == wanted
 
     with history_server(tmp_path) as server:
@@ -189,7 +229,9 @@ spark.stop()
         past = rows(base)
         assert get(f"{base}/training/training.js")[0] == 200
         assert get(f"{base}/training/other")[0] == 404
-        assert get(f"{base}/training/timeline?run={run}")[0] == 404, "a server reads no file that a log names"
+        assert get(f"{base}/training/timeline?run={run}")[0] == 404, (
+            "a server reads no file that a log names"
+        )
         status, raw, _ = get(f"{base}/training/rows?since=many")
         assert status == 200
         assert json.loads(raw)["live"] is False
@@ -210,34 +252,51 @@ shown = [urllib.request.urlopen(logs["logs/" + one["executor"]]["stderr"]).read(
 hosts = {key: body for run, key, body in found if key.startswith("host/")}
 print(json.dumps([logs, hosts, [one["executor"] for one in ranks], shown]))
 spark.stop()
-"""
-    logs, hosts, executors, shown = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
+"""  # noqa: E501
+    logs, hosts, executors, shown = json.loads(
+        drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1]
+    )
     assert sorted(executors) == ["0", "1"]
-    assert all("CoarseGrainedExecutorBackend" in one for one in shown), "each link opens the log of that executor"
-    assert not any("WARN farandole" in one for one in shown), "the plugin's part in an executor works"
+    assert all("CoarseGrainedExecutorBackend" in one for one in shown), (
+        "each link opens the log of that executor"
+    )
+    assert not any("WARN farandole" in one for one in shown), (
+        "the plugin's part in an executor works"
+    )
     for executor in executors:
         host = hosts[f"host/{executor}"]
         assert int(host["memory"].removesuffix(" kB")) > 0
         assert int(host["processors"]) > 0
         assert int(host["pid"]) > 0
     with history_server(tmp_path) as server:
-        past = {key: row for _, key, row in rows(application(server)) if key.startswith(("logs/", "host/"))}
+        past = {
+            key: row
+            for _, key, row in rows(application(server))
+            if key.startswith(("logs/", "host/"))
+        }
     assert past == logs | hosts
 
 
 @pytest.mark.slow
 def test_links_to_logs_follow_sparks_patterns_live_and_in_the_history_server(tmp_path):
     body = """
-spark = plugged("local-cluster[1,1,1024]", ui_custom_executor_log_url="http://live.example/{{POD}}?of={{FILE_NAME}}")
+spark = plugged("local-cluster[1,1,1024]",
+    ui_custom_executor_log_url="http://live.example/{{POD}}?of={{FILE_NAME}}")
 found = until_rows(spark, lambda run, key, body: key.startswith("logs/") and key != "logs/driver")
-print(json.dumps({key: body for run, key, body in found if key.startswith("logs/") and key != "logs/driver"}))
+print(json.dumps({key: body for run, key,
+    body in found if key.startswith("logs/") and key != "logs/driver"}))
 spark.stop()
 """
-    attributes = {"SPARK_EXECUTOR_ATTRIBUTE_POD": "a-pod", "SPARK_EXECUTOR_ATTRIBUTE_LOG_FILES": "stderr,stdout"}
+    attributes = {
+        "SPARK_EXECUTOR_ATTRIBUTE_POD": "a-pod",
+        "SPARK_EXECUTOR_ATTRIBUTE_LOG_FILES": "stderr,stdout",
+    }
     live = json.loads(drive(BEGIN + body, tmp_path, 120, **attributes).stdout.splitlines()[-1])
     links = {name: f"http://live.example/a-pod?of={name}" for name in ("stderr", "stdout")}
     assert live == {"logs/0": links}
-    with history_server(tmp_path, custom_executor_log_url="http://archive.example/{{POD}}") as server:
+    with history_server(
+        tmp_path, custom_executor_log_url="http://archive.example/{{POD}}"
+    ) as server:
         past = {key: row for _, key, row in rows(application(server)) if key == "logs/0"}
     assert past == {"logs/0": {"log": "http://archive.example/a-pod"}}
 
@@ -251,15 +310,20 @@ print(rows(spark))
 spark.stop()
 """
     done = drive(BEGIN + body, tmp_path, 120)
-    (line,) = [line for line in done.stderr.splitlines() if "on the class path more than once" in line]
+    (line,) = [
+        line for line in done.stderr.splitlines() if "on the class path more than once" in line
+    ]
     assert "copy.jar" in line
     assert JAR.name in line
 
 
 @pytest.mark.slow
-@pytest.mark.newest  # the environment of Python workers depends on the version, and older ones were not tried
+# the environment of Python workers depends on the version, and older ones were not tried
+@pytest.mark.newest
 @pytest.mark.parametrize(("master", "executors"), [("local[2]", 1), ("local-cluster[2,1,1024]", 2)])
-def test_executors_start_the_fork_servers_from_which_the_first_job_forks(master, executors, tmp_path):
+def test_executors_start_the_fork_servers_from_which_the_first_job_forks(
+    master, executors, tmp_path
+):
     body = f"""
 import pathlib, cloudpickle
 from tests.spark.test_warm_tasks import begun
@@ -277,7 +341,8 @@ found = farandole.spark.run(begun, num_proc=2, warm=True)
 print(json.dumps([before, servers(), found]))
 spark.stop()
 """
-    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most about a hundred characters
+    # a socket's path has at most about a hundred characters
+    with tempfile.TemporaryDirectory() as short:
         env = {"TMPDIR": short, "PYTHONPATH": str(Path(__file__).parents[2])}
         done = drive(BEGIN + body, tmp_path, 150, **env)
     before, after, found = json.loads(done.stdout.splitlines()[-1])
@@ -306,11 +371,14 @@ try:
     farandole.spark.run(wait, args=(os.getcwd(),), num_proc=2)
 except farandole.spark.FarandoleJobError as error:
     reason = error.reason
-found = until_rows(spark, lambda run, key, body: key.startswith("event/") and "removed executor" in body["what"])
-print(json.dumps([reason, [body for run, key, body in found if key.startswith(("event/", "removed/"))]]))
-"""
+found = until_rows(spark, lambda run, key,
+    body: key.startswith("event/") and "removed executor" in body["what"])
+print(json.dumps([reason,
+    [body for run, key, body in found if key.startswith(("event/", "removed/"))]]))
+"""  # noqa: E501
     reason, events = json.loads(drive(BEGIN + KILLS + body, tmp_path, 180).stdout.splitlines()[-1])
-    # Either Spark fails the stage first, and says why, or the driver notices the lost worker and asks Spark.
+    # Either Spark fails the stage first, and says why, or the driver notices the lost worker and
+    # asks Spark.
     assert "exited with code 137" in reason, reason
     assert any("137" in (one.get("reason") or "") for one in events), events
 
@@ -324,12 +392,14 @@ def start(_):
     wait = "import time; time.sleep(300)"
     # In sessions of their own: Spark ends the group of its Python workers by a signal.
     names = ["farandole.runner.stand-in", "another.program"]
-    return [subprocess.Popen([sys.executable, "-c", wait, name], start_new_session=True).pid for name in names]
+    return [subprocess.Popen([sys.executable, "-c", wait, name],
+        start_new_session=True).pid for name in names]
 (pids,) = spark.sparkContext.parallelize([0], 1).map(start).collect()
 def alive(pid):
     try:
         with open(f"/proc/{pid}/cmdline") as command:
-            return bool(command.read())  # a process that has ended and has not been waited for has none
+            # a process that has ended and has not been waited for has none
+            return bool(command.read())
     except FileNotFoundError:
         return False
 before = [alive(pid) for pid in pids]
@@ -363,7 +433,8 @@ def retire():
         time.sleep(0.05)
     scala = spark.sparkContext._jsc.sc()
     jvm = spark.sparkContext._jvm
-    info = jvm.org.apache.spark.scheduler.ExecutorDecommissionInfo("a test says so", jvm.scala.Option.apply(None))
+    info = jvm.org.apache.spark.scheduler.ExecutorDecommissionInfo("a test says so",
+        jvm.scala.Option.apply(None))
     scala.schedulerBackend().decommissionExecutor("0", info, False, False)
     while not scala.taskScheduler().getExecutorDecommissionState("0").isDefined():
         time.sleep(0.01)
@@ -380,14 +451,21 @@ thread.start()
 farandole.spark.run(wait, args=(os.getcwd(),), num_proc=2)
 thread.join(30)
 print(json.dumps(times))
-"""
-    state, seen, event = json.loads(drive(BEGIN + KILLS + body, tmp_path, 180).stdout.splitlines()[-1])
-    print(f"the plugin sees it after {seen - state:.3f} s, and the run has the event after {event - state:.3f} s")
+"""  # noqa: E501
+    state, seen, event = json.loads(
+        drive(BEGIN + KILLS + body, tmp_path, 180).stdout.splitlines()[-1]
+    )
+    print(
+        f"the plugin sees it after {seen - state:.3f} s, and the run has the event after "
+        f"{event - state:.3f} s"
+    )
     assert event - state < PATIENCE, (seen - state, event - state)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="without a browser (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="without a browser (Debian: apt-get install chromium)"
+)
 def test_a_browser_shows_runs_and_takes_no_name_for_html(tmp_path):
     body = f"""
 spark = plugged()
@@ -400,15 +478,18 @@ shown = subprocess.run(
     "--virtual-time-budget=5000", "--dump-dom", ui(spark) + "/training/"],
     check=True, capture_output=True, text=True, timeout=60)
 print(json.dumps(shown.stdout))
-"""
+"""  # noqa: E501
     dom = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
     assert html.escape(HOSTILE, quote=False) in dom
     assert "<img" not in dom
     assert len(re.findall("<script", dom)) == 1
-    losses = re.search(r'<strong>Loss</strong>.*?<polyline class="line c0" points="([^"]*)"', dom, re.DOTALL)
+    losses = re.search(
+        r'<strong>Loss</strong>.*?<polyline class="line c0" points="([^"]*)"', dom, re.DOTALL
+    )
     assert len(losses[1].split()) == 3, losses[1]
     assert re.search(
-        r'<td class="number">250.0 ms</td><td class="number">40 %</td><td class="number">20 %</td>', dom
+        r'<td class="number">250.0 ms</td><td class="number">40 %</td><td class="number">20 %</td>',
+        dom,
     ), dom
 
 
@@ -422,7 +503,8 @@ def train(folder):
         if hvd.rank() == 0:
             scores = {"loss": 1.0 / (epoch + 1), "all_metrics": []}
             entry = {"epoch": epoch, "train": scores, "seconds": 0.1, "rows": 100}
-            task.report({"kind": "epoch", "entry": entry, "epochs": 2, "steps": 10, "rows_per_second": 1000.0})
+            task.report({"kind": "epoch", "entry": entry, "epochs": 2, "steps": 10,
+                "rows_per_second": 1000.0})
         while not os.path.exists(os.path.join(folder, f"seen-{epoch}")):
             time.sleep(0.05)
 print(ui(spark), flush=True)
@@ -433,7 +515,9 @@ spark.stop()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="without a browser (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="without a browser (Debian: apt-get install chromium)"
+)
 def test_an_open_page_shows_epochs_ranks_and_links_as_they_come_without_reloading(tmp_path):
     from playwright.sync_api import expect, sync_playwright
 
@@ -456,7 +540,9 @@ def test_an_open_page_shows_epochs_ranks_and_links_as_they_come_without_reloadin
                 page.focus("#facts a[href*=stage]")
                 page.evaluate("window.held = document.activeElement")
             else:
-                assert page.evaluate("document.activeElement === window.held"), "an update keeps the focus"
+                assert page.evaluate("document.activeElement === window.held"), (
+                    "an update keeps the focus"
+                )
             (tmp_path / f"seen-{epoch}").touch()
         ranks = page.locator("#ranks tr:has(td)")
         expect(ranks.locator("td:nth-child(2)")).to_have_text(["ended", "ended"])
@@ -466,8 +552,12 @@ def test_an_open_page_shows_epochs_ranks_and_links_as_they_come_without_reloadin
         for table, executors in (("#ranks", 2), ("#executors", 2)):
             logs = page.locator(f"{table} td:nth-child({6 if table == '#ranks' else 7}) a")
             assert logs.all_inner_texts() == ["stderr", "stdout"] * executors
-        assert all("GiB" in cell for cell in page.locator("#executors td:nth-child(4)").all_inner_texts())
-        expect(page.locator("#facts a").first).to_have_attribute("href", re.compile("stages/stage/"))
+        assert all(
+            "GiB" in cell for cell in page.locator("#executors td:nth-child(4)").all_inner_texts()
+        )
+        expect(page.locator("#facts a").first).to_have_attribute(
+            "href", re.compile("stages/stage/")
+        )
         assert page.evaluate("window.same"), "the page was not loaded again"
         page.locator("#ranks td:nth-child(6) a").first.click()
         page.wait_for_selector("text=CoarseGrainedExecutorBackend")
@@ -483,12 +573,17 @@ def work():
     hvd.init()
     return hvd.size()
 print(farandole.spark.run_elastic(work, num_proc=2))
-print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")))
+print(json.dumps(until_rows(spark, lambda run, key,
+    body: key == "run" and body["state"] == "ended")))
 """
     lines = drive(BEGIN + body, tmp_path, 120).stdout.splitlines()
     assert lines[-2] == "[2, 2]"
     found = {key: row for run, key, row in json.loads(lines[-1]) if run}
-    assert (found["run"]["what"], found["run"]["size"], found["run"]["restarts"]) == ("run_elastic", 2, 0)
+    assert (found["run"]["what"], found["run"]["size"], found["run"]["restarts"]) == (
+        "run_elastic",
+        2,
+        0,
+    )
     ranks = found["ranks"]["ranks"]
     assert sorted(one["executor"] for one in ranks) == ["0", "1"]
     assert all(one["pid"] > 0 for one in ranks)
@@ -498,7 +593,12 @@ print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body[
 @pytest.mark.newest  # tests/spark/test_deployments.py has Connect on older versions
 def test_the_server_of_connect_has_the_tab_and_a_client_runs_as_without_it(tmp_path):
     port = free_port()
-    settings = {"spark.jars": str(JAR), "spark.plugins": CLASS, "spark.ui.enabled": "true", "spark.ui.port": str(port)}
+    settings = {
+        "spark.jars": str(JAR),
+        "spark.plugins": CLASS,
+        "spark.ui.enabled": "true",
+        "spark.ui.port": str(port),
+    }
     client = """
 import farandole.spark
 from pyspark.sql import SparkSession
@@ -563,7 +663,7 @@ def fit(spark):
 spark = plugged()
 fit(spark)
 print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")))
-"""
+"""  # noqa: E501
     found = json.loads(drive(BEGIN + body, tmp_path, 180).stdout.splitlines()[-1])
     (run,) = {of for of, _, _ in found if of}
     of_run = {key: row for of, key, row in found if of == run}

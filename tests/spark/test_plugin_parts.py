@@ -79,8 +79,13 @@ def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path
     with pytest.raises(FileNotFoundError, match="make shim"):
         shims.plugin(Builder())
     jar.touch()
-    assert shims.plugin(Builder())._options == {"spark.jars": str(jar), "spark.plugins": shims.CLASS}
-    builder = shims.plugin(shims.plugin(Builder(jars="/a.jar, /b.jar", plugins="com.example.Other")))
+    assert shims.plugin(Builder())._options == {
+        "spark.jars": str(jar),
+        "spark.plugins": shims.CLASS,
+    }
+    builder = shims.plugin(
+        shims.plugin(Builder(jars="/a.jar, /b.jar", plugins="com.example.Other"))
+    )
     assert builder._options == {
         "spark.jars": f"/a.jar,/b.jar,{jar}",
         "spark.plugins": f"com.example.Other,{shims.CLASS}",
@@ -92,7 +97,9 @@ def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path
 
 
 def test_a_run_is_reported_from_its_start_to_its_end(door):
-    with training.telling(Shim(door), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}) as run:
+    with training.telling(
+        Shim(door), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}
+    ) as run:
         assert training.current() is run
         with training.telling(Shim(door), "inner", "run") as inner:
             assert inner is run, "what a fit starts is a part of the fit"
@@ -102,10 +109,20 @@ def test_a_run_is_reported_from_its_start_to_its_end(door):
         run.located(0, "3")
         run.said(1, {"pid": 6, "step_seconds": 0.2, "data_seconds": float("nan")})
         run.record(
-            {"kind": "step", "epoch": 0, "epochs": 2, "step": 1, "steps": 9, "rows_per_second": 5.0, "loss": 1.0}
+            {
+                "kind": "step",
+                "epoch": 0,
+                "epochs": 2,
+                "step": 1,
+                "steps": 9,
+                "rows_per_second": 5.0,
+                "loss": 1.0,
+            }
         )
         entry = {"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "seconds": 1.0, "rows": 10}
-        run.record({"kind": "epoch", "entry": entry, "epochs": 2, "steps": 9, "rows_per_second": 10.0})
+        run.record(
+            {"kind": "epoch", "entry": entry, "epochs": 2, "steps": 9, "rows_per_second": 10.0}
+        )
         run.restarted("a host was lost")
         assert door.row("run")["state"] == "running"
     assert training.current() is training.SILENT
@@ -142,7 +159,8 @@ def test_a_run_is_reported_from_its_start_to_its_end(door):
 
 
 @pytest.mark.parametrize(
-    ("error", "state"), [(FarandoleJobError("rank 1 failed"), "failed"), (KeyboardInterrupt(), "interrupted")]
+    ("error", "state"),
+    [(FarandoleJobError("rank 1 failed"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_a_failed_run_says_why(door, error, state):
     with pytest.raises(type(error)), training.telling(Shim(door), "mine", "run"):
@@ -220,7 +238,13 @@ def word(door):
 
 
 def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(door, word):
-    door.told.append({"kind": "removed", "executor": "1", "reason": "Container killed by YARN for exceeding memory"})
+    door.told.append(
+        {
+            "kind": "removed",
+            "executor": "1",
+            "reason": "Container killed by YARN for exceeding memory",
+        }
+    )
     error = died(1, signal_name="SIGKILL")
     word.explain(error)
     assert "removed executor 1, which it was in: Container killed by YARN" in str(error)
@@ -240,7 +264,9 @@ def test_a_removal_that_spark_tells_after_it_has_ended_the_job_is_an_event(door,
     assert door.row("event/000001")["what"] == "Spark has removed executor 2"
 
 
-@pytest.mark.parametrize("error", [died(0, exception_type="KeyError"), died(0, exit_code=3), FarandoleJobError("all")])
+@pytest.mark.parametrize(
+    "error", [died(0, exception_type="KeyError"), died(0, exit_code=3), FarandoleJobError("all")]
+)
 def test_a_failure_that_is_its_own_reason_gets_no_other(door, word, error):
     before = str(error)
     word.explain(error)
@@ -248,7 +274,9 @@ def test_a_failure_that_is_its_own_reason_gets_no_other(door, word, error):
 
 
 def test_the_task_that_collects_the_rows_moves_no_rank(door, word):
-    door.told.append({"kind": "started", "tag": "farandole-1", "stage": "2", "task": "0", "executor": "7"})
+    door.told.append(
+        {"kind": "started", "tag": "farandole-1", "stage": "2", "task": "0", "executor": "7"}
+    )
     word._next = 0.0
     word.look()
     assert not word._told.holds("7")

@@ -33,7 +33,10 @@ def store(tmp_path):
 
 @pytest.fixture(scope="module")
 def frame(spark):
-    rows = [(Vectors.dense([float(index), 0.0]), index % 3, index, index % 4 == 0) for index in range(200)]
+    rows = [
+        (Vectors.dense([float(index), 0.0]), index % 3, index, index % 4 == 0)
+        for index in range(200)
+    ]
     return spark.createDataFrame(rows, ["x", "y", "id", "held"])
 
 
@@ -51,7 +54,11 @@ def test_every_row_lands_on_one_side(store, frame):
     assert found.train_rows + found.val_rows == 200
     assert 25 <= found.val_rows <= 75
     assert sorted(ids(found.train_url) + ids(found.val_url)) == list(range(200))
-    assert {name: column.shape for name, column in found.columns.items()} == {"x": (2,), "id": (), "y": ()}
+    assert {name: column.shape for name, column in found.columns.items()} == {
+        "x": (2,),
+        "id": (),
+        "y": (),
+    }
 
 
 def test_the_split_depends_on_rows_and_seed_alone(store, frame):
@@ -66,7 +73,9 @@ def test_a_column_can_say_which_rows_are_held_out(store, frame):
     found = prepared(store, frame, Roles(("x", "id"), ("y",), validation="held"))
     assert ids(found.val_url) == list(range(0, 200, 4))
     assert set(found.columns) == {"x", "id", "y"}
-    numbered = frame.withColumn("held", sf.expr("case when id < 10 then -1 when id < 50 then 2 else 0 end"))
+    numbered = frame.withColumn(
+        "held", sf.expr("case when id < 10 then -1 when id < 50 then 2 else 0 end")
+    )
     found = prepared(store, numbered, Roles(("x", "id"), ("y",), validation="held"))
     assert ids(found.val_url) == list(range(10, 50))
     assert (found.train_rows, found.dropped) == (150, 10)
@@ -126,7 +135,9 @@ def test_files_that_changed_are_read_again(store, frame, spark, tmp_path):
 def test_an_rdd_over_a_text_file_is_read_again(store, spark, tmp_path):
     source = tmp_path / "numbers.txt"
     source.write_text("\n".join(str(number) for number in range(50)))
-    rdd = spark.sparkContext.textFile(str(source)).map(lambda line: (float(line), float(line), int(line)))
+    rdd = spark.sparkContext.textFile(str(source)).map(
+        lambda line: (float(line), float(line), int(line))
+    )
     frame = spark.createDataFrame(rdd, "x double, y double, id long")
     assert not prepared(store, frame).reused
     assert not prepared(store, frame).reused
@@ -144,7 +155,10 @@ def test_data_whose_manifest_is_gone_is_prepared_again(store, frame, tmp_path):
 @pytest.mark.newest
 def test_data_in_use_is_not_written_over(store, frame):
     random = frame.where(coin()("id"))
-    with prepare_data(2, store, random, ROLES) as outer, prepare_data(2, store, random, ROLES) as inner:
+    with (
+        prepare_data(2, store, random, ROLES) as outer,
+        prepare_data(2, store, random, ROLES) as inner,
+    ):
         assert outer.train_url != inner.train_url
     assert prepared(store, random).train_url == outer.train_url
 
@@ -172,7 +186,9 @@ def test_data_of_a_process_that_has_ended_gives_its_place(store, frame, tmp_path
     mark = tmp_path / "intermediate_train_data.0" / "_use-other.json"
     mark.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "time": 0}))
     assert prepared(store, frame.where("id > 5")).index == 1
-    mark.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()}))
+    mark.write_text(
+        json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()})
+    )
     assert prepared(store, frame.where("id > 6")).train_url == first.train_url
 
 
@@ -215,7 +231,11 @@ def test_an_interrupt_ends_the_job_and_the_place_is_used_again(spark, store, tmp
             time.sleep(60)
             yield batch
 
-    slow = spark.range(0, 8, 1, 2).selectExpr("cast(id as float) x", "id y").mapInArrow(slowly, "x float, y bigint")
+    slow = (
+        spark.range(0, 8, 1, 2)
+        .selectExpr("cast(id as float) x", "id y")
+        .mapInArrow(slowly, "x float, y bigint")
+    )
 
     def interrupt():
         while not os.listdir(begun):
@@ -257,7 +277,7 @@ TYPES = """
     date_add(date'1970-01-01', cast(id as int)) as day,
     timestamp_micros(id) as at, cast(timestamp_micros(id) as timestamp_ntz) as wall, cast(id as string) as word,
     cast(cast(id as string) as binary) as bytes, cast(id as byte) as tiny, cast(id as short) as small, id as y
-"""
+"""  # noqa: E501
 EXPECTED = {
     "floats": ("float32", (2,), [3.0, 1.0]),
     "nested": ("int32", (1, 2), [[3, 2]]),
@@ -279,10 +299,16 @@ def test_every_type_of_spark_that_can_be_a_feature(store, spark):
     from farandole.data import ParquetLoader
 
     frame = spark.range(20).selectExpr(*[one.strip() for one in split(TYPES)])
-    found = prepared(store, frame, Roles(tuple(name for name in frame.columns if name != "y"), ("y",)))
+    found = prepared(
+        store, frame, Roles(tuple(name for name in frame.columns if name != "y"), ("y",))
+    )
     assert (found.columns["word"].dtype, found.columns["bytes"].dtype) == ("utf8", "binary")
     (batch,) = Reader(
-        Dataset.open(found.train_url), columns=[*EXPECTED, "y"], batch_size=100, shuffle=False, tail="keep"
+        Dataset.open(found.train_url),
+        columns=[*EXPECTED, "y"],
+        batch_size=100,
+        shuffle=False,
+        tail="keep",
     ).epoch(0)
     held = {name: batch.column(name) for name in batch.names}
     values = {name: np.frombuffer(one, one.dtype).reshape(one.shape) for name, one in held.items()}
@@ -336,14 +362,22 @@ def test_words_hold_rows_out_and_a_fill_takes_the_place_of_nulls(store, spark):
 
 
 def test_a_null_inside_an_array_is_counted_by_rows(store, spark):
-    frame = spark.range(0, 8, 1, 1).selectExpr("array(1f, if(id in (2, 5), null, 3f), 5f) as x", "id as y")
+    frame = spark.range(0, 8, 1, 1).selectExpr(
+        "array(1f, if(id in (2, 5), null, 3f), 5f) as x", "id as y"
+    )
     with pytest.raises(
-        ValueError, match=r"column x has nulls inside arrays in 2 of 8 rows, in partition 0, first at its row 2"
+        ValueError,
+        match=(
+            r"column x has nulls inside arrays in 2 of 8 rows, in partition 0, first at its row "
+            r"2"
+        ),
     ):
         prepared(store, frame)
 
 
-def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_kill(store, frame, spark, tmp_path):
+def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_kill(
+    store, frame, spark, tmp_path
+):
     source = f"{tmp_path}/source"
     frame.select("y", "id").repartition(4).write.parquet(source)
 
@@ -361,23 +395,34 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
     manifest = json.loads((place / "_manifest.json").read_text())
     assert manifest["fingerprint"].startswith("fit-")
     assert len(manifest["files"]) > 1
-    # As a driver leaves it that is killed before the last partition: half of the marks, no manifest.
+    # As a driver leaves it that is killed before the last partition: half of the marks, no
+    # manifest.
     from farandole.data import places
     from farandole.spark.common.data import plan as plans
     from farandole.spark.common.data import prepare
 
     kept, base = {}, plan()
-    columns = base.select(*[base[name].alias(f"column{index}") for index, name in enumerate(("id", "y"))])
+    columns = base.select(
+        *[base[name].alias(f"column{index}") for index, name in enumerate(("id", "y"))]
+    )
     sources = plans.parts(columns.coalesce(20))
     assert sources is not None
     assert len(set(sources)) == len(sources)
     (place / "_manifest.json").unlink()
-    (place / "_preparation.json").write_text(json.dumps({"key": manifest["fingerprint"], "time": time.time()}))
+    (place / "_preparation.json").write_text(
+        json.dumps({"key": manifest["fingerprint"], "time": time.time()})
+    )
     side = {"columns": manifest["columns"]}
     for file in manifest["files"][:-1]:
         number = int(file["path"].split("-")[1])
         kept[number] = file["path"]
-        part = {"partition": number, "rows": file["rows"], "dropped": 0, "train": {"file": file, **side}, "val": None}
+        part = {
+            "partition": number,
+            "rows": file["rows"],
+            "dropped": 0,
+            "train": {"file": file, **side},
+            "val": None,
+        }
         places.note(str(place), number, json.dumps(part).encode(), source=sources[number])
     again = prepared(store, plan(), roles)
     assert (again.index, again.resumed, again.reused) == (0, len(kept), False)
@@ -397,7 +442,9 @@ def test_plans_that_say_too_little_of_themselves_are_not_found_by_others(spark, 
     spark.range(10).write.parquet(f"{tmp_path}/rows")
     rows = spark.read.parquet(f"{tmp_path}/rows")
     assert plan.lasting(rows.selectExpr("id + 1 as x").where("x > 3")) is not None
-    assert plan.lasting(rows.selectExpr("id + 1 as x")) != plan.lasting(rows.selectExpr("id + 2 as x"))
+    assert plan.lasting(rows.selectExpr("id + 1 as x")) != plan.lasting(
+        rows.selectExpr("id + 2 as x")
+    )
     double = sf.udf(lambda value: value * 2, "long")
     for strange in (
         rows.select(double("id").alias("x")),

@@ -25,10 +25,14 @@ def fit(spark, store):
         raise RuntimeError("no more disk")
 
     model = torch.nn.Linear(1, 1)
-    frame = spark.createDataFrame([(float(number), float(number)) for number in range(64)], ["x", "y"])
+    frame = spark.createDataFrame(
+        [(float(number), float(number)) for number in range(64)], ["x", "y"]
+    )
     TorchEstimator(
-        num_proc=2, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), loss=torch.nn.MSELoss(),
-        feature_cols=["x"], label_cols=["y"], input_shapes=[[-1, 1]], store=LocalStore(str(store)), run_id="mine",
+        num_proc=2, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"], label_cols=["y"], input_shapes=[[-1, 1]], store=LocalStore(str(store)),
+        run_id="mine",
         batch_size=4, epochs=1, verbose=0, callbacks=[fail],
     ).fit(frame)  # fmt: skip
 
@@ -38,7 +42,9 @@ def test_a_fit_without_streams_keeps_the_last_lines_of_stderr_of_each_rank(spark
         fit(spark, tmp_path)
     kept = [tmp_path / f"runs/mine/output/rank.{rank}" for rank in range(2)]
     told = {rank: (place / "stderr").read_text() for rank, place in enumerate(kept)}
-    assert any(f"of rank {rank}" in text and "no more disk" in text for rank, text in told.items()), told
+    assert any(
+        f"of rank {rank}" in text and "no more disk" in text for rank, text in told.items()
+    ), told
     for rank, text in told.items():
         assert text.startswith(f"{STAYS}\n{LAST}\n"), (rank, text)
         assert (kept[rank] / "stdout").read_text() == f"{STAYS}\n"
@@ -61,6 +67,8 @@ def test_a_function_with_a_viewer_keeps_what_reaches_the_driver(spark, tmp_path,
     run(train, num_proc=2, ui=tmp_path, verbose=0, **more)
     (directory,) = (tmp_path / "runs").iterdir()
     for rank in range(2):
-        out, err = ((directory / f"output/rank.{rank}/{name}").read_text() for name in ("stdout", "stderr"))
+        out, err = (
+            (directory / f"output/rank.{rank}/{name}").read_text() for name in ("stdout", "stderr")
+        )
         assert out == (f"out of {rank}\n" if streams else f"{STAYS}\n")
         assert err.endswith(f"err of {rank}\n"), err

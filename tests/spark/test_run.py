@@ -19,7 +19,9 @@ from farandole.spark.common.backend import SparkBackend
 pytestmark = pytest.mark.timeout(90, func_only=True)
 
 
-def test_more_processes_than_slots_are_refused_with_both_numbers_before_anything_starts(spark, pids):
+def test_more_processes_than_slots_are_refused_with_both_numbers_before_anything_starts(
+    spark, pids
+):
     with pytest.raises(ValueError, match=r"num_proc=4 .* has 2 .*local\[2\]"):
         farandole.spark.run(pids.note, num_proc=4)
     assert pids.seen() == []
@@ -43,7 +45,9 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == (
         "Exception Could not find an active SparkContext, are you running in a PySpark session?"
     )
@@ -77,8 +81,12 @@ def test_workers_import_what_the_task_imports_and_load_no_framework(spark):
 
 def test_lines_carry_the_time_when_asked(spark):
     out = io.StringIO()
-    farandole.spark.run(lambda: print("hello"), num_proc=1, stdout=out, prefix_output_with_timestamp=True)
-    assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:hello\n", out.getvalue())
+    farandole.spark.run(
+        lambda: print("hello"), num_proc=1, stdout=out, prefix_output_with_timestamp=True
+    )
+    assert re.fullmatch(
+        r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:hello\n", out.getvalue()
+    )
 
 
 def test_cancelling_the_users_jobs_takes_the_workers_along(spark, pids):
@@ -210,7 +218,15 @@ def test_every_setting_is_known_by_its_old_name_and_its_new_one():
         ("spark.blacklist.stage.maxFailedTasksPerExecutor", "2147483647"),
         ("spark.excludeOnFailure.stage.maxFailedTasksPerExecutor", "2147483647"),
     ]
-    assert conf.both(conf.SPARK_CONF_ALWAYS_RESTART_FAILED_TASK) == [("spark.task.maxFailures", "2147483647")]
-    named = [value for name, value in vars(conf).items() if name.startswith("SPARK_CONF_") and isinstance(value, tuple)]
+    assert conf.both(conf.SPARK_CONF_ALWAYS_RESTART_FAILED_TASK) == [
+        ("spark.task.maxFailures", "2147483647")
+    ]
+    named = [
+        value
+        for name, value in vars(conf).items()
+        if name.startswith("SPARK_CONF_") and isinstance(value, tuple)
+    ]
     assert len(named) == 17
-    assert {key for pair in named for key, _ in conf.both(pair)} == set(conf.SPARK_CONF_DEFAULT_VALUES)
+    assert {key for pair in named for key, _ in conf.both(pair)} == set(
+        conf.SPARK_CONF_DEFAULT_VALUES
+    )

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Promises of all backends, checked for each backend.
 
-Functions for workers are nested: the worker cannot import this file, and cloudpickle carries nested ones by value.
+Functions for workers are nested: the worker cannot import this file, and cloudpickle carries nested
+ones by value.
 """
 
 from __future__ import annotations
@@ -210,7 +211,9 @@ def test_a_function_that_ends_its_process_without_a_result_is_an_error(backend):
 
 
 @pytest.mark.newest
-def test_a_function_that_leaves_a_pool_of_threads_and_one_at_work_is_waited_for_and_no_longer(backend, tmp_path):
+def test_a_function_that_leaves_a_pool_of_threads_and_one_at_work_is_waited_for_and_no_longer(
+    backend, tmp_path
+):
     folder = str(tmp_path)
 
     def leave():
@@ -277,7 +280,10 @@ def test_records_reach_the_callback_with_their_rank(backend):
 
         from farandole.spark.task import report
 
-        return [report({"step": step, "loss": 1 / (step + 1), "who": os.environ["RANK"]}) for step in range(5)]
+        return [
+            report({"step": step, "loss": 1 / (step + 1), "who": os.environ["RANK"]})
+            for step in range(5)
+        ]
 
     seen: list[tuple[int, dict]] = []
     here = threading.get_ident()
@@ -339,7 +345,8 @@ def test_an_object_that_cannot_be_pickled_is_an_error_before_the_start(backend):
         ((print, (), {"sep": lock}), "argument 'sep'"),
     ):
         with pytest.raises(
-            TypeError, match=rf"cannot be pickled for the workers: .*{re.escape(guilty)}: cannot pickle"
+            TypeError,
+            match=rf"cannot be pickled for the workers: .*{re.escape(guilty)}: cannot pickle",
         ):
             backend().run(*call)
 
@@ -359,7 +366,10 @@ def test_arguments_and_variables_that_no_process_can_have_are_refused_by_name(ba
 
 def test_numbers_that_cannot_be_are_refused_by_name(backend):
     for kind in (LocalBackend, SparkBackend):
-        for wrong, told in ((0, "num_proc must be at least 1: 0"), ("2", "num_proc must be a whole number: '2'")):
+        for wrong, told in (
+            (0, "num_proc must be at least 1: 0"),
+            ("2", "num_proc must be a whole number: '2'"),
+        ):
             with pytest.raises((TypeError, ValueError), match=told):
                 kind(wrong)
     for wrong in ("soon", 0, float("nan")):

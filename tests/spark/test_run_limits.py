@@ -31,7 +31,9 @@ def test_a_trivial_function_on_two_tasks_of_a_warm_session_takes_a_second_and_a_
     assert min(times) <= 1.5, times
 
 
-def test_results_and_functions_beyond_16_megabytes_travel_by_the_store_and_leave_nothing_there(spark, tmp_path):
+def test_results_and_functions_beyond_16_megabytes_travel_by_the_store_and_leave_nothing_there(
+    spark, tmp_path
+):
     ballast = bytes(20 << 20)
 
     def work():
@@ -52,7 +54,7 @@ def test_results_and_functions_beyond_16_megabytes_travel_by_the_store_and_leave
 
 
 @pytest.mark.timeout(240 * PATIENCE)
-def test_a_model_larger_than_a_row_of_spark_is_fitted_and_the_error_of_such_a_result_names_the_store(tmp_path):
+def test_a_model_larger_than_a_row_of_spark_is_fitted_and_such_a_result_names_the_store(tmp_path):
     body = """
 import torch
 from farandole.spark.common import LocalStore, SparkBackend
@@ -60,18 +62,21 @@ from farandole.spark.torch import TorchEstimator
 spark = session("local[2]", driver_maxResultSize="10m")
 frame = spark.range(8).selectExpr("cast(id as float) as x", "cast(id as float) as y")
 for backend in ({"num_proc": 2}, {"backend": SparkBackend(2)}):
-    model = torch.nn.Sequential(torch.nn.Linear(1, 2_500_000), torch.nn.Flatten(), torch.nn.AvgPool1d(2_500_000))
-    fitted = TorchEstimator(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-9), verbose=0,
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2_500_000), torch.nn.Flatten(),
+        torch.nn.AvgPool1d(2_500_000))
+    fitted = TorchEstimator(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
+        verbose=0,
         loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], epochs=1, batch_size=1,
         store=LocalStore(os.getcwd() + "/store"), **backend).fit(frame)
     print("parameters", sum(one.numel() for one in fitted.getModel().parameters()))
-print("left", [name for name in os.listdir("store/runs") if "spill" in name and os.listdir("store/runs/" + name)])
+print("left",
+    [name for name in os.listdir("store/runs") if "spill" in name and os.listdir("store/runs/" + name)])
 try:
     farandole.spark.run(lambda: os.urandom(20 << 20), num_proc=2, verbose=0)
 except farandole.spark.FarandoleJobError as error:
     print("told", error)
 spark.stop()
-"""
+"""  # noqa: E501
     done = drive(body, tmp_path, 220)
     assert done.stdout.count("parameters 5000000") == 2, done.stdout + done.stderr[-3000:]
     assert "left []" in done.stdout
@@ -120,7 +125,9 @@ class Counter:
 
 
 def flood(megabytes, done=None):
-    """Prints so much, in numbered lines of a kilobyte, and tells how long that took; notes that it is done."""
+    """Prints so much, in numbered lines of a kilobyte, and tells how long that took; notes that
+    it is done.
+    """
     import sys
     import time
 
@@ -139,7 +146,9 @@ def test_a_flood_of_output_comes_whole_in_order_and_at_the_drivers_pace():
     out = Counter()
     before = _memory()
     started = time.monotonic()
-    LocalBackend(1, stdout=out, verbose=0, env={"PYTHONUNBUFFERED": ""}, warm=False).run(flood, args=(200,))
+    LocalBackend(1, stdout=out, verbose=0, env={"PYTHONUNBUFFERED": ""}, warm=False).run(
+        flood, args=(200,)
+    )
     seconds = time.monotonic() - started
     assert out.lines == 200 << 10, f"{out.lines} lines"
     assert out.wrong == 0
@@ -149,7 +158,7 @@ def test_a_flood_of_output_comes_whole_in_order_and_at_the_drivers_pace():
 
 
 @pytest.mark.slow
-def test_a_driver_that_reads_nothing_holds_training_up_for_seconds_and_then_lines_are_dropped_and_counted(
+def test_a_driver_that_reads_nothing_delays_training_for_seconds_then_lines_are_dropped(
     capsys, tmp_path
 ):
     done = tmp_path / "done"
@@ -164,7 +173,9 @@ def test_a_driver_that_reads_nothing_holds_training_up_for_seconds_and_then_line
 
 
 def _memory() -> int:
-    return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGESIZE"
+    )
 
 
 @pytest.mark.slow

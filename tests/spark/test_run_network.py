@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Addresses and ports of a job: those that are offered, those that listen, and the error if no worker can connect."""
+"""Addresses and ports of a job: those that are offered, those that listen, and the error if no
+worker can connect.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_driver_and_ranks_listen_within_the_range_of_ports_alone(spark, monkeypa
     ports = f"{first}-{last}"
     monkeypatch.setenv("FARANDOLE_PORT_RANGE", ports)
     with Registrar(1) as registrar:
-        assert all(first <= int(address.rpartition(":")[2]) <= last for address in registrar.addresses)
+        assert all(
+            first <= int(address.rpartition(":")[2]) <= last for address in registrar.addresses
+        )
     env = {"FARANDOLE_PORT_RANGE": ports, "FARANDOLE_SHARED_MEMORY": "0"}
     for total, listening in farandole.spark.run(reduce_and_list_ports, num_proc=2, env=env):
         assert total == 2.0
@@ -97,7 +101,9 @@ spark.stop()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["pyarrow", "farandole"])
-def test_an_executor_without_a_package_causes_an_error_that_says_how_to_install_it(missing, tmp_path):
+def test_an_executor_without_a_package_causes_an_error_that_says_how_to_install_it(
+    missing, tmp_path
+):
     packages = tmp_path / "packages"
     packages.mkdir()
     for root in [Path(part) for part in sys.path if part.endswith("site-packages")]:
@@ -105,9 +111,12 @@ def test_an_executor_without_a_package_causes_an_error_that_says_how_to_install_
             if not entry.name.startswith((missing, "__editable__", "farandole.pth")):
                 (packages / entry.name).exists() or (packages / entry.name).symlink_to(entry)
     if missing != "farandole" and not (packages / "farandole").exists():
-        (packages / "farandole").symlink_to(Path(farandole.spark.__file__).parents[1])  # a checkout that a .pth names
+        # a checkout that a .pth names
+        (packages / "farandole").symlink_to(Path(farandole.spark.__file__).parents[1])
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexport PYTHONPATH="{packages}:$PYTHONPATH"\nexec {sys.executable} -S "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH="{packages}:$PYTHONPATH"\nexec {sys.executable} -S "$@"\n'
+    )
     python.chmod(0o755)
     body = """
 spark = session("local[2]")

@@ -21,14 +21,18 @@ def estimator(tmp_path, **more):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     return TorchEstimator(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), loss=torch.nn.MSELoss(),
-        feature_cols=["x"], label_cols=["y"], backend=LocalBackend(2, verbose=0), store=LocalStore(str(tmp_path)),
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"], label_cols=["y"], backend=LocalBackend(2, verbose=0),
+        store=LocalStore(str(tmp_path)),
         run_id="mine", batch_size=4, epochs=2, verbose=0, random_seed=1, **more,
     )  # fmt: skip
 
 
 def rows():
-    return pa.table({"x": [number / 64 for number in range(64)], "y": [number / 32 for number in range(64)]})
+    return pa.table(
+        {"x": [number / 64 for number in range(64)], "y": [number / 32 for number in range(64)]}
+    )
 
 
 def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
@@ -39,7 +43,12 @@ def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
     link = re.search(r"at (http://127\.0\.0\.1:\S+)", capfd.readouterr().err)
     assert link is not None
     told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
-    assert (told["state"], told["what"], told["model"], told["size"]) == ("ended", "TorchEstimator", "Sequential", 2)
+    assert (told["state"], told["what"], told["model"], told["size"]) == (
+        "ended",
+        "TorchEstimator",
+        "Sequential",
+        2,
+    )
     assert (told["epochs"], told["done"], told["parameters"]["batch_size"]) == (2, 2, 4)
     assert told["data"]["training rows"] == 64
     assert told["environment"]["torch"] == torch.__version__
@@ -49,7 +58,9 @@ def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
     for rank in range(2):
         printed = (tmp_path / f"runs/mine/output/rank.{rank}/stdout").read_text()
         assert printed == f"epoch 0 of rank {rank}\nepoch 1 of rank {rank}\n"
-    with urllib.request.urlopen(f"{link[1]}api/output?run=0/mine&file=output/rank.1/stdout", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"{link[1]}api/output?run=0/mine&file=output/rank.1/stdout", timeout=10
+    ) as answer:
         assert b"of rank 1" in answer.read()
     with urllib.request.urlopen(f"{link[1]}api/runs", timeout=10) as answer:
         (run,) = json.load(answer)["runs"]
@@ -59,7 +70,9 @@ def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
         assert viewer.url.startswith(link[1])
         with urllib.request.urlopen(f"{link[1]}api/curves?run=0/mine", timeout=10) as answer:
             curves = json.load(answer)["runs"][0]["curves"]
-    assert [one["x"] for one in curves if one["name"] == "loss" and one["of"] == "epoch"] == [[1.0, 2.0]]
+    assert [one["x"] for one in curves if one["name"] == "loss" and one["of"] == "epoch"] == [
+        [1.0, 2.0]
+    ]
 
 
 def test_a_failed_fit_says_why_in_its_record(tmp_path):
@@ -81,7 +94,9 @@ def test_a_function_on_spark_is_recorded_and_shown(spark, tmp_path, capfd, elast
 
         hvd.init()
         if hvd.rank() == 0:
-            report({"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}}})
+            report(
+                {"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}}}
+            )
         return hvd.rank()
 
     run = farandole.spark.run_elastic if elastic else farandole.spark.run
@@ -94,6 +109,8 @@ def test_a_function_on_spark_is_recorded_and_shown(spark, tmp_path, capfd, elast
     assert (told["state"], told["size"]) == ("ended", 2)
     assert told["what"] == ("run_elastic" if elastic else "run")
     assert [(one["rank"], one["pid"] > 0) for one in told["ranks"]] == [(0, True), (1, True)]
-    history = [json.loads(line) for line in (directory / "logs/history.jsonl").read_text().splitlines()]
+    history = [
+        json.loads(line) for line in (directory / "logs/history.jsonl").read_text().splitlines()
+    ]
     assert [entry["train"]["loss"] for entry in history] == [0.5]
     assert json.loads((directory / "timeline.json").read_text())["traceEvents"]

@@ -34,11 +34,19 @@ class Broken(OSError):
 @pytest.fixture(params=["spark", "store"])
 def place(request, spark, tmp_path):
     """A path that Spark writes, and one that the native store does."""
-    return f"{tmp_path}/object" if request.param == "spark" else f"memory://saved-{tmp_path.name}/object"
+    return (
+        f"{tmp_path}/object"
+        if request.param == "spark"
+        else f"memory://saved-{tmp_path.name}/object"
+    )
 
 
 def files(place):
-    return sorted(name for name, _ in native.Store(place).list() if not name.rpartition("/")[2].startswith(("_", ".")))
+    return sorted(
+        name
+        for name, _ in native.Store(place).list()
+        if not name.rpartition("/")[2].startswith(("_", "."))
+    )
 
 
 def read(place, spark):
@@ -71,7 +79,9 @@ def test_a_save_that_fails_leaves_the_old_object(spark, place, monkeypatch, call
     assert [name.partition("/")[0] for name in files(place)] == ["data", "metadata"]
 
 
-def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(spark, place, monkeypatch):
+def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
+    spark, place, monkeypatch
+):
     Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
     for call, expected in zip(WRITES, (b"old", b"new"), strict=True):
         failing = Saved(place, spark)
@@ -81,7 +91,9 @@ def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
         assert read(place, spark) == {"weights": expected}
 
 
-def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(spark, place, monkeypatch, caplog):
+def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
+    spark, place, monkeypatch, caplog
+):
     Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
     failing = Saved(place, spark)
     breaking(monkeypatch, failing, "delete", after=False)
@@ -117,7 +129,9 @@ def test_a_save_of_a_newer_format_is_refused(spark, place, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
     Saved(place, spark).write(METADATA, {"weights": b"newer"}, overwrite=False)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=f"has format {module.FORMAT + 1}, .* reads up to format {module.FORMAT}:"):
+    with pytest.raises(
+        ValueError, match=f"has format {module.FORMAT + 1}, .* reads up to format {module.FORMAT}:"
+    ):
         read(place, spark)
 
 
@@ -144,17 +158,24 @@ def damaged(place, spark, table):
     return f"{place}/{directory}"
 
 
-def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_higher_limit(spark, place, monkeypatch):
+def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_higher_limit(
+    spark, place, monkeypatch
+):
     """A text of a dictionary, at which all rows point: 200 MB in a file of some kilobytes.
 
     A foreign file may be like that, and so may weights of zeros that an earlier version saved.
     """
     monkeypatch.setattr(module, "_ROOM", 8 << 20)
     rows = 200
-    points = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([b"x" * (1 << 20)]))
+    points = pa.DictionaryArray.from_arrays(
+        pa.array([0] * rows, pa.int32()), pa.array([b"x" * (1 << 20)])
+    )
     columns = [pa.array(["weights"] * rows), pa.array(range(rows), pa.int32()), points]
     damaged(place, spark, pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]))
-    with pytest.raises(ValueError, match=rf"take more than files of their size .* set {module.VARIABLE} to the bytes"):
+    with pytest.raises(
+        ValueError,
+        match=rf"take more than files of their size .* set {module.VARIABLE} to the bytes",
+    ):
         read(place, spark)
     monkeypatch.setenv(module.VARIABLE, str(rows + 10 << 20))
     assert read(place, spark) == {"weights": b"x" * (rows << 20)}
@@ -166,7 +187,9 @@ def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_hi
 def test_a_relative_path_is_synchronized_where_spark_writes_it(spark, tmp_path, monkeypatch):
     synchronized = []
     monkeypatch.setattr(module.durable, "synchronize", synchronized.append)
-    place = os.path.relpath(tmp_path / "object", spark._jvm.java.lang.System.getProperty("user.dir"))
+    place = os.path.relpath(
+        tmp_path / "object", spark._jvm.java.lang.System.getProperty("user.dir")
+    )
     elsewhere = tmp_path / "some" / "other" / "directory"
     elsewhere.mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
@@ -182,7 +205,9 @@ def test_files_with_other_columns_are_an_error_that_names_the_place(spark, place
     assert where.removeprefix("memory:/") in str(told.value)
 
 
-def test_a_file_takes_no_more_memory_than_its_largest_row_and_no_more_bytes_than_its_rows(spark, place):
+def test_a_file_takes_no_more_memory_than_its_largest_row_and_no_more_bytes_than_its_rows(
+    spark, place
+):
     Saved(place, spark).write(METADATA, {"weights": bytes(40 << 20), "rest": b""}, overwrite=False)
     assert read(place, spark) == {"weights": bytes(40 << 20), "rest": b""}
     (size,) = (size for name, size in native.Store(place).list() if name.endswith(".parquet"))
@@ -198,7 +223,9 @@ def test_no_file_holds_the_consent_to_run_it(spark, tmp_path):
     found = Saved(place, spark)
     metadata = found.metadata()
     assert "allow_pickle" not in json.dumps(metadata)
-    forged = {name: metadata[name] | {"allow_pickle": True} for name in ("paramMap", "defaultParamMap")}
+    forged = {
+        name: metadata[name] | {"allow_pickle": True} for name in ("paramMap", "defaultParamMap")
+    }
     objects = payload.unpack(found.parts(metadata)["objects"]) | {"allow_pickle": True}
     Saved(place, spark).write(metadata | forged, {"objects": payload.pack(objects)}, overwrite=True)
     loaded = LightningEstimator.load(place)
@@ -209,7 +236,9 @@ def test_no_file_holds_the_consent_to_run_it(spark, tmp_path):
     assert loaded.copy({loaded.epochs: 4}).getEpochs() == 4
 
 
-def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignored(spark, tmp_path, monkeypatch):
+def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignored(
+    spark, tmp_path, monkeypatch
+):
     def model(weight):
         linear = torch.nn.Linear(1, 1)
         torch.nn.init.constant_(linear.weight, weight)
@@ -218,7 +247,9 @@ def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignore
     path = f"{tmp_path}/model"
     model(1.0).write().overwrite().save(path)
     with monkeypatch.context() as patch:
-        patch.setattr(module._SparkFiles, "write_text", lambda *_: (_ for _ in ()).throw(Broken("full")))
+        patch.setattr(
+            module._SparkFiles, "write_text", lambda *_: (_ for _ in ()).throw(Broken("full"))
+        )
         with pytest.raises(Broken):
             model(2.0).write().overwrite().save(path)
     assert float(TorchModel.load(path).getModel().weight.detach()) == 1.0

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Categories, missing values and columns in Spark ML's manner, on DataFrames, by all three estimators."""
+"""Categories, missing values and columns in Spark ML's manner, on DataFrames, by all three
+estimators.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ from farandole.spark.keras import KerasEstimator, KerasModel
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator, TorchModel
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
 ASKED = {
@@ -42,7 +47,10 @@ ASKED = {
     "predictedLabelCol": "named",
     "labelIndexCol": "index",
 }
-WISH = {"categories": {"sex": None, "port": 2, "lived": None}, "fill": {"age": "mean", "port": "most_frequent"}}
+WISH = {
+    "categories": {"sex": None, "port": 2, "lived": None},
+    "fill": {"age": "mean", "port": "most_frequent"},
+}
 GROUPS = ["sex", ["age", "age__missing"], "port"]
 
 
@@ -51,7 +59,10 @@ def people(spark):
     random = np.random.default_rng(0)
     rows = []
     for _ in range(240):
-        sex, port = random.choice(["male", "female"]), random.choice(["S", "C", "Q"], p=[0.6, 0.3, 0.1])
+        sex, port = (
+            random.choice(["male", "female"]),
+            random.choice(["S", "C", "Q"], p=[0.6, 0.3, 0.1]),
+        )
         age = float(random.integers(1, 70))
         lived = random.random() < (0.85 if sex == "female" else 0.15)
         rows.append(
@@ -82,7 +93,8 @@ class Embedded(torch.nn.Module):
 def of_torch(kind, home, **params):
     model = Embedded()
     return kind(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=torch.nn.CrossEntropyLoss(),
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        loss=torch.nn.CrossEntropyLoss(),
         store=LocalStore(str(home)), backend=Here(), feature_cols=GROUPS, label_cols=["lived"],
         batch_size=32, epochs=4, verbose=0, random_seed=1, **params,
     )  # fmt: skip
@@ -90,13 +102,20 @@ def of_torch(kind, home, **params):
 
 def of_keras(home, **params):
     keras.utils.set_random_seed(0)
-    sex, numbers, port = keras.Input((1,), dtype="int64"), keras.Input((2,)), keras.Input((1,), dtype="int64")
+    sex, numbers, port = (
+        keras.Input((1,), dtype="int64"),
+        keras.Input((2,)),
+        keras.Input((1,), dtype="int64"),
+    )
     embedded = [keras.layers.Flatten()(keras.layers.Embedding(4, 2)(one)) for one in (sex, port)]
     scaled = keras.layers.Rescaling([1 / 50.0, 1.0])(numbers)
-    last = keras.layers.Dense(1, activation="sigmoid")(keras.layers.Concatenate()([*embedded, scaled]))
+    last = keras.layers.Dense(1, activation="sigmoid")(
+        keras.layers.Concatenate()([*embedded, scaled])
+    )
     return KerasEstimator(
         model=keras.Model([sex, numbers, port], last), optimizer=keras.optimizers.Adam(0.05),
-        loss="binary_crossentropy", store=LocalStore(str(home)), backend=Here(), feature_cols=GROUPS,
+        loss="binary_crossentropy", store=LocalStore(str(home)), backend=Here(),
+        feature_cols=GROUPS,
         label_cols=["lived"], batch_size=32, epochs=4, verbose=0, random_seed=1, **params,
     )  # fmt: skip
 
@@ -112,11 +131,19 @@ MAKERS = {
 def test_strings_and_nulls_go_in_and_spark_evaluators_take_what_comes_out(people, tmp_path, kind):
     fitted = MAKERS[kind](tmp_path, **WISH, **ASKED).fit(people)
     assert isinstance(fitted, FarandoleModel)
-    assert fitted.getCategories() == {"sex": ["female", "male"], "port": ["C", "S"], "lived": ["no", "yes"]}
-    assert fitted.getFill() == {"age": pytest.approx(people.agg(sf.avg("age")).first()[0]), "port": "S"}
+    assert fitted.getCategories() == {
+        "sex": ["female", "male"],
+        "port": ["C", "S"],
+        "lived": ["no", "yes"],
+    }
+    assert fitted.getFill() == {
+        "age": pytest.approx(people.agg(sf.avg("age")).first()[0]),
+        "port": "S",
+    }
     assert fitted.getClasses() == ["no", "yes"]
     scored = fitted.transform(people).cache()
-    assert scored.columns == [*people.columns, "lived__output", "raw", "probability", *list(ASKED.values())[0:1],
+    assert scored.columns == [*people.columns, "lived__output", "raw", "probability",
+        *list(ASKED.values())[0:1],
                               "named", "index"]  # fmt: skip
     rows = scored.collect()
     for row in rows:
@@ -125,14 +152,20 @@ def test_strings_and_nulls_go_in_and_spark_evaluators_take_what_comes_out(people
         assert row.named == ["no", "yes"][int(row.prediction)]
         assert row["index"] == ["no", "yes"].index(row.lived)
     told = fitted.evaluate(people)
-    roc = BinaryClassificationEvaluator(rawPredictionCol="raw", labelCol="index", metricName="areaUnderROC")
+    roc = BinaryClassificationEvaluator(
+        rawPredictionCol="raw", labelCol="index", metricName="areaUnderROC"
+    )
     assert told["area_under_roc"] == pytest.approx(roc.evaluate(scored), abs=1e-9)
     assert told["area_under_roc"] > 0.75
-    spark_ml = {"accuracy": "accuracy", "f1": "f1", "precision": "weightedPrecision", "recall": "weightedRecall",
+    spark_ml = {"accuracy": "accuracy", "f1": "f1", "precision": "weightedPrecision",
+        "recall": "weightedRecall",
                 "log_loss": "logLoss"}  # fmt: skip
     for ours, theirs in spark_ml.items():
         judge = MulticlassClassificationEvaluator(
-            labelCol="index", predictionCol="prediction", probabilityCol="probability", metricName=theirs
+            labelCol="index",
+            predictionCol="prediction",
+            probabilityCol="probability",
+            metricName=theirs,
         )
         assert told[ours] == pytest.approx(judge.evaluate(scored), abs=1e-6), ours
     assert (told.rows, sum(map(sum, told.confusion)), told.classes) == (240, 240, ["no", "yes"])
@@ -152,7 +185,8 @@ def test_a_saved_model_predicts_unseen_and_missing_values_as_before(spark, peopl
     fitted.write().overwrite().save(f"{tmp_path}/model")
     again = (TorchModel if kind == "torch" else KerasModel).load(f"{tmp_path}/model")
     odd = spark.createDataFrame(
-        [("other", 30.0, "X", "no"), (None, None, None, "yes"), ("male", None, "S", "maybe")], people.schema
+        [("other", 30.0, "X", "no"), (None, None, None, "yes"), ("male", None, "S", "maybe")],
+        people.schema,
     )
     expected = fitted.transform(odd).collect()
     assert again.transform(odd).collect() == expected
@@ -181,8 +215,10 @@ def sequences_of_keras(home, pad):
     pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 4)(tokens))
     model = keras.Model(tokens, keras.layers.Dense(1)(pooled))
     return KerasEstimator(
-        model=model, optimizer=keras.optimizers.Adam(0.05), loss="mse", store=LocalStore(str(home)), backend=Here(),
-        feature_cols=["tokens"], label_cols=["y"], epochs=2, verbose=0, random_seed=1, ragged={"tokens": pad},
+        model=model, optimizer=keras.optimizers.Adam(0.05), loss="mse", store=LocalStore(str(home)),
+        backend=Here(),
+        feature_cols=["tokens"], label_cols=["y"], epochs=2, verbose=0, random_seed=1,
+        ragged={"tokens": pad},
     )  # fmt: skip
 
 
@@ -201,16 +237,23 @@ class Pooled(torch.nn.Module):
 def sequences_of_torch(home, pad):
     model = Pooled()
     return TorchEstimator(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=torch.nn.MSELoss(),
-        store=LocalStore(str(home)), backend=Here(), feature_cols=["tokens"], label_cols=["y"], epochs=2, verbose=0,
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        loss=torch.nn.MSELoss(),
+        store=LocalStore(str(home)), backend=Here(), feature_cols=["tokens"], label_cols=["y"],
+        epochs=2, verbose=0,
         random_seed=1, ragged={"tokens": pad},
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("maker", [sequences_of_torch, sequences_of_keras], ids=["torch", "keras"])
-def test_sequences_of_different_lengths_go_in_and_a_loaded_model_pads_them_too(spark, tmp_path, maker):
+def test_sequences_of_different_lengths_go_in_and_a_loaded_model_pads_them_too(
+    spark, tmp_path, maker
+):
     random = np.random.default_rng(0)
-    rows = [([int(one) for one in random.integers(1, 20, random.integers(0, 12))], float(row % 5)) for row in range(64)]
+    rows = [
+        ([int(one) for one in random.integers(1, 20, random.integers(0, 12))], float(row % 5))
+        for row in range(64)
+    ]
     frame = spark.createDataFrame(rows, "tokens array<int>, y double")
     fitted = maker(tmp_path, Pad(max_length=8)).fit(frame)
     assert fitted.getRagged() == {
@@ -218,9 +261,12 @@ def test_sequences_of_different_lengths_go_in_and_a_loaded_model_pads_them_too(s
     }
     fitted.write().overwrite().save(f"{tmp_path}/model")
     again = type(fitted).load(f"{tmp_path}/model")
-    odd = spark.createDataFrame([([1, 2], 0.0), ([], 0.0), (None, 0.0), (list(range(1, 12)), 0.0)], frame.schema)
+    odd = spark.createDataFrame(
+        [([1, 2], 0.0), ([], 0.0), (None, 0.0), (list(range(1, 12)), 0.0)], frame.schema
+    )
     by_hand = spark.createDataFrame(
-        [([1, 2, *[0] * 6], 0.0), ([0] * 8, 0.0), ([0] * 8, 0.0), (list(range(1, 9)), 0.0)], frame.schema
+        [([1, 2, *[0] * 6], 0.0), ([0] * 8, 0.0), ([0] * 8, 0.0), (list(range(1, 9)), 0.0)],
+        frame.schema,
     )
     expected = [row.y__output for row in fitted.transform(by_hand).collect()]
     assert [row.y__output for row in fitted.transform(odd).collect()] == expected
@@ -228,12 +274,15 @@ def test_sequences_of_different_lengths_go_in_and_a_loaded_model_pads_them_too(s
 
 
 def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_path, capsys):
-    line = spark.range(64).select((sf.col("id") / 64).alias("a"), (sf.col("id") / 32 - 1).alias("y"))
+    line = spark.range(64).select(
+        (sf.col("id") / 64).alias("a"), (sf.col("id") / 32 - 1).alias("y")
+    )
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     estimator = TorchEstimator(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.MSELoss(),
-        store=LocalStore(str(tmp_path)), backend=Here(), feature_cols=["a"], label_cols=["y"], verbose=0,
+        store=LocalStore(str(tmp_path)), backend=Here(), feature_cols=["a"], label_cols=["y"],
+        verbose=0,
         predictionCol="prediction",
     )  # fmt: skip
     fitted = estimator.fit(line)
@@ -254,12 +303,15 @@ def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_pa
     with pytest.raises(ValueError, match="metric must be one of mse, rmse, mae, r2: accuracy"):
         fitted.importance(line, "accuracy")
     with pytest.raises(
-        ValueError, match="probabilityCol needs a model with classes, but the output_form of this model is"
+        ValueError,
+        match="probabilityCol needs a model with classes, but the output_form of this model is",
     ):
         estimator.copy().setProbabilityCol("p").fit(line)
     own = estimator.copy().setOutputForm(None)
     own._set(loss=lambda output, label: ((output - label) ** 2).mean())
-    with pytest.raises(ValueError, match=r"predictionCol needs to know what the model returns.*set output_form"):
+    with pytest.raises(
+        ValueError, match=r"predictionCol needs to know what the model returns.*set output_form"
+    ):
         own.fit(line)
 
 
@@ -273,11 +325,16 @@ def test_a_split_holds_the_same_rows_out_on_spark_as_without(spark, tmp_path, by
         return sorted(next(iter(ParquetLoader(url, 1000, ["id"])))["id"].tolist())
 
     roles = Roles(features=("id", "day"), labels=(), validation=0.25)
-    split = split_of(0.25, *(column if by == one else None for one in ("stratify", "group", "time")), 3)
-    with prepare_data(2, LocalStore(str(tmp_path / "spark")), frame, roles, 3, split=split) as prepared:
+    split = split_of(
+        0.25, *(column if by == one else None for one in ("stratify", "group", "time")), 3
+    )
+    with prepare_data(
+        2, LocalStore(str(tmp_path / "spark")), frame, roles, 3, split=split
+    ) as prepared:
         found = held_out(prepared.val_url)
         assert sorted(found + held_out(prepared.train_url)) == list(range(200))
-    plain = prepare_frame(frame.toPandas(), tmp_path / "plain", feature_cols=["id", "day"], validation=0.25, seed=3,
+    plain = prepare_frame(frame.toPandas(), tmp_path / "plain", feature_cols=["id", "day"],
+        validation=0.25, seed=3,
                           **{f"validation_{by}": column})  # fmt: skip
     assert held_out(plain.val_url) == found
 
@@ -288,25 +345,41 @@ def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
     try:
         roles = Roles(features=("id", "x", "kind"), labels=(), validation=None)
         for frame in (spark.table("farandole_rows"), spark.sql("select * from farandole_rows")):
-            with prepare_data(2, LocalStore(str(tmp_path / "store")), frame, roles, 3, categories=["kind"]) as prepared:
+            with prepare_data(
+                2, LocalStore(str(tmp_path / "store")), frame, roles, 3, categories=["kind"]
+            ) as prepared:
                 batch = next(iter(ParquetLoader(prepared.train_url, 100, shuffle=False)))
-                assert sorted(zip(batch["id"].tolist(), batch["x"].tolist(), batch["kind"].tolist(), strict=True)) == [
-                    (row, row / 2, row % 3 + 2) for row in range(100)
-                ]
+                assert sorted(
+                    zip(
+                        batch["id"].tolist(),
+                        batch["x"].tolist(),
+                        batch["kind"].tolist(),
+                        strict=True,
+                    )
+                ) == [(row, row / 2, row % 3 + 2) for row in range(100)]
     finally:
         spark.sql("drop table farandole_rows")
 
 
 @pytest.mark.slow
 def test_statistics_and_loaders_of_a_frame_are_made_on_executors(spark, tmp_path):
-    rows = spark.range(100).selectExpr("id", "id / 2 as x", "cast(id % 3 as string) as kind").cache()
+    rows = (
+        spark.range(100).selectExpr("id", "id / 2 as x", "cast(id % 3 as string) as kind").cache()
+    )
     counted = statistics_of(rows)
     assert counted == statistics_of(rows.toPandas())
     drifted = counted.drift(rows.where("id > 50"))
     assert drifted["id"].index > 1
     assert drifted["kind"].index < 0.1
-    other = spark.sql("select current_timestamp() as at, array(1, 2) as tokens, true as flag, binary('x') as blob")
-    assert [one.kind for one in statistics_of(other).columns.values()] == ["number", "list", "value", "other"]
+    other = spark.sql(
+        "select current_timestamp() as at, array(1, 2) as tokens, true as flag, binary('x') as blob"
+    )
+    assert [one.kind for one in statistics_of(other).columns.values()] == [
+        "number",
+        "list",
+        "value",
+        "other",
+    ]
     loader = frame_loader(rows, 30, ["id", "x"], cache=tmp_path / "cache")
     again = pickle.loads(pickle.dumps(loader))
     assert sorted(row for batch in again for row in batch["id"].tolist()) == list(range(100))
@@ -314,8 +387,12 @@ def test_statistics_and_loaders_of_a_frame_are_made_on_executors(spark, tmp_path
         frame_loader(rows, 30, ["age"], cache=tmp_path / "cache")
     del loader
     assert not list((tmp_path / "cache").iterdir())
-    lists = rows.selectExpr("id", "kind", "slice(array(id, 1, 2, 3), 1, cast(id % 5 as int)) as tokens")
-    loader = frame_loader(lists, 30, cache=tmp_path / "cache", ragged={"tokens": Pad(-1, buckets=2)}, shuffle=False)
+    lists = rows.selectExpr(
+        "id", "kind", "slice(array(id, 1, 2, 3), 1, cast(id % 5 as int)) as tokens"
+    )
+    loader = frame_loader(
+        lists, 30, cache=tmp_path / "cache", ragged={"tokens": Pad(-1, buckets=2)}, shuffle=False
+    )
     found = {
         key: values
         for batch in loader

@@ -24,7 +24,9 @@ SECRET = "hunter2"
 
 
 def commits(folder, until):
-    """Returns where a job of two ranks continues from the store, and the variables in which a worker has the secret."""
+    """Returns where a job of two ranks continues from the store, and the variables in which a
+    worker has the secret.
+    """
     import os
 
     import farandole.numpy as hvd
@@ -50,9 +52,13 @@ def test_commits_are_sealed_by_the_secret_of_the_driver(tmp_path, monkeypatch, r
     monkeypatch.setenv(seals.SECRET, SECRET)
     mine = str(tmp_path / "mine")
     assert run(commits, (mine, 2)) == [(0, [])] * 2
-    entries = json.loads((Path(mine) / "runs/job" / seals.MARKER).read_text())["checkpoints"]["checkpoint"]
+    entries = json.loads((Path(mine) / "runs/job" / seals.MARKER).read_text())["checkpoints"][
+        "checkpoint"
+    ]
     assert all("seal" in one for one in entries)
-    assert LocalStore(mine).to_remote("job").resume() is not None, "the seal is that of the driver's secret"
+    assert LocalStore(mine).to_remote("job").resume() is not None, (
+        "the seal is that of the driver's secret"
+    )
     assert run(commits, (mine, 4)) == [(2, [])] * 2
 
 

@@ -43,7 +43,9 @@ def begun(path, name):
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
 def test_a_function_on_spark_has_one(spark, tmp_path, capfd, elastic):
     path = tmp_path / "trace.json"
-    run, more = (farandole.spark.run_elastic, {"min_num_proc": 2}) if elastic else (farandole.spark.run, {})
+    run, more = (
+        (farandole.spark.run_elastic, {"min_num_proc": 2}) if elastic else (farandole.spark.run, {})
+    )
     assert sorted(run(steps, num_proc=2, timeline=path, **more)) == [0, 1]
     assert begun(path, "ALLREDUCE") == {0: STEPS, 1: STEPS}
     assert f"the timeline of all ranks is in {path}" in capfd.readouterr().err
@@ -54,7 +56,8 @@ def test_a_fit_of_a_dataframe_keeps_one_in_its_run(spark, tmp_path):
     rows = [(float(number % 7), 1.0) for number in range(64)]
     TorchEstimator(
         num_proc=2, model=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.01),
-        loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=2, run_id="r",
+        loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=2,
+        run_id="r",
         store=LocalStore(str(tmp_path)), verbose=0,
     ).fit(spark.createDataFrame(rows, "x float, y float"), timeline=True)  # fmt: skip
     path = tmp_path / "runs/r/timeline.json"

@@ -14,7 +14,8 @@ from pyspark.ml.torch.distributor import TorchDistributor
 from farandole.data import frame_loader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # with Spark's own copy, as the distributor does
+# with Spark's own copy, as the distributor does
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = 101
 

@@ -14,7 +14,12 @@ import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import (
+    CrossValidator,
+    CrossValidatorModel,
+    ParamGridBuilder,
+    TrainValidationSplit,
+)
 from pyspark.sql import functions as sf
 from tests.single.training import Here
 
@@ -56,7 +61,9 @@ def test_a_cross_validator_chooses_among_epochs_and_is_saved(frame, tmp_path):
     fitted_by = estimator(tmp_path)
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 8]).build()
     score = RegressionEvaluator(labelCol="y", predictionCol="y__output")
-    validator = CrossValidator(estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1)
+    validator = CrossValidator(
+        estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1
+    )
     chosen = validator.fit(frame)
     assert chosen.avgMetrics[1] < chosen.avgMetrics[0]
     assert len(chosen.bestModel.getHistory()) == 8
@@ -69,12 +76,22 @@ def test_a_cross_validator_chooses_among_epochs_and_is_saved(frame, tmp_path):
 @pytest.mark.slow
 def test_folds_and_grid_points_of_a_named_run_are_runs_of_their_own(frame, tmp_path):
     fitted_by = estimator(tmp_path, run_id="r", epochs=2)
-    grid = ParamGridBuilder().addGrid(fitted_by.batch_size, [16, 48]).addGrid(fitted_by.epochs, [4, 1]).build()
+    grid = (
+        ParamGridBuilder()
+        .addGrid(fitted_by.batch_size, [16, 48])
+        .addGrid(fitted_by.epochs, [4, 1])
+        .build()
+    )
     score = RegressionEvaluator(labelCol="y", predictionCol="y__output")
 
     def validated(stage):
         validator = CrossValidator(
-            estimator=stage, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1, collectSubModels=True
+            estimator=stage,
+            estimatorParamMaps=grid,
+            evaluator=score,
+            numFolds=2,
+            seed=1,
+            collectSubModels=True,
         )
         return validator.fit(frame)
 
@@ -94,7 +111,9 @@ def test_a_train_validation_split_chooses_too(frame, tmp_path):
     fitted_by = estimator(tmp_path)
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 8]).build()
     score = RegressionEvaluator(labelCol="y", predictionCol="y__output")
-    split = TrainValidationSplit(estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, seed=1)
+    split = TrainValidationSplit(
+        estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, seed=1
+    )
     assert len(split.fit(frame).bestModel.getHistory()) == 8
 
 
@@ -139,9 +158,9 @@ def test_a_loaded_pipeline_and_a_loaded_tuner_fit_where_they_were_saved(frame, t
 def test_credentials_of_a_store_are_never_saved(frame, tmp_path, caplog):
     options = {"key": "AKIAQUIET", "secret": "hunter2", "endpoint_url": "http://127.0.0.1:9"}
     store = ObjectStore("s3://bucket/team", runs_path="s3://bucket/runs", storage_options=options)
-    estimator(tmp_path, store=store, backend=SparkBackend(2, env={"TOKEN": "hunter2"}, warm=True)).write().save(
-        f"{tmp_path}/estimator"
-    )
+    estimator(
+        tmp_path, store=store, backend=SparkBackend(2, env={"TOKEN": "hunter2"}, warm=True)
+    ).write().save(f"{tmp_path}/estimator")
     found = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"s3://bucket/runs" in found
     for secret in (b"AKIAQUIET", b"hunter2", b"127.0.0.1:9"):
@@ -155,23 +174,35 @@ def test_credentials_of_a_store_are_never_saved(frame, tmp_path, caplog):
 
 def test_a_place_that_cannot_be_made_here_stays_unset_and_is_said(caplog):
     made = TorchEstimator()
-    saved = {"store": {"class": "Popen", "arguments": {"prefix_path": "x"}}, "backend": {"class": "LocalBackend"}}
+    saved = {
+        "store": {"class": "Popen", "arguments": {"prefix_path": "x"}},
+        "backend": {"class": "LocalBackend"},
+    }
     with caplog.at_level(logging.WARNING, "farandole"):
         places.put(made, saved, "/saved")
-    assert "the store that was saved at /saved cannot be created here, so set one: 'Popen'" in caplog.text
+    assert (
+        "the store that was saved at /saved cannot be created here, so set one: 'Popen'"
+        in caplog.text
+    )
     assert made.getStore() is None
     assert made.getBackend() is None
 
 
 def test_a_pipeline_is_saved_before_and_after_its_fit(frame, tmp_path):
-    stages = [VectorAssembler(inputCols=["a", "b"], outputCol="x"), estimator(tmp_path, feature_cols=["x"])]
+    stages = [
+        VectorAssembler(inputCols=["a", "b"], outputCol="x"),
+        estimator(tmp_path, feature_cols=["x"]),
+    ]
     pipeline = Pipeline(stages=stages)
     pipeline.write().save(f"{tmp_path}/before")
     assert Pipeline.load(f"{tmp_path}/before").getStages()[1].getFeatureCols() == ["x"]
     fitted = pipeline.fit(frame)
     fitted.write().save(f"{tmp_path}/after")
     expected = fitted.transform(frame).select("y__output").collect()
-    assert PipelineModel.load(f"{tmp_path}/after").transform(frame).select("y__output").collect() == expected
+    assert (
+        PipelineModel.load(f"{tmp_path}/after").transform(frame).select("y__output").collect()
+        == expected
+    )
 
 
 def test_a_model_is_saved_where_spark_has_no_file_system(spark, frame, tmp_path):
@@ -204,7 +235,9 @@ def test_12_fitting_the_same_frame_with_other_columns_trains_on_stale_data(frame
     assert torch.equal(first.getModel().weight, again.getModel().weight)
     assert not torch.equal(first.getModel().weight, other.getModel().weight)
     changed = frame.withColumn("y", -sf.col("y"))
-    assert not torch.equal(first.getModel().weight, estimator(tmp_path, epochs=2).fit(changed).getModel().weight)
+    assert not torch.equal(
+        first.getModel().weight, estimator(tmp_path, epochs=2).fit(changed).getModel().weight
+    )
 
 
 def test_a_model_of_assembled_columns_transforms_every_number_type(spark, tmp_path):
@@ -213,7 +246,8 @@ def test_a_model_of_assembled_columns_transforms_every_number_type(spark, tmp_pa
 
     kinds = "a tinyint, b decimal(5,2), c boolean, d array<float>, y double"
     frame = spark.createDataFrame(
-        [(1, Decimal("2.50"), True, [3.0, 4.0], 0.0), (0, Decimal("0.25"), False, [1.0, 1.0], 0.0)], kinds
+        [(1, Decimal("2.50"), True, [3.0, 4.0], 0.0), (0, Decimal("0.25"), False, [1.0, 1.0], 0.0)],
+        kinds,
     )
     made = estimator(tmp_path, model=None)
     model = Total()
@@ -224,9 +258,15 @@ def test_a_model_of_assembled_columns_transforms_every_number_type(spark, tmp_pa
             made.feature_cols: [["a", "b", "c"], "d"],
         }
     ).fit(frame)
-    assert [row.y__output for row in fitted.transform(frame).collect()] == pytest.approx([11.5, 2.25], rel=1e-4)
-    dated = frame.withColumn("d", sf.array(sf.lit(dt.date(1970, 1, 3)), sf.lit(dt.date(1970, 1, 4))))
-    assert [row.y__output for row in fitted.transform(dated).collect()] == pytest.approx([9.5, 5.25], rel=1e-4)
+    assert [row.y__output for row in fitted.transform(frame).collect()] == pytest.approx(
+        [11.5, 2.25], rel=1e-4
+    )
+    dated = frame.withColumn(
+        "d", sf.array(sf.lit(dt.date(1970, 1, 3)), sf.lit(dt.date(1970, 1, 4)))
+    )
+    assert [row.y__output for row in fitted.transform(dated).collect()] == pytest.approx(
+        [9.5, 5.25], rel=1e-4
+    )
     with pytest.raises(ValueError, match="column 'd' has type string, which no tensor can hold"):
         fitted.transform(frame.withColumn("d", sf.lit("3")))
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Fitted models that apply their `transformation_fn` before they predict, as models of images must."""
+"""Fitted models that apply their `transformation_fn` before they predict, as models of images
+must.
+"""
 
 from __future__ import annotations
 
@@ -48,25 +50,34 @@ def pixels():
 def images(spark):
     """Rows to predict: files with a number, and no label."""
     schema = "id long, image binary"
-    return spark.createDataFrame([(row, file) for row, file in enumerate(files())], schema).repartition(2)
+    return spark.createDataFrame(
+        [(row, file) for row, file in enumerate(files())], schema
+    ).repartition(2)
 
 
 @pytest.fixture(params=["torch", pytest.param("keras", marks=pytest.mark.slow)])
 def fitted(request, tmp_path):
     rows = pa.table({"image": files(), "y": [row / ROWS for row in range(ROWS)]})
     known = {
-        "feature_cols": ["image"], "label_cols": ["y"], "batch_size": 8, "epochs": 1, "verbose": 0, "random_seed": 1,
-        "store": LocalStore(str(tmp_path / "store")), "backend": Here(), "transformation_fn": DECODE,
+        "feature_cols": ["image"], "label_cols": ["y"], "batch_size": 8, "epochs": 1, "verbose": 0,
+        "random_seed": 1,
+        "store": LocalStore(str(tmp_path / "store")), "backend": Here(),
+        "transformation_fn": DECODE,
     }  # fmt: skip
     if request.param == "torch":
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 1))
         options = {
-            "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4), "loss": torch.nn.MSELoss(),
+            "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4),
+            "loss": torch.nn.MSELoss(),
             "input_shapes": [[-1, 3, 8, 8]],
         }  # fmt: skip
         return TorchEstimator(**known, **options).fit(rows)
-    model = keras.Sequential([keras.Input((3, 8, 8)), keras.layers.Flatten(), keras.layers.Dense(1)])
-    return KerasEstimator(model=model, optimizer=keras.optimizers.SGD(1e-4), loss="mse", **known).fit(rows)
+    model = keras.Sequential(
+        [keras.Input((3, 8, 8)), keras.layers.Flatten(), keras.layers.Dense(1)]
+    )
+    return KerasEstimator(
+        model=model, optimizer=keras.optimizers.SGD(1e-4), loss="mse", **known
+    ).fit(rows)
 
 
 def predicted(model, frame):
@@ -107,12 +118,16 @@ def test_only_columns_of_training_are_reported_as_absent():
     def looks_up(row):
         return {"x": {"known": 1.0}[row["x"]]}
 
-    made = Transformation(looks_up, [("made", "float32", (), False)], ["text"]).of_features(["x"], ["y"])
+    made = Transformation(looks_up, [("made", "float32", (), False)], ["text"]).of_features(
+        ["x"], ["y"]
+    )
     assert made.predicted({"x": np.array(["known"])}, ["x"])["x"].tolist() == [1.0]
     with pytest.raises(KeyError, match="unknown"):
         made.predicted({"x": np.array(["unknown"], object)}, ["x"])
     for name in ("y", "made", "text"):
-        with pytest.raises(ValueError, match=f"transformation_fn asks for column '{name}'.* which are x") as told:
+        with pytest.raises(
+            ValueError, match=f"transformation_fn asks for column '{name}'.* which are x"
+        ) as told:
             made.predicted({"x": np.array([name], object)}, ["x"])
         assert isinstance(told.value.__cause__, KeyError)
 
@@ -128,7 +143,8 @@ def test_a_function_of_rows_gets_the_features_alone(spark, tmp_path):
     model = torch.nn.Linear(2, 1, bias=False)
     made = TorchEstimator(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), loss=torch.nn.MSELoss(),
-        feature_cols=["x"], label_cols=["y"], store=LocalStore(str(tmp_path)), backend=Here(), verbose=0,
+        feature_cols=["x"], label_cols=["y"], store=LocalStore(str(tmp_path)), backend=Here(),
+        verbose=0,
         transformation_fn=grow,
         transformation_edit_fields=[("x", "float32", (2,), False), ("y", "float64", (), False)],
     ).fit(rows)  # fmt: skip
@@ -136,5 +152,7 @@ def test_a_function_of_rows_gets_the_features_alone(spark, tmp_path):
     plain = predicted(made, frame)
     grown = predicted(made.setApplyTransformation(True), frame)
     assert grown == pytest.approx(10 * plain, rel=1e-5)
-    with pytest.raises(Exception, match=r"transformation_fn asks for column 'y'.* only the features, which are x"):
+    with pytest.raises(
+        Exception, match=r"transformation_fn asks for column 'y'.* only the features, which are x"
+    ):
         predicted(made.setTransformationFn(asks_for_labels), frame)

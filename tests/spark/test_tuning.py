@@ -48,7 +48,9 @@ def test_gangs_that_do_not_fit_at_once_wait_for_each_other_and_say_so(spark, cap
 
 
 def test_gangs_that_would_each_hold_half_of_the_slots_do_not_wait_for_each_other(spark, capfd):
-    """Each of the elastic ones has a task a worker and no barrier: Spark would give one slot to each."""
+    """Each of the elastic ones has a task a worker and no barrier: Spark would give one slot to
+    each.
+    """
     size = spark.sparkContext.defaultParallelism
 
     def gang(elastic):
@@ -94,7 +96,9 @@ def test_a_given_start_timeout_bounds_the_wait_for_the_slots_of_another_job(spar
 
 
 class Counting(Backend):
-    """Notes how many jobs run at once, and the parents of their ranks: warm ones have one parent for all."""
+    """Notes how many jobs run at once, and the parents of their ranks: warm ones have one parent
+    for all.
+    """
 
     def __init__(self, backend, folder):
         self.backend, self.folder = backend, folder
@@ -111,7 +115,9 @@ class Counting(Backend):
         def noted(*given, **named):
             mark = Path(folder, f"{os.getppid()}.{os.getpid()}")
             mark.touch()
-            Path(folder, "most", str(len([one for one in Path(folder).iterdir() if one.is_file()]))).touch()
+            Path(
+                folder, "most", str(len([one for one in Path(folder).iterdir() if one.is_file()]))
+            ).touch()
             try:
                 return fn(*given, **named)
             finally:
@@ -123,7 +129,9 @@ class Counting(Backend):
 
 @pytest.fixture
 def searched(spark, tmp_path, monkeypatch):
-    """Runs a search: what it found, how often data was prepared, most ranks at once, and the parents of ranks."""
+    """Runs a search: what it found, how often data was prepared, most ranks at once, and the
+    parents of ranks.
+    """
     prepared = []
     original = prepare._prepare
 
@@ -159,7 +167,12 @@ def searched(spark, tmp_path, monkeypatch):
             **more,
         ).fit(frame)
         most = max(int(one.name) for one in (tmp_path / "notes" / "most").iterdir())
-        return found, len(prepared), most, [one.name for one in (tmp_path / "notes" / "parents").iterdir()]
+        return (
+            found,
+            len(prepared),
+            most,
+            [one.name for one in (tmp_path / "notes" / "parents").iterdir()],
+        )
 
     return search
 
@@ -168,7 +181,9 @@ SERIAL, WIDE = pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=py
 
 
 @pytest.mark.parametrize("parallelism", [SERIAL, 2, WIDE])
-def test_a_cross_validation_prepares_each_fold_once_and_fits_in_turn_on_warm_workers(searched, capfd, parallelism):
+def test_a_cross_validation_prepares_each_fold_once_and_fits_in_turn_on_warm_workers(
+    searched, capfd, parallelism
+):
     found, prepared, most, parents = searched(CrossValidator, parallelism, numFolds=2)
     assert found.avgMetrics[1] < found.avgMetrics[0]
     assert prepared == 3, "two folds, and all rows for the best model"
@@ -181,8 +196,12 @@ def test_a_cross_validation_prepares_each_fold_once_and_fits_in_turn_on_warm_wor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", [1, 2, 4])
-def test_a_train_validation_split_prepares_once_and_fits_in_turn_on_warm_workers(searched, capfd, parallelism):
-    found, prepared, most, parents = searched(TrainValidationSplit, parallelism, epochs=(1, 4, 12, 20), trainRatio=0.7)
+def test_a_train_validation_split_prepares_once_and_fits_in_turn_on_warm_workers(
+    searched, capfd, parallelism
+):
+    found, prepared, most, parents = searched(
+        TrainValidationSplit, parallelism, epochs=(1, 4, 12, 20), trainRatio=0.7
+    )
     assert found.validationMetrics[3] < found.validationMetrics[0]
     assert prepared == 2, "the rows to train on, and all rows for the best model"
     assert most == 2
@@ -196,7 +215,10 @@ def test_fits_on_this_host_in_a_search_share_its_cores(searched, capfd):
     _, _, most, parents = searched(CrossValidator, 4, backend=LocalBackend(cores), numFolds=2)
     assert most == cores
     assert len(parents) == 1
-    assert f"a job of {cores} processes waits for slots: 1 jobs hold {cores} of {cores}" in capfd.readouterr().err
+    assert (
+        f"a job of {cores} processes waits for slots: 1 jobs hold {cores} of {cores}"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -220,7 +242,9 @@ def test_trials_of_hyperopt_are_jobs_on_executors_that_wait_for_each_others_slot
     assert "a job of 2 processes waits for slots: 1 jobs hold 2 of 2" in capfd.readouterr().err
 
 
-def test_rows_that_are_said_to_be_the_same_are_prepared_once_though_no_plan_tells(searched, monkeypatch):
+def test_rows_that_are_said_to_be_the_same_are_prepared_once_though_no_plan_tells(
+    searched, monkeypatch
+):
     monkeypatch.setattr(prepare.plan, "fingerprint", lambda _frame: None)
     monkeypatch.setattr(prepare.plan, "lasting", lambda _frame: None)
     _, prepared, _, _ = searched(TrainValidationSplit, 2, trainRatio=0.7, epochs=(1, 2))

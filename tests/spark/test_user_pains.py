@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Problems that users of Horovod on Spark reported, one a test. The numbers are those of the list of pains."""
+"""Problems that users of Horovod on Spark reported, one a test. The numbers are those of the
+list of pains.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 * PATIENCE, func_only=Tr
         (2, 1, ["GPU-b"], "GPU-a,GPU-b", 1),
     ],
 )
-def test_13_an_invalid_device_ordinal_or_several_ranks_on_one_gpu(count, local_rank, addresses, visible, index):
+def test_13_an_invalid_device_ordinal_or_several_ranks_on_one_gpu(
+    count, local_rank, addresses, visible, index
+):
     choice = choose_device(count, local_rank, 4, addresses, visible)
     assert choice is not None
     assert choice.index == index
@@ -60,13 +64,18 @@ def test_13_the_choice_of_a_gpu_is_logged_by_every_rank_and_the_old_switch_is_ho
     log = io.StringIO()
     assert farandole.spark.run(choose, num_proc=2, stderr=log) == [(1, 0)] * 2
     for rank in range(2):
-        assert f"[{rank}]<stderr>:farandole: rank {rank} takes GPU 1 of 2: Spark assigned 1" in log.getvalue()
+        assert (
+            f"[{rank}]<stderr>:farandole: rank {rank} takes GPU 1 of 2: Spark assigned 1"
+            in log.getvalue()
+        )
     assert choose_device(0, 0, 1, ["0"]) is None
 
 
 def test_15_ten_minutes_of_waiting_and_then_timed_out(spark):
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"num_proc=12 needs 12 task slots at the same time, but .* has 2"):
+    with pytest.raises(
+        ValueError, match=r"num_proc=12 needs 12 task slots at the same time, but .* has 2"
+    ):
         farandole.spark.run(lambda: None, num_proc=12)
     assert time.monotonic() - started < 5
 
@@ -110,7 +119,9 @@ def test_18_the_timeline_is_a_single_bracket(spark, tmp_path):
             hvd.allreduce(np.ones(100, dtype=np.float32), name=f"gradient.{step}")
         hvd.shutdown()
 
-    farandole.spark.run(train, num_proc=2, env={"FARANDOLE_TIMELINE": f"{tmp_path}/timeline.{{rank}}.json"})
+    farandole.spark.run(
+        train, num_proc=2, env={"FARANDOLE_TIMELINE": f"{tmp_path}/timeline.{{rank}}.json"}
+    )
     for rank in range(2):
         events = json.loads((tmp_path / f"timeline.{rank}.json").read_text())
         assert any("gradient.2" in json.dumps(event) for event in events)
@@ -131,7 +142,9 @@ def place():
 
 @pytest.fixture(scope="module")
 def in_containers(tmp_path_factory):
-    """The output of ranks in two containers, with connections in both directions, then from executors only."""
+    """The output of ranks in two containers, with connections in both directions, then from
+    executors only.
+    """
     body = """
 spark = session(os.environ["MASTER_URL"], executor_cores="1")
 print(farandole.spark.run(place, num_proc=2))
@@ -140,7 +153,9 @@ print(farandole.spark.run(place, num_proc=2))
 spark.stop()
 """
     directory = tmp_path_factory.mktemp("containers")
-    with standalone(directory, {"CONTAINER_ID": "container_1"}, {"CONTAINER_ID": "container_2"}) as url:
+    with standalone(
+        directory, {"CONTAINER_ID": "container_1"}, {"CONTAINER_ID": "container_2"}
+    ) as url:
         done = drive(PLACES + body, directory, 150, MASTER_URL=url)
     return [ast.literal_eval(line) for line in done.stdout.strip().splitlines()[-2:]]
 
@@ -161,7 +176,9 @@ def test_ranks_of_executors_that_only_dial_out_are_linked_through_the_drivers_po
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_unshare(), reason="this machine gives processes no namespaces of their own")
+@pytest.mark.skipif(
+    not can_unshare(), reason="this machine gives processes no namespaces of their own"
+)
 def test_14_two_pods_of_one_kubernetes_node_count_on_memory_that_they_do_not_share(tmp_path):
     body = """
 spark = session(os.environ["MASTER_URL"], executor_cores="1")
@@ -192,4 +209,6 @@ print(sorted(found[3] for found in farandole.spark.run(place, num_proc=2)))
 spark.stop()
 """
     done = drive(PLACES + body, tmp_path, 150, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert re.search(r"^\[\['6'\], \['7'\]\]$", done.stdout, re.MULTILINE), done.stdout + done.stderr[-2000:]
+    assert re.search(r"^\[\['6'\], \['7'\]\]$", done.stdout, re.MULTILINE), (
+        done.stdout + done.stderr[-2000:]
+    )

@@ -18,14 +18,20 @@ pytestmark = pytest.mark.timeout(200 * PATIENCE, func_only=True)
 
 
 def begun():
-    """Returns whether the worker started with torch, the owner of its fork server, and its parent process."""
+    """Returns whether the worker started with torch, the owner of its fork server, and its
+    parent process.
+    """
     import os
     import sys
 
     had = "torch" in sys.modules
     with open(f"/proc/{os.getpid()}/cmdline", "rb") as file:
         words = file.read().split(b"\0")
-    place = words.index(b"farandole.runner.forkserver") if b"farandole.runner.forkserver" in words else None
+    place = (
+        words.index(b"farandole.runner.forkserver")
+        if b"farandole.runner.forkserver" in words
+        else None
+    )
     owner = None if place is None else int(words[place + 2])
     return had, owner, os.getppid()
 

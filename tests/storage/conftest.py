@@ -65,7 +65,17 @@ def gcs_options():
     program = tool(ROOT / ".tools" / "bin" / "fake-gcs-server", "fake-gcs-server")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [program, "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", port]
+    command = [
+        program,
+        "-backend",
+        "memory",
+        "-scheme",
+        "http",
+        "-host",
+        "127.0.0.1",
+        "-port",
+        port,
+    ]
     command += ["-public-host", "127.0.0.1", "-external-url", url, "-log-level", "error"]
     with service(command) as process:
         listening(port, process)
@@ -75,7 +85,12 @@ def gcs_options():
             headers={"Content-Type": "application/json"},
         )
         urllib.request.urlopen(request, timeout=10).close()
-        account = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
+        account = {
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+            "disable_oauth": True,
+        }
         with Front(url) as front:
             yield {"endpoint_url": front.url, "google_service_account_key": json.dumps(account)}
             front.shutdown()
@@ -84,19 +99,25 @@ def gcs_options():
 @pytest.fixture(scope="session")
 def azure_options(tmp_path_factory):
     """Azurite with one container; the account and its key are the emulator's published ones."""
-    program = tool(ROOT / ".tools" / "azurite" / "node_modules" / ".bin" / "azurite-blob", "Azurite")
+    program = tool(
+        ROOT / ".tools" / "azurite" / "node_modules" / ".bin" / "azurite-blob", "Azurite"
+    )
     port = free_port()
     place = tmp_path_factory.mktemp("azurite")
     command = [program, "--blobHost", "127.0.0.1", "--blobPort", port, "--silent"]
     key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-    with service([*command, "--skipApiVersionCheck", "--inMemoryPersistence"], cwd=place) as process:
+    with service(
+        [*command, "--skipApiVersionCheck", "--inMemoryPersistence"], cwd=place
+    ) as process:
         listening(port, process)
         endpoint = f"http://127.0.0.1:{port}/devstoreaccount1"
         text = f"AccountName=devstoreaccount1;AccountKey={key};BlobEndpoint={endpoint}"
-        blob = pytest.importorskip("azure.storage.blob", reason="azure-storage-blob is not installed")
-        blob.BlobServiceClient.from_connection_string(f"DefaultEndpointsProtocol=http;{text}").create_container(
-            "bucket"
+        blob = pytest.importorskip(
+            "azure.storage.blob", reason="azure-storage-blob is not installed"
         )
+        blob.BlobServiceClient.from_connection_string(
+            f"DefaultEndpointsProtocol=http;{text}"
+        ).create_container("bucket")
         yield {"connection_string": text}
 
 
@@ -160,7 +181,9 @@ def name_service(tmp_path_factory):
 
 @contextlib.contextmanager
 def ticketed(tmp_path_factory, protection):
-    """A cluster that asks for Kerberos tickets, and protects what travels so; with a ticket of `alice`."""
+    """A cluster that asks for Kerberos tickets, and protects what travels so; with a ticket of
+    `alice`.
+    """
     kinit = shutil.which("kinit")
     if kinit is None:
         pytest.skip("there is no kinit (Debian: apt-get install krb5-user)")
@@ -172,7 +195,9 @@ def ticketed(tmp_path_factory, protection):
             "KRB5CCNAME": f"FILE:{tables / 'ticket'}",
         }
         command = [kinit, "-k", "-t", tables / "alice.keytab", "alice"]
-        subprocess.run(command, check=True, timeout=START, env={**os.environ, **cluster.environment})
+        subprocess.run(
+            command, check=True, timeout=START, env={**os.environ, **cluster.environment}
+        )
         yield cluster
 
 
@@ -193,13 +218,20 @@ def kerberos_privacy(tmp_path_factory):
 @pytest.fixture(scope="session")
 def s3_options():
     """moto's S3 server in this process, with one bucket; the storage options that reach it."""
-    server_module = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
+    server_module = pytest.importorskip(
+        "moto.server", reason="moto is not installed: pip install 'moto[server]'"
+    )
     import boto3
 
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    options = {"key": "id", "secret": "hidden", "endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"}
+    options = {
+        "key": "id",
+        "secret": "hidden",
+        "endpoint_url": f"http://{host}:{port}",
+        "region_name": "us-east-1",
+    }
     client = boto3.client(
         "s3",
         aws_access_key_id="id",

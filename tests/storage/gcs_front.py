@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The uploads of Google's XML API in front of fake-gcs-server, which knows only the JSON API's.
 
-Reads, listings and deletions pass through as they are; uploads, in one piece or in parts, become the JSON API's.
+Reads, listings and deletions pass through as they are; uploads, in one piece or in parts, become
+the JSON API's.
 """
 
 import itertools
@@ -51,7 +52,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def ask(self, method, path, body=None, headers=None):
-        request = urllib.request.Request(self.server.upstream + path, data=body, method=method, headers=headers or {})
+        request = urllib.request.Request(
+            self.server.upstream + path, data=body, method=method, headers=headers or {}
+        )
         try:
             with urllib.request.urlopen(request, timeout=30) as response:
                 return response.status, response.read(), response.headers
@@ -85,7 +88,9 @@ class Handler(BaseHTTPRequestHandler):
         generation = self.headers.get("x-goog-if-generation-match")
         if generation is not None:
             target += f"&ifGenerationMatch={generation}"
-        status, text, _ = self.ask("POST", target, data, {"Content-Type": "application/octet-stream"})
+        status, text, _ = self.ask(
+            "POST", target, data, {"Content-Type": "application/octet-stream"}
+        )
         return status, text, f'"{json.loads(text).get("etag", "x")}"' if status == 200 else ""
 
     def do_PUT(self):
@@ -105,10 +110,17 @@ class Handler(BaseHTTPRequestHandler):
         if "uploads" in query:
             name = str(next(self.server.numbers))
             self.server.uploads[name] = {}
-            text = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
+            text = (
+                "<InitiateMultipartUploadResult><UploadId>"
+                f"{name}</UploadId></InitiateMultipartUploadResult>"
+            )
             self.answer(200, text.encode())
             return
         pieces = self.server.uploads.pop(query["uploadId"][0])
-        status, text, tag = self.create(parts.path, b"".join(pieces[number] for number in sorted(pieces)))
-        done = f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>".encode()
+        status, text, tag = self.create(
+            parts.path, b"".join(pieces[number] for number in sorted(pieces))
+        )
+        done = (
+            f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>"
+        ).encode()
         self.answer(status, done if status == 200 else text, ETag=tag)

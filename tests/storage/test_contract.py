@@ -34,7 +34,9 @@ def store(request, tmp_path, prefix, monkeypatch):
             monkeypatch.setenv(name, value)
         return Store.create(f"{cluster.url}/of-alice/{prefix}")
     root = {"s3": "s3://bucket", "gcs": "gs://bucket", "azure": "az://bucket"}[kind]
-    return Store.create(f"{root}/{prefix}", storage_options=request.getfixturevalue(f"{kind}_options"))
+    return Store.create(
+        f"{root}/{prefix}", storage_options=request.getfixturevalue(f"{kind}_options")
+    )
 
 
 def test_files_appear_whole_are_listed_and_go(store):
@@ -129,7 +131,12 @@ def test_old_prepared_data_is_swept_and_runs_stay(store):
 def test_of_many_creators_of_a_file_one_succeeds(store):
     place = native.Store(store.get_run_path("r"))
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda name: place.create("lease.json", name), [b"%d" % number for number in range(8)]))
+        made = list(
+            pool.map(
+                lambda name: place.create("lease.json", name),
+                [b"%d" % number for number in range(8)],
+            )
+        )
     assert made.count(True) == 1
     assert place.read("lease.json") == b"%d" % made.index(True)
     assert not place.create("lease.json", b"late")
@@ -141,14 +148,23 @@ def test_data_is_prepared_found_again_and_read(store):
     import pyarrow as pa
 
     table = pa.table({"x": np.arange(500, dtype=np.float32), "y": np.arange(500)})
-    with prepare_data(table, store, label_cols=["y"], validation=0.2) as prepared, ThreadPoolExecutor(2) as pool:
+    with (
+        prepare_data(table, store, label_cols=["y"], validation=0.2) as prepared,
+        ThreadPoolExecutor(2) as pool,
+    ):
         assert prepared.train_rows + prepared.val_rows == 500
-        rows = [batch for url in (prepared.train_url, prepared.val_url) for batch in ParquetLoader(url, 64)]
+        rows = [
+            batch
+            for url in (prepared.train_url, prepared.val_url)
+            for batch in ParquetLoader(url, 64)
+        ]
         assert sorted(np.concatenate([batch["y"] for batch in rows]).tolist()) == list(range(500))
         assert all((batch["x"] == batch["y"]).all() for batch in rows)
         others = [table.slice(0, 100 + number) for number in range(2)]
         found = list(pool.map(lambda one: prepare_data(one, store, label_cols=["y"]), others))
-        assert len({prepared.index, *(one.index for one in found)}) == 3, "nobody writes where another one does"
+        assert len({prepared.index, *(one.index for one in found)}) == 3, (
+            "nobody writes where another one does"
+        )
         assert [one.train_rows for one in found] == [100, 101]
         for one in found:
             one.release()

@@ -24,25 +24,39 @@ def run(program, cluster, **environment):
     """Returns the output of a program in its own process."""
     env = {**os.environ, **cluster.environment, **environment}
     done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120, env=env
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_reading_and_writing_continue_while_name_nodes_change_places(name_service, prefix, monkeypatch):
+def test_reading_and_writing_continue_while_name_nodes_change_places(
+    name_service, prefix, monkeypatch
+):
     monkeypatch.setenv("HADOOP_CONF_DIR", name_service.configuration)
     store = Store.create(f"{name_service.url}/{prefix}")
     rows = 40_000
     for part in range(4):
         table = pa.table({"x": np.arange(part * rows, (part + 1) * rows)})
-        pq.write_table(table, f"{store.get_train_data_path()}/{part}.parquet", filesystem=store.fs, row_group_size=5000)
+        pq.write_table(
+            table,
+            f"{store.get_train_data_path()}/{part}.parquet",
+            filesystem=store.fs,
+            row_group_size=5000,
+        )
     batches = iter(ParquetLoader(store.get_train_data_path(), 1000, byte_budget=8 << 20))
     seen = [next(batches)["x"]]
     with ThreadPoolExecutor(2) as pool:
         name_service.order("rest 0")
         rest = pool.submit(lambda: [batch["x"] for batch in batches])
-        note = pool.submit(store.write_text, f"{store.prefix_path}/note", "written while nobody was in charge")
+        note = pool.submit(
+            store.write_text, f"{store.prefix_path}/note", "written while nobody was in charge"
+        )
         with pytest.raises(TimeoutError):
             note.result(timeout=1)
         name_service.order("lead 1")
@@ -61,7 +75,9 @@ def test_reading_and_writing_continue_while_name_nodes_change_places(name_servic
 
 
 def test_a_name_service_can_come_as_storage_options(name_service, prefix):
-    properties = ET.parse(Path(name_service.configuration) / "core-site.xml").getroot().iter("property")
+    properties = (
+        ET.parse(Path(name_service.configuration) / "core-site.xml").getroot().iter("property")
+    )
     options = {one.findtext("name"): one.findtext("value") for one in properties}
     store = Store.create(f"{name_service.url}/{prefix}", storage_options=options)
     store.write_text(f"{store.prefix_path}/x", "text")
@@ -127,7 +143,9 @@ def test_the_next_preparation_deletes_the_remains_of_killed_uploads(hdfs, prefix
         place.write(name, b"x")
     place.tidy()
     left = [name for name, _ in place.list()]
-    assert left == [".tmp", leavings[1], "part-0.parquet", "x.tmp.1"], "those directly in the directory"
+    assert left == [".tmp", leavings[1], "part-0.parquet", "x.tmp.1"], (
+        "those directly in the directory"
+    )
 
 
 def test_forked_processes_are_refused_and_forkservers_read(hdfs, prefix):

@@ -14,7 +14,9 @@ import pytest
 MIB = 1 << 20
 BUDGET = 256 * MIB
 BESIDES = 60 * MIB
-"""Additional memory of the interpreter, thread stacks, buffers of files and the footers of hundreds of files."""
+"""Additional memory of the interpreter, thread stacks, buffers of files and the footers of
+hundreds of files.
+"""
 
 MEASURE = """
 import re, sys

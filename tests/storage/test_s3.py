@@ -26,7 +26,9 @@ def test_an_estimator_trains_from_a_bucket_and_leaves_its_checkpoint_there(s3_op
     x = np.linspace(0, 1, 400, dtype="float32")
     table = pa.table({"x": x, "y": 2 * x})
     for part in range(2):
-        pq.write_table(table, f"{store.get_train_data_path()}/part-{part}.parquet", filesystem=store.fs)
+        pq.write_table(
+            table, f"{store.get_train_data_path()}/part-{part}.parquet", filesystem=store.fs
+        )
     network = torch.nn.Linear(1, 1)
     model = TorchEstimator(
         backend=LocalBackend(2),
@@ -47,7 +49,9 @@ def test_an_estimator_trains_from_a_bucket_and_leaves_its_checkpoint_there(s3_op
 
 def test_secrets_are_in_no_text(s3_options, prefix):
     store = Store.create(f"s3://bucket/{prefix}", storage_options=s3_options)
-    assert "hidden" not in repr(store) + repr(store.storage_options) + repr(store.to_remote("r")) + str(vars(store.fs))
+    assert "hidden" not in repr(store) + repr(store.storage_options) + repr(
+        store.to_remote("r")
+    ) + str(vars(store.fs))
     with pytest.raises(ValueError, match="sekret") as refused:
         Store.create("s3://other/x", storage_options={"sekret": "hidden"})
     assert "hidden" not in str(refused.value)
@@ -78,7 +82,9 @@ assert store.read(store.prefix_path + "/child") == b"y"
 
 def test_large_files_go_in_parts(s3_options, prefix):
     store = native.Store(f"s3://bucket/{prefix}")
-    native.configure(f"s3://bucket/{prefix}", {key: str(value) for key, value in s3_options.items()})
+    native.configure(
+        f"s3://bucket/{prefix}", {key: str(value) for key, value in s3_options.items()}
+    )
     store = native.Store(f"s3://bucket/{prefix}")
     data = np.random.default_rng(0).bytes(20 << 20)
     store.write("large", data)
@@ -92,7 +98,9 @@ def test_a_delta_table_in_a_bucket_is_opened_by_the_same_options(s3_options, pre
         monkeypatch.delenv(name, raising=False)
     store = Store.create(f"s3://bucket/{prefix}", storage_options=s3_options)
     url = f"{store.prefix_path}/table"
-    deltalake.write_deltalake(url, pa.table({"x": np.arange(100)}), storage_options=native.options_of(url))
+    deltalake.write_deltalake(
+        url, pa.table({"x": np.arange(100)}), storage_options=native.options_of(url)
+    )
     deltalake.DeltaTable(url, storage_options=native.options_of(url)).delete("x >= 50")
     rows = np.concatenate([batch["x"] for batch in ParquetLoader(url, 20)])
     assert sorted(rows.tolist()) == list(range(50))
@@ -100,14 +108,19 @@ def test_a_delta_table_in_a_bucket_is_opened_by_the_same_options(s3_options, pre
         assert prepared.train_rows == 50
 
 
-def test_a_loader_reads_by_the_options_it_was_given_and_takes_them_along(s3_options, prefix, tmp_path):
+def test_a_loader_reads_by_the_options_it_was_given_and_takes_them_along(
+    s3_options, prefix, tmp_path
+):
     store = Store.create(f"s3://bucket/{prefix}/of-the-test", storage_options=s3_options)
-    pq.write_table(pa.table({"x": np.arange(100)}), f"{store.prefix_path}/0.parquet", filesystem=store.fs)
+    pq.write_table(
+        pa.table({"x": np.arange(100)}), f"{store.prefix_path}/0.parquet", filesystem=store.fs
+    )
     program = """
 import pickle, sys
 from farandole.data import ParquetLoader
 if len(sys.argv) > 3:
-    loader = ParquetLoader(sys.argv[2], 10, storage_options=pickle.loads(bytes.fromhex(sys.argv[3])))
+    loader = ParquetLoader(sys.argv[2], 10,
+        storage_options=pickle.loads(bytes.fromhex(sys.argv[3])))
     open(sys.argv[1], "wb").write(pickle.dumps(loader))
 else:
     loader = pickle.load(open(sys.argv[1], "rb"))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compares modules with Horovod's table: `python -m tests.surface.check horovod.torch farandole.mxnet ...`.
+"""Compares modules with Horovod's table: `python -m tests.surface.check horovod.torch
+farandole.mxnet ...`.
 
-Prints a JSON list of differences, `[module, name, what]`, so that a test can run it in a process that has loaded no
-other framework. `--sources` reads our sources instead of importing them, for what cannot be installed.
+Prints a JSON list of differences, `[module, name, what]`, so that a test can run it in a process
+that has loaded no other framework. `--sources` reads our sources instead of importing them, for
+what cannot be installed.
 """
 
 import ast
@@ -59,11 +61,15 @@ def of_class(module, entry, told):
 
 def has(kind, name):
     """Returns whether instances of a class have an attribute: an annotation is enough."""
-    return hasattr(kind, name) or any(name in vars(base).get("__annotations__", {}) for base in kind.__mro__)
+    return hasattr(kind, name) or any(
+        name in vars(base).get("__annotations__", {}) for base in kind.__mro__
+    )
 
 
 def of_function(module, name, found, told, *, bound):
-    """The difference between the arguments of a function and those it should take, if there is one."""
+    """The difference between the arguments of a function and those it should take, if there is
+    one.
+    """
     if told and all(argument.startswith("*") for argument in told):
         return  # it hands on whatever it gets: what it takes is said elsewhere
     try:
@@ -77,10 +83,16 @@ def of_function(module, name, found, told, *, bound):
 
 
 def difference(module, parameters, told):
-    """The first thing in which a call of Horovod's function cannot rely on ours; optional arguments more are free."""
+    """The first thing in which a call of Horovod's function cannot rely on ours; optional
+    arguments more are free.
+    """
     variable = {one.kind for one in parameters if one.kind in VARIABLE}
     named = {one.name: one for one in parameters if one.kind not in VARIABLE}
-    places = [one.name for one in parameters if one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}]
+    places = [
+        one.name
+        for one in parameters
+        if one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}
+    ]
     asked, keywords = set(), False
     for place, argument in enumerate(told):
         name, given, default = argument.partition("=")
@@ -103,7 +115,9 @@ def difference(module, parameters, told):
 
 
 def same(module, value, told):
-    """Returns whether a default is what the text says: a literal, or a name that the module or `common.util` has."""
+    """Returns whether a default is what the text says: a literal, or a name that the module or
+    `common.util` has.
+    """
     try:
         return ast.literal_eval(told) == value
     except (ValueError, SyntaxError):
@@ -112,7 +126,8 @@ def same(module, value, told):
         return True  # nobody could pass it
     parts = told.split(".")
     for place in (module, importlib.import_module("farandole.common.util")):
-        for skipped in (0, 1):  # `hvd.global_process_set` is `global_process_set` where the module is hvd
+        # `hvd.global_process_set` is `global_process_set` where the module is hvd
+        for skipped in (0, 1):
             found = place
             for part in parts[skipped:]:
                 found = getattr(found, part, NONE)
@@ -143,7 +158,11 @@ def of_sources(name, told):
                 found = ours[entry].get(method, "missing")
                 if arguments is not None and found != arguments:
                     yield f"{entry}.{method}", f"ours: {found}, Horovod's: {arguments}"
-        elif isinstance(wanted, list) and isinstance(ours[entry], list) and ours[entry][: len(wanted)] != wanted:
+        elif (
+            isinstance(wanted, list)
+            and isinstance(ours[entry], list)
+            and ours[entry][: len(wanted)] != wanted
+        ):
             yield entry, f"ours: {ours[entry]}, Horovod's: {wanted}"
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Intended differences between the public names of Farandole and Horovod: each with a reason and a scope.
+"""Intended differences between the public names of Farandole and Horovod: each with a reason and a
+scope.
 
-An entry is a module that is missing, or `module: name` for a name that is missing or takes other arguments. A test
-fails for a difference that is not here, and for an entry here that is no difference any more.
+An entry is a module that is missing, or `module: name` for a name that is missing or takes other
+arguments. A test fails for a difference that is not here, and for an entry here that is no
+difference any more.
 """
 
 EXCEPTIONS = {
@@ -11,13 +13,19 @@ EXCEPTIONS = {
         horovod.ray.elastic: GetTimeoutError
         horovod.ray.elastic_v2: GetTimeoutError
     """,
-    "Ranks meet by the registrar, so that nothing looks for network interfaces or hands variables of Gloo around.": """
+    (
+        "Ranks meet by the registrar, so that nothing looks for network interfaces or hands "
+        "variables of Gloo around."
+    ): """
         horovod.ray.driver_service
         horovod.ray.runner: Coordinator
         horovod.ray.utils: detect_nics
         horovod.ray.utils: nics_to_env_var
     """,
-    "Inner parts of Horovod's elastic driver: the registrar decides who is in, and tells workers of changes.": """
+    (
+        "Inner parts of Horovod's elastic driver: the registrar decides who is in, and tells "
+        "workers of changes."
+    ): """
         horovod.common.elastic: notification_manager
         horovod.runner.elastic.constants
         horovod.runner.elastic.discovery: DEFAULT_COOLDOWN_LOWER_LIMIT_SECONDS
@@ -39,7 +47,10 @@ EXCEPTIONS = {
         horovod.runner.elastic.worker: WorkerNotificationManager
         horovod.runner.elastic.worker: WorkerNotificationService
     """,
-    "Inner parts of Horovod's launcher: what they do is native here, and `farandole run` is the way to it.": """
+    (
+        "Inner parts of Horovod's launcher: what they do is native here, and `farandole run` is "
+        "the way to it."
+    ): """
         horovod.runner.driver
         horovod.runner.driver.driver_service
         horovod.runner.gloo_run
@@ -68,8 +79,8 @@ EXCEPTIONS = {
         horovod.runner.util.lsf
         horovod.runner.util.remote
     """,
-    "Services that unpickle what comes over a socket, or keep values for anybody who asks: the registrar takes their "
-    "place, by TLS and with a token of the job.": """
+    "Services that unpickle what comes over a socket, or keep values for anybody who asks: the "
+    "registrar takes their place, by TLS and with a token of the job.": """
         horovod.runner.common.service
         horovod.runner.common.service.compute_service
         horovod.runner.common.service.driver_service
@@ -135,8 +146,8 @@ EXCEPTIONS = {
         horovod.spark.keras.estimator: KerasEstimator.__init__
         horovod.spark.torch.estimator: TorchEstimator.__init__
     """,
-    "`None` stands for the default, which is Horovod's but for `terminate_on_nan`: a loss that is NaN or infinite ends "
-    "a run, of which nothing else would tell before the model is used.": """
+    "`None` stands for the default, which is Horovod's but for `terminate_on_nan`: a loss that is "
+    "NaN or infinite ends a run, of which nothing else would tell before the model is used.": """
         horovod.spark.lightning.estimator: TorchEstimator.__init__
     """,
     "An unknown argument is an error; Horovod drops it.": """
@@ -169,7 +180,10 @@ EXCEPTIONS = {
         horovod.spark.torch.datamodule: NVTabularDataModule.train_data
         horovod.spark.torch.datamodule: NVTabularDataModule.val_data
     """,
-    "The module of `mpi4py`, or a hint for type checkers, which Horovod happens to leave in its modules.": """
+    (
+        "The module of `mpi4py`, or a hint for type checkers, which Horovod happens to leave in "
+        "its modules."
+    ): """
         horovod.common.basics: MPI
         horovod.common.process_sets: HorovodBasics
         horovod.common.process_sets: MPI
@@ -179,7 +193,10 @@ EXCEPTIONS = {
         horovod.mxnet.mpi_ops: dll_path
         horovod.tensorflow.mpi_ops: MPI_LIB
     """,
-    "Inner classes of the gradients, which are other ones here; the functions that use them are the public ones.": """
+    (
+        "Inner classes of the gradients, which are other ones here; the functions that use them "
+        "are the public ones."
+    ): """
         horovod.torch.mpi_ops: HorovodAllgather
         horovod.torch.mpi_ops: HorovodAllreduce
         horovod.torch.mpi_ops: HorovodAlltoall
@@ -189,7 +206,9 @@ EXCEPTIONS = {
         horovod.torch.mpi_ops: HorovodGroupedReducescatter
         horovod.torch.mpi_ops: HorovodReducescatter
     """,
-    "Adapters are made by `RayExecutor`, which has the arguments; they take them in one object.": """
+    (
+        "Adapters are made by `RayExecutor`, which has the arguments; they take them in one object."
+    ): """
         horovod.ray.elastic_v2: ElasticAdapter.__init__
         horovod.ray.runner: StaticAdapter.__init__
     """,
@@ -198,4 +217,8 @@ EXCEPTIONS = {
 
 def reasons():
     """The reason for every entry."""
-    return {entry.strip(): why for why, entries in EXCEPTIONS.items() for entry in entries.strip().splitlines()}
+    return {
+        entry.strip(): why
+        for why, entries in EXCEPTIONS.items()
+        for entry in entries.strip().splitlines()
+    }

@@ -6,8 +6,8 @@
     tar xzf horovod-0.28.1.tar.gz
     python tests/surface/extract.py horovod-0.28.1 > tests/surface/facts.json
 
-The table has names, argument names, their order and kinds, and defaults: facts that a script depends on, and no code.
-The sources are parsed, not imported.
+The table has names, argument names, their order and kinds, and defaults: facts that a script
+depends on, and no code. The sources are parsed, not imported.
 """
 
 import ast
@@ -32,7 +32,10 @@ def arguments(function, *, bound):
         parts.append(f"*{told.vararg.arg}")
     elif told.kwonlyargs:
         parts.append("*")
-    parts += [one(argument, default) for argument, default in zip(told.kwonlyargs, told.kw_defaults, strict=True)]
+    parts += [
+        one(argument, default)
+        for argument, default in zip(told.kwonlyargs, told.kw_defaults, strict=True)
+    ]
     if told.kwarg:
         parts.append(f"**{told.kwarg.arg}")
     return parts
@@ -67,7 +70,9 @@ def assigned(statement):
 
 def decorators(function):
     """Names of the decorators of a function."""
-    return {ast.unparse(decorator).split("(")[0].split(".")[-1] for decorator in function.decorator_list}
+    return {
+        ast.unparse(decorator).split("(")[0].split(".")[-1] for decorator in function.decorator_list
+    }
 
 
 def of_class(node):
@@ -88,9 +93,11 @@ def of_class(node):
 
 
 def of_module(tree, package, exports):
-    """Public names: a list of arguments for a function, a table for a class, null for another value.
+    """Public names: a list of arguments for a function, a table for a class, null for another
+    value.
 
-    What a module imports is its own business, unless it is a package that offers the names of its parts.
+    What a module imports is its own business, unless it is a package that offers the names of its
+    parts.
     """
     found = {}
     for statement in statements(tree.body):
@@ -100,8 +107,14 @@ def of_module(tree, package, exports):
             entry = {statement.name: of_class(statement)}
         elif isinstance(statement, ast.Assign | ast.AnnAssign):
             entry = dict.fromkeys(assigned(statement))
-        elif exports and isinstance(statement, ast.ImportFrom) and (statement.module or package).startswith(package):
-            entry = {alias.asname or alias.name: None for alias in statement.names if alias.name != "*"}
+        elif (
+            exports
+            and isinstance(statement, ast.ImportFrom)
+            and (statement.module or package).startswith(package)
+        ):
+            entry = {
+                alias.asname or alias.name: None for alias in statement.names if alias.name != "*"
+            }
         else:
             continue
         for name, told in entry.items():
@@ -130,7 +143,9 @@ def main(root):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         if not any(part.startswith("_") for part in name.split(".")):
-            facts[name] = of_module(ast.parse(path.read_text()), "horovod", path.name == "__init__.py")
+            facts[name] = of_module(
+                ast.parse(path.read_text()), "horovod", path.name == "__init__.py"
+            )
     print(printed(facts))
 
 

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Two hosts with a hostile network: every connection between them ends at a relay, which does harm.
 
-The hosts are network namespaces, each joined to a namespace of the relay's that has the other host's address. The relay
-accepts what rank 1 dials, dials rank 0 with rank 1's address, and forwards bytes; nothing tells it from the other host.
+The hosts are network namespaces, each joined to a namespace of the relay's that has the other
+host's address. The relay accepts what rank 1 dials, dials rank 0 with rank 1's address, and
+forwards bytes; nothing tells it from the other host.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Harm:
     """A change to the bytes that one side of a connection sends."""
 
     carrier: int
-    """On connections of this carrier, in the order in which they are made until it was done once."""
+    """On connections of this carrier, in the order in which they are made until it was done
+    once.
+    """
     side: int
     """Sender of the bytes: the dialer or the acceptor."""
     offset: int
@@ -92,7 +95,9 @@ class Relay:
     def forward(self, near: socket.socket, port: int) -> None:
         enter(self.holds[0])
         try:
-            far = self.keep(socket.create_connection((ADDRESSES[0], port), 30, source_address=(ADDRESSES[1], 0)))
+            far = self.keep(
+                socket.create_connection((ADDRESSES[0], port), 30, source_address=(ADDRESSES[1], 0))
+            )
         except OSError:
             near.close()
             return
@@ -104,9 +109,18 @@ class Relay:
         self.seen.add(carrier)
         harm = self.harm if self.harm is not None and self.harm.carrier == carrier else None
         for side, (source, target) in enumerate(((near, far), (far, near))):
-            self.run(self.pump, source, target, side, harm if harm is not None and harm.side == side else None, port)
+            self.run(
+                self.pump,
+                source,
+                target,
+                side,
+                harm if harm is not None and harm.side == side else None,
+                port,
+            )
 
-    def pump(self, source: socket.socket, target: socket.socket, side: int, harm: Harm | None, port: int) -> None:
+    def pump(
+        self, source: socket.socket, target: socket.socket, side: int, harm: Harm | None, port: int
+    ) -> None:
         with suppress(OSError):
             if harm is not None:
                 forward(source, target, HANDSHAKE[side] + harm.offset)
@@ -169,7 +183,9 @@ def hosts(harm: Harm | None) -> Iterator[tuple[Relay, list[list[str]]]]:
         for rank, (host, relay) in enumerate(zip(ranks, relays, strict=True)):
             name = [f"fd{os.getpid() % 100000}{end}{rank}" for end in "hr"]
             checked(["ip", "link", "add", name[0], "type", "veth", "peer", "name", name[1]])
-            for link, hold, address in zip(name, (host, relay), (ADDRESSES[rank], ADDRESSES[1 - rank]), strict=True):
+            for link, hold, address in zip(
+                name, (host, relay), (ADDRESSES[rank], ADDRESSES[1 - rank]), strict=True
+            ):
                 checked(["ip", "link", "set", link, "netns", str(hold.pid)])
                 inside = hold.inside("--net")
                 checked([*inside, "ip", "link", "set", link, "name", "eth0"])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Fixtures for tests of ports that strangers can reach, files of strangers, and data that survives losses."""
+"""Fixtures for tests of ports that strangers can reach, files of strangers, and data that
+survives losses.
+"""
 
 from __future__ import annotations
 

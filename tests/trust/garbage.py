@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Garbage for what is read in Python, as `fuzz` has it for what is read in Rust: the same variables, the same words.
+"""Garbage for what is read in Python, as `fuzz` has it for what is read in Rust: the same
+variables, the same words.
 
-`FARANDOLE_FUZZ_SECONDS` is the time of a target, one second by default; `FARANDOLE_FUZZ_SEED` is the first case. A case
-that fails names its seed, which repeats it.
+`FARANDOLE_FUZZ_SECONDS` is the time of a target, one second by default; `FARANDOLE_FUZZ_SEED` is
+the first case. A case that fails names its seed, which repeats it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ODD = [0, 1, -1, 1 << 20, 1 << 31, 1 << 40, 1 << 63, -(1 << 63), 10**400, 0.5, float("nan"), float("inf")]
+ODD = [
+    0,
+    1,
+    -1,
+    1 << 20,
+    1 << 31,
+    1 << 40,
+    1 << 63,
+    -(1 << 63),
+    10**400,
+    0.5,
+    float("nan"),
+    float("inf"),
+]
 ODD += [None, True, "", "x" * 300, "..", [], {}, [[]], [1, 2, 3], {"x": 1}]
 
 
@@ -43,7 +57,9 @@ def cases(case: Callable[[random.Random], object]) -> int:
 
 
 def mutated(draw: random.Random, sound: bytes) -> bytes:
-    """Returns a damaged copy of `sound`: bits flipped, bytes replaced, cut short, prolonged, or repeated."""
+    """Returns a damaged copy of `sound`: bits flipped, bytes replaced, cut short, prolonged, or
+    repeated.
+    """
     found = bytearray(sound)
     for _ in range(draw.randrange(1, 5)):
         at = draw.randrange(len(found) + 1)
@@ -74,14 +90,22 @@ def altered(draw: random.Random, tree: object) -> object:
         if isinstance(holder, dict) and draw.random() < 0.2:
             del holder[key]
         elif isinstance(holder[key], int) and draw.random() < 0.5:
-            holder[key] = draw.choice([holder[key] + draw.randrange(-3, 4), holder[key] << draw.randrange(60)])
+            holder[key] = draw.choice(
+                [holder[key] + draw.randrange(-3, 4), holder[key] << draw.randrange(60)]
+            )
         else:
             holder[key] = copy.deepcopy(draw.choice(ODD))
     return tree
 
 
 def _places(tree: object) -> Iterator[tuple[dict | list, object]]:
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    pairs = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in list(pairs):
         yield tree, key
         yield from _places(value)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Work of ranks in a soak of their memory: random operations, sizes, dtypes, process sets and optimizers."""
+"""Work of ranks in a soak of their memory: random operations, sizes, dtypes, process sets and
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,24 @@ class Torch:
         """A few steps of a new model by a new optimizer; the bytes that these had."""
         torch = self.torch
         widths = layers(draw)
-        model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in itertools.pairwise(widths)))
-        made = draw.choice([torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])(model.parameters(), lr=0.01)
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        )
+        made = draw.choice([torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])(
+            model.parameters(), lr=0.01
+        )
         optimizer = self.hvd.DistributedOptimizer(made, named_parameters=model.named_parameters())
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(4, widths[0])).sum().backward()
             optimizer.step()
         # Weights and their gradients; the optimizer has one more of each, or two.
-        kept = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
+        kept = [
+            one
+            for state in optimizer.state.values()
+            for one in state.values()
+            if torch.is_tensor(one)
+        ]
         return sum(map(self.size, kept)) + 2 * sum(map(self.size, model.parameters()))
 
 
@@ -105,7 +116,8 @@ class TensorFlow:
 def one(ops, draw, own, held, sets):
     """One operation, drawn by all ranks alike; `held` is what this rank keeps, by draws of its own.
 
-    The bytes that were alive at most: what was held before, and what the operation itself has in its hands.
+    The bytes that were alive at most: what was held before, and what the operation itself has in
+    its hands.
     """
     hvd, kind = ops.hvd, draw.randrange(9)
     rows, columns = 2 * draw.randrange(1, 60), int(10 ** draw.uniform(0, 4.7))
@@ -138,7 +150,9 @@ def one(ops, draw, own, held, sets):
 
 
 def soak(kind, seconds, seed):
-    """Works for so long; the base, and samples of what was alive, what was resident, and what malloc had given away."""
+    """Works for so long; the base, and samples of what was alive, what was resident, and what
+    malloc had given away.
+    """
     from farandole.common.heap import Heap
 
     ops = {"torch": Torch, "tensorflow": TensorFlow}[kind]()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Fits one after the other in this process, as in a notebook that lives for weeks; prints what the process holds.
+"""Fits one after the other in this process, as in a notebook that lives for weeks; prints what the
+process holds.
 
     python -m tests.trust.soak FOLDER FITS EVERY [COLD]
 
-Of four fits one succeeds with two ranks, one fails in a worker, one is interrupted by the user, one has a single rank.
-Workers start warm, but for one fit of COLD, which starts them the long way. A line of JSON for every EVERY fits.
+Of four fits one succeeds with two ranks, one fails in a worker, one is interrupted by the user, one
+has a single rank. Workers start warm, but for one fit of COLD, which starts them the long way. A
+line of JSON for every EVERY fits.
 """
 
 from __future__ import annotations
@@ -50,7 +52,13 @@ def one(folder, kind, backends):
     """One fit; whether it ended as it should."""
     if kind == 1:
         try:
-            fit(folder, linear(), backend=backends[2], epochs=1, loss=functools.partial(failing, os.getpid()))
+            fit(
+                folder,
+                linear(),
+                backend=backends[2],
+                epochs=1,
+                loss=functools.partial(failing, os.getpid()),
+            )
         except FarandoleJobError as error:
             return "this loss always fails" in str(error)
         return False
@@ -66,7 +74,9 @@ def one(folder, kind, backends):
 
 
 def servers():
-    """Processes beside this one that have its temporary directory: fork servers of warm workers, and what is left."""
+    """Processes beside this one that have its temporary directory: fork servers of warm workers,
+    and what is left.
+    """
     mine, found = f"TMPDIR={os.environ['TMPDIR']}".encode(), 0
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -76,7 +86,9 @@ def servers():
 
 
 def resident():
-    """Bytes of memory of this process that are no pages of files: those count here or elsewhere as others map them."""
+    """Bytes of memory of this process that are no pages of files: those count here or elsewhere
+    as others map them.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 

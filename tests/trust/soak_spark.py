@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Jobs on Spark one after the other in one session, and what the driver's two processes hold; see `soak`.
+"""Jobs on Spark one after the other in one session, and what the driver's two processes hold; see
+`soak`.
 
 python -m tests.trust.soak_spark FITS EVERY
 """
@@ -83,7 +84,13 @@ def temporary_files():
     return [name for _, _, names in os.walk(os.environ["TMPDIR"]) for name in names]
 
 
-POOLS = ("block-manager-a", "block-manager-s", "QueryStageCreat", "ResultQueryStag", "shuffle-exchang")
+POOLS = (
+    "block-manager-a",
+    "block-manager-s",
+    "QueryStageCreat",
+    "ResultQueryStag",
+    "shuffle-exchang",
+)
 """First letters of threads that Spark keeps in pools for a minute, at most 16 to 128 in each."""
 
 

@@ -23,7 +23,9 @@ RCVBUFFORCE = 33
 """Constant of Linux; Python has no name for it."""
 SOL_PACKET = 263
 PACKET_STATISTICS = 6
-"""Packets that the kernel has put into the buffer, and those that it dropped because that was full."""
+"""Packets that the kernel has put into the buffer, and those that it dropped because that was
+full.
+"""
 ROOM = 64 << 20
 MARK = "a mark that no packet may hold"
 RESULT = 4000
@@ -55,7 +57,7 @@ store.set(mark + str(hvd.rank()), mark)
 assert store.get(mark + str(1 - hvd.rank())) == mark.encode()
 dist.destroy_process_group()
 hvd.shutdown()
-"""
+"""  # noqa: E501
 
 
 @contextmanager
@@ -91,7 +93,9 @@ needs = skipped_without(None if os.geteuid() == 0 else "needs root, to capture p
 
 
 def bytes_on_the_way(packets):
-    """Bytes that have crossed, of which headers are some; the loopback shows a packet where it leaves and arrives."""
+    """Bytes that have crossed, of which headers are some; the loopback shows a packet where it
+    leaves and arrives.
+    """
     return sum(map(len, packets)) / 2
 
 
@@ -116,7 +120,12 @@ def test_the_capture_sees_what_is_in_clear():
 
 @needs
 def test_between_hosts_no_object_and_no_tensor_is_in_clear():
-    told = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
+    told = {
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(os.getpid()),
+    }
     with captured() as packets:
         environments = [{"HOROVOD_RANK": str(rank), **told} for rank in range(2)]
         ended = together(environments, RANKS, [on_host(f"host-{rank}") for rank in range(2)])

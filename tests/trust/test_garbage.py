@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Garbage for everything that Python reads from others: an error that says so, and no effect on other work."""
+"""Garbage for everything that Python reads from others: an error that says so, and no effect on
+other work.
+"""
 
 from __future__ import annotations
 
@@ -103,17 +105,25 @@ def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
 def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(saved, "_ROOM", 8 << 20)
     files = saved._StoreFiles(native.Store(str(tmp_path)))
-    rows = [(part, chunk, bytearray(part.encode() * 2_000)) for part in ("state", "objects") for chunk in range(3)]
+    rows = [
+        (part, chunk, bytearray(part.encode() * 2_000))
+        for part in ("state", "objects")
+        for chunk in range(3)
+    ]
     files.write_rows("data", rows)
     (path,) = (tmp_path / "data").iterdir()
     # As it is written now, and as earlier versions wrote it.
-    older = pa.table({"part": [one[0] for one in rows], "chunk": pa.array([one[1] for one in rows], pa.int32())})
+    older = pa.table(
+        {"part": [one[0] for one in rows], "chunk": pa.array([one[1] for one in rows], pa.int32())}
+    )
     older = older.append_column("bytes", pa.array([bytes(one[2]) for one in rows]))
     pq.write_table(older, tmp_path / "older.parquet")
     sound = [path.read_bytes(), (tmp_path / "older.parquet").read_bytes()]
     for one in sound:
         path.write_bytes(one)
-        assert list(files.rows("data")) == [(part, chunk, bytes(data)) for part, chunk, data in rows]
+        assert list(files.rows("data")) == [
+            (part, chunk, bytes(data)) for part, chunk, data in rows
+        ]
     taken = refused = 0
 
     def case(draw):
@@ -124,7 +134,9 @@ def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkey
         if error is None:
             taken += 1
         else:
-            assert any(word in str(error) for word in (path.name, str(tmp_path), "column", "byte budget")), error
+            assert any(
+                word in str(error) for word in (path.name, str(tmp_path), "column", "byte budget")
+            ), error
             refused += 1
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 128 << 10
 
@@ -136,7 +148,14 @@ def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkey
 def test_deep_and_huge_headers_of_tensors_are_errors():
     one = '{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}'
     # The third took all memory: a list, multiplied.
-    shapes = [1 << 40, f"0.5,1{400 * '0'}", f"[[]],{1 << 58}", "true", ",".join(["1"] * 65), "-1,-1"]
+    shapes = [
+        1 << 40,
+        f"0.5,1{400 * '0'}",
+        f"[[]],{1 << 58}",
+        "true",
+        ",".join(["1"] * 65),
+        "-1,-1",
+    ]
     for text in (b"[" * 100_000, b"[]", b"7", *((one % shape).encode() for shape in shapes)):
         with pytest.raises(ValueError, match="not a whole file of tensors"):
             tensorfile.load(struct.pack("<Q", len(text)) + text)
@@ -190,7 +209,9 @@ def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
     def case(draw):
         if draw.random() < 0.5:
             with socket.create_connection(address(server), 10.0) as line:
-                said = struct.pack("!I", draw.choice([0, 63, 64, 200, 1 << 16, 1 << 31])) + draw.randbytes(200)
+                said = struct.pack(
+                    "!I", draw.choice([0, 63, 64, 200, 1 << 16, 1 << 31])
+                ) + draw.randbytes(200)
                 # The door may close in the middle of a word.
                 with contextlib.suppress(OSError):
                     line.sendall(said[: draw.randrange(len(said))])
@@ -220,7 +241,9 @@ def is_over(line, byte):
         return True
 
 
-def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_speaks(meeting, monkeypatch):
+def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_speaks(
+    meeting, monkeypatch
+):
     server, module = meeting
     monkeypatch.setattr(module, "REACH", 1.0)
     began = time.monotonic()
@@ -301,7 +324,9 @@ def forks(tmp_path, monkeypatch):
 def _server_of(place):
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            if entry.isdigit() and os.fsencode(place) in Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0"):
+            if entry.isdigit() and os.fsencode(place) in Path(
+                f"/proc/{entry}/cmdline"
+            ).read_bytes().split(b"\0"):
                 return entry
     raise AssertionError("no fork server")
 
@@ -316,7 +341,9 @@ def ask(place, draw, message, head=None, count=2):
         # A client that closes with unread bytes resets the connection.
         if draw.random() < 0.8 and line.recv(1) != b"r":
             return b""
-        socket.send_fds(line, [struct.pack("=I", len(message) if head is None else head)], [null] * count)
+        socket.send_fds(
+            line, [struct.pack("=I", len(message) if head is None else head)], [null] * count
+        )
         line.sendall(message)
         if draw.random() < 0.3:
             return b""
@@ -339,9 +366,20 @@ def test_garbage_at_the_fork_server_leaves_it_as_it_was(forks):
         if kind == 0:
             ask(place, draw, mutated(draw, sound)[:4000], count=draw.randrange(9))
         elif kind == 1:
-            ask(place, draw, draw.randbytes(60), head=draw.choice([0, 1, 60, 61, 1 << 31, (1 << 32) - 1]))
+            ask(
+                place,
+                draw,
+                draw.randbytes(60),
+                head=draw.choice([0, 1, 60, 61, 1 << 31, (1 << 32) - 1]),
+            )
         else:
-            ask(place, draw, sound, head=draw.choice([0, 5, len(sound) + 10]), count=draw.randrange(4))
+            ask(
+                place,
+                draw,
+                sound,
+                head=draw.choice([0, 5, len(sound) + 10]),
+                count=draw.randrange(4),
+            )
 
     cases(case)
     # Workers that were begun end by themselves, as they have nothing to do.
@@ -359,7 +397,9 @@ NOBODY = 65534
 
 
 def floods(place, told, stop):
-    """Connects to a socket in the present directory again and again; then says what was heard there."""
+    """Connects to a socket in the present directory again and again; then says what was heard
+    there.
+    """
     heard, rounds = set(), 0
     while not select.select([stop], [], [], 0)[0]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
@@ -377,7 +417,9 @@ def floods(place, told, stop):
 
 @contextlib.contextmanager
 def another_user(folder, work, *arguments):
-    """Has a fork of this process, as another user, work in a directory; the reading end of its pipe."""
+    """Has a fork of this process, as another user, work in a directory; the reading end of its
+    pipe.
+    """
     told, tells = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -35,7 +35,9 @@ def job(name):
     """Returns the results of each rank of a job."""
     kind, backend, more = JOBS[name]
     env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
-    return backend(2, verbose=0, env=env, stderr=sys.stderr, **more).run(functools.partial(soak, kind, SECONDS, 7))
+    return backend(2, verbose=0, env=env, stderr=sys.stderr, **more).run(
+        functools.partial(soak, kind, SECONDS, 7)
+    )
 
 
 @pytest.mark.timeout(max(240, 3 * SECONDS))
@@ -49,18 +51,25 @@ def test_memory_stays_within_half_more_than_what_is_alive():
             assert len(samples) > SECONDS / 4, (name, len(samples))
             held, most, _ = map(max, zip(*samples, strict=True))
             # The largest that was held lately is alive for a while; what it leaves may not stay.
-            window = [max(held for held, *_ in samples[max(0, at - 12) : at + 1]) for at in range(len(samples))]
-            times = sorted(has / (base + lately) for (_, has, _), lately in zip(samples, window, strict=True))
+            window = [
+                max(held for held, *_ in samples[max(0, at - 12) : at + 1])
+                for at in range(len(samples))
+            ]
+            times = sorted(
+                has / (base + lately) for (_, has, _), lately in zip(samples, window, strict=True)
+            )
             print(
-                f"{name}, rank {rank}: {base / MIB:.0f} MiB at first, {held / MIB:.0f} held, {most / MIB:.0f} at most; "
-                f"{times[len(times) // 2]:.2f} x of what is alive, {times[-1]:.2f} x at most"
+                f"{name}, rank {rank}: {base / MIB:.0f} MiB at first, {held / MIB:.0f} held, "
+                f"{most / MIB:.0f} at most; {times[len(times) // 2]:.2f} x of what is alive, "
+                f"{times[-1]:.2f} x at most"
             )
             over = 0
             for at, (lately, (_, has, used)) in enumerate(zip(window, samples, strict=True)):
                 alive = base + lately
                 told = name, rank, at, alive // MIB, has // MIB, used // MIB
                 assert has <= 2 * alive, told
-                # Memory that was freed just now stays for some seconds, in which it may be used again.
+                # Memory that was freed just now stays for some seconds, in which it may be used
+                # again.
                 over = over + 1 if has > 1.5 * alive else 0
                 assert over < SEEN_WITHIN, told
 
@@ -89,5 +98,7 @@ def rounds_with_a_set(count):
 def test_process_sets_between_large_tensors_leave_no_memory_behind():
     cloudpickle.register_pickle_by_value(heap_soak)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    growth = LocalBackend(2, verbose=0, env={"OMP_NUM_THREADS": "1"}, stderr=sys.stderr).run(rounds_with_a_set, (200,))
+    growth = LocalBackend(2, verbose=0, env={"OMP_NUM_THREADS": "1"}, stderr=sys.stderr).run(
+        rounds_with_a_set, (200,)
+    )
     assert max(growth) < 64 * MIB, [one / MIB for one in growth]

@@ -36,7 +36,9 @@ SETTINGS = {
 
 
 def opened(method):
-    """Returns the listeners of a rank with the engine up, and with a process group of torch, too."""
+    """Returns the listeners of a rank with the engine up, and with a process group of torch,
+    too.
+    """
     import torch.distributed as dist
 
     import farandole.torch as hvd
@@ -83,7 +85,9 @@ def keeps_what_it_is_told(store, rank, size):
 
     store.set(f"of {rank}", f"value {rank}")
     store.wait([f"of {one}" for one in range(size)], timedelta(seconds=60))
-    assert [store.get(f"of {one}") for one in range(size)] == [b"value %d" % one for one in range(size)]
+    assert [store.get(f"of {one}") for one in range(size)] == [
+        b"value %d" % one for one in range(size)
+    ]
     for _ in range(20):
         store.add("count", 1)
     store.set(f"done {rank}", "")
@@ -105,7 +109,8 @@ def keeps_what_it_is_told(store, rank, size):
 
 
 @pytest.mark.parametrize(
-    ("setting", "method"), [*((setting, "farandole://") for setting in SETTINGS), ("nothing", None), ("dial out", None)]
+    ("setting", "method"),
+    [*((setting, "farandole://") for setting in SETTINGS), ("nothing", None), ("dial out", None)],
 )
 def test_a_local_job_listens_on_loopback_alone(monkeypatch, setting, method):
     for name, value in SETTINGS[setting].items():
@@ -126,7 +131,9 @@ def test_a_local_job_listens_on_loopback_alone(monkeypatch, setting, method):
         assert {address for address, _ in engine} <= {LOOPBACK}
         assert group == engine, "torch's store opens nothing"
     if setting == "port range":
-        assert {port for _, port in driver} | {port for engine, _ in ranks for _, port in engine} <= set(RANGE)
+        assert {port for _, port in driver} | {
+            port for engine, _ in ranks for _, port in engine
+        } <= set(RANGE)
 
 
 @pytest.mark.skipif(find_spec("torch.distributed.debug") is None, reason="needs torch 2.15")
@@ -134,7 +141,9 @@ def test_torchs_debug_server_opens_ports_only_after_consent():
     for refused, started, stopped in LocalBackend(2, verbose=0, warm=False).run(debugged):
         assert not refused
         assert started, "torch opens ports"
-        assert {address for address, _ in started} <= {EVERYWHERE, 32 * "0"}, "all addresses, as the guide says"
+        assert {address for address, _ in started} <= {EVERYWHERE, 32 * "0"}, (
+            "all addresses, as the guide says"
+        )
         assert not stopped
 
 
@@ -154,8 +163,12 @@ assert listening() == before
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
 def test_the_meeting_point_of_the_data_service_listens_where_it_may():
-    env = environment({**SETTINGS["bind address"], **SETTINGS["port range"], "KERAS_BACKEND": "tensorflow"})
-    done = subprocess.run([sys.executable, "-c", MEETING], env=env, capture_output=True, timeout=200, check=False)
+    env = environment(
+        {**SETTINGS["bind address"], **SETTINGS["port range"], "KERAS_BACKEND": "tensorflow"}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEETING], env=env, capture_output=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
 
 
@@ -166,7 +179,8 @@ from farandole.tensorflow.data import compute_service
 from tests.sockets import listening
 hvd.init()
 before = listening()
-with compute_service.serving(1, dispatcher_side="training", timeout=60, open_to_the_network=True) as config:
+with compute_service.serving(1, dispatcher_side="training", timeout=60,
+    open_to_the_network=True) as config:
     meeting = listening() - before
     assert len(meeting) == 1, meeting
     worker = threading.Thread(target=compute_service.compute_worker_fn, args=(config,))
@@ -182,11 +196,15 @@ with compute_service.serving(1, dispatcher_side="training", timeout=60, open_to_
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
 def test_the_data_service_opens_ports_of_tensorflow_on_all_addresses_after_consent():
     env = environment({**SETTINGS["bind address"], "KERAS_BACKEND": "tensorflow"})
-    done = subprocess.run([sys.executable, "-c", SERVICE], env=env, capture_output=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVICE], env=env, capture_output=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     found = addresses_and_ports(done.stdout.decode())
     assert len(found) >= 2, "a dispatcher and a worker"
-    assert {address for address, _ in found} <= {EVERYWHERE, 32 * "0"}, "all addresses, as the guide says"
+    assert {address for address, _ in found} <= {EVERYWHERE, 32 * "0"}, (
+        "all addresses, as the guide says"
+    )
 
 
 # Groups whose members change, by torch's own interface: no launcher has started them.
@@ -241,9 +259,17 @@ hvd.shutdown()
 @pytest.mark.parametrize("setting", ["nothing", "bind address", "dial out"])
 def test_ranks_of_two_hosts_listen_where_they_are_told_to(setting):
     # A container of YARN counts as a host of its own.
-    told = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
+    told = {
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(os.getpid()),
+    }
     ended = together(
-        [{"CONTAINER_ID": str(rank), "HOROVOD_RANK": str(rank), **told, **SETTINGS[setting]} for rank in range(2)],
+        [
+            {"CONTAINER_ID": str(rank), "HOROVOD_RANK": str(rank), **told, **SETTINGS[setting]}
+            for rank in range(2)
+        ],
         TWO_HOSTS,
     )
     assert [one.status for one in ended] == [0, 0], ended
@@ -263,12 +289,19 @@ DISCOVERED = ["-np", "2", "--min-np", "2", "--host-discovery-script"]
 COMMANDS = {
     "fixed": (["-np", "2"], {}),
     "elastic": (["-np", "2", "--min-np", "2", "-H", "localhost:2"], {}),
-    "elastic with discovered hosts": (DISCOVERED, {**SETTINGS["bind address"], **SETTINGS["port range"]}),
+    "elastic with discovered hosts": (
+        DISCOVERED,
+        {**SETTINGS["bind address"], **SETTINGS["port range"]},
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "kind", ["fixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in COMMANDS if kind != "fixed")]
+    "kind",
+    [
+        "fixed",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in COMMANDS if kind != "fixed"),
+    ],
 )
 def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path, kind):
     flags, told = COMMANDS[kind]
@@ -284,19 +317,26 @@ def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path, kind):
         "from tests.sockets import listening\n"
         "hvd.init()\n"
         "launcher = int(open(f'/proc/{os.getppid()}/stat').read().rsplit(')', 1)[1].split()[1])\n"
-        f"above = listening(os.getppid()) | (listening(launcher) if launcher != {os.getpid()} else set())\n"
+        f"above = listening(os.getppid()) | (listening(launcher) if launcher != {os.getpid()} "
+        "else set())\n"
         "print('listens', sorted(listening()), sorted(above), flush=True)\n"
         "hvd.allgather_object(None)\n"
     )
     command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(script)]
     folder = str(Path(__file__).parents[2])
-    env = environment({"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]), **told})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    env = environment(
+        {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]), **told}
+    )
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = re.findall(r"\('([0-9A-F]+)', (\d+)\)", done.stdout)
     assert done.stdout.count("listens") == 2
     assert {address for address, _ in found} == {LOOPBACK}, done.stdout
-    assert kind != "elastic with discovered hosts" or all(int(port) in RANGE for _, port in found), done.stdout
+    assert kind != "elastic with discovered hosts" or all(
+        int(port) in RANGE for _, port in found
+    ), done.stdout
 
 
 def test_the_run_viewer_listens_on_loopback_alone(monkeypatch, tmp_path):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Every file that a run, its data and its model leave in a store, in turn, is made to hold code: none of it runs."""
+"""Every file that a run, its data and its model leave in a store, in turn, is made to hold code:
+none of it runs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from farandole.stores import seals
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
+    ),
 ]
 
 
@@ -80,14 +84,20 @@ def of_lambda(mark):
 
     # Keras saves the code of a lambda, and of other functions the name.
     name = str(mark)
-    layer = keras.layers.Lambda(lambda x: (__import__("pathlib").Path(name).touch(), x)[1], output_shape=(2,))
+    layer = keras.layers.Lambda(
+        lambda x: (__import__("pathlib").Path(name).touch(), x)[1], output_shape=(2,)
+    )
     path = mark.with_name("lambda.keras")
     keras.Sequential([keras.Input((2,)), layer]).save(path)
     mark.unlink(missing_ok=True)
     return path.read_bytes()
 
 
-POISONS = [pytest.param(plain, marks=pytest.mark.slow), of_torch, pytest.param(of_keras, marks=pytest.mark.slow)]
+POISONS = [
+    pytest.param(plain, marks=pytest.mark.slow),
+    of_torch,
+    pytest.param(of_keras, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture
@@ -140,7 +150,9 @@ def test_the_poison_of_keras_works(mark):
 
 
 @pytest.mark.parametrize("poison", [*POISONS, pytest.param(of_lambda, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fitted", [torch_fit, lightning_fit, pytest.param(keras_fit, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fitted", [torch_fit, lightning_fit, pytest.param(keras_fit, marks=pytest.mark.slow)]
+)
 def test_no_file_of_a_run_or_of_its_data_has_its_code_run(tmp_path, mark, fitted, poison):
     folder = tmp_path / "store"
     x, y = line(rows=32)
@@ -148,7 +160,9 @@ def test_no_file_of_a_run_or_of_its_data_has_its_code_run(tmp_path, mark, fitted
     fitted(folder, "r", 1)
     fitted(folder, "r", 2)
     names = each_poisoned(folder, mark, lambda copy: fitted(copy, "r", 3), poison)
-    assert {"runs/r/checkpoint", "runs/r/checkpoint.previous", f"runs/r/{seals.MARKER}"} <= set(names)
+    assert {"runs/r/checkpoint", "runs/r/checkpoint.previous", f"runs/r/{seals.MARKER}"} <= set(
+        names
+    )
     assert any(name.endswith(".parquet") for name in names)
 
 
@@ -159,7 +173,9 @@ def test_no_best_checkpoint_has_its_code_run(tmp_path, mark, poison):
     write(folder / "intermediate_train_data", x=x, y=y)
 
     def best(copy, epochs=3):
-        return estimator(copy, linear(), epochs=epochs, run_id="r", best_checkpoint="loss").fit_on_parquet()
+        return estimator(
+            copy, linear(), epochs=epochs, run_id="r", best_checkpoint="loss"
+        ).fit_on_parquet()
 
     best(folder, 2)
     names = each_poisoned(folder, mark, best, poison)
@@ -175,7 +191,9 @@ def test_no_file_of_prepared_data_has_its_code_run(tmp_path, mark, poison):
         return prepare_data(frame, LocalStore(str(copy)), label_cols=["y"])
 
     prepared(folder)
-    assert any(name.endswith("_manifest.json") for name in each_poisoned(folder, mark, prepared, poison))
+    assert any(
+        name.endswith("_manifest.json") for name in each_poisoned(folder, mark, prepared, poison)
+    )
 
 
 def plain_state(hvd):
@@ -203,7 +221,9 @@ def keras_state(_):
 
 
 @pytest.mark.parametrize("poison", [*POISONS, of_numpy])
-@pytest.mark.parametrize("made", [plain_state, torch_state, pytest.param(keras_state, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "made", [plain_state, torch_state, pytest.param(keras_state, marks=pytest.mark.slow)]
+)
 def test_no_file_of_an_elastic_states_run_has_its_code_run(tmp_path, mark, made, poison):
     import farandole.torch as hvd
 
@@ -226,7 +246,11 @@ def test_no_file_of_an_elastic_states_run_has_its_code_run(tmp_path, mark, made,
         names = each_poisoned(folder, mark, trained, poison)
     finally:
         hvd.shutdown()
-    assert set(names) == {"runs/r/checkpoint", "runs/r/checkpoint.previous", f"runs/r/{seals.MARKER}"}
+    assert set(names) == {
+        "runs/r/checkpoint",
+        "runs/r/checkpoint.previous",
+        f"runs/r/{seals.MARKER}",
+    }
 
 
 def torch_model():
@@ -270,7 +294,9 @@ def keras_model():
                 reader.load(path).getModel()(np.ones((1, 2)))
 
     model = keras.Sequential([keras.Input((2,)), Double()])
-    return KerasModel(model=model, custom_objects={"Double": Double}, feature_columns=["x"], label_columns=["y"]), load
+    return KerasModel(
+        model=model, custom_objects={"Double": Double}, feature_columns=["x"], label_columns=["y"]
+    ), load
 
 
 def torch_estimator():
@@ -308,20 +334,34 @@ def keras_estimator():
     return made, lambda path: KerasEstimator.read().allow_pickle(False).load(path)
 
 
-SAVED = [torch_model, lightning_model, keras_model, torch_estimator, lightning_estimator, keras_estimator]
+SAVED = [
+    torch_model,
+    lightning_model,
+    keras_model,
+    torch_estimator,
+    lightning_estimator,
+    keras_estimator,
+]
 
 
 @pytest.mark.slow
 def test_every_class_that_can_be_saved_has_a_row():
     pytest.importorskip("keras")
-    packages = [importlib.import_module(f"farandole.spark.{name}") for name in ("torch", "lightning", "keras")]
+    packages = [
+        importlib.import_module(f"farandole.spark.{name}")
+        for name in ("torch", "lightning", "keras")
+    ]
     public = {getattr(package, name) for package in packages for name in package.__all__}
     assert {type(made()[0]) for made in SAVED} == public
 
 
 @pytest.mark.parametrize("poison", [*POISONS, pytest.param(of_lambda, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("made", [SAVED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SAVED[1:])])
-def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(tmp_path, mark, made, poison, spark):
+@pytest.mark.parametrize(
+    "made", [SAVED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SAVED[1:])]
+)
+def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(
+    tmp_path, mark, made, poison, spark
+):
     assert spark
     folder = tmp_path / "saved"
     saved, load = made()

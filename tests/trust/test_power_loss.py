@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A real file system loses power: what the product said was written is there afterwards.
 
-The file system is an ext4 in a file. What has not been synchronized is in the kernel's memory alone, and not in
-that file. So a copy of the file is the disk as a loss of power leaves it. To mount it replays its journal.
+The file system is an ext4 in a file. What has not been synchronized is in the kernel's memory
+alone, and not in that file. So a copy of the file is the disk as a loss of power leaves it. To
+mount it replays its journal.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ needs = skipped_without(missing())
 def mounted(image, folder):
     """An image as a directory; its journal commits by itself only after minutes."""
     folder.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-o", "loop,commit=300", str(image), str(folder)], check=True, timeout=60)
+    subprocess.run(
+        ["mount", "-o", "loop,commit=300", str(image), str(folder)], check=True, timeout=60
+    )
     try:
         yield folder
     finally:
@@ -67,7 +70,9 @@ def disk(tmp_path):
     with image.open("wb") as file:
         file.truncate(SIZE)
     subprocess.run(
-        ["mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image)], check=True, timeout=60
+        ["mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image)],
+        check=True,
+        timeout=60,
     )
     losses = 0
 
@@ -150,7 +155,9 @@ def test_the_marker_and_the_records_of_a_run_are_there_with_its_checkpoint(disk,
 
 
 @needs
-def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_there(disk, monkeypatch):
+def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_there(
+    disk, monkeypatch
+):
     folder, lose_power = disk
     steps = []
 
@@ -163,7 +170,12 @@ def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_th
             except (OSError, ValueError):
                 steps.append((name, None))
 
-    for owner, name in ((preparing._Part, "finish"), (places, "note"), (prepare, "commit"), (places.Place, "finish")):
+    for owner, name in (
+        (preparing._Part, "finish"),
+        (places, "note"),
+        (prepare, "commit"),
+        (places.Place, "finish"),
+    ):
         followed(monkeypatch, owner, name, step)
     rows = list(map(float, range(5_000)))
     prepare_data(pd.DataFrame({"x": rows, "y": rows}), LocalStore(str(folder)), label_cols=["y"])
@@ -198,14 +210,18 @@ def followed(patch, owner, name, step):
 
 
 def sync_names(folder):
-    """Writes the names below a directory to the disk, as the kernel may do at any time before contents."""
+    """Writes the names below a directory to the disk, as the kernel may do at any time before
+    contents.
+    """
     for place, _, _ in os.walk(folder):
         durable.Disk().sync(Path(place))
 
 
 @needs
 @pytest.mark.parametrize("by_spark", [False, True], ids=["store", "Spark"])
-def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(disk, request, monkeypatch, by_spark):
+def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
+    disk, request, monkeypatch, by_spark
+):
     session = request.getfixturevalue("spark")
     monkeypatch.setattr(saved, "_spark_knows", lambda *_: by_spark)
     folder, lose_power = disk
@@ -223,7 +239,9 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(disk, requ
             assert left.parts(found) == {"weights": weights[found["n"]]}
             steps.append(found["n"])
 
-    saved.Saved(str(place), session).write({"class": "m", "n": 0}, {"weights": weights[0]}, overwrite=False)
+    saved.Saved(str(place), session).write(
+        {"class": "m", "n": 0}, {"weights": weights[0]}, overwrite=False
+    )
     second = saved.Saved(str(place), session)
     for call in ("write_rows", "write_text", "delete"):
         followed(monkeypatch, second._files, call, step)
@@ -234,13 +252,17 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(disk, requ
 
 @needs
 @pytest.mark.parametrize("by_spark", [False, True], ids=["store", "Spark"])
-def test_a_model_that_was_saved_is_there_and_so_is_one_that_is_saved_over_it(disk, request, monkeypatch, by_spark):
+def test_a_model_that_was_saved_is_there_and_so_is_one_that_is_saved_over_it(
+    disk, request, monkeypatch, by_spark
+):
     session = request.getfixturevalue("spark")
     monkeypatch.setattr(saved, "_spark_knows", lambda *_: by_spark)
     folder, lose_power = disk
     for number in range(2):
         metadata = {"class": "m", "n": number}
-        saved.Saved(str(folder / "model"), session).write(metadata, {"weights": b"%d" % number}, overwrite=True)
+        saved.Saved(str(folder / "model"), session).write(
+            metadata, {"weights": b"%d" % number}, overwrite=True
+        )
         with lose_power() as after:
             left = saved.Saved(str(after / "model"), session)
             found = left.metadata("m")

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A relay between two hosts forwards handshakes and then does harm.
 
-The ranks end with an error that names the connection, and no rank returns a sum that its peer did not send.
-`crates/transport/tests/relay` has the same for every offset; here is a whole job, with its real network.
+The ranks end with an error that names the connection, and no rank returns a sum that its peer did
+not send. `crates/transport/tests/relay` has the same for every offset; here is a whole job, with
+its real network.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ try:
         total = hvd.allreduce(np.arange(length, dtype=np.float32) + hvd.rank(), op=hvd.Sum)
         if not np.array_equal(total, 2 * np.arange(length, dtype=np.float32) + 1):
             print("wrong sum", flush=True)
-        if hvd.broadcast_object({"told": 1} if hvd.rank() == 0 else None, root_rank=0) != {"told": 1}:
+        if hvd.broadcast_object({"told": 1} if hvd.rank() == 0 else None,
+            root_rank=0) != {"told": 1}:
             print("wrong object", flush=True)
         time.sleep(pause)
 except HorovodInternalError as error:
@@ -68,7 +70,9 @@ def test_a_relay_that_only_forwards_is_not_noticed():
 @pytest.mark.parametrize(
     "does",
     [
-        pytest.param(lambda part: part[:2000] + bytes([part[2000] ^ 1]) + part[2001:], id="changed"),
+        pytest.param(
+            lambda part: part[:2000] + bytes([part[2000] ^ 1]) + part[2001:], id="changed"
+        ),
         pytest.param(lambda part: part[:1000] + part[3000:], id="dropped"),
         pytest.param(lambda part: part + part, id="repeated"),
         pytest.param(lambda part: part[:1000] + bytes(500) + part[1000:], id="injected"),
@@ -88,7 +92,9 @@ def test_a_changed_heartbeat_ends_the_job_with_the_links_name():
 
 
 def assert_told(ended, words):
-    """Both ranks ended with an error, of which one says what was noticed; neither had a wrong result."""
+    """Both ranks ended with an error, of which one says what was noticed; neither had a wrong
+    result.
+    """
     said = "".join(one.out for one in ended)
     assert "wrong" not in said, said
     assert all(one.out.startswith("error: ") for one in ended), ended

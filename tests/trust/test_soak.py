@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Many fits in one process: success, failure, interrupt, warm workers, cold ones. What the process holds stays flat."""
+"""Many fits in one process: success, failure, interrupt, warm workers, cold ones. What the
+process holds stays flat.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,19 @@ import pytest
 STEADY = 8 << 20
 """Bytes that a measurement of memory may be off."""
 
-ALONE = {"OMP_NUM_THREADS": "1", "FARANDOLE_WARM_IDLE_SECONDS": "60", "PYSPARK_PYTHON": sys.executable}
+ALONE = {
+    "OMP_NUM_THREADS": "1",
+    "FARANDOLE_WARM_IDLE_SECONDS": "60",
+    "PYSPARK_PYTHON": sys.executable,
+}
 
 SLACK = {"mappings": 8, "threads": 2, "descriptors": 2}
 """Resources that come and go; a leak of one for each fit is more."""
 
 OF_SPARK = SLACK | {"processes": 2, "temporary files": 4}
-"""The same in a session of Spark, which starts workers of Python and deletes files of shuffles a moment later."""
+"""The same in a session of Spark, which starts workers of Python and deletes files of shuffles a
+moment later.
+"""
 
 
 def soak(module, *arguments, limit):
@@ -45,8 +53,13 @@ def assert_flat(samples, growth):
     first, last = samples[0], samples[-1]
     assert first["processes"] >= 1, "workers came warm"
     for name in set(first) - {"fits", "memory"}:
-        assert max(sample[name] for sample in samples[1:]) <= first[name] + SLACK.get(name, 0), (name, samples)
-    assert last["memory"] - first["memory"] <= STEADY + growth * (last["fits"] - first["fits"]), samples
+        assert max(sample[name] for sample in samples[1:]) <= first[name] + SLACK.get(name, 0), (
+            name,
+            samples,
+        )
+    assert last["memory"] - first["memory"] <= STEADY + growth * (last["fits"] - first["fits"]), (
+        samples
+    )
 
 
 @pytest.mark.timeout(300)
@@ -72,8 +85,13 @@ def test_many_jobs_of_one_spark_session_leave_nothing():
     assert [sample["fits"] for sample in samples] == [12, 24, 36, 48, 60]
     first = samples[0]
     for name in set(first) - {"fits", "memory", "descriptors of Java", "threads of Java"}:
-        assert max(sample[name] for sample in samples) <= first[name] + OF_SPARK.get(name, 0), (name, samples)
-    assert samples[-1]["memory"] - first["memory"] <= STEADY + (20 << 10) * (samples[-1]["fits"] - 12), samples
+        assert max(sample[name] for sample in samples) <= first[name] + OF_SPARK.get(name, 0), (
+            name,
+            samples,
+        )
+    assert samples[-1]["memory"] - first["memory"] <= STEADY + (20 << 10) * (
+        samples[-1]["fits"] - 12
+    ), samples
     # Java has more of them as it gets round to it; one for each job is a leak.
     for name in ("descriptors of Java", "threads of Java"):
         assert samples[-1][name] - first[name] < 24, samples

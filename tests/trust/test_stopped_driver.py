@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A driver that is stopped for a while, as by Ctrl-Z or a debugger: its job continues, and its user gets a message."""
+"""A driver that is stopped for a while, as by Ctrl-Z or a debugger: its job continues, and its
+user gets a message.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class Ended:
 def stopped(folder: Path, kind: str, seconds: float) -> Ended:
     """Runs a job, and stops its driver for some seconds while it trains."""
     enough, script, output = folder / "enough", folder / "job.py", folder / "said"
-    script.write_text(RANK + {"local": LOCAL + DRIVER, "spark": SPARK + DRIVER, "command": COMMAND}[kind])
+    script.write_text(
+        RANK + {"local": LOCAL + DRIVER, "spark": SPARK + DRIVER, "command": COMMAND}[kind]
+    )
     command = [sys.executable, str(script), str(enough)]
     if kind == "command":
         script.write_text(
@@ -91,12 +95,16 @@ def stopped(folder: Path, kind: str, seconds: float) -> Ended:
         command = [sys.executable, "-m", "farandole", "run", "-np", "2", *command]
     env = environment({"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"})
     with output.open("wb") as file:
-        driver = subprocess.Popen(command, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+        driver = subprocess.Popen(
+            command, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT
+        )
     try:
         until(lambda: "training" in output.read_text() or driver.poll() is not None)
         assert driver.poll() is None, output.read_text()
         driver.send_signal(signal.SIGSTOP)
-        until(lambda: Path(f"/proc/{driver.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        until(
+            lambda: Path(f"/proc/{driver.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+        )
         time.sleep(seconds)  # what is tested: nothing happens meanwhile
         driver.send_signal(signal.SIGCONT)
         time.sleep(AFTER)  # longer than the driver takes to call an agent lost
@@ -107,9 +115,18 @@ def stopped(folder: Path, kind: str, seconds: float) -> Ended:
         driver.kill()
         driver.wait()
     said = output.read_text()
-    pairs = [line.partition("results ")[2].partition(" last")[0] for line in said.splitlines() if "results" in line]
+    pairs = [
+        line.partition("results ")[2].partition(" last")[0]
+        for line in said.splitlines()
+        if "results" in line
+    ]
     results = [one for pair in pairs for one in ast.literal_eval(pair)]
-    return Ended(status, said, [rounds for rounds, _ in results], max((longest for _, longest in results), default=0.0))
+    return Ended(
+        status,
+        said,
+        [rounds for rounds, _ in results],
+        max((longest for _, longest in results), default=0.0),
+    )
 
 
 def until(fits, limit: float = 100.0) -> None:
@@ -146,16 +163,24 @@ def test_a_driver_that_was_stopped_for_long_loses_nothing(tmp_path, kind, second
 def test_a_driver_that_is_killed_leaves_no_rank(tmp_path, kind):
     """Ranks end sooner than with a stopped driver, because the registrar's port is closed."""
     script, output = tmp_path / "job.py", tmp_path / "said"
-    body = RANK.replace("    rounds, longest", '    print("pid", os.getpid(), flush=True)\n    rounds, longest', 1)
+    body = RANK.replace(
+        "    rounds, longest", '    print("pid", os.getpid(), flush=True)\n    rounds, longest', 1
+    )
     script.write_text(body + {"local": LOCAL + DRIVER, "command": COMMAND}[kind])
     command = [sys.executable, str(script), str(tmp_path / "never")]
     if kind == "command":
         command = [sys.executable, "-m", "farandole", "run", "-np", "2", *command]
     with output.open("wb") as file:
-        driver = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
+        driver = subprocess.Popen(
+            command, env=environment(), cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT
+        )
     try:
         until(lambda: output.read_text().count("pid ") == 2 or driver.poll() is not None)
-        ranks = [int(line.rpartition("pid ")[2]) for line in output.read_text().splitlines() if "pid " in line]
+        ranks = [
+            int(line.rpartition("pid ")[2])
+            for line in output.read_text().splitlines()
+            if "pid " in line
+        ]
     finally:
         driver.kill()
         driver.wait()

@@ -48,16 +48,23 @@ def write_run(store: Path, run: str, epochs: int = 20, quality: float = 1.0, **r
     write_history(directory, [entry(epoch, quality) for epoch in range(epochs)])
     now = int(time.time() * 1000)
     told = {
-        "format": 1, "heartbeat": 15.0, "name": run, "what": "TorchEstimator", "model": "Sequential", "state": "ended",
-        "started": now - 60_000, "ended": now, "updated": now, "user": "ada", "size": 2, "restarts": 0,
-        "epochs": epochs, "done": epochs, "data": {"told": "1,294 training rows", "training rows": 1294},
-        "parameters": {"batch_size": 32, "random_seed": 1}, "environment": {"python": "3.13.5", "torch": "2.9"},
+        "format": 1, "heartbeat": 15.0, "name": run, "what": "TorchEstimator",
+        "model": "Sequential", "state": "ended",
+        "started": now - 60_000, "ended": now, "updated": now, "user": "ada", "size": 2,
+        "restarts": 0,
+        "epochs": epochs, "done": epochs,
+        "data": {"told": "1,294 training rows", "training rows": 1294},
+        "parameters": {"batch_size": 32, "random_seed": 1},
+        "environment": {"python": "3.13.5", "torch": "2.9"},
         "code": {"commit": "0123456789abcdef"}, "last": {"loss": 0.1},
         "best": {"name": "val_loss", "value": 0.1, "epoch": 7},
         "ranks": [
-            {"rank": 0, "host": "a", "pid": 10, "step_seconds": 0.2, "data_seconds": 0.02, "reduce_seconds": 0.1},
-            {"rank": 1, "host": "b", "pid": 11, "step_seconds": 0.2, "data_seconds": 0.02, "reduce_seconds": 0.1},
-            {"rank": 2, "host": "c", "pid": 12, "step_seconds": 0.2, "data_seconds": 0.02, "reduce_seconds": 0.01},
+            {"rank": 0, "host": "a", "pid": 10, "step_seconds": 0.2, "data_seconds": 0.02,
+                "reduce_seconds": 0.1},
+            {"rank": 1, "host": "b", "pid": 11, "step_seconds": 0.2, "data_seconds": 0.02,
+                "reduce_seconds": 0.1},
+            {"rank": 2, "host": "c", "pid": 12, "step_seconds": 0.2, "data_seconds": 0.02,
+                "reduce_seconds": 0.01},
         ],
         "events": [{"time": now - 30_000, "what": "restart", "reason": "rank 1 was lost"}],
         **record,
@@ -90,7 +97,9 @@ def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
@@ -103,12 +112,16 @@ def errors() -> list[str]:
 
 @pytest.fixture
 def page(browser: Browser, errors: list[str], shown: Callable[[], str]) -> Iterator[Page]:
-    """A page of a fresh profile; it is closed before the viewer, which it asks every two seconds."""
+    """A page of a fresh profile; it is closed before the viewer, which it asks every two
+    seconds.
+    """
     del shown
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
     page = context.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
     yield page
     context.close()
     assert not errors, errors

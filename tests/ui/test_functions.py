@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A job of functions in the run viewer, live: `farandole.run(ui=...)`; and the timeline of a run."""
+"""A job of functions in the run viewer, live: `farandole.run(ui=...)`; and the timeline of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def train(folder):
     print("rank", hvd.rank(), "is here", flush=True)
     for epoch in range(200):
         if hvd.rank() == 0:
-            report({"kind": "epoch", "entry": {"epoch": epoch, "train": {"loss": 1 / (epoch + 1), "all_metrics": []}}})
+            report({"kind": "epoch",
+                "entry": {"epoch": epoch, "train": {"loss": 1 / (epoch + 1), "all_metrics": []}}})
         if hvd.rank() == 1 and Path(folder, "die").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         hvd.barrier()
@@ -75,10 +78,17 @@ def grows(page: Page, beyond: int) -> int:
 def test_a_live_job_grows_and_a_killed_rank_appears(page, shown, tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job, ended(job):
+    with (
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as job,
+        ended(job),
+    ):
         assert job.stderr is not None
         said = job.stderr.readline()
-        assert re.search(r"the run is at http://127\.0\.0\.1:\d+/[0-9a-f]{32}/#/run/0%2Ftrain-", said), said
+        assert re.search(
+            r"the run is at http://127\.0\.0\.1:\d+/[0-9a-f]{32}/#/run/0%2Ftrain-", said
+        ), said
         ready(page, shown())
         page.wait_for_selector("#rows td.state:has-text('running')", timeout=30_000)
         page.click("#rows a")
@@ -87,13 +97,17 @@ def test_a_live_job_grows_and_a_killed_rank_appears(page, shown, tmp_path):
         page.wait_for_selector("[data-section=Ranks] th:has-text('Host memory')", timeout=20_000)
         cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
         assert any(re.fullmatch(r"\d+\.\d of \d+\.\d GiB", cell) for cell in cells), cells
-        assert any(re.fullmatch(r"\d+ %", cell) for cell in cells), "the load of the host's processors"
+        assert any(re.fullmatch(r"\d+ %", cell) for cell in cells), (
+            "the load of the host's processors"
+        )
         page.click("button.link:has-text('output/rank.1/stdout')")
         page.wait_for_selector("pre:has-text('rank 1 is here')")
         (tmp_path / "die").touch()
         page.wait_for_selector("#headline .badge:has-text('failed')", timeout=30_000)
         assert "SIGKILL" in page.locator("[data-section='Why it failed']").inner_text()
-        page.wait_for_selector("[data-section=Ranks] tbody tr:nth-child(2) td:nth-child(3):has-text('failed')")
+        page.wait_for_selector(
+            "[data-section=Ranks] tbody tr:nth-child(2) td:nth-child(3):has-text('failed')"
+        )
         rest = job.stderr.read()
         assert job.wait(30) != 0
     assert "the timeline of all ranks is timeline.json of the run" in rest, rest
@@ -124,8 +138,12 @@ def traced(page: Page, link: str, store: Path) -> None:
     page.wait_for_selector("[data-section=Timeline]")
 
 
-def test_perfetto_shows_a_timeline_in_the_page_and_keeps_it_over_a_refresh(page, errors, shown, tmp_path):
-    page.context.route("https://**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html"))
+def test_perfetto_shows_a_timeline_in_the_page_and_keeps_it_over_a_refresh(
+    page, errors, shown, tmp_path
+):
+    page.context.route(
+        "https://**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html")
+    )
     link = shown()
     for run in ("plain", "traced"):  # both before the viewer lists the store
         write_run(tmp_path, run)
@@ -136,26 +154,36 @@ def test_perfetto_shows_a_timeline_in_the_page_and_keeps_it_over_a_refresh(page,
     page.click("text=Open in Perfetto")
     frame = page.frame_locator("[data-section=Timeline] iframe")
     frame.locator(f"body:text-is('traced: {TRACE}')").wait_for()
-    assert page.locator("iframe").get_attribute("src") == "https://ui.perfetto.dev/#!/?mode=embedded"
+    assert (
+        page.locator("iframe").get_attribute("src") == "https://ui.perfetto.dev/#!/?mode=embedded"
+    )
     page.evaluate("window.held = document.querySelector('iframe')")
-    (write_run(tmp_path, "traced", reason="a section above", state="failed") / "timeline.json").write_text(TRACE + " ")
+    (
+        write_run(tmp_path, "traced", reason="a section above", state="failed") / "timeline.json"
+    ).write_text(TRACE + " ")
     page.wait_for_selector("[data-section='Why it failed']")
     page.wait_for_selector("text=Download (19 B)")
     assert page.evaluate("document.querySelector('iframe') === window.held")
-    assert frame.locator("body").inner_text() == f"traced: {TRACE}", "the frame was not loaded again"
+    assert frame.locator("body").inner_text() == f"traced: {TRACE}", (
+        "the frame was not loaded again"
+    )
     page.click("text=Open in Perfetto")
     frame.locator("body:has-text('traced')").wait_for()
     assert page.locator("iframe").count() == 1
     assert not errors
     for other in ("https://perfetto.dev/", "https://ui.perfetto.dev.example/"):
-        page.evaluate(f"document.body.append(Object.assign(document.createElement('iframe'), {{src: {other!r}}}))")
+        page.evaluate(
+            f"document.body.append(Object.assign(document.createElement('iframe'), {{src: "
+            f"{other!r}}}))"
+        )
         page.wait_for_timeout(200)
         assert "Content Security Policy" in errors.pop()
 
 
 def test_a_timeline_opens_in_a_window_of_perfetto_and_is_downloaded(page, shown, tmp_path):
     page.context.route(
-        "https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html")
+        "https://ui.perfetto.dev/**",
+        lambda route: route.fulfill(body=PERFETTO, content_type="text/html"),
     )
     traced(page, shown(), tmp_path)
     with page.expect_popup() as opened:
@@ -167,7 +195,9 @@ def test_a_timeline_opens_in_a_window_of_perfetto_and_is_downloaded(page, shown,
     assert download.value.suggested_filename == "timeline.json"
 
 
-def test_without_perfetto_a_sentence_and_a_download_replace_the_frame(page, errors, shown, tmp_path):
+def test_without_perfetto_a_sentence_and_a_download_replace_the_frame(
+    page, errors, shown, tmp_path
+):
     page.context.route("https://ui.perfetto.dev/**", lambda route: route.abort())
     page.clock.install()
     traced(page, shown(), tmp_path)
@@ -196,9 +226,12 @@ def test_without_perfetto_the_page_says_to_download_the_timeline(page, errors, s
 
 def test_a_rank_has_columns_for_what_is_known_of_its_load(page, shown, tmp_path):
     gib = 2**30
-    load = {"cpu": 0.42, "memory": 3 * gib, "memory_total": 8 * gib, "process_memory": gib, "gpu": 0.9,
+    load = {"cpu": 0.42, "memory": 3 * gib, "memory_total": 8 * gib, "process_memory": gib,
+        "gpu": 0.9,
             "gpu_memory": 10 * gib, "gpu_memory_total": 80 * gib}  # fmt: skip
-    write_run(tmp_path, "gpu", ranks=[{"rank": 0, "host": "a", "load": load}, {"rank": 1, "host": "b"}])
+    write_run(
+        tmp_path, "gpu", ranks=[{"rank": 0, "host": "a", "load": load}, {"rank": 1, "host": "b"}]
+    )
     ready(page, f"{shown()}#/run/0%2Fgpu")
     page.wait_for_selector("[data-section=Ranks]")
     heads = page.locator("[data-section=Ranks] th").all_inner_texts()
@@ -270,7 +303,9 @@ def test_a_stall_is_an_event_of_the_run(tmp_path):
 
     farandole.run(late, num_proc=2, ui=tmp_path, env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "1"})
     reasons = [
-        event["reason"] for event in kept(tmp_path)["events"] if event["what"] == "stall: others wait for rank 1"
+        event["reason"]
+        for event in kept(tmp_path)["events"]
+        if event["what"] == "stall: others wait for rank 1"
     ]
     assert reasons
     assert "\nMissing ranks:\n1: [" in reasons[0]

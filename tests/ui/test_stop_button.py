@@ -32,7 +32,9 @@ class Fake:
 
 @pytest.fixture
 def notebook() -> Iterator[Any]:
-    """A server with another port than the button's, as that of Jupyter: `show` returns the URL of a page."""
+    """A server with another port than the button's, as that of Jupyter: `show` returns the URL
+    of a page.
+    """
     content: list[bytes] = [b""]
 
     class Handler(BaseHTTPRequestHandler):
@@ -84,7 +86,9 @@ def test_a_browser_that_does_not_reach_the_kernel_says_how_to_end_the_fit(page, 
     page.goto(notebook(button_page(endpoint.link, in_order=True)))
     endpoint.close()
     page.click(".farandole-stop button")
-    page.wait_for_selector(".farandole-stop span:has-text('interrupt the kernel to end fit at once')")
+    page.wait_for_selector(
+        ".farandole-stop span:has-text('interrupt the kernel to end fit at once')"
+    )
     assert page.locator(".farandole-stop button").is_enabled()
     assert all("ERR_CONNECTION_REFUSED" in error for error in errors)
     errors.clear()

@@ -39,12 +39,15 @@ def show(page: Page, rows: list[tuple[str, str, dict[str, object]]]) -> None:
 
 def test_durations_are_rounded_to_no_sixtieth_second_or_minute(page):
     shown = {
-        0.5: "500.0 ms", 0.99999: "1.0 s", 59.96: "60.0 s", 119.6: "1 min 59 s", 119.999: "1 min 59 s",
+        0.5: "500.0 ms", 0.99999: "1.0 s", 59.96: "60.0 s", 119.6: "1 min 59 s",
+        119.999: "1 min 59 s",
         120: "2 min 0 s", 3599.9: "59 min 59 s", 5399.9: "89 min 59 s",
         5400: "1 h 30 min", 7199.9: "1 h 59 min", 7200: "2 h 0 min",
     }  # fmt: skip
     run = {"state": "ended", "what": "run", "size": 2, "started": 1000}
-    rows = [(f"run-{at}", "run", run | {"ended": 1000 + took * 1000}) for at, took in enumerate(shown)]
+    rows = [
+        (f"run-{at}", "run", run | {"ended": 1000 + took * 1000}) for at, took in enumerate(shown)
+    ]
     show(page, rows)
     cells = page.locator("#runs td:nth-child(7)").all_inner_texts()
     assert cells[::-1] == list(shown.values()), "the latest run is the first"
@@ -56,4 +59,6 @@ def test_step_times_are_rounded_to_no_thousandth_of_the_smaller_unit(page):
     run = {"state": "ended", "what": "run", "size": 4, "started": 1000, "ended": 2000}
     show(page, [("one", "run", run), ("one", "ranks", {"ranks": ranks})])
     head = page.locator("#ranks th").all_inner_texts().index("Step")
-    assert page.locator(f"#ranks td:nth-child({head + 1})").all_inner_texts() == list(shown.values())
+    assert page.locator(f"#ranks td:nth-child({head + 1})").all_inner_texts() == list(
+        shown.values()
+    )

@@ -53,12 +53,16 @@ def test_the_list_leads_to_a_run_and_its_curves(page, shown, tmp_path):
     assert page.locator("#count").inner_text() == "1 of 2 runs"
     page.click("#rows a")
     page.wait_for_selector("figure[data-chart=loss] canvas")
-    assert page.locator("figure").count() == 4, "loss, accuracy, seconds of an epoch, rows per second"
+    assert page.locator("figure").count() == 4, (
+        "loss, accuracy, seconds of an epoch, rows per second"
+    )
     assert "rank 1 on b was lost" in page.locator("main").inner_text()
     assert "0123456789abcdef" in page.locator("[data-section=Code]").inner_text()
     assert page.locator("tr.slow td").all_inner_texts()[:2] == ["2", "c"]
     cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
-    assert cells[5:9] == ["200.0 ms", "80.0 ms (40 %)", "10 %", "50 %"], "step, computes, waits for data, reduces"
+    assert cells[5:9] == ["200.0 ms", "80.0 ms (40 %)", "10 %", "50 %"], (
+        "step, computes, waits for data, reduces"
+    )
     assert "restart" in page.locator("[data-section=Events]").inner_text()
     page.goto(f"{link}#/run/0%2Ffirst")
     page.wait_for_selector("text=straggler: rank 2 on c computes 2.1 times as long as the median")
@@ -66,7 +70,8 @@ def test_the_list_leads_to_a_run_and_its_curves(page, shown, tmp_path):
 
 def test_times_of_runs_are_rounded_to_no_sixtieth_second_or_minute(page, shown, tmp_path):
     times = {
-        9.94: "9.9 s", 59.6: "60 s", 99.4: "99 s", 119.6: "1 min 59 s", 119.999: "1 min 59 s", 120: "2 min 00 s",
+        9.94: "9.9 s", 59.6: "60 s", 99.4: "99 s", 119.6: "1 min 59 s", 119.999: "1 min 59 s",
+        120: "2 min 00 s",
         3599.9: "59 min 59 s", 3600: "1 h 00 min", 7199.9: "1 h 59 min", 200_000: "2 d 7 h",
     }  # fmt: skip
     for at, took in enumerate(times):
@@ -80,7 +85,10 @@ def test_times_of_runs_are_rounded_to_no_sixtieth_second_or_minute(page, shown, 
 
 
 def test_no_rank_is_marked_if_the_reduction_is_not_measured(page, shown, tmp_path):
-    ranks = [{"rank": rank, "host": "a", "step_seconds": 0.1 * (1 + rank), "data_seconds": 0.01} for rank in range(3)]
+    ranks = [
+        {"rank": rank, "host": "a", "step_seconds": 0.1 * (1 + rank), "data_seconds": 0.01}
+        for rank in range(3)
+    ]
     write_run(tmp_path, "keras", ranks=ranks)
     ready(page, f"{shown()}#/run/0%2Fkeras")
     page.wait_for_selector("text=what waits for the reduction is not measured")
@@ -95,12 +103,16 @@ def test_names_and_values_are_never_html(page, errors, shown, tmp_path):
     parameters = {HOSTILE: HOSTILE, "a": [HOSTILE]}
     events = [{"time": 1, "what": HOSTILE, "reason": HOSTILE}]
     directory = write_run(
-        tmp_path, "hostile", name=HOSTILE, model=HOSTILE, user=HOSTILE, state=HOSTILE, reason=HOSTILE,
-        parameters=parameters, events=events, ranks=[{"rank": HOSTILE, "host": HOSTILE}], environment=parameters,
+        tmp_path, "hostile", name=HOSTILE, model=HOSTILE, user=HOSTILE, state=HOSTILE,
+        reason=HOSTILE,
+        parameters=parameters, events=events, ranks=[{"rank": HOSTILE, "host": HOSTILE}],
+        environment=parameters,
     )  # fmt: skip
     history = [entry(0) | {"train": {"loss": 1.0, "all_metrics": [{HOSTILE: 1.0}]}}]
     write_history(directory, history)
-    (directory / f"{HOSTILE.replace('/', '')}.log").write_text(f"<script>alert(2)</script>{HOSTILE}")
+    (directory / f"{HOSTILE.replace('/', '')}.log").write_text(
+        f"<script>alert(2)</script>{HOSTILE}"
+    )
     link = shown()
     ready(page, link)
     assert page.locator("#rows a").inner_text() == HOSTILE
@@ -112,7 +124,8 @@ def test_names_and_values_are_never_html(page, errors, shown, tmp_path):
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 1
     assert not alerts
-    # A script that got into the page all the same would not run, and nothing could be sent elsewhere.
+    # A script that got into the page all the same would not run, and nothing could be sent
+    # elsewhere.
     inline = "Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'})"
     page.evaluate(f"document.body.append({inline})")
     assert page.evaluate("window.ran") is None
@@ -140,7 +153,9 @@ def test_runs_are_compared_on_one_chart(page, shown, tmp_path):
 
 def test_a_live_run_grows_without_reloading(page, shown, tmp_path):
     now = int(time.time() * 1000)
-    directory = write_run(tmp_path, "live", epochs=3, state="running", ended=None, updated=now, done=3)
+    directory = write_run(
+        tmp_path, "live", epochs=3, state="running", ended=None, updated=now, done=3
+    )
     link = shown()
     ready(page, f"{link}#/run/0%2Flive")
     page.wait_for_selector("figure[data-chart=loss] canvas")
@@ -155,8 +170,12 @@ def test_a_live_run_grows_without_reloading(page, shown, tmp_path):
 
 def test_a_refresh_keeps_the_focus_the_scrolled_places_and_an_opened_file(page, shown, tmp_path):
     def write(pid: int, *events: dict[str, object]) -> Path:
-        ranks = [{"rank": rank, "host": "a-long-name-of-a-host" * 3, "pid": pid} for rank in range(2)]
-        return write_run(tmp_path, "live", state="running", ended=None, ranks=ranks, events=list(events))
+        ranks = [
+            {"rank": rank, "host": "a-long-name-of-a-host" * 3, "pid": pid} for rank in range(2)
+        ]
+        return write_run(
+            tmp_path, "live", state="running", ended=None, ranks=ranks, events=list(events)
+        )
 
     directory = write(10)
     (directory / "timeline.json").write_text("{}")
@@ -165,7 +184,10 @@ def test_a_refresh_keeps_the_focus_the_scrolled_places_and_an_opened_file(page, 
     ready(page, f"{shown()}#/run/0%2Flive")
     page.click("[data-section=Files] button:has-text('out.txt')")
     page.wait_for_selector("pre:has-text('line 499')")
-    places = "['[data-section=Ranks] .wide', '[data-section=Files] pre'].map((one) => document.querySelector(one))"
+    places = (
+        "['[data-section=Ranks] .wide', '[data-section=Files] pre'].map((one) => "
+        "document.querySelector(one))"
+    )
     page.evaluate(f"{places}.forEach((one) => one.scrollTo(40, 100))")
     scrolled = page.evaluate(f"{places}.map((one) => [one.scrollLeft, one.scrollTop])")
     assert scrolled[0][0] > 0
@@ -233,12 +255,21 @@ def test_zoom_smoothing_and_files_of_a_run(page, shown, tmp_path):
 def test_a_small_screen_shows_everything_without_moving_the_page_sideways(page, shown, tmp_path):
     load = {"cpu": 0.42, "memory": 2**33, "memory_total": 2**34, "process_memory": 2**30}
     ranks = [
-        {"rank": rank, "host": "a-host-with-a-long-name.example", "load": load, "state": "ended"} for rank in range(2)
+        {"rank": rank, "host": "a-host-with-a-long-name.example", "load": load, "state": "ended"}
+        for rank in range(2)
     ]
-    event = {"time": 1, "what": "Spark has removed executor 5", "reason": "Container killed by YARN " * 5}
+    event = {
+        "time": 1,
+        "what": "Spark has removed executor 5",
+        "reason": "Container killed by YARN " * 5,
+    }
     for name in ("first", "second"):
         write_run(
-            tmp_path, f"{name}-{'long' * 15}", ranks=ranks, events=[event], data={"path": "s3://bucket/" + "x" * 90}
+            tmp_path,
+            f"{name}-{'long' * 15}",
+            ranks=ranks,
+            events=[event],
+            data={"path": "s3://bucket/" + "x" * 90},
         )
     page.set_viewport_size({"width": 390, "height": 700})
     ready(page, shown())
@@ -301,7 +332,9 @@ def test_a_thousand_runs_load_within_a_second(page, shown, tmp_path):
     def processor_time() -> float:
         """Seconds of this process, which has the server, and of the page's."""
         found = session.send("Performance.getMetrics")["metrics"]
-        return time.process_time() + next(one["value"] for one in found if one["name"] == "ProcessTime")
+        return time.process_time() + next(
+            one["value"] for one in found if one["name"] == "ProcessTime"
+        )
 
     times, costs = [], []
     for _ in range(3):
@@ -339,12 +372,15 @@ def test_a_million_points_are_drawn(page, shown, tmp_path):
                 const began = performance.now();
                 const told = await (await fetch("api/curves?run=0%2Flong&pixels=600")).json();
                 return [performance.now() - began, told.runs[0].curves.find((one) => one.name === "loss")];
-            }"""
+            }"""  # noqa: E501
         )
         for _ in range(5)
     ]
     took, told = min(tries, key=lambda one: one[0])
-    print(f"1 M points: first shown after {first:.2f} s, then {took:.0f} ms for {len(told['x'])} points of each curve")
+    print(
+        f"1 M points: first shown after {first:.2f} s, then {took:.0f} ms for {len(told['x'])} "
+        "points of each curve"
+    )
     assert told["points"] == 1_000_000
     assert len(told["x"]) <= 2400
     assert max(told["y"]) == 50.0
@@ -357,7 +393,9 @@ def test_the_command_prints_the_link_and_ends_by_ctrl_c(tmp_path):
 
     write_run(tmp_path, "one")
     program = [sys.executable, "-m", "farandole", "ui", str(tmp_path)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+    with subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
         assert command.stdout is not None
         link = command.stdout.readline().split()[4]
         with urllib.request.urlopen(f"{link}api/runs", timeout=10) as answer:
@@ -370,23 +408,44 @@ def test_the_command_prints_the_link_and_ends_by_ctrl_c(tmp_path):
 
 def test_the_command_explains_recorded_runs(tmp_path):
     ranks = [
-        {"rank": rank, "host": "a", "step_seconds": 0.1, "data_seconds": data, "reduce_seconds": 0.01}
+        {
+            "rank": rank,
+            "host": "a",
+            "step_seconds": 0.1,
+            "data_seconds": data,
+            "reduce_seconds": 0.01,
+        }
         for rank, data in enumerate((0.07, 0.058))
     ]
     directory = write_run(tmp_path, "mine", ranks=ranks, parameters={"train_reader_num_workers": 2})
     program = [sys.executable, "-m", "farandole", "explain"]
-    told = subprocess.run([*program, str(directory)], capture_output=True, text=True, timeout=60, check=True).stdout
+    told = subprocess.run(
+        [*program, str(directory)], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     page = (Path(__file__).parents[2] / "docs/user-guide/runs.md").read_text()
     assert f"$ farandole explain /data/farandole/runs/mine\n{told}```" in page
     live = write_run(
-        tmp_path, "live", ranks=ranks, parameters={"train_reader_num_workers": 2}, state="running", ended=None
+        tmp_path,
+        "live",
+        ranks=ranks,
+        parameters={"train_reader_num_workers": 2},
+        state="running",
+        ended=None,
     )
     while_it_trains = subprocess.run(
         [*program, str(live)], capture_output=True, text=True, timeout=60, check=True
     ).stdout
     assert while_it_trains == told
-    failed = write_run(tmp_path, "failed", what="run", state="failed", reason="rank 1 on b was ended by signal SIGKILL")
+    failed = write_run(
+        tmp_path,
+        "failed",
+        what="run",
+        state="failed",
+        reason="rank 1 on b was ended by signal SIGKILL",
+    )
     (failed / "output/rank.1").mkdir(parents=True)
     (failed / "output/rank.1/stderr").write_text("the last words")
-    told = subprocess.run([*program, "--json", str(failed)], capture_output=True, text=True, timeout=60, check=True)
+    told = subprocess.run(
+        [*program, "--json", str(failed)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "output/rank.1/stderr" in json.loads(told.stdout)["next"]

@@ -14,7 +14,8 @@ use crate::surroundings::Surroundings;
 pub(crate) fn command() -> Command {
     Command::new("agent")
         .about(
-            "Serves a launcher on another host through standard input and output; `farandole run` starts it.",
+            "Serves a launcher on another host through standard input and output; `farandole run` \
+             starts it.",
         )
         .hide(true)
 }

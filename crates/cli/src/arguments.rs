@@ -26,12 +26,14 @@ pub(crate) fn command() -> Command {
         .subcommand(timeline::command())
         .subcommand(simulate::command())
         .subcommand(
-            Command::new("doctor")
-                .about("Reports what is installed, which links and devices work, and what is wrong."),
+            Command::new("doctor").about(
+                "Reports what is installed, which links and devices work, and what is wrong.",
+            ),
         )
 }
 
-/// Parses the words: the subcommand and its arguments. With `drop_in` they are Horovod's, and mean `run`.
+/// Parses the words: the subcommand and its arguments. With `drop_in` they are Horovod's, and mean
+/// `run`.
 ///
 /// # Errors
 /// The message of clap: an error, or the requested help.
@@ -51,7 +53,8 @@ pub(crate) fn matches(argv: &[String], drop_in: bool) -> Result<(String, ArgMatc
     Ok(("run".to_owned(), horovodrun.try_get_matches_from(words)?))
 }
 
-/// Horovod's names behind a single dash become ours, as long as they are ours and not the program's.
+/// Horovod's names behind a single dash become ours, as long as they are ours and not the
+/// program's.
 pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
     let long = |word: &str| {
         let (name, value) = match word.strip_prefix('-')?.split_once('=') {
@@ -72,7 +75,8 @@ pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
     let takes = |word: &str| {
         let arg = command.get_arguments().find(|arg| {
             let long = word.strip_prefix("--").is_some_and(|name| {
-                arg.get_long() == Some(name) || arg.get_all_aliases().is_some_and(|all| all.contains(&name))
+                arg.get_long() == Some(name)
+                    || arg.get_all_aliases().is_some_and(|all| all.contains(&name))
             });
             let short = word.strip_prefix('-').and_then(|name| {
                 let mut letters = name.chars();
@@ -82,8 +86,9 @@ pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
         });
         arg.map_or(0, |arg| {
             let one = usize::from(arg.get_action().takes_values());
-            arg.get_num_args()
-                .map_or(one, |count| count.min_values().min(count.max_values()).max(one * count.min_values()))
+            arg.get_num_args().map_or(one, |count| {
+                count.min_values().min(count.max_values()).max(one * count.min_values())
+            })
         })
     };
     let mut words = Vec::with_capacity(argv.len());
@@ -133,7 +138,10 @@ mod tests {
     #[test]
     fn a_value_may_stand_behind_a_sign() {
         let line = words("farandole run -np=2 -hostfile=h=x python -np=4");
-        assert_eq!(normalized(&line).join(" "), "farandole run --num-proc=2 --hostfile=h=x python -np=4");
+        assert_eq!(
+            normalized(&line).join(" "),
+            "farandole run --num-proc=2 --hostfile=h=x python -np=4"
+        );
     }
 
     #[test]
@@ -154,7 +162,10 @@ mod tests {
         };
         let version = env!("CARGO_PKG_VERSION");
         assert_eq!(told(&["farandole", "--version"], false), format!("farandole {version}\n"));
-        assert_eq!(told(&["farandole", "run", "--version"], false), format!("farandole {version}\n"));
+        assert_eq!(
+            told(&["farandole", "run", "--version"], false),
+            format!("farandole {version}\n")
+        );
         assert_eq!(told(&["horovodrun", "-v"], true), format!("horovodrun {version}\n"));
     }
 

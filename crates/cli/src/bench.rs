@@ -39,7 +39,10 @@ const SIZES: &str = "4,1K,64K,256K,4M,64M";
 /// Returns the command line.
 pub(crate) fn command() -> Command {
     Command::new("bench")
-        .about("Measures a collective on several processes of this host; `-np N` is the same as `--num-proc N`.")
+        .about(
+            "Measures a collective on several processes of this host; `-np N` is the same as \
+                `--num-proc N`.",
+        )
         .override_usage("farandole bench <OPERATION> -np <N> [OPTIONS]")
         .arg(Arg::new("operation").required(true).value_parser(OPERATIONS).help("What to time"))
         .arg(
@@ -58,8 +61,8 @@ pub(crate) fn command() -> Command {
                 .value_delimiter(',')
                 .value_parser(bytes)
                 .help(
-                    "Bytes of the whole tensor, such as 4,1K,4M: what every rank ends with, or for reducescatter \
-                     and alltoall begins with",
+                    "Bytes of the whole tensor, such as 4,1K,4M: what every rank ends with, or for \
+                     reducescatter and alltoall begins with",
                 ),
         )
         .arg(
@@ -83,8 +86,8 @@ pub(crate) fn command() -> Command {
                 .help("Print one JSON object per line instead of a table"),
         )
         .arg(Arg::new("write").long("write").value_name("FILE").help(
-            "Time all algorithms of allreduces, and write rules for worlds of this shape to FILE, which may have \
-             rules for others; FARANDOLE_ALLREDUCE_ALGORITHM=@FILE reads them",
+            "Time all algorithms of allreduces, and write rules for worlds of this shape to FILE, \
+             which may have rules for others; FARANDOLE_ALLREDUCE_ALGORITHM=@FILE reads them",
         ))
 }
 
@@ -100,7 +103,9 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
     command.extend(sizes.map(u64::to_string));
     if let Some(file) = matches.get_one::<String>("write") {
         if text("operation") != "allreduce" {
-            bail!("--write is for allreduce: the algorithm of other operations is not chosen by rules");
+            bail!(
+                "--write is for allreduce: the algorithm of other operations is not chosen by rules"
+            );
         }
         command.extend(["--write".to_owned(), file.clone()]);
     }
@@ -134,7 +139,10 @@ pub(crate) fn bytes(text: &str) -> Result<u64> {
         .find_map(|(unit, shift)| upper.strip_suffix(unit).map(|digits| (digits, *shift)))
         .unwrap_or((&upper, 0));
     let number: u64 = digits.parse().with_context(|| format!("not a size: {text}"))?;
-    number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).with_context(|| format!("not a size: {text}"))
+    number
+        .checked_mul(1 << shift)
+        .filter(|bytes| *bytes > 0)
+        .with_context(|| format!("not a size: {text}"))
 }
 
 /// Rank 0's measurement at one size.
@@ -197,9 +205,9 @@ impl Table {
         out(&if self.json {
             let Self { operation, dtype, ranks, .. } = self;
             format!(
-                "{{\"operation\": \"{operation}\", \"dtype\": \"{dtype}\", \"ranks\": {ranks}, \"bytes\": {bytes}, \
-                 \"iterations\": {iterations}, \"p50_us\": {p50:.3}, \"p90_us\": {p90:.3}, \"alg_gbps\": {speed:.4}, \
-                 \"bus_gbps\": {bus:.4}}}"
+                "{{\"operation\": \"{operation}\", \"dtype\": \"{dtype}\", \"ranks\": \
+                 {ranks}, \"bytes\": {bytes}, \"iterations\": {iterations}, \"p50_us\": \
+                 {p50:.3}, \"p90_us\": {p90:.3}, \"alg_gbps\": {speed:.4}, \"bus_gbps\": {bus:.4}}}"
             )
         } else {
             format!("{bytes:>12} {iterations:>7} {p50:>12.1} {p90:>12.1} {speed:>10.2} {bus:>10.2}")
@@ -236,7 +244,10 @@ mod tests {
 
     #[test]
     fn sizes_have_units_of_1024() {
-        assert_eq!(["4", "1K", "4m", "2G"].map(|text| bytes(text).unwrap()), [4, 1024, 4 << 20, 2 << 30]);
+        assert_eq!(
+            ["4", "1K", "4m", "2G"].map(|text| bytes(text).unwrap()),
+            [4, 1024, 4 << 20, 2 << 30]
+        );
         for wrong in ["", "K", "0", "-4", "1T", "99999999999999999999", "18446744073709551615K"] {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }

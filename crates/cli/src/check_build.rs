@@ -11,7 +11,10 @@ use farandole::cuda::{Places, built};
 use crate::surroundings::{Distribution, Python};
 
 /// Returns the abilities of this installation; `modules` has the package of each module.
-pub(crate) fn check_build(python: &Python, modules: &BTreeMap<String, Vec<Distribution>>) -> String {
+pub(crate) fn check_build(
+    python: &Python,
+    modules: &BTreeMap<String, Vec<Distribution>>,
+) -> String {
     let installed = |module: &str| modules.contains_key(module);
     let mut page = format!("Farandole v{}:\n", env!("CARGO_PKG_VERSION"));
     section(

@@ -21,12 +21,17 @@ pub(crate) struct Console {
 }
 
 impl Console {
-    /// Lines with the time before them, where `timestamps`, and the bare ones in `folder` too, for ranks below `ranks`.
-    /// Files that are there are emptied, unless `continued`.
+    /// Lines with the time before them, where `timestamps`, and the bare ones in `folder` too, for
+    /// ranks below `ranks`. Files that are there are emptied, unless `continued`.
     ///
     /// # Errors
     /// The folder cannot be written to.
-    pub(crate) fn new(timestamps: bool, folder: Option<&Path>, ranks: u32, continued: bool) -> Result<Self> {
+    pub(crate) fn new(
+        timestamps: bool,
+        folder: Option<&Path>,
+        ranks: u32,
+        continued: bool,
+    ) -> Result<Self> {
         let files = folder.map(|folder| RankFiles::new(folder, ranks, continued)).transpose()?;
         Ok(Self { timestamps, files })
     }
@@ -71,10 +76,9 @@ impl RankFiles {
         for rank in 0..ranks {
             for stream in [Stream::Stdout, Stream::Stderr] {
                 let path = files.path(rank, stream);
-                let made = path
-                    .parent()
-                    .map_or(Ok(()), fs::create_dir_all)
-                    .and_then(|()| File::options().write(true).create(true).truncate(!continued).open(&path));
+                let made = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| {
+                    File::options().write(true).create(true).truncate(!continued).open(&path)
+                });
                 made.with_context(|| {
                     format!("cannot write the output of rank {rank} to {}", path.display())
                 })?;
@@ -91,7 +95,9 @@ impl RankFiles {
         let Some(rank) = line.rank else { return };
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let written = match open.entry((rank, line.stream)) {
-            std::collections::hash_map::Entry::Occupied(entry) => writeln!(entry.into_mut(), "{}", line.text),
+            std::collections::hash_map::Entry::Occupied(entry) => {
+                writeln!(entry.into_mut(), "{}", line.text)
+            }
             std::collections::hash_map::Entry::Vacant(entry) => {
                 let path = self.path(rank, line.stream);
                 // The world of an elastic job may grow beyond the ranks of its beginning.
@@ -132,7 +138,10 @@ mod tests {
         console.accept(line(3, Stream::Stdout, "b"));
         console.accept(line(10, Stream::Stderr, "c"));
         let read = |path: &str| fs::read_to_string(folder.path().join(path)).unwrap();
-        assert_eq!((read("rank.03/stdout").as_str(), read("rank.10/stderr").as_str()), ("a\nb\n", "c\n"));
+        assert_eq!(
+            (read("rank.03/stdout").as_str(), read("rank.10/stderr").as_str()),
+            ("a\nb\n", "c\n")
+        );
         assert_eq!(read("rank.00/stdout"), "");
         drop(Console::new(false, Some(&folder.path().join("one")), 1, false).unwrap());
         assert!(folder.path().join("one/rank.0/stderr").is_file());
@@ -142,7 +151,9 @@ mod tests {
     fn a_job_that_is_continued_keeps_its_files() {
         let folder = tempfile::tempdir().unwrap();
         let read = || fs::read_to_string(folder.path().join("rank.0/stdout")).unwrap();
-        for (continued, text, all) in [(false, "a", "a\n"), (true, "b", "a\nb\n"), (false, "c", "c\n")] {
+        for (continued, text, all) in
+            [(false, "a", "a\n"), (true, "b", "a\nb\n"), (false, "c", "c\n")]
+        {
             let console = Console::new(false, Some(folder.path()), 1, continued).unwrap();
             console.accept(line(0, Stream::Stdout, text));
             assert_eq!(read(), all);
@@ -156,7 +167,8 @@ mod tests {
         fs::write(&file, "").unwrap();
         let error = Console::new(false, Some(&file), 1, false).err().unwrap().to_string();
         assert!(
-            error.starts_with("cannot write the output of rank 0 to ") && error.contains("file/rank.0"),
+            error.starts_with("cannot write the output of rank 0 to ")
+                && error.contains("file/rank.0"),
             "{error}"
         );
     }
@@ -164,6 +176,9 @@ mod tests {
     #[test]
     fn the_time_has_the_form_of_asctime() {
         let time = asctime();
-        assert!(time.len() == 24 && time.as_bytes()[13] == b':' && time.as_bytes()[19] == b' ', "{time}");
+        assert!(
+            time.len() == 24 && time.as_bytes()[13] == b':' && time.as_bytes()[19] == b' ',
+            "{time}"
+        );
     }
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole data`: prepares and inspects data. The Python package, which has pyarrow, does the work.
+//! `farandole data`: prepares and inspects data. The Python package, which has pyarrow, does the
+//! work.
 
 use std::io::Write as _;
 
@@ -21,8 +22,12 @@ pub(crate) fn command() -> Command {
     let many = |name: &'static str, value: &'static str, help: &'static str| {
         text(name, value, help).action(ArgAction::Append)
     };
-    let json =
-        || Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print JSON instead of a table");
+    let json = || {
+        Arg::new("json")
+            .long("json")
+            .action(ArgAction::SetTrue)
+            .help("Print JSON instead of a table")
+    };
     let url = || {
         Arg::new("url")
             .value_name("URL")
@@ -36,8 +41,9 @@ pub(crate) fn command() -> Command {
         .subcommand(
             Command::new("prepare")
                 .about(
-                    "Writes Parquet, CSV, JSON lines, Arrow IPC files or a Delta table to a store, in the form that \
-                     training reads fastest. A preparation that was cut off continues; one that is complete is not repeated.",
+                    "Writes Parquet, CSV, JSON lines, Arrow IPC files or a Delta table to a store, \
+                     in the form that training reads fastest. A preparation that was cut off \
+                     continues; one that is complete is not repeated.",
                 )
                 .arg(
                     Arg::new("source")
@@ -46,25 +52,57 @@ pub(crate) fn command() -> Command {
                         .num_args(1..)
                         .help("Files, directories or patterns in quotes, in any store"),
                 )
-                .arg(text("to", "STORE", "The store, such as /data/farandole or s3://bucket/prefix").required(true))
-                .arg(many("features", "COLUMNS", "Columns for the model; default: all columns without another role"))
+                .arg(
+                    text(
+                        "to",
+                        "STORE",
+                        "The store, such as /data/farandole or \
+                                          s3://bucket/prefix",
+                    )
+                    .required(true),
+                )
+                .arg(many(
+                    "features",
+                    "COLUMNS",
+                    "Columns for the model; default: all columns \
+                                                  without another role",
+                ))
                 .arg(many("labels", "COLUMNS", "Columns to compare with"))
                 .arg(text("weight", "COLUMN", "Column with each row's weight"))
-                .arg(text("validation", "SHARE|COLUMN", "Share of rows to hold out, or a column that selects them"))
+                .arg(text(
+                    "validation",
+                    "SHARE|COLUMN",
+                    "Share of rows to hold out, or a column \
+                                                         that selects them",
+                ))
                 .arg(text(
                     "stratify",
                     "COLUMN",
                     "Column of classes: the share of --validation is held out of each class",
                 ))
-                .arg(text("group", "COLUMN", "Column of groups: all rows of a group are on one side"))
-                .arg(text("time", "COLUMN", "Column of times or numbers: the latest rows are held out"))
-                .arg(text("seed", "SEED", "Of the split").default_value("0").value_parser(value_parser!(u64)))
+                .arg(text(
+                    "group",
+                    "COLUMN",
+                    "Column of groups: all rows of a group are on one \
+                                              side",
+                ))
+                .arg(text(
+                    "time",
+                    "COLUMN",
+                    "Column of times or numbers: the latest rows are held \
+                                             out",
+                ))
+                .arg(
+                    text("seed", "SEED", "Of the split")
+                        .default_value("0")
+                        .value_parser(value_parser!(u64)),
+                )
                 .arg(many("fill", "[COLUMN=]VALUE", "Replacement of nulls and NaN"))
                 .arg(many(
                     "categories",
                     "COLUMN[=COUNT]",
-                    "Column of strings, integers or booleans that becomes indices, of the COUNT most frequent values \
-                     at most",
+                    "Column of strings, integers or booleans that becomes indices, of the COUNT \
+                     most frequent values at most",
                 ))
                 .arg(many(
                     "ragged",
@@ -81,9 +119,24 @@ pub(crate) fn command() -> Command {
                     text("format", "FORMAT", "Format of files whose names do not show it")
                         .value_parser(["parquet", "csv", "json", "ipc"]),
                 )
-                .arg(many("type", "COLUMN=TYPE", "Type of a column of CSV or JSON, such as id=string"))
-                .arg(many("csv", "OPTION=VALUE", "How CSV is read, such as delimiter=; or encoding=latin1"))
-                .arg(text("sql", "QUERY", "A query of the source, which is the table `source` in it"))
+                .arg(many(
+                    "type",
+                    "COLUMN=TYPE",
+                    "Type of a column of CSV or JSON, such as \
+                                                  id=string",
+                ))
+                .arg(many(
+                    "csv",
+                    "OPTION=VALUE",
+                    "How CSV is read, such as delimiter=; or \
+                                                  encoding=latin1",
+                ))
+                .arg(text(
+                    "sql",
+                    "QUERY",
+                    "A query of the source, which is the table `source` in \
+                                           it",
+                ))
                 .arg(
                     text("compression", "KIND", "Compression of the written files")
                         .default_value("none")
@@ -93,12 +146,10 @@ pub(crate) fn command() -> Command {
                     text("row-group-rows", "ROWS", "Rows of a row group; default: by size")
                         .value_parser(value_parser!(u64).range(1..)),
                 )
-                .arg(
-                    Arg::new("statistics")
-                        .long("statistics")
-                        .action(ArgAction::SetTrue)
-                        .help("Also compute statistics of the rows, in one more pass, which fitted models carry"),
-                )
+                .arg(Arg::new("statistics").long("statistics").action(ArgAction::SetTrue).help(
+                    "Also compute statistics of the rows, in one more pass, which fitted \
+                               models carry",
+                ))
                 .arg(
                     Arg::new("again")
                         .long("again")
@@ -109,14 +160,15 @@ pub(crate) fn command() -> Command {
         )
         .subcommand(
             Command::new("inspect")
-                .about("Prints the content of a data set: rows, files, columns with types, shapes and extremes.")
-                .arg(url())
-                .arg(
-                    Arg::new("verify")
-                        .long("verify")
-                        .action(ArgAction::SetTrue)
-                        .help("Read every file and compare its checksum; status 1 when one differs"),
+                .about(
+                    "Prints the content of a data set: rows, files, columns with types, shapes \
+                        and extremes.",
                 )
+                .arg(url())
+                .arg(Arg::new("verify").long("verify").action(ArgAction::SetTrue).help(
+                    "Read every file and compare its checksum; status 1 when one \
+                               differs",
+                ))
                 .arg(json()),
         )
         .subcommand(
@@ -202,8 +254,8 @@ mod tests {
 
     #[test]
     fn arguments_reach_the_package_by_name() {
-        let line = "data prepare a.csv b=c.csv --to /s --fill x=0 --fill 1 --allow-nan --statistics \
-                    --row-group-rows 7";
+        let line = "data prepare a.csv b=c.csv --to /s --fill x=0 --fill 1 --allow-nan \
+                    --statistics --row-group-rows 7";
         let told = Told::default();
         let status = |line: &str| {
             let matches = command().try_get_matches_from(line.split(' ')).unwrap();
@@ -234,7 +286,9 @@ mod tests {
 
     #[test]
     fn a_missing_argument_is_refused() {
-        for line in ["data", "data prepare a.csv", "data head", "data prepare a --to s --format xml"] {
+        for line in
+            ["data", "data prepare a.csv", "data head", "data prepare a --to s --format xml"]
+        {
             assert!(command().try_get_matches_from(line.split(' ')).is_err(), "{line}");
         }
     }

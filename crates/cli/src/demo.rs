@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole demo`: a first fit with what is installed. The Python package, which has the estimators, does the work.
+//! `farandole demo`: a first fit with what is installed. The Python package, which has the
+//! estimators, does the work.
 
 use anyhow::Result;
 use clap::{Arg, ArgAction, ArgMatches, Command};
@@ -15,8 +16,8 @@ const MODULE: &str = "farandole.spark.demo";
 pub(crate) fn command() -> Command {
     Command::new("demo")
         .about(
-            "Trains a small PyTorch network on generated data with two processes: on Spark local[2], or without Spark if \
-             there is no Java. Needs the extras torch and spark.",
+            "Trains a small PyTorch network on generated data with two processes: on Spark \
+             local[2], or without Spark if there is no Java. Needs the extras torch and spark.",
         )
         .arg(
             Arg::new("store")

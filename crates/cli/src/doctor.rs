@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole doctor`: reports what is installed, what works (by trying it), what is wrong, and how to fix it.
+//! `farandole doctor`: reports what is installed, what works (by trying it), what is wrong, and how
+//! to fix it.
 
 mod launcher;
 
@@ -39,8 +40,11 @@ const FRAMEWORKS: &[(&str, &str, &str)] = &[
     ("keras", "Keras", "tensorflow"),
     ("jax", "JAX", "jax"),
 ];
-const SPARK: &[(&str, &str, &str)] =
-    &[("pyspark", "PySpark", "spark"), ("pyarrow", "PyArrow", "spark"), ("pandas", "pandas", "spark")];
+const SPARK: &[(&str, &str, &str)] = &[
+    ("pyspark", "PySpark", "spark"),
+    ("pyarrow", "PyArrow", "spark"),
+    ("pandas", "pandas", "spark"),
+];
 
 /// One page, section by section, with the problems at its end.
 #[derive(Default)]
@@ -99,7 +103,8 @@ fn examine(python: &Python, modules: &Modules) -> Page {
     versions(&mut page, python);
     packages(&mut page, "Frameworks", FRAMEWORKS, modules);
     if !FRAMEWORKS.iter().any(|(module, ..)| modules.contains_key(*module)) {
-        page.problems.push("no framework is installed: pip install \"farandole[torch]\"".to_owned());
+        page.problems
+            .push("no framework is installed: pip install \"farandole[torch]\"".to_owned());
     }
     packages(&mut page, "Spark", SPARK, modules);
     java(&mut page, modules.contains_key("pyspark"));
@@ -114,12 +119,16 @@ fn examine(python: &Python, modules: &Modules) -> Page {
 }
 
 fn versions(page: &mut Page, python: &Python) {
-    page.text.push_str(&format!("Farandole {} (protocol {PROTOCOL_VERSION})\n", env!("CARGO_PKG_VERSION")));
+    page.text.push_str(&format!(
+        "Farandole {} (protocol {PROTOCOL_VERSION})\n",
+        env!("CARGO_PKG_VERSION")
+    ));
     page.section("This host");
     page.line("python", &format!("{} at {}", python.version, python.executable));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     page.line("system", &format!("Linux {} on {}", kernel.trim(), std::env::consts::ARCH));
-    let cores = thread::available_parallelism().map_or_else(|_| "?".to_owned(), |cores| cores.to_string());
+    let cores =
+        thread::available_parallelism().map_or_else(|_| "?".to_owned(), |cores| cores.to_string());
     page.line("cores", &cores);
     page.line("host hash", &host::facts().hash().0);
     let addresses: Vec<String> = host::addresses().iter().map(ToString::to_string).collect();
@@ -153,11 +162,14 @@ fn provided(module: &str, providers: &[Distribution]) -> String {
 }
 
 fn java(page: &mut Page, needed: bool) {
-    let program =
-        environment("JAVA_HOME").map_or_else(|| "java".to_owned(), |home| format!("{home}/bin/java"));
+    let program = environment("JAVA_HOME")
+        .map_or_else(|| "java".to_owned(), |home| format!("{home}/bin/java"));
     // `java -version` writes to stderr.
-    let version =
-        Command::new(&program).arg("-version").output().ok().filter(|output| output.status.success());
+    let version = Command::new(&program)
+        .arg("-version")
+        .output()
+        .ok()
+        .filter(|output| output.status.success());
     match version {
         Some(output) => {
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -169,7 +181,8 @@ fn java(page: &mut Page, needed: bool) {
             page.check(false, "Java", &format!("{program} does not run"));
             if needed {
                 page.problems.push(format!(
-                    "{program} does not run, and Spark needs it: install a JDK 17 or newer, or set JAVA_HOME"
+                    "{program} does not run, and Spark needs it: install a JDK 17 or newer, or set \
+                     JAVA_HOME"
                 ));
             }
         }
@@ -180,10 +193,13 @@ fn links(page: &mut Page) {
     page.section("Links (tried between two ranks of this process)");
     page.attempt(
         "shared memory",
-        "Ranks of this host will use TCP. A container needs memfd_create and Unix sockets: look at its seccomp profile.",
+        "Ranks of this host will use TCP. A container needs memfd_create and Unix sockets: look at \
+         its seccomp profile.",
         || link(true, LinkKind::SharedMemory),
     );
-    page.attempt("TCP", "Look at firewall rules for the loopback interface.", || link(false, LinkKind::Tcp));
+    page.attempt("TCP", "Look at firewall rules for the loopback interface.", || {
+        link(false, LinkKind::Tcp)
+    });
 }
 
 /// Joins two ranks, sends a byte there, and says what carried it.
@@ -262,7 +278,8 @@ fn devices(page: &mut Page, python: &Python) {
     }
     let chosen = Config::from_env().map(|config| config.gpu_tensors).unwrap_or_default();
     let works = |name: &str| findings.iter().any(|finding| finding.name == name && finding.works);
-    let (by_nccl, way) = tensors_on_gpus(&chosen, works(Kind::Driver.name()), works(Kind::Nccl.name()));
+    let (by_nccl, way) =
+        tensors_on_gpus(&chosen, works(Kind::Driver.name()), works(Kind::Nccl.name()));
     page.check(by_nccl, "tensors on GPUs", way);
 }
 
@@ -272,12 +289,14 @@ fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static st
         _ if !driver => (false, "none: there is no driver"),
         "copied" => (false, "copied to host memory by torch: FARANDOLE_GPU_TENSORS=copied"),
         "staged" => (false, "through host memory: FARANDOLE_GPU_TENSORS=staged"),
-        _ if !nccl => {
-            (false, "through host memory, and by CUDA IPC on a GPU that ranks share: there is no NCCL")
-        }
+        _ if !nccl => (
+            false,
+            "through host memory, and by CUDA IPC on a GPU that ranks share: there is no NCCL",
+        ),
         _ => (
             true,
-            "by NCCL if every rank has its own GPU, by CUDA IPC if ranks share one, otherwise through host memory",
+            "by NCCL if every rank has its own GPU, by CUDA IPC if ranks share one, otherwise \
+             through host memory",
         ),
     }
 }
@@ -286,7 +305,8 @@ fn launching(page: &mut Page) {
     page.section("Launching (tried)");
     page.attempt("registrar", "Look at firewall rules for the loopback interface.", || {
         let config = Config::from_env()?;
-        let options = Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
+        let options =
+            Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
         let registrar = Registrar::start(options)?;
         let deadline = Instant::now() + LIMIT;
         let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline)?;
@@ -297,7 +317,8 @@ fn launching(page: &mut Page) {
     page.attempt("worker processes", "The message names what the system refused.", || {
         let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
         let job = Job::here(2, command, std::collections::BTreeMap::new(), Config::from_env()?);
-        let sink = std::sync::Arc::new(Console::default()) as std::sync::Arc<dyn farandole::telemetry::Sink>;
+        let sink = std::sync::Arc::new(Console::default())
+            as std::sync::Arc<dyn farandole::telemetry::Sink>;
         let report = job.run(&sink, &|| Wish::GoOn)?;
         match report.reason() {
             None => Ok("2 were started and ended".to_owned()),
@@ -312,7 +333,8 @@ mod tests {
 
     fn modules(provided: &[(&str, &str, &str)]) -> Modules {
         let one = |(module, name, version): &(&str, &str, &str)| {
-            let provider = Distribution { name: (*name).to_owned(), version: (*version).to_owned() };
+            let provider =
+                Distribution { name: (*name).to_owned(), version: (*version).to_owned() };
             ((*module).to_owned(), vec![provider])
         };
         provided.iter().map(one).collect()
@@ -321,9 +343,14 @@ mod tests {
     #[test]
     fn a_framework_is_found_whatever_its_distribution_is_called() {
         let mut page = Page::default();
-        let mut found = modules(&[("tensorflow", "tf-nightly", "2.22"), ("torch", "torch", "2.15.0")]);
+        let mut found =
+            modules(&[("tensorflow", "tf-nightly", "2.22"), ("torch", "torch", "2.15.0")]);
         packages(&mut page, "Frameworks", FRAMEWORKS, &found);
-        assert!(page.text.contains("[X] TensorFlow              2.22 (tf-nightly)\n"), "{}", page.text);
+        assert!(
+            page.text.contains("[X] TensorFlow              2.22 (tf-nightly)\n"),
+            "{}",
+            page.text
+        );
         assert!(page.text.contains("[X] PyTorch                 2.15.0\n"), "{}", page.text);
         assert!(page.text.contains("[ ] JAX                     pip install"), "{}", page.text);
         let second = Distribution { name: "tensorflow".to_owned(), version: "2.21".to_owned() };
@@ -334,9 +361,11 @@ mod tests {
 
     #[test]
     fn a_healthy_host_with_a_framework_has_working_links_and_workers() {
-        let python = Python { version: "3.11".into(), executable: "python".into(), ..Python::default() };
+        let python =
+            Python { version: "3.11".into(), executable: "python".into(), ..Python::default() };
         let page = examine(&python, &modules(&[("torch", "torch", "2.15.0")]));
-        for works in ["[X] PyTorch", "[X] shared memory", "[X] TCP", "[X] registrar", "[X] worker processes"]
+        for works in
+            ["[X] PyTorch", "[X] shared memory", "[X] TCP", "[X] registrar", "[X] worker processes"]
         {
             assert!(page.text.contains(works), "{works} is missing in\n{}", page.text);
         }

@@ -15,17 +15,19 @@ use crate::{store, ui};
 pub(crate) fn command() -> Command {
     store::with_options(Command::new("explain"))
         .about(
-            "Says what limits the speed of a run: a slow rank, the data, the reduction or the computation. Prints a \
-             verdict, the numbers that it is based on, and what to try next. Works for running and ended runs.",
+            "Says what limits the speed of a run: a slow rank, the data, the reduction or the \
+             computation. Prints a verdict, the numbers that it is based on, and what to try next. \
+             Works for running and ended runs.",
         )
         .arg_required_else_help(true)
-        .arg(
-            Arg::new("run")
-                .value_name("RUN")
-                .required(true)
-                .help("Directory of the run, such as /data/farandole/runs/mine or s3://bucket/prefix/runs/mine"),
-        )
-        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print JSON instead of three lines"))
+        .arg(Arg::new("run").value_name("RUN").required(true).help(
+            "Directory of the run, such as /data/farandole/runs/mine or \
+                       s3://bucket/prefix/runs/mine",
+        ))
+        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help(
+            "Print JSON instead of \
+                                                                            three lines",
+        ))
 }
 
 /// Runs it.

@@ -3,13 +3,14 @@
 
 //! The farandole command.
 //!
-//! Owns the command line: `demo` trains a small network with what is installed, `run` starts a program on several
-//! processes of one host or of several, `bench` measures collectives, `data` prepares and shows data, `store` lists and
-//! cleans up stores, `ui` shows their runs in the browser, `explain` says what limits the speed of a run, `timeline`
-//! merges the timelines of ranks, `doctor` says what works on this machine, `simulate` computes how long things take on
-//! a cluster that is not there.
-//! It has no logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which
-//! passes an interpreter through [`Surroundings`]; there is no second binary.
+//! Owns the command line: `demo` trains a small network with what is installed, `run` starts a
+//! program on several processes of one host or of several, `bench` measures collectives, `data`
+//! prepares and shows data, `store` lists and cleans up stores, `ui` shows their runs in the
+//! browser, `explain` says what limits the speed of a run, `timeline` merges the timelines of
+//! ranks, `doctor` says what works on this machine, `simulate` computes how long things take on a
+//! cluster that is not there.
+//! It has no logic: it reads arguments, calls the facade and prints. It is linked into the Python
+//! extension, which passes an interpreter through [`Surroundings`]; there is no second binary.
 //!
 //! ```text
 //! arguments ── clap ──> run, bench, doctor, store, explain, simulate, timeline, agent ──> facade (Rust)
@@ -17,7 +18,8 @@
 //! ```
 //!
 //! Invariants:
-//! - `CL-1`: the exit status of `run` is that of the worker that failed first (128 + n for signal n), else 0.
+//! - `CL-1`: the exit status of `run` is that of the worker that failed first (128 + n for signal
+//!   n), else 0.
 //! - `CL-2`: every knob with a flag is a flag of `run`; given flags reach the workers as variables.
 //! - `CL-3`: events of the engine are lines on stderr, never on stdout, which is for results.
 
@@ -59,7 +61,8 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
     let (subcommand, matches) = match arguments::matches(argv, drop_in) {
         Ok(found) => found,
         Err(error) => {
-            // Help and versions go to stdout and are no failure; a closed pipe does not make them one.
+            // Help and versions go to stdout and are no failure; a closed pipe does not make them
+            // one.
             drop(error.print());
             return error.exit_code();
         }

@@ -11,7 +11,8 @@ pub(crate) fn install(level: LogLevel, hide_time: bool) {
     log::to_stderr(level, hide_time);
 }
 
-/// As the environment asks for. The command that reads a variable reports values that it cannot parse.
+/// As the environment asks for. The command that reads a variable reports values that it cannot
+/// parse.
 pub(crate) fn install_from_environment() {
     match Config::from_env() {
         Ok(config) => install(config.log_level, config.log_hide_time),

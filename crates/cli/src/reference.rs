@@ -9,10 +9,12 @@ use farandole::config::{KNOBS, PREFIX};
 use crate::arguments::command;
 use crate::run::flags::{Does, FLAGS, IGNORED_VARIABLES, knob_flags};
 
-/// Returns the whole page: `run` with its keys and variables, then every other command that is not hidden.
+/// Returns the whole page: `run` with its keys and variables, then every other command that is not
+/// hidden.
 fn page() -> String {
     let mut page = String::from(
-        "# The command line\n\n<!-- Written by `FARANDOLE_WRITE=1 cargo test -p farandole-cli reference`; do not edit. -->\n\n\
+        "# The command line\n\n<!-- Written by `FARANDOLE_WRITE=1 cargo test -p farandole-cli \
+         reference`; do not edit. -->\n\n\
          The `farandole` command. `farandole COMMAND --help` prints the same.\n\n",
     );
     let mut whole = command();
@@ -20,7 +22,10 @@ fn page() -> String {
     for one in whole.get_subcommands().filter(|one| shown(one)) {
         let name = one.get_name();
         let link = format!("farandole-{name}");
-        page.push_str(&format!("- [`farandole {name}`](#{link}): {}\n", first_sentence(&about(one))));
+        page.push_str(&format!(
+            "- [`farandole {name}`](#{link}): {}\n",
+            first_sentence(&about(one))
+        ));
     }
     run(&mut page);
     for one in whole.get_subcommands_mut().filter(|one| shown(one) && one.get_name() != "run") {
@@ -53,14 +58,19 @@ fn section(page: &mut String, command: &mut Command, name: &str, level: usize) {
         "\n{heading} `{name}`\n\n{}\n\n```text\n{usage}\n```\n",
         escaped(&about(command))
     ));
-    let args: Vec<&Arg> =
-        command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_id() != "help").collect();
+    let args: Vec<&Arg> = command
+        .get_arguments()
+        .filter(|arg| !arg.is_hide_set() && arg.get_id() != "help")
+        .collect();
     if !args.is_empty() {
         page.push_str("\n| argument | what it does | default |\n| --- | --- | --- |\n");
     }
     for arg in args {
-        let default: Vec<String> =
-            arg.get_default_values().iter().map(|value| format!("`{}`", value.to_string_lossy())).collect();
+        let default: Vec<String> = arg
+            .get_default_values()
+            .iter()
+            .map(|value| format!("`{}`", value.to_string_lossy()))
+            .collect();
         let shown = if arg.get_action().takes_values() { default.join(" ") } else { String::new() };
         page.push_str(&format!("| {} | {} | {shown} |\n", spelled(arg), described(arg)));
     }
@@ -103,9 +113,11 @@ fn escaped(text: &str) -> String {
 fn run(page: &mut String) {
     page.push_str(
         "\n## `farandole run`\n\n\
-         `farandole run [FLAGS] COMMAND...`, and `horovodrun [FLAGS] COMMAND...` of the drop-in package, which is the same \
-         command.\nA flag has priority over the file of `--config-file`, the file over a variable, a variable over the default.\n\
-         Variables begin with `FARANDOLE_`. If one is not set, the same name with `HOROVOD_` is read.\n\n\
+         `farandole run [FLAGS] COMMAND...`, and `horovodrun [FLAGS] COMMAND...` of the drop-in \
+         package, which is the same command.\nA flag has priority over the file of \
+         `--config-file`, the file over a variable, a variable over the default.\n\
+         Variables begin with `FARANDOLE_`. If one is not set, the same name with `HOROVOD_` is \
+         read.\n\n\
          | flag | what it does | key in the file | variable |\n| --- | --- | --- | --- |\n",
     );
     let text = |text: &str| text.trim().replace('|', "\\|");
@@ -113,7 +125,9 @@ fn run(page: &mut String) {
         let mut names: Vec<String> = flag.single.iter().map(|name| format!("`-{name}`")).collect();
         names.extend(flag.short.map(|short| format!("`-{short}`")));
         names.push(format!("`--{}`", flag.name));
-        names.extend(flag.aliases.iter().filter(|name| **name != "np").map(|name| format!("`--{name}`")));
+        names.extend(
+            flag.aliases.iter().filter(|name| **name != "np").map(|name| format!("`--{name}`")),
+        );
         let effect = match flag.does {
             Does::Nothing(why) => format!("accepted, means nothing here: {why}"),
             _ => flag.help.to_owned(),
@@ -135,15 +149,17 @@ fn run(page: &mut String) {
         ));
     }
     page.push_str(
-        "| `-v`, `--version` | Print the version |  |  |\n| `-h`, `--help` | Print the flags |  |  |\n",
+        "| `-v`, `--version` | Print the version |  |  |\n| `-h`, `--help` | Print the flags |  |  \
+         |\n",
     );
     let ignored = IGNORED_VARIABLES.map(|(name, flag)| format!("`{name}` (`--{flag}`)")).join(", ");
     page.push_str(&format!(
-        "\nThese Horovod variables mean nothing here, for the same reason as the flag. The command prints that once: {ignored}.\n"
+        "\nThese Horovod variables mean nothing here, for the same reason as the flag. The command \
+         prints that once: {ignored}.\n"
     ));
     page.push_str(
-        "\nThe exit status is that of the worker that failed first, 128 + n for signal n, and 1 when the job could not \
-         begin or a host was lost.\n",
+        "\nThe exit status is that of the worker that failed first, 128 + n for signal n, and 1 \
+         when the job could not begin or a host was lost.\n",
     );
 }
 

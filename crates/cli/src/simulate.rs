@@ -21,14 +21,15 @@ use crate::bench::bytes;
 
 /// Returns the command line.
 pub(crate) fn command() -> Command {
-    let number = |name: &'static str, value: &'static str, default: &'static str, help: &'static str| {
-        Arg::new(name)
-            .long(name)
-            .value_name(value)
-            .default_value(default)
-            .value_parser(value_parser!(f64))
-            .help(help)
-    };
+    let number =
+        |name: &'static str, value: &'static str, default: &'static str, help: &'static str| {
+            Arg::new(name)
+                .long(name)
+                .value_name(value)
+                .default_value(default)
+                .value_parser(value_parser!(f64))
+                .help(help)
+        };
     let count = |name: &'static str, help: &'static str| {
         Arg::new(name).long(name).value_name("N").value_parser(value_parser!(u32)).help(help)
     };
@@ -42,8 +43,8 @@ pub(crate) fn command() -> Command {
     };
     Command::new("simulate")
         .about(
-            "Computes how long a cluster takes to form a world, for allreduces, and for a training step. Nothing runs: \
-             the schedules of a job go over a model of the network.",
+            "Computes how long a cluster takes to form a world, for allreduces, and for a training \
+             step. Nothing runs: the schedules of a job go over a model of the network.",
         )
         .arg(count("ranks", "Processes, 1 to 4096").required(true))
         .arg(count("hosts", "Hosts, which have equally many ranks").required(true))
@@ -55,7 +56,13 @@ pub(crate) fn command() -> Command {
         .arg(count("stragglers", "Hosts that are slower than the others").default_value("0"))
         .arg(number("slowdown", "TIMES", "1.5", "How many times longer these take"))
         .arg(number("copy-rate", "GB/S", "6", "What one core copies"))
-        .arg(number("socket-rate", "GB/S", "5.8", "What one core sends or receives over encrypted TCP"))
+        .arg(number(
+            "socket-rate",
+            "GB/S",
+            "5.8",
+            "What one core sends or receives over encrypted \
+                                                   TCP",
+        ))
         .arg(number("memory-rate", "GB/S", "100", "What all cores of a host read and write"))
         .arg(
             Arg::new("bytes")
@@ -72,7 +79,11 @@ pub(crate) fn command() -> Command {
                 .value_parser(Model::NAMES)
                 .help("Model whose training step is simulated"),
         )
-        .arg(pass("forward", "Milliseconds of the forward pass and the update, instead of a P100's"))
+        .arg(pass(
+            "forward",
+            "Milliseconds of the forward pass and the update, instead of a \
+                              P100's",
+        ))
         .arg(pass("backward", "Milliseconds of the backward pass"))
         .arg(
             Arg::new("goal")
@@ -82,7 +93,10 @@ pub(crate) fn command() -> Command {
                 .requires("bytes")
                 .help("Write the schedule of the first allreduce in the GOAL format"),
         )
-        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print one JSON object instead of a table"))
+        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help(
+            "Print one JSON object \
+                                                                            instead of a table",
+        ))
 }
 
 /// The results.
@@ -111,7 +125,8 @@ fn answer(matches: &ArgMatches) -> Result<Report> {
     let config = Config::read(environment, &BTreeMap::new())?;
     let mut collective = Collective::new(&cluster, &config)?;
     let sizes: Vec<u64> = matches.get_many::<u64>("bytes").unwrap_or_default().copied().collect();
-    let allreduces = sizes.iter().map(|bytes| collective.simulate(*bytes)).collect::<Result<_, _>>()?;
+    let allreduces =
+        sizes.iter().map(|bytes| collective.simulate(*bytes)).collect::<Result<_, _>>()?;
     if let (Some(path), Some(bytes)) = (matches.get_one::<PathBuf>("goal"), sizes.first()) {
         save(path, |out| goal::write(out, &collective, *bytes))?;
     }
@@ -209,7 +224,8 @@ impl Report {
                 cluster.latency.as_secs_f64() * 1e6
             ),
             format!(
-                "forming a world: {:.3} s; {} calls and {} connections at the registrar, {} links of the busiest rank",
+                "forming a world: {:.3} s; {} calls and {} connections at the registrar, {} links \
+                 of the busiest rank",
                 forming.time.as_secs_f64(),
                 forming.calls,
                 forming.connections,
@@ -261,7 +277,12 @@ impl Report {
                 step.efficiency() * 100.0
             ));
             let published = PUBLISHED.map(|published| {
-                format!("{} {:.0} % at {}", published.model, published.efficiency * 100.0, published.ranks)
+                format!(
+                    "{} {:.0} % at {}",
+                    published.model,
+                    published.efficiency * 100.0,
+                    published.ranks
+                )
             });
             lines.push(format!("  published for Horovod: {}", published.join(", ")));
         }
@@ -318,14 +339,15 @@ mod tests {
     use crate::arguments;
 
     fn read(line: &str) -> Result<ArgMatches, clap::Error> {
-        let words: Vec<String> = format!("farandole simulate {line}").split(' ').map(str::to_owned).collect();
+        let words: Vec<String> =
+            format!("farandole simulate {line}").split(' ').map(str::to_owned).collect();
         arguments::matches(&words, false).map(|(_, matches)| matches)
     }
 
     #[test]
     fn arguments_become_a_cluster() {
-        let line =
-            "--ranks 16 --hosts 4 --bandwidth 100 --latency 5 --interfaces 2 --loss 0.01 --stragglers 1";
+        let line = "--ranks 16 --hosts 4 --bandwidth 100 --latency 5 --interfaces 2 --loss 0.01 \
+                    --stragglers 1";
         let found = cluster(&read(line).unwrap()).unwrap();
         assert_eq!((found.ranks, found.hosts, found.interfaces, found.stragglers), (16, 4, 2, 1));
         assert_eq!((found.bandwidth, found.latency), (12.5e9, Duration::from_micros(5)));
@@ -355,8 +377,8 @@ mod tests {
     fn a_report_is_the_same_in_words_and_in_json() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("schedule.goal");
-        let line =
-            "--ranks 512 --hosts 64 --bandwidth 25 --latency 20 --model resnet50 --bytes 4,1M,64M --goal";
+        let line = "--ranks 512 --hosts 64 --bandwidth 25 --latency 20 --model resnet50 --bytes \
+                    4,1M,64M --goal";
         let report = answer(&read(&format!("{line} {}", path.display())).unwrap()).unwrap();
         let (lines, json) = (report.lines(), report.json());
         println!("{}", lines.join("\n"));
@@ -375,7 +397,11 @@ mod tests {
         let line = "--ranks 4096 --hosts 512 --bandwidth 25 --latency 20 --bytes 1G --goal";
         let error = answer(&read(&format!("{line} {}", path.display())).unwrap()).err().unwrap();
         assert!(error.to_string().contains("messages"), "{error}");
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), schedule, "a failure leaves the file as it was");
+        assert_eq!(
+            std::fs::read_to_string(&path).unwrap(),
+            schedule,
+            "a failure leaves the file as it was"
+        );
         assert_eq!(folder.path().read_dir().unwrap().count(), 1);
     }
 }

@@ -15,8 +15,12 @@ use farandole::store::{Limits, Options, Store, configure, is_free, stale, sweep}
 
 /// Returns the command line.
 pub(crate) fn command() -> Command {
-    let url =
-        || Arg::new("url").value_name("URL").required(true).help("A path or URL, such as s3://bucket/prefix");
+    let url = || {
+        Arg::new("url")
+            .value_name("URL")
+            .required(true)
+            .help("A path or URL, such as s3://bucket/prefix")
+    };
     let json = || {
         Arg::new("json")
             .long("json")
@@ -27,18 +31,26 @@ pub(crate) fn command() -> Command {
         .about("Lists and cleans up stores: local paths, s3://, gs://, abfss://, hdfs://, dbfs:/.")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommand(Command::new("ls").about("Lists what is directly in a directory.").arg(url()).arg(json()))
+        .subcommand(
+            Command::new("ls")
+                .about("Lists what is directly in a directory.")
+                .arg(url())
+                .arg(json()),
+        )
         .subcommand(
             Command::new("du")
-                .about("Prints the size of each directory (prepared data, runs, other files), and what is in use.")
+                .about(
+                    "Prints the size of each directory (prepared data, runs, other files), and \
+                        what is in use.",
+                )
                 .arg(url())
                 .arg(json()),
         )
         .subcommand(
             Command::new("gc")
                 .about(
-                    "Deletes prepared data that is old, or too much, and that no process uses. Runs, checkpoints and \
-                     files of others stay.",
+                    "Deletes prepared data that is old, or too much, and that no process uses. \
+                     Runs, checkpoints and files of others stay.",
                 )
                 .arg(url())
                 .arg(
@@ -56,8 +68,9 @@ pub(crate) fn command() -> Command {
                         .value_name("SIZE")
                         .value_parser(bytes)
                         .help(
-                            "Delete the oldest prepared data until all of it takes no more than this, such as 500MB, \
-                             20GiB or 1TB. Without --older-than, data of any age",
+                            "Delete the oldest prepared data until all of it takes no more than \
+                             this, such as 500MB, 20GiB or 1TB. Without --older-than, data of any \
+                             age",
                         ),
                 )
                 .arg(
@@ -81,18 +94,16 @@ pub(crate) fn with_options(command: Command) -> Command {
                 .action(ArgAction::Append)
                 .value_parser(pair)
                 .help(
-                    "A storage option, such as endpoint_url=http://localhost:9000; may be repeated. Secrets do not \
-                     belong on a command line, which other users can see: KEY=env:NAME takes a variable, \
-                     KEY=file:PATH the first line of a file, KEY=- a line of standard input",
+                    "A storage option, such as endpoint_url=http://localhost:9000; may be \
+                     repeated. Secrets do not belong on a command line, which other users can see: \
+                     KEY=env:NAME takes a variable, KEY=file:PATH the first line of a file, KEY=- \
+                     a line of standard input",
                 ),
         )
-        .arg(
-            Arg::new("option-file")
-                .long("option-file")
-                .global(true)
-                .value_name("PATH")
-                .help("A file of storage options, one KEY=VALUE per line, # begins a comment; - is standard input"),
-        )
+        .arg(Arg::new("option-file").long("option-file").global(true).value_name("PATH").help(
+            "A file of storage options, one KEY=VALUE per line, # begins a comment; - is \
+                       standard input",
+        ))
 }
 
 fn pair(text: &str) -> Result<(String, String)> {
@@ -124,7 +135,8 @@ fn is_elsewhere(value: &str) -> bool {
     value == "-" || value.starts_with("env:") || value.starts_with("file:")
 }
 
-/// Returns the options of a file, and over them those of the command line, each with the value that it stands for.
+/// Returns the options of a file, and over them those of the command line, each with the value that
+/// it stands for.
 fn options(
     given: Vec<(String, String)>,
     file: Option<&str>,
@@ -134,14 +146,17 @@ fn options(
     if let Some(path) = file {
         let mut text = String::new();
         if path == "-" {
-            input.read_to_string(&mut text).context("cannot read storage options from standard input")?;
+            input
+                .read_to_string(&mut text)
+                .context("cannot read storage options from standard input")?;
         } else {
             text = std::fs::read_to_string(path)
                 .with_context(|| format!("cannot read storage options: {path}"))?;
         }
         let lines = text.lines().map(str::trim).enumerate();
         for (index, line) in lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#')) {
-            let (key, value) = pair(line).with_context(|| format!("line {} of {path}", index + 1))?;
+            let (key, value) =
+                pair(line).with_context(|| format!("line {} of {path}", index + 1))?;
             options.insert(key.trim().to_owned(), value.trim().to_owned());
         }
     }
@@ -154,7 +169,8 @@ fn options(
 
 fn value_of(key: &str, value: String, input: &mut impl BufRead) -> Result<String> {
     let text = if let Some(name) = value.strip_prefix("env:") {
-        environment(name).with_context(|| format!("the variable for option {key} is not set: {name}"))?
+        environment(name)
+            .with_context(|| format!("the variable for option {key} is not set: {name}"))?
     } else if let Some(path) = value.strip_prefix("file:") {
         std::fs::read_to_string(path)
             .with_context(|| format!("cannot read the file for option {key}: {path}"))?
@@ -177,19 +193,24 @@ fn value_of(key: &str, value: String, input: &mut impl BufRead) -> Result<String
 fn age(text: &str) -> Result<Duration> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 24 * 3600), ("w", 7 * 24 * 3600)];
     let unit = units.iter().find_map(|(unit, seconds)| Some((text.strip_suffix(unit)?, *seconds)));
-    let (digits, seconds) = unit.with_context(|| format!("an age needs a unit, such as 7d: {text}"))?;
+    let (digits, seconds) =
+        unit.with_context(|| format!("an age needs a unit, such as 7d: {text}"))?;
     let count: u64 = digits.trim().parse().with_context(|| format!("not an age: {text}"))?;
-    count.checked_mul(seconds).map(Duration::from_secs).with_context(|| format!("not an age: {text}"))
+    count
+        .checked_mul(seconds)
+        .map(Duration::from_secs)
+        .with_context(|| format!("not an age: {text}"))
 }
 
 fn bytes(text: &str) -> Result<u64> {
-    let binary =
-        [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)].map(|(unit, shift)| (unit, 1_u64 << shift));
-    let decimal =
-        [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)].map(|(unit, power)| (unit, 1000_u64.pow(power)));
+    let binary = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)]
+        .map(|(unit, shift)| (unit, 1_u64 << shift));
+    let decimal = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)]
+        .map(|(unit, power)| (unit, 1000_u64.pow(power)));
     let units = binary.into_iter().chain(decimal).chain([("B", 1)]);
     let unit = units.into_iter().find_map(|(unit, bytes)| Some((text.strip_suffix(unit)?, bytes)));
-    let (digits, unit) = unit.with_context(|| format!("a size needs a unit, such as 20GiB: {text}"))?;
+    let (digits, unit) =
+        unit.with_context(|| format!("a size needs a unit, such as 20GiB: {text}"))?;
     let count: u64 = digits.trim().parse().with_context(|| format!("not a size: {text}"))?;
     count.checked_mul(unit).with_context(|| format!("not a size: {text}"))
 }
@@ -200,8 +221,9 @@ pub(crate) fn configure_by(matches: &ArgMatches, urls: &[String]) -> Result<()> 
         matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
     for (key, _) in given.iter().filter(|(key, value)| is_secret(key) && !is_elsewhere(value)) {
         eprintln!(
-            "warning: the value of {key} is on the command line, where other users of this host can see it: use \
-             --option {key}=env:NAME, --option {key}=file:PATH, --option {key}=- or --option-file"
+            "warning: the value of {key} is on the command line, where other users of this host \
+             can see it: use --option {key}=env:NAME, --option {key}=file:PATH, --option {key}=- \
+             or --option-file"
         );
     }
     let file = matches.get_one::<String>("option-file").map(String::as_str);
@@ -286,7 +308,8 @@ fn usage(store: &Store) -> Result<Vec<Row>> {
     }
     let mut rows = Vec::new();
     for (path, (files, bytes)) in sums {
-        let note = if path.starts_with("intermediate_") { state(store, &path)? } else { String::new() };
+        let note =
+            if path.starts_with("intermediate_") { state(store, &path)? } else { String::new() };
         rows.push(Row { path, files: Some(files), bytes, note });
     }
     let (files, bytes) =
@@ -339,7 +362,10 @@ fn print(rows: &[Row], json: bool, plain: bool) {
         let line = if json {
             let path = row.path.replace('\\', "\\\\").replace('"', "\\\"");
             let files = row.files.map_or(String::new(), |files| format!(", \"files\": {files}"));
-            format!("{{\"path\": \"{path}\"{files}, \"bytes\": {}, \"note\": \"{}\"}}", row.bytes, row.note)
+            format!(
+                "{{\"path\": \"{path}\"{files}, \"bytes\": {}, \"note\": \"{}\"}}",
+                row.bytes, row.note
+            )
         } else if plain {
             format!("{:>20} {:>10}  {}", row.note, size(row.bytes), row.path)
         } else {
@@ -383,7 +409,8 @@ mod tests {
 
     #[test]
     fn secrets_come_from_variables_files_and_standard_input() {
-        let directory = std::env::temp_dir().join(format!("farandole-options-{}", std::process::id()));
+        let directory =
+            std::env::temp_dir().join(format!("farandole-options-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
         std::fs::write(path("secret"), "from a file\n").unwrap();
@@ -393,7 +420,8 @@ mod tests {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };
         let file = format!("file:{}", path("secret"));
-        let asked = given(&[("secret", &file), ("token", "-"), ("path", "env:PATH"), ("region", "there")]);
+        let asked =
+            given(&[("secret", &file), ("token", "-"), ("path", "env:PATH"), ("region", "there")]);
         let found = options(asked, Some(&path("all")), &mut "typed\nmore\n".as_bytes()).unwrap();
         let of = |name: &str| found.get(name).map(String::as_str).unwrap_or_default().to_owned();
         assert_eq!(
@@ -404,7 +432,9 @@ mod tests {
         let all = options(Vec::new(), Some("-"), &mut "secret=s\ntoken=t\n".as_bytes()).unwrap();
         assert_eq!(all.len(), 2);
         let error = options(Vec::new(), Some(&path("wrong")), &mut "".as_bytes()).unwrap_err();
-        assert!(error.to_string().starts_with("line 2 of") && !format!("{error:?}").contains("hidden"));
+        assert!(
+            error.to_string().starts_with("line 2 of") && !format!("{error:?}").contains("hidden")
+        );
         for wrong in ["env:FARANDOLE_NO_SUCH_VARIABLE", "file:/nowhere/at/all", "-"] {
             let error = options(given(&[("secret", wrong)]), None, &mut "".as_bytes()).unwrap_err();
             assert!(error.to_string().contains("option secret"), "{error}");
@@ -414,9 +444,14 @@ mod tests {
 
     #[test]
     fn names_of_secrets_are_known() {
-        for key in
-            ["secret", "AWS_SECRET_ACCESS_KEY", "account_key", "sas_token", "password", "client_secret"]
-        {
+        for key in [
+            "secret",
+            "AWS_SECRET_ACCESS_KEY",
+            "account_key",
+            "sas_token",
+            "password",
+            "client_secret",
+        ] {
             assert!(is_secret(key), "{key}");
         }
         for key in ["region", "endpoint_url", "aws_access_key_id", "account_name", "client_id"] {

@@ -21,16 +21,19 @@ pub trait Surroundings {
     /// Folder of the Python package.
     fn package(&self) -> PathBuf;
 
-    /// Returns the packages of this interpreter's modules, by the name of the top module. Nothing is imported for it.
+    /// Returns the packages of this interpreter's modules, by the name of the top module. Nothing
+    /// is imported for it.
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>>;
 
-    /// Calls `main(words)` of a module of the package; the exit status, or a text about the exception.
+    /// Calls `main(words)` of a module of the package; the exit status, or a text about the
+    /// exception.
     ///
     /// # Errors
     /// What the function raised, or that there is no such module.
     fn call(&self, module: &str, words: &[String]) -> Result<i32, String>;
 
-    /// Opens the run viewer on a store, or on that of the current directory, and shows a job of `ranks` processes in it.
+    /// Opens the run viewer on a store, or on that of the current directory, and shows a job of
+    /// `ranks` processes in it.
     ///
     /// # Errors
     /// Why not, in words.

@@ -17,9 +17,9 @@ use farandole::ui::timeline::{KIND, Pieces, merge};
 pub(crate) fn command() -> Command {
     Command::new("timeline")
         .about(
-            "Merges the timelines of all ranks into one trace, which opens in Perfetto (https://ui.perfetto.dev) and \
-             chrome://tracing. Clocks of hosts are aligned by the operations that ranks share. Says which rank the \
-             others wait for.",
+            "Merges the timelines of all ranks into one trace, which opens in Perfetto \
+             (https://ui.perfetto.dev) and chrome://tracing. Clocks of hosts are aligned by the \
+             operations that ranks share. Says which rank the others wait for.",
         )
         .arg_required_else_help(true)
         .arg(
@@ -39,12 +39,16 @@ pub(crate) fn command() -> Command {
                 .value_parser(value_parser!(PathBuf))
                 .help("File for the trace"),
         )
-        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print JSON instead of a table"))
+        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help(
+            "Print JSON instead of \
+                                                                            a table",
+        ))
 }
 
 /// Runs it.
 pub(crate) fn timeline(matches: &ArgMatches) -> Result<i32> {
-    let inputs: Vec<_> = matches.get_many::<PathBuf>("inputs").unwrap_or_default().cloned().collect();
+    let inputs: Vec<_> =
+        matches.get_many::<PathBuf>("inputs").unwrap_or_default().cloned().collect();
     let output = matches.get_one::<PathBuf>("output").cloned().unwrap_or_default();
     let summary = merge(&inputs, &output)?;
     let mut out = std::io::stdout();

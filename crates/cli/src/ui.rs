@@ -22,17 +22,15 @@ const LOOK: Duration = Duration::from_millis(100);
 pub(crate) fn command() -> Command {
     store::with_options(Command::new("ui"))
         .about(
-            "Shows the runs of stores in the browser: what is training now, curves, parameters, comparisons. The page is \
-             served on 127.0.0.1 until Ctrl-C; its link has a token. From another machine: ssh -L PORT:127.0.0.1:PORT.",
+            "Shows the runs of stores in the browser: what is training now, curves, parameters, \
+             comparisons. The page is served on 127.0.0.1 until Ctrl-C; its link has a token. From \
+             another machine: ssh -L PORT:127.0.0.1:PORT.",
         )
         .arg_required_else_help(true)
-        .arg(
-            Arg::new("stores")
-                .value_name("STORE")
-                .required(true)
-                .num_args(1..)
-                .help("Stores, or directories of runs, such as /data/farandole or s3://bucket/prefix"),
-        )
+        .arg(Arg::new("stores").value_name("STORE").required(true).num_args(1..).help(
+            "Stores, or directories of runs, such as /data/farandole or \
+                       s3://bucket/prefix",
+        ))
         .arg(
             Arg::new("port")
                 .long("port")
@@ -84,7 +82,10 @@ mod tests {
         let matches = command()
             .try_get_matches_from(["ui", "a", "s3://b/c", "--port", "80", "--option", "k=v"])
             .unwrap();
-        assert_eq!(matches.get_many::<String>("stores").unwrap().collect::<Vec<_>>(), ["a", "s3://b/c"]);
+        assert_eq!(
+            matches.get_many::<String>("stores").unwrap().collect::<Vec<_>>(),
+            ["a", "s3://b/c"]
+        );
         assert_eq!(matches.get_one::<u16>("port"), Some(&80));
         assert!(command().try_get_matches_from(["ui"]).is_err());
         assert!(command().try_get_matches_from(["ui", "a", "--port", "70000"]).is_err());

@@ -3,7 +3,8 @@
 
 //! Time of an allreduce (float32, sum, in place) among threads over rings in memory, by size.
 //!
-//! `cargo run --release -p farandole-collectives --example allreduce_sizes [ranks] [ring KiB] [tensors]`
+//! `cargo run --release -p farandole-collectives --example allreduce_sizes [ranks] [ring KiB]
+//! [tensors]`
 
 use std::hint::spin_loop;
 use std::time::Instant;
@@ -28,7 +29,8 @@ const SIZES: [usize; 13] = [
     32 << 20,
     64 << 20,
 ];
-/// Polls without progress before the processor is offered to somebody else, who may be the one waited for.
+/// Polls without progress before the processor is offered to somebody else, who may be the one
+/// waited for.
 const PATIENCE: u32 = 2000;
 
 fn main() {
@@ -44,7 +46,9 @@ fn main() {
         let times = Harness::new(ranks).ring(ring).run(|_, mut communicator| {
             let each = (bytes / tensors).next_multiple_of(4);
             let memory: Vec<Memory> = (0..tensors).map(|_| Memory::new(each)).collect();
-            (0..repeats).map(|_| once(&mut communicator, &memory, patience)).collect::<Result<Vec<f64>>>()
+            (0..repeats)
+                .map(|_| once(&mut communicator, &memory, patience))
+                .collect::<Result<Vec<f64>>>()
         });
         match times.into_iter().next() {
             Some(Ok(mut times)) => {
@@ -66,8 +70,10 @@ fn main() {
 /// One allreduce, in seconds.
 fn once(communicator: &mut HostCommunicator, memory: &[Memory], patience: u32) -> Result<f64> {
     let start = Instant::now();
-    let segments =
-        memory.iter().map(|memory| Segment { input: memory.buffer(), output: memory.buffer() }).collect();
+    let segments = memory
+        .iter()
+        .map(|memory| Segment { input: memory.buffer(), output: memory.buffer() })
+        .collect();
     let (op, dtype) = (ReduceOp::Sum, DataType::F32);
     let operation = Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments };
     communicator.submit(Token(0), operation)?;

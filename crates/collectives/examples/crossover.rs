@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Times every algorithm of an allreduce by size, for the table in `crossover.rs`: threads of this process, shared
-//! memory within hosts, TCP through the loopback device between them.
+//! Times every algorithm of an allreduce by size, for the table in `crossover.rs`: threads of this
+//! process, shared memory within hosts, TCP through the loopback device between them.
 //!
-//! `cargo run --release -p farandole-collectives --example crossover -- 2,2` prints microseconds for two hosts of two.
+//! `cargo run --release -p farandole-collectives --example crossover -- 2,2` prints microseconds
+//! for two hosts of two.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "prints a table or stops")]
 
 use std::time::{Duration, Instant};
@@ -12,7 +13,8 @@ use std::time::{Duration, Instant};
 use farandole_collectives::{DataType, ReduceOp};
 use farandole_testkit::{Harness, Links, Tensor, allreduce, complete};
 
-const SIZES: [usize; 9] = [4, 1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20];
+const SIZES: [usize; 9] =
+    [4, 1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20];
 const ALGORITHMS: [&str; 5] = ["direct", "doubling", "pipeline", "hierarchy", "halving"];
 
 fn main() {
@@ -23,7 +25,8 @@ fn main() {
     println!("{:>10} {}", "bytes", names.join(" "));
     let columns = ALGORITHMS.map(|algorithm| times(&world, algorithm));
     for (k, bytes) in SIZES.iter().enumerate() {
-        let cells = columns.each_ref().map(|column| format!("{:10.1}", column[k].as_secs_f64() * 1e6));
+        let cells =
+            columns.each_ref().map(|column| format!("{:10.1}", column[k].as_secs_f64() * 1e6));
         println!("{bytes:>10} {}", cells.join(" "));
     }
 }
@@ -38,7 +41,8 @@ fn times(world: &[usize], algorithm: &str) -> Vec<Duration> {
             let mut taken: Vec<Duration> = (0..rounds)
                 .map(|_| {
                     let start = Instant::now();
-                    let sum = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
+                    let sum =
+                        allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
                     complete(&mut communicator, sum).unwrap();
                     start.elapsed()
                 })

@@ -3,8 +3,9 @@
 
 //! Error of sums of 16-bit floats: exact sums against partial sums that are rounded between hosts.
 //!
-//! `cargo run --release -p farandole-collectives --example rounding` prints the root mean square of the error, in parts
-//! of the sum's own: for inputs of both signs, and for inputs that have one sign.
+//! `cargo run --release -p farandole-collectives --example rounding` prints the root mean square of
+//! the error, in parts of the sum's own: for inputs of both signs, and for inputs that have one
+//! sign.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "prints a table or stops")]
 
 use std::sync::Arc;
@@ -36,7 +37,8 @@ fn main() {
                 let (exact, rounded) = (error(ReduceOp::Sum), error(ReduceOp::RoundedSum));
                 let (ranks, ratio) = (hosts * each, rounded / exact);
                 println!(
-                    "{hosts:>6} {ranks:>6} {:>9} {signs:>6} {exact:>10.2e} {rounded:>10.2e} {ratio:>6.2}",
+                    "{hosts:>6} {ranks:>6} {:>9} {signs:>6} {exact:>10.2e} {rounded:>10.2e} \
+                     {ratio:>6.2}",
                     dtype.name()
                 );
             }
@@ -46,7 +48,8 @@ fn main() {
 
 fn lost(dtype: DataType, op: ReduceOp, hosts: &[usize], inputs: &[Vec<u8>]) -> f64 {
     let reduction = Reduction { dtype, op, members: inputs.len(), prescale: 1.0, postscale: 1.0 };
-    let reducer = Reducer::ordered(reduction, Path::best(), Some(Arc::new(Orders::new(hosts)))).unwrap();
+    let reducer =
+        Reducer::ordered(reduction, Path::best(), Some(Arc::new(Orders::new(hosts)))).unwrap();
     let mut out = vec![0; inputs[0].len()];
     reducer.run(&inputs.iter().map(Vec::as_slice).collect::<Vec<_>>(), &mut out);
     oracle::relative_error(dtype, &out, inputs)

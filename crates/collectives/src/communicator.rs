@@ -23,11 +23,13 @@ pub struct Segment {
     pub output: Buffer,
 }
 
-/// An operation of a communicator. Every member submits equal operations in the same order; sizes that may differ
-/// between members are spelled out for all of them. Member numbers are positions in the communicator.
+/// An operation of a communicator. Every member submits equal operations in the same order; sizes
+/// that may differ between members are spelled out for all of them. Member numbers are positions in
+/// the communicator.
 #[derive(Clone, Debug)]
 pub enum Operation {
-    /// `output = post * reduce(pre * input)` per element; fused over all segments (a gather list, no packing).
+    /// `output = post * reduce(pre * input)` per element; fused over all segments (a gather list,
+    /// no packing).
     Allreduce {
         /// Element type of every segment.
         dtype: DataType,
@@ -40,21 +42,24 @@ pub enum Operation {
         /// The tensors.
         segments: Vec<Segment>,
     },
-    /// Copies the root's `input` to every `output`; the root's output is written too unless it is its input.
+    /// Copies the root's `input` to every `output`; the root's output is written too unless it is
+    /// its input.
     Broadcast {
         /// Member that sends.
         root: usize,
         /// The tensors.
         segments: Vec<Segment>,
     },
-    /// Concatenates every member's `input` in member order into every `output`, for each segment by itself.
+    /// Concatenates every member's `input` in member order into every `output`, for each segment by
+    /// itself.
     Allgather {
         /// The tensors; `output` holds the sum of the counts.
         segments: Vec<Segment>,
         /// Bytes per member, for each segment.
         bytes: Vec<Vec<usize>>,
     },
-    /// Sends a block of `input` to every member and receives one of each, end to end in member order.
+    /// Sends a block of `input` to every member and receives one of each, end to end in member
+    /// order.
     Alltoall {
         /// `input` holds the sum of `sends`, `output` the sum of `receives`; they must not overlap.
         segment: Segment,
@@ -63,8 +68,8 @@ pub enum Operation {
         /// Bytes from each member.
         receives: Vec<usize>,
     },
-    /// Like `Allreduce`, but every member gets its own part of each segment only. An output may be the own part of its
-    /// input; otherwise they must not overlap.
+    /// Like `Allreduce`, but every member gets its own part of each segment only. An output may be
+    /// the own part of its input; otherwise they must not overlap.
     Reducescatter {
         /// Element type of every segment.
         dtype: DataType,
@@ -94,17 +99,19 @@ pub trait Communicator: Send {
     /// Queues an operation.
     ///
     /// # Errors
-    /// `Unsupported` for a combination the implementation lacks, `Shape` for buffers that do not fit it.
+    /// `Unsupported` for a combination the implementation lacks, `Shape` for buffers that do not
+    /// fit it.
     fn submit(&mut self, token: Token, operation: Operation) -> Result<()>;
 
-    /// Moves everything that can move; appends tokens of operations that completed. True when anything moved.
+    /// Moves everything that can move; appends tokens of operations that completed. True when
+    /// anything moved.
     ///
     /// # Errors
     /// The first failure of a link; the communicator is unusable afterwards.
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool>;
 
-    /// Like [`Communicator::submit`], for an operation whose work on the device comes after `events`: the device waits for
-    /// them, not the host.
+    /// Like [`Communicator::submit`], for an operation whose work on the device comes after
+    /// `events`: the device waits for them, not the host.
     ///
     /// # Errors
     /// Like `submit`; `Device` where there is no device that could wait.
@@ -116,12 +123,14 @@ pub trait Communicator: Send {
     ) -> Result<()> {
         match events.is_empty() {
             true => self.submit(token, operation),
-            false => Err(Error::Shape { reason: "an operation on the host waits for no device".to_owned() }),
+            false => Err(Error::Shape {
+                reason: "an operation on the host waits for no device".to_owned(),
+            }),
         }
     }
 
-    /// Returns whether members still find out whether they can have it; it counts as pending. Until then no caller
-    /// asks what it carries or submits an operation.
+    /// Returns whether members still find out whether they can have it; it counts as pending. Until
+    /// then no caller asks what it carries or submits an operation.
     fn is_forming(&self) -> bool {
         false
     }
@@ -136,41 +145,45 @@ pub trait Communicator: Send {
         true
     }
 
-    /// Appends operations whose work was put on a device since, each with the event at which its results are there. They
-    /// complete later; until then nothing but their device touches their buffers.
+    /// Appends operations whose work was put on a device since, each with the event at which its
+    /// results are there. They complete later; until then nothing but their device touches their
+    /// buffers.
     fn launched(&mut self, _launched: &mut Vec<(Token, Arc<dyn Event>)>) {}
 
     /// Waits until launched work is done, for at most so long: before an orderly end.
     fn drain(&mut self, _limit: Duration) {}
 
-    /// For an owner that makes no more progress: the memory of submitted operations is not touched any more. All
-    /// later calls fail.
+    /// For an owner that makes no more progress: the memory of submitted operations is not touched
+    /// any more. All later calls fail.
     fn abandon(&mut self) {}
 
-    /// Returns memory of the communicator's device for a result of so many bytes, at least one: only operations
-    /// submitted from now on may write it.
+    /// Returns memory of the communicator's device for a result of so many bytes, at least one:
+    /// only operations submitted from now on may write it.
     ///
     /// # Errors
     /// `Device` when the device has none left; `Shape` where there is no device.
     fn room(&mut self, _bytes: usize) -> Result<Arc<dyn Room>> {
-        Err(Error::Shape { reason: "an operation on the host has no memory of a device".to_owned() })
+        Err(Error::Shape {
+            reason: "an operation on the host has no memory of a device".to_owned(),
+        })
     }
 
     /// Operations not completed.
     fn pending(&self) -> usize;
 }
 
-/// Memory of a device that an operation fills; the device gets it back when the bytes were fetched, or this was
-/// dropped.
+/// Memory of a device that an operation fills; the device gets it back when the bytes were fetched,
+/// or this was dropped.
 pub trait Room: Send + Sync {
     /// Returns the memory, for the operation alone: to be used no longer than this lives.
     fn buffer(&self) -> Buffer;
 
-    /// Lets a framework's stream move the bytes to memory of the same device, after `reached`, and free this memory
-    /// behind that; the host waits for nothing. Once only.
+    /// Lets a framework's stream move the bytes to memory of the same device, after `reached`, and
+    /// free this memory behind that; the host waits for nothing. Once only.
     ///
     /// # Errors
-    /// `Shape` when `to` is no memory for all the bytes there, or they were fetched before; `Device`.
+    /// `Shape` when `to` is no memory for all the bytes there, or they were fetched before;
+    /// `Device`.
     fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, stream: Stream) -> Result<()>;
 }
 
@@ -179,19 +192,22 @@ pub trait Device: Send + Sync {
     /// Ordinal as the framework counts.
     fn ordinal(&self) -> u32;
 
-    /// Host memory that transfers fast to and from this device: at least so many bytes, with anything in them.
+    /// Host memory that transfers fast to and from this device: at least so many bytes, with
+    /// anything in them.
     ///
     /// # Errors
     /// `Device` when it is out of memory.
     fn staging(&self, bytes: usize) -> Result<Memory>;
 
-    /// Starts copying `from` to `to`, one of them on this device, after all copies in that direction queued before.
+    /// Starts copying `from` to `to`, one of them on this device, after all copies in that
+    /// direction queued before.
     ///
     /// # Errors
     /// `Device` when the copy cannot be queued, `Shape` when the sizes differ.
     fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>>;
 
-    /// Like [`Device::copy`], several at once, all in one direction: the event comes after all of them. At least one.
+    /// Like [`Device::copy`], several at once, all in one direction: the event comes after all of
+    /// them. At least one.
     ///
     /// # Errors
     /// Like `copy`, `Shape` also where there is nothing to copy.
@@ -222,30 +238,32 @@ pub trait Event: Send + Sync {
     fn hold(&self, stream: Stream) -> Result<()>;
 }
 
-/// Makes communicators among devices, one of each member. What members know of each other they tell by cards.
+/// Makes communicators among devices, one of each member. What members know of each other they tell
+/// by cards.
 pub trait Fabric: Send + Sync {
     /// This member's card for the device, at most [`CARD`] bytes; empty if it cannot take part.
     fn card(&self, device: u32) -> Vec<u8>;
 
-    /// Returns the reason, if any, why members with these cards can have no communicator. The answer follows from the
-    /// cards alone. This member is the one at `place`.
+    /// Returns the reason, if any, why members with these cards can have no communicator. The
+    /// answer follows from the cards alone. This member is the one at `place`.
     fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
 
-    /// Returns a remark for the user about the communicator of members with these cards, if they can have one.
+    /// Returns a remark for the user about the communicator of members with these cards, if they
+    /// can have one.
     fn remark(&self, _cards: &[&[u8]], _members: &[Rank], _place: usize) -> Option<String> {
         None
     }
 
-    /// Returns a name for a new communicator of members with these cards, less than [`CARD`] bytes. Asked of the
-    /// first member alone, and only when nothing is in the way: with it a port may be opened, which forming the
-    /// communicator closes.
+    /// Returns a name for a new communicator of members with these cards, less than [`CARD`] bytes.
+    /// Asked of the first member alone, and only when nothing is in the way: with it a port may be
+    /// opened, which forming the communicator closes.
     ///
     /// # Errors
     /// Why there is none.
     fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String>;
 
-    /// Begins to form the communicator of this name, in which this is the member `place` of `size`; `patience` is how long
-    /// that, and each operation, may take.
+    /// Begins to form the communicator of this name, in which this is the member `place` of `size`;
+    /// `patience` is how long that, and each operation, may take.
     ///
     /// # Errors
     /// `Device`, `Lost`.

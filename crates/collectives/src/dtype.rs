@@ -129,8 +129,8 @@ pub enum ReduceOp {
     Max = 4,
     /// Product.
     Product = 5,
-    /// `Average`, but sums of `float16` and `bfloat16` go from host to host in that type. On one host, and for other types,
-    /// it is an `Average`.
+    /// `Average`, but sums of `float16` and `bfloat16` go from host to host in that type. On one
+    /// host, and for other types, it is an `Average`.
     RoundedAverage = 6,
     /// `Sum` in the same way.
     RoundedSum = 7,

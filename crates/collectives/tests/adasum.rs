@@ -24,7 +24,10 @@ fn assert_close(dtype: DataType, got: &[u8], expected: &[f64], what: &str) {
     let largest = expected.iter().fold(0.0_f64, |largest, value| largest.max(value.abs()));
     for (k, (got, expected)) in got.iter().zip(expected).enumerate() {
         let apart = (got - expected).abs();
-        assert!(apart <= tolerance(dtype) * largest, "{what}: element {k} is {got} and not {expected}");
+        assert!(
+            apart <= tolerance(dtype) * largest,
+            "{what}: element {k} is {got} and not {expected}"
+        );
     }
 }
 
@@ -35,7 +38,8 @@ fn input(dtype: DataType, k: usize, rank: usize) -> Vec<u8> {
 }
 
 fn expected(dtype: DataType, k: usize, size: usize) -> Vec<f64> {
-    let inputs: Vec<Vec<f64>> = (0..size).map(|rank| oracle::floats(dtype, &input(dtype, k, rank))).collect();
+    let inputs: Vec<Vec<f64>> =
+        (0..size).map(|rank| oracle::floats(dtype, &input(dtype, k, rank))).collect();
     oracle::adasum(&inputs)
 }
 
@@ -51,7 +55,8 @@ fn any_number_of_ranks_computes_the_formula_for_each_tensor_alone_and_fused() {
                 let mut operations = vec![allreduce(dtype, ReduceOp::Adasum, &fused)];
                 operations.extend(each.map(|tensor| allreduce(dtype, ReduceOp::Adasum, tensor)));
                 complete_all(&mut communicator, operations).unwrap();
-                let bytes = |tensors: &[Tensor]| tensors.iter().map(Tensor::result).collect::<Vec<_>>();
+                let bytes =
+                    |tensors: &[Tensor]| tensors.iter().map(Tensor::result).collect::<Vec<_>>();
                 assert!(bytes(&fused) == bytes(&alone), "{dtype} of {size}");
                 bytes(&fused)
             });
@@ -70,7 +75,8 @@ fn every_kind_of_link_gives_the_same_bits() {
         let run = |links| {
             Harness::new(size).over(links).ring(16 << 10).run(|rank, mut communicator| {
                 let tensor = Tensor::new(&input(DataType::F32, 6, rank.index()), true);
-                let operation = allreduce(DataType::F32, ReduceOp::Adasum, std::slice::from_ref(&tensor));
+                let operation =
+                    allreduce(DataType::F32, ReduceOp::Adasum, std::slice::from_ref(&tensor));
                 complete(&mut communicator, operation).unwrap();
                 tensor.result()
             })
@@ -85,8 +91,9 @@ fn every_kind_of_link_gives_the_same_bits() {
 #[test]
 fn equal_vectors_are_averaged_and_orthogonal_ones_added_with_factors_applied() {
     run_world(4, |rank, mut communicator| {
-        let bytes =
-            |values: [f32; 4]| -> Vec<u8> { values.iter().flat_map(|value| value.to_ne_bytes()).collect() };
+        let bytes = |values: [f32; 4]| -> Vec<u8> {
+            values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+        };
         let equal = Tensor::new(&bytes([1.0, 2.0, 3.0, 4.0]), true);
         let mut unit = [0.0; 4];
         unit[rank.index()] = 1.0;
@@ -110,7 +117,12 @@ fn a_rank_with_zeros_changes_nothing() {
         let own = elements(DataType::F32, 500, 7);
         let mut bytes = own.clone();
         if rank.0 != 1 {
-            farandole_collectives::kernel::fill_neutral(DataType::F32, ReduceOp::Adasum, &mut bytes).unwrap();
+            farandole_collectives::kernel::fill_neutral(
+                DataType::F32,
+                ReduceOp::Adasum,
+                &mut bytes,
+            )
+            .unwrap();
         }
         let tensor = Tensor::new(&bytes, true);
         let operation = allreduce(DataType::F32, ReduceOp::Adasum, std::slice::from_ref(&tensor));
@@ -123,8 +135,11 @@ fn a_rank_with_zeros_changes_nothing() {
 fn a_tensor_that_is_no_vector_of_floats_is_refused_by_name() {
     use farandole_collectives::{Communicator, Token};
     run_world(2, |_, mut communicator| {
-        for dtype in [DataType::I32, DataType::Bool, DataType::C64, DataType::F8E4M3, DataType::F8E5M2] {
-            let refused = communicator.submit(Token(1), allreduce(dtype, ReduceOp::Adasum, &[])).unwrap_err();
+        for dtype in
+            [DataType::I32, DataType::Bool, DataType::C64, DataType::F8E4M3, DataType::F8E5M2]
+        {
+            let refused =
+                communicator.submit(Token(1), allreduce(dtype, ReduceOp::Adasum, &[])).unwrap_err();
             assert_eq!(refused.to_string(), format!("Adasum is not defined for {dtype}"));
         }
     });

@@ -123,7 +123,10 @@ fn with_error_feedback_the_sum_over_steps_is_right() {
         }
         for ((value, sum), left) in values.iter().zip(&sum).zip(&residual) {
             let whole = value * f32::from(steps);
-            assert!((sum + left - whole).abs() <= whole.abs() * 1e-3 + 1e-3, "{sum} and {left} make {whole}");
+            assert!(
+                (sum + left - whole).abs() <= whole.abs() * 1e-3 + 1e-3,
+                "{sum} and {left} make {whole}"
+            );
             // One step loses some; the residual does not grow with the number of steps.
             assert!(left.abs() <= 400.0, "residual {left}");
         }
@@ -138,7 +141,10 @@ fn payloads_that_do_not_fit_are_refused() {
         for wrong in [0, size - 1, size + 1] {
             let payload = vec![0; wrong];
             assert!(matches!(compressor.accumulate(&payload, &mut sum), Err(Error::Shape { .. })));
-            assert!(matches!(compressor.encode(&[0.0; 10], &mut vec![0; wrong]), Err(Error::Shape { .. })));
+            assert!(matches!(
+                compressor.encode(&[0.0; 10], &mut vec![0; wrong]),
+                Err(Error::Shape { .. })
+            ));
         }
     }
     let beyond = [10_u32.to_ne_bytes(), 1.0_f32.to_ne_bytes()].concat();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Alltoall and reduce-scatter against the oracle, over every kind of link, with parts uneven and empty.
+//! Alltoall and reduce-scatter against the oracle, over every kind of link, with parts uneven and
+//! empty.
 
 use farandole_collectives::{DataType, Operation, ReduceOp};
 use farandole_testkit::{
@@ -22,7 +23,8 @@ fn block_bytes(round: usize, from: usize, to: usize) -> usize {
 }
 
 fn blocks(round: usize, size: usize) -> Vec<Vec<Vec<u8>>> {
-    let block = |from, to| elements(DataType::U8, block_bytes(round, from, to), (from * 100 + to) as u64);
+    let block =
+        |from, to| elements(DataType::U8, block_bytes(round, from, to), (from * 100 + to) as u64);
     (0..size).map(|from| (0..size).map(|to| block(from, to)).collect()).collect()
 }
 
@@ -37,7 +39,8 @@ fn alltoall_gives_each_member_its_block_of_each_member() {
                     let sends: Vec<usize> = blocks[me].iter().map(Vec::len).collect();
                     let receives: Vec<usize> = blocks.iter().map(|sent| sent[me].len()).collect();
                     let tensor = Tensor::with_output(&blocks[me].concat(), receives.iter().sum());
-                    let operation = Operation::Alltoall { segment: tensor.segment(), sends, receives };
+                    let operation =
+                        Operation::Alltoall { segment: tensor.segment(), sends, receives };
                     complete(&mut communicator, operation).unwrap();
                     assert!(
                         tensor.result() == oracle::alltoall(&blocks, me),
@@ -50,7 +53,8 @@ fn alltoall_gives_each_member_its_block_of_each_member() {
     }
 }
 
-/// Elements of each member's part: even as torch cuts, uneven, with members that have none, all at one.
+/// Elements of each member's part: even as torch cuts, uneven, with members that have none, all at
+/// one.
 fn parts(size: usize, shape: usize) -> Vec<usize> {
     (0..size)
         .map(|member| match shape {
@@ -87,7 +91,8 @@ fn reducescatter_matches_the_oracle_for_every_type() {
                         let inputs: Vec<Vec<u8>> = (0..size)
                             .map(|k| elements(dtype, parts(size, 1).iter().sum(), k as u64))
                             .collect();
-                        let tensor = Tensor::with_output(&inputs[rank.index()], bytes[rank.index()]);
+                        let tensor =
+                            Tensor::with_output(&inputs[rank.index()], bytes[rank.index()]);
                         let operation =
                             reducescatter(call, std::slice::from_ref(&tensor), vec![bytes.clone()]);
                         complete(&mut communicator, operation).unwrap();
@@ -103,21 +108,28 @@ fn reducescatter_matches_the_oracle_for_every_type() {
 
 #[test]
 fn a_fused_reducescatter_has_the_bits_of_an_allreduce_of_each_tensor() {
-    let call =
-        oracle::Allreduce { dtype: DataType::F16, op: ReduceOp::Average, prescale: 1.0, postscale: 1.0 };
+    let call = oracle::Allreduce {
+        dtype: DataType::F16,
+        op: ReduceOp::Average,
+        prescale: 1.0,
+        postscale: 1.0,
+    };
     for links in KINDS {
         for size in [2, 3, 5] {
             Harness::new(size).over(links).ring(16 << 10).run(|rank, mut communicator| {
                 let me = rank.index();
                 let counts: Vec<Vec<usize>> = (0..4).map(|shape| parts(size, shape)).collect();
-                let bytes: Vec<Vec<usize>> =
-                    counts.iter().map(|counts| counts.iter().map(|count| count * 2).collect()).collect();
+                let bytes: Vec<Vec<usize>> = counts
+                    .iter()
+                    .map(|counts| counts.iter().map(|count| count * 2).collect())
+                    .collect();
                 let input = |k: usize| {
                     let count = counts[k].iter().sum();
                     elements(DataType::F16, count, (me * 10 + k) as u64)
                 };
                 let whole: Vec<Tensor> = (0..4).map(|k| Tensor::new(&input(k), false)).collect();
-                let cut: Vec<Tensor> = (0..4).map(|k| Tensor::with_output(&input(k), bytes[k][me])).collect();
+                let cut: Vec<Tensor> =
+                    (0..4).map(|k| Tensor::with_output(&input(k), bytes[k][me])).collect();
                 let operations = vec![
                     reducescatter(call, &cut, bytes.clone()),
                     allreduce(DataType::F16, ReduceOp::Average, &whole),
@@ -139,12 +151,17 @@ fn a_fused_reducescatter_has_the_bits_of_an_allreduce_of_each_tensor() {
 fn a_reducescatter_may_write_the_own_part_of_its_input() {
     run_world(3, |rank, mut communicator| {
         let bytes = vec![40_000, 8, 20_000];
-        let call =
-            oracle::Allreduce { dtype: DataType::I32, op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+        let call = oracle::Allreduce {
+            dtype: DataType::I32,
+            op: ReduceOp::Sum,
+            prescale: 1.0,
+            postscale: 1.0,
+        };
         let inputs: Vec<Vec<u8>> = (0..3).map(|k| elements(DataType::I32, 60_008 / 4, k)).collect();
         let tensor = Tensor::new(&inputs[rank.index()], true);
         let mut segment = tensor.segment();
-        segment.output = segment.output.slice(bytes[..rank.index()].iter().sum(), bytes[rank.index()]);
+        segment.output =
+            segment.output.slice(bytes[..rank.index()].iter().sum(), bytes[rank.index()]);
         let operation = Operation::Reducescatter {
             dtype: call.dtype,
             op: call.op,
@@ -167,8 +184,9 @@ fn a_buffer_that_does_not_fit_is_refused_before_a_byte_moves() {
     run_world(2, |rank, mut communicator| {
         use farandole_collectives::{Communicator, Token};
         let says = "buffers do not fit the operation: ";
-        let mut refuse =
-            |operation: Operation| communicator.submit(Token(1), operation).unwrap_err().to_string();
+        let mut refuse = |operation: Operation| {
+            communicator.submit(Token(1), operation).unwrap_err().to_string()
+        };
         let alltoall = |tensor: &Tensor, sends: &[usize], receives: &[usize]| Operation::Alltoall {
             segment: tensor.segment(),
             sends: sends.to_vec(),
@@ -193,8 +211,12 @@ fn a_buffer_that_does_not_fit_is_refused_before_a_byte_moves() {
             refuse(alltoall(&aliased, &[4, 4], &[4, 4])),
             format!("{says}the output of an alltoall overlaps its input")
         );
-        let call =
-            oracle::Allreduce { dtype: DataType::F32, op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+        let call = oracle::Allreduce {
+            dtype: DataType::F32,
+            op: ReduceOp::Sum,
+            prescale: 1.0,
+            postscale: 1.0,
+        };
         let mut scatter =
             |tensor: Tensor, bytes: Vec<Vec<usize>>| refuse(reducescatter(call, &[tensor], bytes));
         assert_eq!(

@@ -16,13 +16,17 @@ fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
         // Within the greeting, between messages, inside a chunk, late.
         for bytes in [0, 10, 64, 1000, 30_000] {
             for kind in 0..5 {
-                let outcomes =
-                    Harness::new(size).ring(16 << 10).cut(0, 1, bytes).run(|rank, mut communicator| {
+                let outcomes = Harness::new(size).ring(16 << 10).cut(0, 1, bytes).run(
+                    |rank, mut communicator| {
                         let input = elements(DataType::F32, 50_000, rank.index() as u64);
                         let tensor = Tensor::new(&input, true);
                         let gathered = Tensor::with_output(&input, input.len() * size);
                         let operation = match kind {
-                            0 => allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor)),
+                            0 => allreduce(
+                                DataType::F32,
+                                ReduceOp::Sum,
+                                std::slice::from_ref(&tensor),
+                            ),
                             1 => Operation::Broadcast { root: 0, segments: vec![tensor.segment()] },
                             2 => {
                                 let bytes = vec![vec![input.len(); size]];
@@ -34,7 +38,11 @@ fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
                                     input: tensor.segment().input.slice(0, blocks.iter().sum()),
                                     output: gathered.segment().output.slice(0, blocks.iter().sum()),
                                 };
-                                Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks }
+                                Operation::Alltoall {
+                                    segment,
+                                    sends: blocks.clone(),
+                                    receives: blocks,
+                                }
                             }
                             _ => {
                                 let mut bytes = vec![0; size];
@@ -57,7 +65,8 @@ fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
                         let again = communicator.submit(Token(9), Operation::Barrier);
                         assert_eq!(outcome.is_err(), again.is_err());
                         outcome
-                    });
+                    },
+                );
                 for (rank, outcome) in outcomes.iter().enumerate() {
                     let lost = Err(Error::Transport(LinkError::PeerLost {
                         rank: Rank(0),
@@ -87,8 +96,10 @@ fn a_cut_between_or_within_hosts_ends_every_algorithm_everywhere() {
             let rules = if algorithm == "adasum" { "auto" } else { algorithm };
             for (from, to) in [(0, 1), (0, 2), (2, 0)] {
                 for bytes in [0, 64, 1000, 30_000] {
-                    let world =
-                        Harness::on_hosts(world).ring(16 << 10).algorithms(rules).cut(from, to, bytes);
+                    let world = Harness::on_hosts(world)
+                        .ring(16 << 10)
+                        .algorithms(rules)
+                        .cut(from, to, bytes);
                     let outcomes = world.run(|rank, mut communicator| {
                         let input = elements(DataType::F16, 50_000, rank.index() as u64);
                         let tensor = Tensor::new(&input, true);
@@ -103,9 +114,13 @@ fn a_cut_between_or_within_hosts_ends_every_algorithm_everywhere() {
                     // No member sends much over a link that an algorithm does not use.
                     let cut = outcomes.iter().any(Result::is_err);
                     for (rank, outcome) in outcomes.iter().enumerate() {
-                        let lost = matches!(outcome, Err(Error::Transport(LinkError::PeerLost { .. })));
+                        let lost =
+                            matches!(outcome, Err(Error::Transport(LinkError::PeerLost { .. })));
                         let told = if cut { lost } else { outcome.is_ok() && bytes > 0 };
-                        assert!(told, "{algorithm}, {from} to {to} after {bytes}, rank {rank}: {outcome:?}");
+                        assert!(
+                            told,
+                            "{algorithm}, {from} to {to} after {bytes}, rank {rank}: {outcome:?}"
+                        );
                     }
                 }
             }
@@ -118,8 +133,10 @@ fn a_peer_that_finished_and_left_spoils_nothing() {
     for size in [2, 4] {
         for _ in 0..50 {
             run_world(size, |rank, mut communicator| {
-                let tensor = Tensor::new(&elements(DataType::F32, 20_000, rank.index() as u64), true);
-                let operation = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
+                let tensor =
+                    Tensor::new(&elements(DataType::F32, 20_000, rank.index() as u64), true);
+                let operation =
+                    allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
                 complete(&mut communicator, operation).unwrap();
                 complete(&mut communicator, Operation::Barrier).unwrap();
             });
@@ -147,7 +164,8 @@ fn members_that_disagree_about_the_world_get_an_error() {
     });
     let told = |rank: u32, theirs: u32, own: u32| {
         format!(
-            "bad frame from rank {rank}: its communicator says members {theirs} where this one says {own}"
+            "bad frame from rank {rank}: its communicator says members {theirs} where this one \
+             says {own}"
         )
     };
     assert_eq!(outcomes, [told(1, 2, 3), told(0, 3, 2)]);
@@ -158,11 +176,16 @@ fn buffers_that_do_not_fit_are_refused_before_anything_moves() {
     run_world(2, |rank, mut communicator| {
         let four = Tensor::new(&[0; 4], true);
         let uneven = Tensor::with_output(&[0; 4], 8);
-        let sum = |tensor: &Tensor| allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(tensor));
-        let mut refuse =
-            |operation: Operation| communicator.submit(Token(1), operation).unwrap_err().to_string();
+        let sum =
+            |tensor: &Tensor| allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(tensor));
+        let mut refuse = |operation: Operation| {
+            communicator.submit(Token(1), operation).unwrap_err().to_string()
+        };
         let says = "buffers do not fit the operation: ";
-        assert_eq!(refuse(sum(&uneven)), format!("{says}an allreduce of 4 bytes writes to 8 bytes"));
+        assert_eq!(
+            refuse(sum(&uneven)),
+            format!("{says}an allreduce of 4 bytes writes to 8 bytes")
+        );
         assert_eq!(
             refuse(sum(&Tensor::new(&[0; 5], true))),
             format!("{says}5 bytes are no whole number of float32 elements")
@@ -189,12 +212,14 @@ fn buffers_that_do_not_fit_are_refused_before_anything_moves() {
         let on_device = Segment { input: buffer.clone(), output: buffer };
         let operation = Operation::Broadcast { root: 0, segments: vec![on_device] };
         assert!(
-            refuse(operation).starts_with("device 3 failed: its memory was given to the host communicator")
+            refuse(operation)
+                .starts_with("device 3 failed: its memory was given to the host communicator")
         );
         assert_eq!(device.ordinal(), 3);
         // The communicator is as good as new.
         assert_eq!(communicator.pending(), 0);
-        complete(&mut communicator, sum(&four)).unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+        complete(&mut communicator, sum(&four))
+            .unwrap_or_else(|error| panic!("rank {rank}: {error}"));
     });
 }
 

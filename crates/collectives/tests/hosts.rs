@@ -1,13 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Worlds of several hosts: every algorithm has the bits of the oracle (CO-1), over every kind of link.
+//! Worlds of several hosts: every algorithm has the bits of the oracle (CO-1), over every kind of
+//! link.
 
 use farandole_collectives::{DataType, Operation, ReduceOp};
-use farandole_testkit::{Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle};
+use farandole_testkit::{
+    Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
+};
 
-const WORLDS: [&[usize]; 9] =
-    [&[2, 2], &[2, 1], &[1, 3], &[1, 1, 1], &[1, 1, 1, 1, 1], &[3, 1, 2], &[2, 2, 2, 2], &[1, 4], &[4]];
+const WORLDS: [&[usize]; 9] = [
+    &[2, 2],
+    &[2, 1],
+    &[1, 3],
+    &[1, 1, 1],
+    &[1, 1, 1, 1, 1],
+    &[3, 1, 2],
+    &[2, 2, 2, 2],
+    &[1, 4],
+    &[4],
+];
 const ALGORITHMS: [&str; 6] = ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"];
 const OPS: [ReduceOp; 7] = [
     ReduceOp::Average,
@@ -67,7 +79,8 @@ fn every_algorithm_has_the_bits_of_the_oracle_alone_and_fused() {
                         for (k, expected) in expected.iter().enumerate() {
                             for (how, tensor) in [("fused", &fused[k]), ("alone", &alone[k])] {
                                 oracle::compare(dtype, &tensor.result(), expected).unwrap_or_else(|differs| {
-                                panic!("{algorithms} on {world:?}, rank {rank}, {dtype} {k} {how}: {differs}")
+                                panic!("{algorithms} on {world:?}, rank {rank}, {dtype} {k} {how}: \
+                                        {differs}")
                             });
                             }
                         }
@@ -96,15 +109,17 @@ fn halves_that_are_swapped_have_the_bits_of_the_oracle_on_any_number_of_hosts() 
             // Several chunks for each member, the last one of an odd length.
             let counts = [0, 1, 33, 5001, 150_001 / dtype.size() * if size > 8 { 1 } else { 3 }];
             let inputs = counts.map(|count| inputs(dtype, count, size));
-            let expected =
-                inputs.each_ref().map(|inputs| oracle::allreduce_on(&world, call(dtype, op), inputs));
+            let expected = inputs
+                .each_ref()
+                .map(|inputs| oracle::allreduce_on(&world, call(dtype, op), inputs));
             let harness = Harness::on_hosts(&world).ring(16 << 10).algorithms("halving");
             harness.run(|rank, mut communicator| {
                 let make = |inputs: &Vec<Vec<u8>>| Tensor::new(&inputs[rank.index()], false);
                 let tensors = inputs.each_ref().map(make);
                 let one = |tensor| allreduce(dtype, op, std::slice::from_ref(tensor));
                 complete_all(&mut communicator, tensors.iter().map(one).collect()).unwrap();
-                for (tensor, (count, expected)) in tensors.iter().zip(counts.iter().zip(&expected)) {
+                for (tensor, (count, expected)) in tensors.iter().zip(counts.iter().zip(&expected))
+                {
                     oracle::compare(dtype, &tensor.result(), expected).unwrap_or_else(|differs| {
                         panic!("{world:?}, rank {rank}, {dtype} {count}: {differs}")
                     });
@@ -119,27 +134,40 @@ fn every_type_and_operation_goes_by_hosts() {
     for world in [&[2, 2][..], &[3, 1, 2]] {
         let size: usize = world.iter().sum();
         for algorithms in ["direct", "doubling", "pipeline", "hierarchy", "halving"] {
-            Harness::on_hosts(world).ring(32 << 10).algorithms(algorithms).run(|rank, mut communicator| {
-                for dtype in DataType::ALL {
-                    for op in OPS.into_iter().filter(|op| oracle::is_defined(dtype, *op)) {
-                        for (prescale, postscale) in [(1.0, 1.0), (0.5, 3.0)] {
-                            if dtype == DataType::Bool && prescale != 1.0 {
-                                continue;
+            Harness::on_hosts(world).ring(32 << 10).algorithms(algorithms).run(
+                |rank, mut communicator| {
+                    for dtype in DataType::ALL {
+                        for op in OPS.into_iter().filter(|op| oracle::is_defined(dtype, *op)) {
+                            for (prescale, postscale) in [(1.0, 1.0), (0.5, 3.0)] {
+                                if dtype == DataType::Bool && prescale != 1.0 {
+                                    continue;
+                                }
+                                let call = oracle::Allreduce { dtype, op, prescale, postscale };
+                                let inputs = inputs(dtype, 1003, size);
+                                let tensor = Tensor::new(&inputs[rank.index()], false);
+                                let segments = vec![tensor.segment()];
+                                let operation = Operation::Allreduce {
+                                    dtype,
+                                    op,
+                                    prescale,
+                                    postscale,
+                                    segments,
+                                };
+                                complete(&mut communicator, operation).unwrap();
+                                let expected = oracle::allreduce_on(world, call, &inputs);
+                                oracle::compare(dtype, &tensor.result(), &expected).unwrap_or_else(
+                                    |differs| {
+                                        panic!(
+                                            "{algorithms} on {world:?}, rank {rank}, {call:?}: \
+                                        {differs}"
+                                        )
+                                    },
+                                );
                             }
-                            let call = oracle::Allreduce { dtype, op, prescale, postscale };
-                            let inputs = inputs(dtype, 1003, size);
-                            let tensor = Tensor::new(&inputs[rank.index()], false);
-                            let segments = vec![tensor.segment()];
-                            let operation = Operation::Allreduce { dtype, op, prescale, postscale, segments };
-                            complete(&mut communicator, operation).unwrap();
-                            let expected = oracle::allreduce_on(world, call, &inputs);
-                            oracle::compare(dtype, &tensor.result(), &expected).unwrap_or_else(|differs| {
-                                panic!("{algorithms} on {world:?}, rank {rank}, {call:?}: {differs}")
-                            });
                         }
                     }
-                }
-            });
+                },
+            );
         }
     }
 }
@@ -155,9 +183,11 @@ fn all_operations_work_over_shared_memory_and_tcp_together() {
                 for count in [1, 1000, 120_000] {
                     let input = elements(DataType::F32, count, me as u64);
                     let summed = Tensor::new(&input, false);
-                    let sum = allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
+                    let sum =
+                        allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
                     let sent = Tensor::new(&input, true);
-                    let broadcast = Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
+                    let broadcast =
+                        Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
                     let gathered = Tensor::with_output(&input, input.len() * size);
                     let bytes = vec![vec![input.len(); size]];
                     let gather = Operation::Allgather { segments: vec![gathered.segment()], bytes };
@@ -165,9 +195,11 @@ fn all_operations_work_over_shared_memory_and_tcp_together() {
                     let mut segment = swapped.segment();
                     segment.input = segment.input.slice(0, input.len() / size * size);
                     let blocks = vec![input.len() / size; size];
-                    let swap = Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks };
-                    let parts: Vec<usize> =
-                        (0..size).map(|k| count * (k + 1) / size * 4 - count * k / size * 4).collect();
+                    let swap =
+                        Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks };
+                    let parts: Vec<usize> = (0..size)
+                        .map(|k| count * (k + 1) / size * 4 - count * k / size * 4)
+                        .collect();
                     let scattered = Tensor::with_output(&input, parts[me]);
                     let scatter = Operation::Reducescatter {
                         dtype: DataType::F32,
@@ -177,7 +209,8 @@ fn all_operations_work_over_shared_memory_and_tcp_together() {
                         segments: vec![scattered.segment()],
                         bytes: vec![parts.clone()],
                     };
-                    let operations = vec![sum, broadcast, swap, Operation::Barrier, gather, scatter];
+                    let operations =
+                        vec![sum, broadcast, swap, Operation::Barrier, gather, scatter];
                     complete_all(&mut communicator, operations).unwrap();
                     let start: usize = parts[..me].iter().sum();
                     assert!(scattered.result() == summed.result()[start..start + parts[me]]);
@@ -201,11 +234,15 @@ fn broadcast_reaches_every_host_from_any_root() {
         Harness::on_hosts(world).ring(16 << 10).run(|rank, mut communicator| {
             for root in 0..size {
                 for length in [0, 1, 61, 200_003] {
-                    let bytes = |rank: usize| elements(DataType::U8, length, (rank * 10 + length) as u64);
+                    let bytes =
+                        |rank: usize| elements(DataType::U8, length, (rank * 10 + length) as u64);
                     let tensor = Tensor::new(&bytes(rank.index()), root % 2 == 0);
                     let segments = vec![tensor.segment()];
                     complete(&mut communicator, Operation::Broadcast { root, segments }).unwrap();
-                    assert!(tensor.result() == bytes(root), "rank {rank} from {root} on {world:?}: {length}");
+                    assert!(
+                        tensor.result() == bytes(root),
+                        "rank {rank} from {root} on {world:?}: {length}"
+                    );
                 }
             }
         });
@@ -218,14 +255,19 @@ fn allgather_joins_uneven_parts_of_every_host() {
         let size: usize = world.iter().sum();
         Harness::on_hosts(world).ring(16 << 10).run(|rank, mut communicator| {
             // Bytes of member m in tensor k: some have none, some more than a ring.
-            let count =
-                |k: usize, m: usize| [(m * 37 + 11) % 100, if m == 1 { 0 } else { m * 20_000 }, 0, 1][k];
-            let input = |k: usize, m: usize| elements(DataType::U8, count(k, m), (m * 10 + k) as u64);
-            let bytes: Vec<Vec<usize>> = (0..4).map(|k| (0..size).map(|m| count(k, m)).collect()).collect();
+            let count = |k: usize, m: usize| {
+                [(m * 37 + 11) % 100, if m == 1 { 0 } else { m * 20_000 }, 0, 1][k]
+            };
+            let input =
+                |k: usize, m: usize| elements(DataType::U8, count(k, m), (m * 10 + k) as u64);
+            let bytes: Vec<Vec<usize>> =
+                (0..4).map(|k| (0..size).map(|m| count(k, m)).collect()).collect();
             let tensors: Vec<Tensor> = bytes
                 .iter()
                 .enumerate()
-                .map(|(k, counts)| Tensor::with_output(&input(k, rank.index()), counts.iter().sum()))
+                .map(|(k, counts)| {
+                    Tensor::with_output(&input(k, rank.index()), counts.iter().sum())
+                })
                 .collect();
             let segments = tensors.iter().map(Tensor::segment).collect();
             complete(&mut communicator, Operation::Allgather { segments, bytes }).unwrap();
@@ -258,39 +300,51 @@ fn reducescatter_joins_on_every_host_before_it_crosses_with_the_bits_of_an_allre
         ] {
             let count = |k: usize| (0..size).map(|m| part(k, m)).sum();
             let inputs: Vec<Vec<Vec<u8>>> = (0..4).map(|k| inputs(dtype, count(k), size)).collect();
-            let whole: Vec<Vec<u8>> =
-                inputs.iter().map(|inputs| oracle::allreduce_on(world, call(dtype, op), inputs)).collect();
-            Harness::on_hosts(world).ring(16 << 10).algorithms(algorithms).run(|rank, mut communicator| {
-                let me = rank.index();
-                for tensors in [&[0][..], &[1], &[3], &[0, 1, 2, 3]] {
-                    let bytes: Vec<Vec<usize>> = tensors
-                        .iter()
-                        .map(|k| (0..size).map(|m| part(*k, m) * dtype.size()).collect())
-                        .collect();
-                    let made: Vec<Tensor> = tensors
-                        .iter()
-                        .zip(&bytes)
-                        .map(|(k, bytes)| Tensor::with_output(&inputs[*k][me], bytes[me]))
-                        .collect();
-                    let operation = Operation::Reducescatter {
-                        dtype,
-                        op,
-                        prescale: 1.0,
-                        postscale: 1.0,
-                        segments: made.iter().map(Tensor::segment).collect(),
-                        bytes: bytes.clone(),
-                    };
-                    complete_all(&mut communicator, vec![operation, Operation::Barrier]).unwrap();
-                    for ((k, tensor), bytes) in tensors.iter().zip(&made).zip(&bytes) {
-                        let start: usize = bytes[..me].iter().sum();
-                        oracle::compare(dtype, &tensor.result(), &whole[*k][start..start + bytes[me]])
+            let whole: Vec<Vec<u8>> = inputs
+                .iter()
+                .map(|inputs| oracle::allreduce_on(world, call(dtype, op), inputs))
+                .collect();
+            Harness::on_hosts(world).ring(16 << 10).algorithms(algorithms).run(
+                |rank, mut communicator| {
+                    let me = rank.index();
+                    for tensors in [&[0][..], &[1], &[3], &[0, 1, 2, 3]] {
+                        let bytes: Vec<Vec<usize>> = tensors
+                            .iter()
+                            .map(|k| (0..size).map(|m| part(*k, m) * dtype.size()).collect())
+                            .collect();
+                        let made: Vec<Tensor> = tensors
+                            .iter()
+                            .zip(&bytes)
+                            .map(|(k, bytes)| Tensor::with_output(&inputs[*k][me], bytes[me]))
+                            .collect();
+                        let operation = Operation::Reducescatter {
+                            dtype,
+                            op,
+                            prescale: 1.0,
+                            postscale: 1.0,
+                            segments: made.iter().map(Tensor::segment).collect(),
+                            bytes: bytes.clone(),
+                        };
+                        complete_all(&mut communicator, vec![operation, Operation::Barrier])
+                            .unwrap();
+                        for ((k, tensor), bytes) in tensors.iter().zip(&made).zip(&bytes) {
+                            let start: usize = bytes[..me].iter().sum();
+                            oracle::compare(
+                                dtype,
+                                &tensor.result(),
+                                &whole[*k][start..start + bytes[me]],
+                            )
                             .unwrap_or_else(|differs| {
-                                panic!("rank {rank} on {world:?}, {dtype} {k} of {tensors:?}: {differs}")
+                                panic!(
+                                    "rank {rank} on {world:?}, {dtype} {k} of {tensors:?}: \
+                                        {differs}"
+                                )
                             });
-                        assert!(tensor.source() == inputs[*k][me], "CO-6");
+                            assert!(tensor.source() == inputs[*k][me], "CO-6");
+                        }
                     }
-                }
-            });
+                },
+            );
         }
     }
 }

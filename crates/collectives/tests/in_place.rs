@@ -24,7 +24,8 @@ impl Tensors {
     fn new(inputs: &[Vec<u8>], skip: usize, shared: bool) -> Self {
         let memory = |input: &Vec<u8>| {
             let bytes = skip + input.len() + 100;
-            let memory = if shared { Memory::shareable(bytes).unwrap() } else { Memory::new(bytes) };
+            let memory =
+                if shared { Memory::shareable(bytes).unwrap() } else { Memory::new(bytes) };
             fill(&memory, 0, &vec![0x5a; bytes]);
             fill(&memory, skip, input);
             memory
@@ -55,7 +56,8 @@ impl Tensors {
 }
 
 fn inputs(dtype: DataType, counts: &[usize], rank: Rank) -> Vec<Vec<u8>> {
-    let input = |(count, seed): (&usize, u64)| elements(dtype, *count, seed + 10 * u64::from(rank.0));
+    let input =
+        |(count, seed): (&usize, u64)| elements(dtype, *count, seed + 10 * u64::from(rank.0));
     counts.iter().zip(0..).map(input).collect()
 }
 
@@ -82,9 +84,14 @@ fn reduced(
 #[test]
 fn the_bits_are_those_of_other_ways_and_no_tensor_goes_over_a_link() {
     for size in [2, 3, 4] {
-        for dtype in
-            [DataType::F32, DataType::F64, DataType::Bf16, DataType::F16, DataType::I32, DataType::C128]
-        {
+        for dtype in [
+            DataType::F32,
+            DataType::F64,
+            DataType::Bf16,
+            DataType::F16,
+            DataType::I32,
+            DataType::C128,
+        ] {
             let one = [large(dtype)];
             let some = [5, large(dtype), 0, 1000];
             for counts in [&one[..], &some] {
@@ -137,7 +144,8 @@ fn hide(memory: &Memory) {
         .map(|(start, end)| (number(start), number(end)))
         .find(|(start, end)| (*start..*end).contains(&address))
         .unwrap();
-    // SAFETY: the mapping that holds the memory begins with two words that are not written any more.
+    // SAFETY: the mapping that holds the memory begins with two words that are not written any
+    // more.
     unsafe { memory.address().sub(address - start).cast::<[u64; 2]>().write_volatile([0; 2]) }
 }
 
@@ -192,7 +200,8 @@ fn both_ways_take_turns_and_an_output_elsewhere_is_no_place_to_work_in() {
             assert!(tensors.results() == expected, "round {round}");
         }
         let (from, to) = (Tensors::new(&input, 0, true), Tensors::new(&input, 0, true));
-        let Operation::Allreduce { segments: mut read, .. } = from.operation(DataType::F32, ReduceOp::Sum)
+        let Operation::Allreduce { segments: mut read, .. } =
+            from.operation(DataType::F32, ReduceOp::Sum)
         else {
             return;
         };
@@ -212,7 +221,8 @@ fn both_ways_take_turns_and_an_output_elsewhere_is_no_place_to_work_in() {
 fn a_member_that_dies_is_an_error_and_takes_nothing_with_it() {
     for size in [2, 3] {
         let counts = [large(DataType::F32)];
-        let expected = reduced(&Harness::new(size), DataType::F32, ReduceOp::Sum, &counts, |_| false);
+        let expected =
+            reduced(&Harness::new(size), DataType::F32, ReduceOp::Sum, &counts, |_| false);
         // Within the greeting and every round, between them, in the operation after.
         for bytes in (0..420).step_by(20) {
             let outcomes = Harness::new(size).cut(0, 1, bytes).run(|rank, mut communicator| {
@@ -221,7 +231,10 @@ fn a_member_that_dies_is_an_error_and_takes_nothing_with_it() {
                 let mut outcome = Ok(());
                 for _ in 0..3 {
                     fill(&tensors.memories[0], 0, &input[0]);
-                    outcome = complete(&mut communicator, tensors.operation(DataType::F32, ReduceOp::Sum));
+                    outcome = complete(
+                        &mut communicator,
+                        tensors.operation(DataType::F32, ReduceOp::Sum),
+                    );
                     if outcome.is_err() {
                         break;
                     }
@@ -240,7 +253,10 @@ fn a_member_that_dies_is_an_error_and_takes_nothing_with_it() {
             for (rank, (outcome, shareable)) in outcomes.iter().enumerate() {
                 let lost = matches!(outcome, Err(Error::Transport(LinkError::PeerLost { .. })));
                 assert!(lost, "rank {rank} of {size} after {bytes}: {outcome:?}");
-                assert!(bytes <= 64 || rank > 1 || !shareable, "rank {rank} of {size} after {bytes}");
+                assert!(
+                    bytes <= 64 || rank > 1 || !shareable,
+                    "rank {rank} of {size} after {bytes}"
+                );
             }
         }
     }

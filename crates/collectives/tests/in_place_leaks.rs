@@ -13,8 +13,12 @@ const NAME: &str = "farandole-region";
 
 fn descriptors() -> usize {
     let entries = std::fs::read_dir("/proc/self/fd").unwrap();
-    let target = |entry: std::io::Result<std::fs::DirEntry>| std::fs::read_link(entry.unwrap().path());
-    entries.filter_map(|entry| target(entry).ok()).filter(|to| to.to_string_lossy().contains(NAME)).count()
+    let target =
+        |entry: std::io::Result<std::fs::DirEntry>| std::fs::read_link(entry.unwrap().path());
+    entries
+        .filter_map(|entry| target(entry).ok())
+        .filter(|to| to.to_string_lossy().contains(NAME))
+        .count()
 }
 
 fn mappings() -> usize {
@@ -23,7 +27,8 @@ fn mappings() -> usize {
 }
 
 fn sum(communicator: &mut dyn Communicator, memory: &Memory) {
-    let segment = farandole_collectives::Segment { input: memory.buffer(), output: memory.buffer() };
+    let segment =
+        farandole_collectives::Segment { input: memory.buffer(), output: memory.buffer() };
     let operation = farandole_collectives::Operation::Allreduce {
         dtype: DataType::F32,
         op: ReduceOp::Sum,
@@ -46,7 +51,8 @@ fn neither_descriptors_nor_mappings_pile_up_where_memory_comes_and_goes() {
             sum(&mut communicator, &kept);
             count.wait();
             if rank.0 == 0 {
-                // Two of each member, each mapped by all; and what was freed since, until the next operation.
+                // Two of each member, each mapped by all; and what was freed since, until the next
+                // operation.
                 assert_eq!(descriptors(), 2 * size);
                 assert!(mappings() <= 3 * size * size, "{} mappings", mappings());
             }

@@ -30,12 +30,15 @@ fn reductions(members: usize) -> Vec<Reduction> {
 
 fn inputs(reduction: &Reduction, count: usize, special: bool) -> Vec<Vec<u8>> {
     let make = if special { special_elements } else { elements };
-    (0..reduction.members as u64).map(|member| make(reduction.dtype, count, member * 1000 + 1)).collect()
+    (0..reduction.members as u64)
+        .map(|member| make(reduction.dtype, count, member * 1000 + 1))
+        .collect()
 }
 
 fn run(reduction: Reduction, path: Path, inputs: &[Vec<u8>], skew: usize) -> Vec<u8> {
     // Skewed so that nothing is aligned to more than a byte.
-    let skewed: Vec<Vec<u8>> = inputs.iter().map(|input| [&vec![0; skew][..], input].concat()).collect();
+    let skewed: Vec<Vec<u8>> =
+        inputs.iter().map(|input| [&vec![0; skew][..], input].concat()).collect();
     let slices: Vec<&[u8]> = skewed.iter().map(|input| &input[skew..]).collect();
     let mut out = vec![0; skew + inputs[0].len()];
     Reducer::on(reduction, path).unwrap().run(&slices, &mut out[skew..]);
@@ -52,7 +55,8 @@ fn the_baseline_computes_what_the_oracle_does() {
                 let call = oracle::Allreduce { dtype, op, prescale, postscale };
                 let expected = oracle::allreduce(call, &inputs);
                 let got = run(reduction, Path::Baseline, &inputs, 0);
-                oracle::compare(dtype, &got, &expected).unwrap_or_else(|how| panic!("{reduction:?}: {how}"));
+                oracle::compare(dtype, &got, &expected)
+                    .unwrap_or_else(|how| panic!("{reduction:?}: {how}"));
             }
         }
     }
@@ -85,7 +89,8 @@ fn in_place_every_member_gets_the_bits_of_the_baseline() {
                     let expected = run(reduction, Path::Baseline, &inputs, 0);
                     let mut skewed: Vec<Vec<u8>> =
                         inputs.iter().map(|input| [&vec![9; skew][..], input].concat()).collect();
-                    let mut all: Vec<&mut [u8]> = skewed.iter_mut().map(|input| &mut input[skew..]).collect();
+                    let mut all: Vec<&mut [u8]> =
+                        skewed.iter_mut().map(|input| &mut input[skew..]).collect();
                     Reducer::on(reduction, path).unwrap().run_in_place(&mut all, &mut [0; 4096]);
                     for got in &skewed {
                         assert!(got[skew..] == expected, "{path:?} {reduction:?} of {count}");
@@ -141,7 +146,8 @@ fn by_hosts(reducer: &Reducer, hosts: &[usize], inputs: &[&[u8]]) -> Vec<u8> {
 #[test]
 fn sums_by_hosts_have_the_bits_of_the_sum_in_one_place() {
     for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
-        for hosts in [&[2, 2][..], &[2, 1], &[1, 2, 2], &[1; 4], &[1; 7], &[3, 1, 2, 2, 1, 1], &[4]] {
+        for hosts in [&[2, 2][..], &[2, 1], &[1, 2, 2], &[1; 4], &[1; 7], &[3, 1, 2, 2, 1, 1], &[4]]
+        {
             let orders = Arc::new(Orders::new(hosts));
             for reduction in reductions(hosts.iter().sum()) {
                 let inputs = inputs(&reduction, 1100, true);
@@ -164,7 +170,8 @@ fn sums_by_hosts_have_the_bits_of_the_sum_in_one_place() {
 fn every_half_survives_the_way_through_single_precision() {
     let halves: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
     for dtype in [DataType::F16, DataType::Bf16] {
-        let reduction = Reduction { dtype, op: ReduceOp::Sum, members: 1, prescale: 1.0, postscale: 1.0 };
+        let reduction =
+            Reduction { dtype, op: ReduceOp::Sum, members: 1, prescale: 1.0, postscale: 1.0 };
         for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
             let got = run(reduction, path, std::slice::from_ref(&halves), 0);
             oracle::compare(dtype, &got, &halves).unwrap();
@@ -174,12 +181,16 @@ fn every_half_survives_the_way_through_single_precision() {
 
 #[test]
 fn sums_of_all_pairs_of_eight_bits_are_rounded_as_the_oracle_rounds_them() {
-    let pair = |which: u32| (0..=u16::MAX).map(|pair| (pair >> which).to_le_bytes()[0]).collect::<Vec<u8>>();
+    let pair = |which: u32| {
+        (0..=u16::MAX).map(|pair| (pair >> which).to_le_bytes()[0]).collect::<Vec<u8>>()
+    };
     let inputs = [pair(0), pair(8)];
     for dtype in [DataType::F8E4M3, DataType::F8E5M2] {
         for op in OPS {
             // Factors that leave few sums on the grid, some subnormal and some beyond it.
-            for (prescale, postscale) in [(1.0, 1.0), (1.0, 0.3), (0.7, 1e-3), (900.0, 1.0), (-1e30, 1e30)] {
+            for (prescale, postscale) in
+                [(1.0, 1.0), (1.0, 0.3), (0.7, 1e-3), (900.0, 1.0), (-1e30, 1e30)]
+            {
                 let reduction = Reduction { dtype, op, members: 2, prescale, postscale };
                 let call = oracle::Allreduce { dtype, op, prescale, postscale };
                 let expected = oracle::allreduce(call, &inputs);
@@ -202,7 +213,8 @@ fn halves_are_rounded_once_after_all_members() {
     assert_eq!(u16::from_ne_bytes(out), 0x6801);
     // In eight bits 16 + 1 is 16 again; rounded once, 16 + 1 + 1 is 18.
     let mut out = [0];
-    reduce(DataType::F8E4M3, ReduceOp::Sum, &[&[0x58], &[0x38], &[0x38]], &mut out, 1.0, 1.0).unwrap();
+    reduce(DataType::F8E4M3, ReduceOp::Sum, &[&[0x58], &[0x38], &[0x38]], &mut out, 1.0, 1.0)
+        .unwrap();
     assert_eq!(out, [0x59]);
 }
 
@@ -236,7 +248,8 @@ fn neutral_elements_change_nothing() {
             for inputs in [[&input[..], &neutral], [&neutral[..], &input]] {
                 let mut out = vec![0; input.len()];
                 reduce(dtype, op, &inputs, &mut out, 1.0, 1.0).unwrap();
-                oracle::compare(dtype, &out, &input).unwrap_or_else(|how| panic!("{op:?} {dtype}: {how}"));
+                oracle::compare(dtype, &out, &input)
+                    .unwrap_or_else(|how| panic!("{op:?} {dtype}: {how}"));
             }
         }
     }
@@ -246,7 +259,8 @@ fn neutral_elements_change_nothing() {
 fn undefined_operations_are_refused_by_name() {
     let mut out = [0; 16];
     let input = [0; 16];
-    let mut refused = |dtype, op, scale| reduce(dtype, op, &[&input[..]], &mut out, scale, 1.0).unwrap_err();
+    let mut refused =
+        |dtype, op, scale| reduce(dtype, op, &[&input[..]], &mut out, scale, 1.0).unwrap_err();
     assert_eq!(
         refused(DataType::Bool, ReduceOp::Average, 1.0).to_string(),
         "Average is not defined for bool"

@@ -44,8 +44,10 @@ fn communicator(mesh: &Mesh) -> HostCommunicator {
     let machines: Vec<&str> = names.iter().map(String::as_str).collect();
     let own = mesh.rank();
     let first: BTreeSet<Rank> = heartbeats(&machines, own);
-    let (first, later): (Vec<Rank>, Vec<Rank>) =
-        (0..HOSTS * LOCAL).map(Rank).filter(|rank| *rank != own).partition(|rank| first.contains(rank));
+    let (first, later): (Vec<Rank>, Vec<Rank>) = (0..HOSTS * LOCAL)
+        .map(Rank)
+        .filter(|rank| *rank != own)
+        .partition(|rank| first.contains(rank));
     let deadline = Instant::now() + LIMIT;
     let mut links = mesh.open_until(1, &first, 64 << 10, deadline, &mut || false).unwrap();
     links.extend(mesh.open_on_demand(1, &later, 64 << 10, deadline, &mut || false).unwrap());
@@ -86,7 +88,8 @@ fn a_rank_of_64_hosts_has_at_most_40_sockets_after_small_and_large_allreduces() 
     });
     let before = sockets();
     let mut communicators: Vec<HostCommunicator> = thread::scope(|scope| {
-        let opening: Vec<_> = meshes.iter().map(|mesh| scope.spawn(|| communicator(mesh))).collect();
+        let opening: Vec<_> =
+            meshes.iter().map(|mesh| scope.spawn(|| communicator(mesh))).collect();
         opening.into_iter().map(|one| one.join().unwrap()).collect()
     });
     let ranks = meshes.len();

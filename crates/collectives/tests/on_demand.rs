@@ -1,17 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Operations over links that are opened at their first use: each asks for the links that it uses, at both ends, and for
-//! no others.
+//! Operations over links that are opened at their first use: each asks for the links that it uses,
+//! at both ends, and for no others.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_collectives::{DataType, HostCommunicator, Operation, ReduceOp};
-use farandole_testkit::{Harness, Links, Register, Tensor, allreduce, complete, complete_all, elements};
+use farandole_testkit::{
+    Harness, Links, Register, Tensor, allreduce, complete, complete_all, elements,
+};
 use farandole_transport::loopback;
 use farandole_world::Rank;
 
-const WORLDS: [&[usize]; 8] =
-    [&[2, 2], &[2, 1], &[1, 3], &[1, 1, 1], &[1, 1, 1, 1, 1], &[3, 1, 2], &[2, 2, 2, 2, 2], &[1; 9]];
+const WORLDS: [&[usize]; 8] = [
+    &[2, 2],
+    &[2, 1],
+    &[1, 3],
+    &[1, 1, 1],
+    &[1, 1, 1, 1, 1],
+    &[3, 1, 2],
+    &[2, 2, 2, 2, 2],
+    &[1; 9],
+];
 const ALGORITHMS: [&str; 6] = ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"];
 
 fn floats(count: usize, seed: usize) -> Vec<u8> {
@@ -78,7 +88,8 @@ fn every_operation_asks_for_each_link_that_it_uses_at_both_ends() {
         let size: usize = world.iter().sum();
         for algorithms in ALGORITHMS {
             let run = |links: Links| {
-                let harness = Harness::on_hosts(world).over(links).ring(16 << 10).algorithms(algorithms);
+                let harness =
+                    Harness::on_hosts(world).over(links).ring(16 << 10).algorithms(algorithms);
                 harness.run(|rank, mut communicator| results(rank, &mut communicator, size))
             };
             assert!(run(Links::Asked) == run(Links::Loopback), "{algorithms} on {world:?}");
@@ -92,7 +103,8 @@ fn operations_over_connections_that_open_at_their_first_use_have_the_same_result
         let size: usize = world.iter().sum();
         for algorithms in ["auto", "doubling", "hierarchy", "halving"] {
             let run = |links: Links| {
-                let harness = Harness::on_hosts(world).over(links).ring(64 << 10).algorithms(algorithms);
+                let harness =
+                    Harness::on_hosts(world).over(links).ring(64 << 10).algorithms(algorithms);
                 harness.run(|rank, mut communicator| results(rank, &mut communicator, size))
             };
             assert!(run(Links::OnDemand) == run(Links::Loopback), "{algorithms} on {world:?}");
@@ -110,11 +122,12 @@ fn asked(
         (0..).zip(hosts).flat_map(|(host, size)| std::iter::repeat_n(host, *size)).collect();
     let mut register = Register::default();
     let mut own = |rank: u32, links: Vec<farandole_transport::Link>| {
-        let links =
-            links.into_iter().map(|link| match numbers[link.peer.index()] == numbers[rank as usize] {
+        let links = links.into_iter().map(|link| {
+            match numbers[link.peer.index()] == numbers[rank as usize] {
                 true => link,
                 false => register.on_demand(Rank(rank), link),
-            });
+            }
+        });
         links.collect::<Vec<_>>()
     };
     let meshes = loopback::mesh(numbers.len(), 64 << 10).unwrap();

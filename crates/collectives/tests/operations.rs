@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Fusion and kinds of links (CO-1), order (CO-2), rings smaller than tensors (CO-3), and every other operation.
+//! Fusion and kinds of links (CO-1), order (CO-2), rings smaller than tensors (CO-3), and every
+//! other operation.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -26,10 +27,12 @@ fn a_tensor_has_the_same_bits_alone_and_fused_and_on_every_rank() {
                 complete(&mut communicator, allreduce(dtype, ReduceOp::Average, &fused)).unwrap();
                 let alone: Vec<Tensor> = (0..TENSORS.len()).map(make).collect();
                 for tensor in &alone {
-                    let operation = allreduce(dtype, ReduceOp::Average, std::slice::from_ref(tensor));
+                    let operation =
+                        allreduce(dtype, ReduceOp::Average, std::slice::from_ref(tensor));
                     complete(&mut communicator, operation).unwrap();
                 }
-                let bytes = |tensors: &[Tensor]| tensors.iter().map(Tensor::result).collect::<Vec<_>>();
+                let bytes =
+                    |tensors: &[Tensor]| tensors.iter().map(Tensor::result).collect::<Vec<_>>();
                 assert!(bytes(&fused) == bytes(&alone), "{dtype} of {size}");
                 bytes(&fused)
             });
@@ -44,8 +47,12 @@ fn a_tensor_larger_than_any_ring_is_reduced() {
         let count = 700_001;
         let inputs: Vec<Vec<u8>> =
             (0..size).map(|rank| elements(DataType::F32, count, rank as u64)).collect();
-        let call =
-            oracle::Allreduce { dtype: DataType::F32, op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+        let call = oracle::Allreduce {
+            dtype: DataType::F32,
+            op: ReduceOp::Sum,
+            prescale: 1.0,
+            postscale: 1.0,
+        };
         let expected = oracle::allreduce(call, &inputs);
         Harness::new(size).ring(64 << 10).run(|rank, mut communicator| {
             let tensor = Tensor::new(&inputs[rank.index()], true);
@@ -65,9 +72,11 @@ fn every_kind_of_link_gives_the_same_bits() {
                 for count in [1, 1000, 60_000] {
                     let input = elements(DataType::F32, count, rank.index() as u64);
                     let summed = Tensor::new(&input, false);
-                    let sum = allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
+                    let sum =
+                        allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
                     let sent = Tensor::new(&input, true);
-                    let broadcast = Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
+                    let broadcast =
+                        Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
                     let gathered = Tensor::with_output(&input, input.len() * size);
                     let bytes = vec![vec![input.len(); size]];
                     let gather = Operation::Allgather { segments: vec![gathered.segment()], bytes };
@@ -122,13 +131,17 @@ fn bytes_that_sockets_did_not_take_at_once_are_sent_while_all_wait() {
     // More than sockets take, in rings that take it all.
     let count = 12 << 20;
     for algorithm in ["direct", "doubling", "pipeline", "hierarchy", "halving"] {
-        let world = Harness::on_hosts(&[1, 1]).over(Links::TwoHosts).ring(64 << 20).algorithms(algorithm);
+        let world =
+            Harness::on_hosts(&[1, 1]).over(Links::TwoHosts).ring(64 << 20).algorithms(algorithm);
         world.run(|rank, mut communicator| {
             let input: Vec<u8> = (1.5_f32 + rank.0 as f32).to_ne_bytes().repeat(count);
             let tensor = Tensor::new(&input, true);
             let sum = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
             complete(&mut communicator, sum).unwrap();
-            assert!(tensor.result() == 4_f32.to_ne_bytes().repeat(count), "{algorithm}, rank {rank}");
+            assert!(
+                tensor.result() == 4_f32.to_ne_bytes().repeat(count),
+                "{algorithm}, rank {rank}"
+            );
         });
     }
 }
@@ -169,16 +182,20 @@ fn allgather_joins_uneven_parts_in_rank_order() {
     for size in [1, 2, 3, 4, 7, 8] {
         Harness::new(size).ring(16 << 10).run(|rank, mut communicator| {
             // Bytes of member m in tensor k: some have none, some more than a ring.
-            let count =
-                |k: usize, m: usize| [(m * 37 + 11) % 100, if m == 1 { 0 } else { m * 20_000 }, 0, 1][k];
-            let input = |k: usize, m: usize| elements(DataType::U8, count(k, m), (m * 10 + k) as u64);
+            let count = |k: usize, m: usize| {
+                [(m * 37 + 11) % 100, if m == 1 { 0 } else { m * 20_000 }, 0, 1][k]
+            };
+            let input =
+                |k: usize, m: usize| elements(DataType::U8, count(k, m), (m * 10 + k) as u64);
             for tensors in [vec![0], vec![1], vec![2], vec![0, 1, 2, 3]] {
                 let bytes: Vec<Vec<usize>> =
                     tensors.iter().map(|k| (0..size).map(|m| count(*k, m)).collect()).collect();
                 let memory: Vec<Tensor> = tensors
                     .iter()
                     .zip(&bytes)
-                    .map(|(k, counts)| Tensor::with_output(&input(*k, rank.index()), counts.iter().sum()))
+                    .map(|(k, counts)| {
+                        Tensor::with_output(&input(*k, rank.index()), counts.iter().sum())
+                    })
                     .collect();
                 let segments = memory.iter().map(Tensor::segment).collect();
                 complete(&mut communicator, Operation::Allgather { segments, bytes }).unwrap();
@@ -215,7 +232,8 @@ fn operations_queued_together_complete_in_order() {
             let mut tensors = Vec::new();
             let mut operations = Vec::new();
             for k in 0..60_usize {
-                let bytes = elements(DataType::I64, (k * k * 7) % 9000, (rank.index() * 1000 + k) as u64);
+                let bytes =
+                    elements(DataType::I64, (k * k * 7) % 9000, (rank.index() * 1000 + k) as u64);
                 let tensor = Tensor::new(&bytes, true);
                 operations.push(match k % 3 {
                     0 => allreduce(DataType::I64, ReduceOp::Max, std::slice::from_ref(&tensor)),
@@ -225,10 +243,16 @@ fn operations_queued_together_complete_in_order() {
                 tensors.push(tensor);
             }
             complete_all(&mut communicator, operations).unwrap();
-            let call =
-                oracle::Allreduce { dtype: DataType::I64, op: ReduceOp::Max, prescale: 1.0, postscale: 1.0 };
+            let call = oracle::Allreduce {
+                dtype: DataType::I64,
+                op: ReduceOp::Max,
+                prescale: 1.0,
+                postscale: 1.0,
+            };
             for (k, tensor) in tensors.iter().enumerate() {
-                let of = |rank: usize| elements(DataType::I64, (k * k * 7) % 9000, (rank * 1000 + k) as u64);
+                let of = |rank: usize| {
+                    elements(DataType::I64, (k * k * 7) % 9000, (rank * 1000 + k) as u64)
+                };
                 let expected = match k % 3 {
                     0 => oracle::allreduce(call, &(0..size).map(of).collect::<Vec<_>>()),
                     1 => of(k % size),
@@ -270,7 +294,8 @@ fn a_set_of_some_ranks_numbers_its_members_in_rank_order() {
                 let mut set = farandole_collectives::HostCommunicator::new(rank, links).unwrap();
                 assert_eq!((set.size(), set.member()), (2, usize::from(rank.0 == 3)));
                 let tensor = Tensor::new(&[u8::try_from(rank.0).unwrap(); 10], true);
-                let operation = allreduce(DataType::U8, ReduceOp::Sum, std::slice::from_ref(&tensor));
+                let operation =
+                    allreduce(DataType::U8, ReduceOp::Sum, std::slice::from_ref(&tensor));
                 complete(&mut set, operation).unwrap_or_else(|error| panic!("{error}"));
                 assert_eq!(tensor.result(), [4; 10]);
             });
@@ -285,7 +310,8 @@ fn seventy_members_on_a_host_and_on_several_complete_everything() {
         Harness::on_hosts(&world).ring(16 << 10).run(|rank, mut communicator| {
             let me = rank.index();
             let input = |rank: usize, count: usize| vec![u8::try_from(rank % 3).unwrap(); count];
-            let sums: Vec<Tensor> = [1, 20_000].map(|count| Tensor::new(&input(me, count), true)).into();
+            let sums: Vec<Tensor> =
+                [1, 20_000].map(|count| Tensor::new(&input(me, count), true)).into();
             let mut operations: Vec<Operation> = sums
                 .iter()
                 .map(|tensor| allreduce(DataType::U8, ReduceOp::Sum, std::slice::from_ref(tensor)))
@@ -296,13 +322,20 @@ fn seventy_members_on_a_host_and_on_several_complete_everything() {
             let swapped = Tensor::with_output(&input(me, 3 * size), 3 * size);
             let blocks = vec![3; size];
             let segment = swapped.segment();
-            operations.push(Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks.clone() });
+            operations.push(Operation::Alltoall {
+                segment,
+                sends: blocks.clone(),
+                receives: blocks.clone(),
+            });
             let gathered = Tensor::with_output(&input(me, 3), 3 * size);
             let segments = vec![gathered.segment()];
             operations.push(Operation::Allgather { segments, bytes: vec![blocks] });
             complete_all(&mut communicator, operations).unwrap();
             let total = (0..size).map(|rank| u8::try_from(rank % 3).unwrap()).sum::<u8>();
-            assert!(sums.iter().all(|sum| sum.result().iter().all(|byte| *byte == total)), "rank {rank}");
+            assert!(
+                sums.iter().all(|sum| sum.result().iter().all(|byte| *byte == total)),
+                "rank {rank}"
+            );
             assert!(sent.result() == input(37, 5000), "rank {rank}");
             let everybody: Vec<u8> = (0..size).flat_map(|rank| input(rank, 3)).collect();
             assert!(swapped.result() == everybody && gathered.result() == everybody, "rank {rank}");

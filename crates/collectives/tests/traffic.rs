@@ -16,7 +16,10 @@ use farandole_world::Rank;
 const COUNT: usize = 300_000;
 
 /// Bytes that all members send to other hosts in one operation, and in the greeting before it.
-fn between_hosts(hosts: &[usize], operation: impl Fn(usize) -> (Tensor, Operation) + Sync) -> usize {
+fn between_hosts(
+    hosts: &[usize],
+    operation: impl Fn(usize) -> (Tensor, Operation) + Sync,
+) -> usize {
     let numbers: Vec<u32> =
         (0..).zip(hosts).flat_map(|(host, size)| std::iter::repeat_n(host, *size)).collect();
     let sent = Arc::new(AtomicUsize::new(0));
@@ -25,11 +28,13 @@ fn between_hosts(hosts: &[usize], operation: impl Fn(usize) -> (Tensor, Operatio
             let (numbers, sent, operation) = (&numbers, &sent, &operation);
             scope.spawn(move || {
                 let here = numbers[rank as usize];
-                let links = links.into_iter().map(|link| match numbers[link.peer.index()] == here {
-                    true => link,
-                    false => counted(link, sent),
-                });
-                let mut communicator = HostCommunicator::over(Rank(rank), links.collect(), numbers).unwrap();
+                let links =
+                    links.into_iter().map(|link| match numbers[link.peer.index()] == here {
+                        true => link,
+                        false => counted(link, sent),
+                    });
+                let mut communicator =
+                    HostCommunicator::over(Rank(rank), links.collect(), numbers).unwrap();
                 let (_kept, operation) = operation(rank as usize);
                 complete(&mut communicator, operation).unwrap();
             });
@@ -68,8 +73,14 @@ fn rounded_reduce_scatters_of_halves_send_half_the_bytes_of_floats_to_other_host
             let part = COUNT / 6 * dtype.size();
             let tensor = Tensor::with_output(&elements(dtype, COUNT, rank as u64), part);
             let (segments, bytes) = (vec![tensor.segment()], vec![vec![part; 6]]);
-            let operation =
-                Operation::Reducescatter { dtype, op, prescale: 1.0, postscale: 1.0, segments, bytes };
+            let operation = Operation::Reducescatter {
+                dtype,
+                op,
+                prescale: 1.0,
+                postscale: 1.0,
+                segments,
+                bytes,
+            };
             (tensor, operation)
         }) as f64
     };
@@ -81,22 +92,27 @@ fn rounded_reduce_scatters_of_halves_send_half_the_bytes_of_floats_to_other_host
 fn error(dtype: DataType, op: ReduceOp, hosts: &[usize], inputs: &[Vec<u8>]) -> f64 {
     let members = inputs.len();
     let reduction = Reduction { dtype, op, members, prescale: 1.0, postscale: 1.0 };
-    let reducer = Reducer::ordered(reduction, Path::best(), Some(Arc::new(Orders::new(hosts)))).unwrap();
+    let reducer =
+        Reducer::ordered(reduction, Path::best(), Some(Arc::new(Orders::new(hosts)))).unwrap();
     let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
     let mut out = vec![0; inputs[0].len()];
     reducer.run(&slices, &mut out);
     oracle::relative_error(dtype, &out, inputs)
 }
 
-/// Sums are rounded once on each host besides the result, however many members it has: for numbers without a common
-/// sign, where most is lost, both roundings weigh the same.
+/// Sums are rounded once on each host besides the result, however many members it has: for numbers
+/// without a common sign, where most is lost, both roundings weigh the same.
 #[test]
 fn rounding_between_hosts_adds_less_than_half_to_the_error_of_the_result() {
     for (hosts, dtype) in [(2, DataType::Bf16), (8, DataType::F16), (64, DataType::Bf16)] {
         let sizes = vec![8; hosts];
-        let inputs: Vec<Vec<u8>> = (0..hosts * 8).map(|rank| elements(dtype, 2000, rank as u64)).collect();
+        let inputs: Vec<Vec<u8>> =
+            (0..hosts * 8).map(|rank| elements(dtype, 2000, rank as u64)).collect();
         let exact = error(dtype, ReduceOp::Sum, &sizes, &inputs);
         let rounded = error(dtype, ReduceOp::RoundedSum, &sizes, &inputs);
-        assert!(rounded > exact && rounded < 1.5 * exact, "{hosts} hosts, {dtype}: {rounded} and {exact}");
+        assert!(
+            rounded > exact && rounded < 1.5 * exact,
+            "{hosts} hosts, {dtype}: {rounded} and {exact}"
+        );
     }
 }

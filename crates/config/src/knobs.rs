@@ -54,8 +54,8 @@ macro_rules! knobs {
         ];
 
         impl Config {
-            /// Reads every knob: `lookup` maps a full variable name to its value, `arguments` map keys to values
-            /// and win.
+            /// Reads every knob: `lookup` maps a full variable name to its value, `arguments` map
+            /// keys to values and win.
             ///
             /// # Errors
             /// A value that does not parse, or an argument that is no knob.
@@ -131,77 +131,105 @@ fn limits(key: &str) -> Limits {
         "peer_timeout" => {
             (tenth, DAY, "a duration from 100ms to 24h: seconds, or a number with ms, s, m or h")
         }
-        "start_timeout" | "spark_start_timeout" | "collective_timeout" | "discovery_timeout" => {
-            (tenth, 365 * DAY, "a duration from 100ms to 8760h: seconds, or a number with ms, s, m or h")
-        }
+        "start_timeout" | "spark_start_timeout" | "collective_timeout" | "discovery_timeout" => (
+            tenth,
+            365 * DAY,
+            "a duration from 100ms to 8760h: seconds, or a number with ms, s, m or h",
+        ),
         "spin" => (
             Duration::ZERO,
             Duration::from_secs(1),
             "a duration from 0 to 1s: seconds, or a number with ms, s, m or h",
         ),
-        _ => {
-            (Duration::ZERO, 365 * DAY, "a duration from 0 to 8760h: seconds, or a number with ms, s, m or h")
-        }
+        _ => (
+            Duration::ZERO,
+            365 * DAY,
+            "a duration from 0 to 8760h: seconds, or a number with ms, s, m or h",
+        ),
     };
     Limits { least, most, expected }
 }
 
 knobs! {
-    /// Ticket of this process's job: addresses, certificate fingerprint and token. Set by launchers.
+    /// Ticket of this process's job: addresses, certificate fingerprint and token. Set by
+    /// launchers.
     job: String = "", "JOB", None, false;
     /// Task number of this process within its job. Set by launchers.
     task: u64 = "0", "TASK", None, false;
-    /// Secret of a job that mpirun, srun, torchrun or a similar launcher started. It must be the same in all processes, and the launcher must forward it. At least 16 random characters, for example from `openssl rand -hex 32`. Never printed.
+    /// Secret of a job that mpirun, srun, torchrun or a similar launcher started. It must be the
+    /// same in all processes, and the launcher must forward it. At least 16 random characters, for
+    /// example from `openssl rand -hex 32`. Never printed.
     job_secret: String = "", "JOB_SECRET", None, false;
-    /// Meeting place of the ranks of such a job: `host:port` of rank 0, which needs a `FARANDOLE_JOB_SECRET`, or a directory that all ranks see, as `/path` or `file:///path`.
+    /// Meeting place of the ranks of such a job: `host:port` of rank 0, which needs a
+    /// `FARANDOLE_JOB_SECRET`, or a directory that all ranks see, as `/path` or `file:///path`.
     rendezvous: String = "", "RENDEZVOUS", None, false;
-    /// Generation of the job for which this process was started; 0 if it is unknown. Set by launchers.
+    /// Generation of the job for which this process was started; 0 if it is unknown. Set by
+    /// launchers.
     generation: u64 = "0", "GENERATION", None, false;
-    /// Whether workers come and go while the job runs. If so, `init` waits until this worker has a place. Set by launchers.
+    /// Whether workers come and go while the job runs. If so, `init` waits until this worker has a
+    /// place. Set by launchers.
     elastic: bool = "0", "ELASTIC", None, false;
-    /// Time for which this process waits for a lost registrar if the job has a journal. Set by launchers.
+    /// Time for which this process waits for a lost registrar if the job has a journal. Set by
+    /// launchers.
     outage: Duration = "0", "OUTAGE", None, false;
     /// Addresses at which the registrar is reached. Default: all addresses of the driver.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
-    /// Address on which the driver and the ranks listen, or a network such as `10.0.0.0/8`, in which each host uses its own address. Default: all addresses.
+    /// Address on which the driver and the ranks listen, or a network such as `10.0.0.0/8`, in
+    /// which each host uses its own address. Default: all addresses.
     bind_address: String = "", "BIND_ADDRESS", Some("--bind-address"), true;
     /// Ports on which the driver and the ranks listen. With `0` the system chooses.
     port_range: PortRange = "0", "PORT_RANGE", Some("--port-range"), true;
-    /// For hosts that open connections but accept none: links between hosts pass through the driver's port, which is slower. For the driver and the workers.
+    /// For hosts that open connections but accept none: links between hosts pass through the
+    /// driver's port, which is slower. For the driver and the workers.
     dial_out: bool = "0", "DIAL_OUT", Some("--dial-out"), true;
     /// Time within which all tasks must register.
     start_timeout: Duration = "600", "START_TIMEOUT", Some("--start-timeout"), true;
-    /// Time for which `farandole.spark` waits for all Spark tasks to start. Read by the driver, in seconds.
+    /// Time for which `farandole.spark` waits for all Spark tasks to start. Read by the driver, in
+    /// seconds.
     spark_start_timeout: Duration = "600", "SPARK_START_TIMEOUT", None, false;
-    /// Whether workers start from a fork server that has imported torch: `on`, `off` or `auto`. With `auto` they do so in notebooks, in Spark's tuners, and for `LocalBackend`. Read by the driver.
+    /// Whether workers start from a fork server that has imported torch: `on`, `off` or `auto`.
+    /// With `auto` they do so in notebooks, in Spark's tuners, and for `LocalBackend`. Read by the
+    /// driver.
     warm_workers: String = "auto", "WARM_WORKERS", None, false;
     /// Time after which such a server ends if it has no work. Read by the driver, in seconds.
     warm_idle: Duration = "120", "WARM_IDLE_SECONDS", None, false;
-    /// Elastic training: the smallest number of processes. With fewer, the job waits for more. Setting it makes the job elastic. Default in an elastic job: the number of processes.
+    /// Elastic training: the smallest number of processes. With fewer, the job waits for more.
+    /// Setting it makes the job elastic. Default in an elastic job: the number of processes.
     min_num_proc: Option<u32> = "", "MIN_NUM_PROC", Some("--min-num-proc"), false;
-    /// Elastic training: the largest number of processes. Default: all slots; with spares, the number of processes.
+    /// Elastic training: the largest number of processes. Default: all slots; with spares, the
+    /// number of processes.
     max_num_proc: Option<u32> = "", "MAX_NUM_PROC", Some("--max-num-proc"), false;
-    /// Elastic training: additional processes that are started, wait, and take over when a process is lost.
+    /// Elastic training: additional processes that are started, wait, and take over when a process
+    /// is lost.
     spares: u64 = "0", "SPARES", Some("--spares"), false;
-    /// Elastic training: a program that prints the available hosts, one `host` or `host:slots` on each line. The shell runs it every second. Setting it makes the job elastic.
+    /// Elastic training: a program that prints the available hosts, one `host` or `host:slots` on
+    /// each line. The shell runs it every second. Setting it makes the job elastic.
     host_discovery_script: String = "", "HOST_DISCOVERY_SCRIPT", Some("--host-discovery-script"), false;
     /// Elastic training: time after which that program is killed and started again.
     discovery_timeout: Duration = "20", "DISCOVERY_TIMEOUT", Some("--discovery-timeout"), false;
     /// Elastic training: slots of a host for which that program prints no number.
     slots_per_host: Option<u32> = "", "SLOTS_PER_HOST", Some("--slots-per-host"), false;
-    /// Elastic training: time after which the job fails if there are too few slots for the smallest number of processes.
+    /// Elastic training: time after which the job fails if there are too few slots for the smallest
+    /// number of processes.
     elastic_timeout: Duration = "600", "ELASTIC_TIMEOUT", Some("--elastic-timeout"), false;
-    /// Elastic training: number of changes of the world after which the job fails. Default: no limit.
+    /// Elastic training: number of changes of the world after which the job fails. Default: no
+    /// limit.
     reset_limit: Option<u32> = "", "RESET_LIMIT", Some("--reset-limit"), false;
-    /// Elastic training: seconds for which a host gets no new process after a failure there: after the first failure, and at most. Each further failure doubles the time.
+    /// Elastic training: seconds for which a host gets no new process after a failure there: after
+    /// the first failure, and at most. Each further failure doubles the time.
     blacklist_cooldown_range: Cooldown = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
-    /// Elastic training: a file in which `farandole run` records the state of the job. If the command is killed and started again with the same file, it continues the job with the same processes. The file contains the job's secrets. Removed from the environment of the processes.
+    /// Elastic training: a file in which `farandole run` records the state of the job. If the
+    /// command is killed and started again with the same file, it continues the job with the same
+    /// processes. The file contains the job's secrets. Removed from the environment of the
+    /// processes.
     journal: String = "", "JOURNAL", Some("--journal"), false;
-    /// Elastic training: time for which the processes of a job with a journal wait for a `farandole run` that was killed. Then they end.
+    /// Elastic training: time for which the processes of a job with a journal wait for a `farandole
+    /// run` that was killed. Then they end.
     registrar_timeout: Duration = "60", "REGISTRAR_TIMEOUT", Some("--registrar-timeout"), false;
     /// Time after which a collective fails with an error that names the missing ranks.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
-    /// Time after which a silent peer counts as lost: a stopped process, a lost host, a network partition.
+    /// Time after which a silent peer counts as lost: a stopped process, a lost host, a network
+    /// partition.
     peer_timeout: Duration = "5", "PEER_TIMEOUT", Some("--peer-timeout"), true;
     /// Largest size of a fused operation.
     fusion_threshold: u64 = "128MiB", "FUSION_THRESHOLD", Some("--fusion-threshold"), true;
@@ -213,15 +241,26 @@ knobs! {
     cache_capacity: u64 = "1024", "CACHE_CAPACITY", Some("--cache-capacity"), true;
     /// Shared memory between the ranks of a host. If it is off, all links use TCP.
     shared_memory: bool = "1", "SHARED_MEMORY", None, true;
-    /// Bytes of shared memory that a host may use for links. Half of them are for the links of the world. If it is not set, a host with more than 45 ranks may use as much as the smallest rings need.
+    /// Bytes of shared memory that a host may use for links. Half of them are for the links of the
+    /// world. If it is not set, a host with more than 45 ranks may use as much as the smallest
+    /// rings need.
     shared_memory_bytes: u64 = "256MiB", "SHARED_MEMORY_BYTES", None, true;
-    /// TCP connections of each link between two hosts, 1 to 16. Several are faster if the network limits each flow.
+    /// TCP connections of each link between two hosts, 1 to 16. Several are faster if the network
+    /// limits each flow.
     tcp_streams: u64 = "1", "TCP_STREAMS", None, true;
-    /// Number of ranks on other machines up to which a rank opens its links for data to all of them when a world or a process set forms: by default all. With more, it opens those to a few, and each other link when an operation first needs it. It must be the same on all ranks.
+    /// Number of ranks on other machines up to which a rank opens its links for data to all of them
+    /// when a world or a process set forms: by default all. With more, it opens those to a few, and
+    /// each other link when an operation first needs it. It must be the same on all ranks.
     links_at_start: u64 = "65536", "LINKS_AT_START", None, true;
-    /// TCP's congestion control between hosts, if the system has and allows it. An empty value uses the system's default, which may be faster on a network that loses packets.
+    /// TCP's congestion control between hosts, if the system has and allows it. An empty value uses
+    /// the system's default, which may be faster on a network that loses packets.
     tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
-    /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline`, `hierarchy` or `halving`, or several with the largest number of bytes for each, such as `direct:4096,doubling:65536,hierarchy`. `2x4=doubling:32768,hierarchy;pipeline` has rules for worlds of two hosts with four ranks, and others for all other worlds. `@FILE` reads them from a file, which `farandole bench allreduce --write FILE` makes. It must be the same on all ranks.
+    /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline`, `hierarchy` or `halving`,
+    /// or several with the largest number of bytes for each, such as
+    /// `direct:4096,doubling:65536,hierarchy`. `2x4=doubling:32768,hierarchy;pipeline` has rules
+    /// for worlds of two hosts with four ranks, and others for all other worlds. `@FILE` reads them
+    /// from a file, which `farandole bench allreduce --write FILE` makes. It must be the same on
+    /// all ranks.
     allreduce_algorithm: String = "auto", "ALLREDUCE_ALGORITHM", None, true;
     /// Time for which a waiting thread spins before it sleeps.
     spin: Duration = "1ms", "SPIN", None, true;
@@ -231,11 +270,16 @@ knobs! {
     stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
     /// Time after which a tensor that waits for other ranks ends the job; 0 means never.
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
-    /// If every rank has waited this long in a barrier, a join or a change of process sets that some ranks did not call, the job ends with an error that lists where each rank waits. Checked with every stall report; 0 means never.
+    /// If every rank has waited this long in a barrier, a join or a change of process sets that
+    /// some ranks did not call, the job ends with an error that lists where each rank waits.
+    /// Checked with every stall report; 0 means never.
     meeting_timeout: Duration = "300", "MEETING_TIMEOUT", Some("--meeting-timeout"), true;
-    /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`. `GATHER`: a file for each rank, which its agent sends to the driver; `--timeline` and `timeline=` set it.
+    /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank
+    /// writes one. `DYNAMIC` or nothing: none until `start_timeline`. `GATHER`: a file for each
+    /// rank, which its agent sends to the driver; `--timeline` and `timeline=` set it.
     timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
-    /// Bytes that the timelines of all ranks may take together where each rank writes one, an equal share for each: what is oldest is given up. 0 means no limit.
+    /// Bytes that the timelines of all ranks may take together where each rank writes one, an equal
+    /// share for each: what is oldest is given up. 0 means no limit.
     timeline_limit: u64 = "256MiB", "TIMELINE_LIMIT", Some("--timeline-limit"), true;
     /// Marks every negotiation round in the timeline.
     timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
@@ -251,19 +295,31 @@ knobs! {
     autotune_samples: u64 = "20", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", Some("--autotune-bayes-opt-max-samples"), true;
     /// Accepted and not used: the search has no Gaussian process.
     autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
-    /// Way in which tensors of torch on GPUs are reduced. `auto`: by NCCL if every rank has its own GPU, by CUDA IPC if all ranks share one GPU, otherwise in host memory. `staged`: always in host memory. `copied`: in host memory, and torch makes the copies.
+    /// Way in which tensors of torch on GPUs are reduced. `auto`: by NCCL if every rank has its own
+    /// GPU, by CUDA IPC if all ranks share one GPU, otherwise in host memory. `staged`: always in
+    /// host memory. `copied`: in host memory, and torch makes the copies.
     gpu_tensors: String = "auto", "GPU_TENSORS", None, true;
-    /// With `gradient_as_bucket_view`, NCCL allocates (`ncclMemAlloc`) and registers the memory of gradients on GPUs, which saves copies if the links between the GPUs allow it. It must be the same on all ranks.
+    /// With `gradient_as_bucket_view`, NCCL allocates (`ncclMemAlloc`) and registers the memory of
+    /// gradients on GPUs, which saves copies if the links between the GPUs allow it. It must be the
+    /// same on all ranks.
     nccl_memory: bool = "0", "NCCL_MEMORY", None, true;
-    /// Folders with CUDA's libraries, separated by colons. They are searched before the wheels of torch and the system.
+    /// Folders with CUDA's libraries, separated by colons. They are searched before the wheels of
+    /// torch and the system.
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;
-    /// TensorFlow: XLA calls the collectives inside functions that it compiles for the CPU. If this is off, or XLA cannot call them, such functions are split around their collectives.
+    /// TensorFlow: XLA calls the collectives inside functions that it compiles for the CPU. If this
+    /// is off, or XLA cannot call them, such functions are split around their collectives.
     enable_xla_ops: bool = "1", "ENABLE_XLA_OPS", None, true;
-    /// The gradients of collectives in torch and TensorFlow. `farandole`: the gradients of the sum of all ranks' losses. `horovod`: the gradients of Horovod 0.28. For n ranks these are 1/n of the former for `allgather` and `broadcast`, n times the former for `reducescatter`, and the gradients reduced by the same op for an allreduce by `Min`, `Max`, `Product` or `Adasum`. `import horovod` sets `horovod` if nothing is set. It must be the same on all ranks.
+    /// The gradients of collectives in torch and TensorFlow. `farandole`: the gradients of the sum
+    /// of all ranks' losses. `horovod`: the gradients of Horovod 0.28. For n ranks these are 1/n of
+    /// the former for `allgather` and `broadcast`, n times the former for `reducescatter`, and the
+    /// gradients reduced by the same op for an allreduce by `Min`, `Max`, `Product` or `Adasum`.
+    /// `import horovod` sets `horovod` if nothing is set. It must be the same on all ranks.
     gradient_convention: Gradients = "farandole", "GRADIENT_CONVENTION", None, true;
     /// Turns off the ranges for NVIDIA's profilers, which are on if their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
-    /// Lowest level of the engine's events that are logged, in upper or lower case: in workers through Python's `logging`, in the command on stderr. If it is set, it is also the level of the Python logger `farandole`, unless the script sets one.
+    /// Lowest level of the engine's events that are logged, in upper or lower case: in workers
+    /// through Python's `logging`, in the command on stderr. If it is set, it is also the level of
+    /// the Python logger `farandole`, unless the script sets one.
     log_level: LogLevel = "warning", "LOG_LEVEL", Some("--log-level"), true;
     /// Omits the time at the beginning of lines that the engine writes to stderr.
     log_hide_time: bool = "0", "LOG_HIDE_TIME", None, true;
@@ -305,7 +361,10 @@ mod tests {
     #[test]
     fn a_bad_value_names_the_variable() {
         let error = read(&[("HOROVOD_CACHE_CAPACITY", "many")]).unwrap_err();
-        assert!(error.to_string().starts_with("HOROVOD_CACHE_CAPACITY must be a whole number"), "{error}");
+        assert!(
+            error.to_string().starts_with("HOROVOD_CACHE_CAPACITY must be a whole number"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -320,9 +379,15 @@ mod tests {
             ("FARANDOLE_SPIN", "2", "from 0 to 1s"),
         ] {
             let error = read(&[(name, value)]).unwrap_err().to_string();
-            assert!(error.starts_with(name) && error.contains(range) && error.ends_with(value), "{error}");
+            assert!(
+                error.starts_with(name) && error.contains(range) && error.ends_with(value),
+                "{error}"
+            );
         }
-        assert_eq!(read(&[("FARANDOLE_PEER_TIMEOUT", "200ms")]).unwrap().peer_timeout.as_millis(), 200);
+        assert_eq!(
+            read(&[("FARANDOLE_PEER_TIMEOUT", "200ms")]).unwrap().peer_timeout.as_millis(),
+            200
+        );
         assert!(read(&[("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS", "0")]).is_ok());
     }
 
@@ -340,7 +405,10 @@ mod tests {
         assert_eq!(read(&[]).unwrap().log_level, LogLevel::Warning);
         assert_eq!(read(&[("HOROVOD_LOG_LEVEL", "DEBUG")]).unwrap().log_level, LogLevel::Debug);
         let error = read(&[("FARANDOLE_LOG_LEVEL", "verbose")]).unwrap_err().to_string();
-        assert_eq!(error, "FARANDOLE_LOG_LEVEL must be trace, debug, info, warning, error or fatal: verbose");
+        assert_eq!(
+            error,
+            "FARANDOLE_LOG_LEVEL must be trace, debug, info, warning, error or fatal: verbose"
+        );
     }
 
     #[test]

@@ -57,7 +57,8 @@ pub enum LogLevel {
     Warning,
     /// A failure.
     Error,
-    /// A failure that ends the process. The engine has no such events: it raises errors, and the script decides.
+    /// A failure that ends the process. The engine has no such events: it raises errors, and the
+    /// script decides.
     Fatal,
 }
 
@@ -216,14 +217,19 @@ mod tests {
 
     #[test]
     fn a_cooldown_has_horovods_limits() {
-        let seconds =
-            |least, most| Cooldown { least: Duration::from_secs(least), most: Duration::from_secs(most) };
+        let seconds = |least, most| Cooldown {
+            least: Duration::from_secs(least),
+            most: Duration::from_secs(most),
+        };
         assert_eq!(Cooldown::parse("1 3600"), Some(seconds(1, 3600)));
         assert_eq!(Cooldown::parse("7-7"), Some(seconds(7, 7)));
         for wrong in ["0 5", "5 3601", "9 5", "5", "a b", ""] {
             assert_eq!(Cooldown::parse(wrong), None, "{wrong}");
         }
-        assert_eq!((Option::<u32>::parse(""), Option::<u32>::parse("0")), (Some(None), Some(Some(0))));
+        assert_eq!(
+            (Option::<u32>::parse(""), Option::<u32>::parse("0")),
+            (Some(None), Some(Some(0)))
+        );
         assert_eq!(Option::<u32>::parse("-1"), None);
     }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// Adasum of two vectors: their products first, then the sum they give. Products and factors are doubles; which thread
-// adds which in which order depends on the number of blocks alone, so the bits are the same from run to run.
+// Adasum of two vectors: their products first, then the sum they give. Products and factors are
+// doubles; which thread adds which in which order depends on the number of blocks alone, so the
+// bits are the same from run to run.
 
 #define THREADS 256
 

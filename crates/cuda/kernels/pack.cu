@@ -3,9 +3,9 @@
 
 // Many tensors into one buffer and back in one launch, multiplied and converted on the way.
 //
-// A block has one tile of one tensor. Tensors lie in the buffer at multiples of 16 bytes, so tiles of tensors that
-// are aligned themselves go by 16 bytes; what is left over at a tensor's end, and tensors that are not aligned, go
-// element by element.
+// A block has one tile of one tensor. Tensors lie in the buffer at multiples of 16 bytes, so tiles
+// of tensors that are aligned themselves go by 16 bytes; what is left over at a tensor's end, and
+// tensors that are not aligned, go element by element.
 
 #define TENSORS 160
 #define TILE 4096

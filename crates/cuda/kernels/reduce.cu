@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// The reduction of all members' buffers, where one GPU can read them all: `post * ((pre * x0) op (pre * x1) op ...)`,
-// in member order, with the arithmetic of the host's kernels, so that the bits are the same.
+// The reduction of all members' buffers, where one GPU can read them all: `post * ((pre * x0) op
+// (pre * x1) op ...)`, in member order, with the arithmetic of the host's kernels, so that the bits
+// are the same.
 
 #define MEMBERS 64
 
@@ -56,7 +57,8 @@ struct Floats {
     }
 };
 
-// Integers: sums and products wrap around, averages have room. LEAST and MOST are those of T; UNSIGNED wraps as T does.
+// Integers: sums and products wrap around, averages have room. LEAST and MOST are those of T;
+// UNSIGNED wraps as T does.
 template <class T, class UNSIGNED, class ROOM, bool SIGNED>
 struct Integers {
     typedef ROOM Value;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// Types of elements, and how they become what is calculated with. No header of CUDA is included: NVRTC needs none then.
+// Types of elements, and how they become what is calculated with. No header of CUDA is included:
+// NVRTC needs none then.
 
 typedef signed char i8;
 typedef unsigned char u8;
@@ -68,7 +69,8 @@ __device__ inline u16 bfloat_of_float(float value) {
     return (u16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// 8-bit floats: what `kernel/float8.rs` of the host says of them holds here. LAST is what too large numbers become.
+// 8-bit floats: what `kernel/float8.rs` of the host says of them holds here. LAST is what too large
+// numbers become.
 template <u32 MANTISSA, u32 BIAS, u32 LAST>
 struct Eight {
     __device__ static float widen(u8 code) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Compiled kernels on disk, by what they were compiled from: processes that start together may all write, readers see
-//! a whole file or none.
+//! Compiled kernels on disk, by what they were compiled from: processes that start together may all
+//! write, readers see a whole file or none.
 
 use std::fs;
 use std::io::Write as _;
@@ -30,7 +30,8 @@ impl Cache {
         Self { folder: folder.into() }
     }
 
-    /// Machine code of `source` for an architecture: from the folder, or else compiled, and kept if that can be.
+    /// Machine code of `source` for an architecture: from the folder, or else compiled, and kept if
+    /// that can be.
     ///
     /// # Errors
     /// `Compile`. A folder that cannot be written only costs the time to compile.
@@ -62,7 +63,10 @@ impl Cache {
     }
 
     fn keep(&self, path: &Path, code: &[u8]) -> Result<()> {
-        let fail = |error: std::io::Error| Error::Cache { path: path.to_owned(), reason: error.to_string() };
+        let fail = |error: std::io::Error| Error::Cache {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        };
         fs::create_dir_all(&self.folder).map_err(fail)?;
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let unfinished = path.with_extension(format!("{}-{number}.part", std::process::id()));
@@ -146,7 +150,9 @@ mod tests {
         let cache = Cache::new(folder.path());
         std::thread::scope(|scope| {
             for _ in 0..8 {
-                scope.spawn(|| cache.get_or("source", 90, (13, 2), || Ok(vec![5; 100_000])).unwrap());
+                scope.spawn(|| {
+                    cache.get_or("source", 90, (13, 2), || Ok(vec![5; 100_000])).unwrap()
+                });
             }
         });
         assert_eq!(read(&cache.path("source", 90, (13, 2))).unwrap(), vec![5; 100_000]);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A GPU with the traits `Device` and `Event`: copies on our own stream, which events join with the framework's stream.
+//! A GPU with the traits `Device` and `Event`: copies on our own stream, which events join with the
+//! framework's stream.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 mod room;
@@ -22,7 +23,8 @@ pub use room::GpuLane;
 /// Events kept for later.
 const MARKS: usize = 256;
 
-/// A GPU. Its context is the one the framework uses; it is made when the GPU is first needed, never before.
+/// A GPU. Its context is the one the framework uses; it is made when the GPU is first needed, never
+/// before.
 pub struct Gpu {
     ordinal: u32,
     driver: Driver,
@@ -101,11 +103,17 @@ impl Open {
         let kept = self.marks.lock().pop();
         let mark = kept.map_or_else(|| self.context.mark(), Ok)?;
         // From here on the event goes back when it is dropped.
-        let event =
-            Reached { open: Arc::clone(self), mark, done: Mutex::new(false), held: Mutex::new(None), keep };
+        let event = Reached {
+            open: Arc::clone(self),
+            mark,
+            done: Mutex::new(false),
+            held: Mutex::new(None),
+            keep,
+        };
         // SAFETY: the event is ours, and the caller's stream lives across the call.
-        let recorded =
-            self.context.call("cuEventRecord", |table| unsafe { (table.event_record)(mark, stream) });
+        let recorded = self
+            .context
+            .call("cuEventRecord", |table| unsafe { (table.event_record)(mark, stream) });
         if recorded.is_err() {
             *event.done.lock() = true;
         }
@@ -119,7 +127,8 @@ impl Drop for Open {
         let limbo = std::mem::take(self.limbo.get_mut());
         marks.extend(limbo.iter().map(|(mark, _)| *mark));
         let streams = [self.inward, self.outward];
-        // What the streams still do is over when they have been waited for; nothing can be done about failures.
+        // What the streams still do is over when they have been waited for; nothing can be done
+        // about failures.
         drop(self.context.call("cuStreamDestroy", |table| {
             // SAFETY: the streams and the events are ours and are destroyed once.
             unsafe {
@@ -137,7 +146,8 @@ impl Drop for Open {
 }
 
 impl Gpu {
-    /// Returns the GPU of this number among those that the process sees; nothing is asked of it yet.
+    /// Returns the GPU of this number among those that the process sees; nothing is asked of it
+    /// yet.
     pub fn new(driver: Driver, ordinal: u32) -> Self {
         Self { ordinal, driver, opened: Mutex::new(None) }
     }
@@ -157,7 +167,8 @@ impl Gpu {
     /// `Driver`; `Captured` when that is noted down for a graph.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's primary context, or 0 for the default one, and lives across the call.
+    /// `stream` is a stream of this GPU's primary context, or 0 for the default one, and lives
+    /// across the call.
     pub unsafe fn after(&self, stream: usize) -> Result<Arc<dyn Event>> {
         let (open, stream) = (self.open()?, std::ptr::with_exposed_provenance_mut(stream));
         if open.context.is_capturing(stream)? {
@@ -186,11 +197,14 @@ impl Gpu {
         Ok(Arc::clone(&self.open()?.context))
     }
 
-    /// Queues copies, all in one direction, and an event behind them that keeps what the buffers own.
+    /// Queues copies, all in one direction, and an event behind them that keeps what the buffers
+    /// own.
     fn start(&self, pairs: &[(Buffer, Buffer)]) -> Result<Reached, CollectiveError> {
         let here = Place::Device(self.ordinal);
         let wrong = |reason: String| Err(CollectiveError::Shape { reason });
-        let Some((first, _)) = pairs.first() else { return wrong("nothing is to be copied".to_owned()) };
+        let Some((first, _)) = pairs.first() else {
+            return wrong("nothing is to be copied".to_owned());
+        };
         let down = first.place() == here;
         for (from, to) in pairs {
             if from.len() != to.len() {
@@ -204,21 +218,31 @@ impl Gpu {
         }
         let open = self.open().map_err(|error| self.failed(&error))?;
         open.sweep();
-        let (name, stream) =
-            if down { ("cuMemcpyDtoHAsync", open.inward) } else { ("cuMemcpyHtoDAsync", open.outward) };
+        let (name, stream) = if down {
+            ("cuMemcpyDtoHAsync", open.inward)
+        } else {
+            ("cuMemcpyHtoDAsync", open.outward)
+        };
         let copied = open.context.call(name, |table| {
             for (from, to) in pairs.iter().filter(|(from, _)| !from.is_empty()) {
                 let (source, target, bytes) = (from.address(), to.address(), from.len());
-                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`, until the event below
-                // is reached, which keeps what the buffers own; so does each waiter of the event.
+                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`,
+                // until the event below is reached, which keeps what the buffers own; so does each
+                // waiter of the event.
                 let status = unsafe {
                     match down {
-                        true => {
-                            (table.to_host)(target.cast(), source.expose_provenance() as u64, bytes, stream)
-                        }
-                        false => {
-                            (table.to_device)(target.expose_provenance() as u64, source.cast(), bytes, stream)
-                        }
+                        true => (table.to_host)(
+                            target.cast(),
+                            source.expose_provenance() as u64,
+                            bytes,
+                            stream,
+                        ),
+                        false => (table.to_device)(
+                            target.expose_provenance() as u64,
+                            source.cast(),
+                            bytes,
+                            stream,
+                        ),
                     }
                 };
                 if status != 0 {
@@ -265,7 +289,8 @@ struct Reached {
     open: Arc<Open>,
     mark: Mark,
     done: Mutex<bool>,
-    /// The last stream that was told to wait for it: its tensors are used in the order of streams from then on.
+    /// The last stream that was told to wait for it: its tensors are used in the order of streams
+    /// from then on.
     held: Mutex<Option<usize>>,
     /// Buffers that our earlier work reads and writes; empty if the work is the framework's.
     keep: Vec<Buffer>,
@@ -280,9 +305,11 @@ impl Event for Reached {
     fn is_ready(&self) -> Result<bool, CollectiveError> {
         let mut done = self.done.lock();
         if !*done {
-            *done = self.open.context.is_reached(self.mark).map_err(|error| CollectiveError::Device {
-                ordinal: self.open.context.ordinal(),
-                reason: error.to_string(),
+            *done = self.open.context.is_reached(self.mark).map_err(|error| {
+                CollectiveError::Device {
+                    ordinal: self.open.context.ordinal(),
+                    reason: error.to_string(),
+                }
             })?;
         }
         Ok(*done)
@@ -316,7 +343,8 @@ impl Drop for Reached {
                 self.open.limbo.lock().push((mark, std::mem::take(&mut self.keep)));
                 return;
             }
-            // Somebody gave up an operation: afterwards nothing may touch its tensors. A copy takes milliseconds.
+            // Somebody gave up an operation: afterwards nothing may touch its tensors. A copy takes
+            // milliseconds.
             // SAFETY: the event is ours.
             drop(
                 self.open

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The driver's functions: the table, and a call for each, whose error names the function and the reason.
+//! The driver's functions: the table, and a call for each, whose error names the function and the
+//! reason.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
@@ -42,8 +43,8 @@ const MINOR: i32 = 76;
 /// Memory in the order of streams.
 const POOLS: i32 = 115;
 pub(crate) const NOT_SUPPORTED: i32 = 801;
-/// Bytes of freed memory that a pool keeps when a stream is awaited: other pools, such as the framework's, cannot use
-/// that memory.
+/// Bytes of freed memory that a pool keeps when a stream is awaited: other pools, such as the
+/// framework's, cannot use that memory.
 const KEPT: u64 = 256 << 20;
 const KEEPS: i32 = 4;
 /// A stream that does not wait for the default one.
@@ -56,8 +57,8 @@ const PORTABLE: c_uint = 1;
 const RELAXED: i32 = 2;
 
 table! {
-    /// Functions of the driver, by its header's types; contexts, streams, events and modules are pointers to what only
-    /// the driver knows, addresses on the device are numbers.
+    /// Functions of the driver, by its header's types; contexts, streams, events and modules are
+    /// pointers to what only the driver knows, addresses on the device are numbers.
     pub struct Table -> i32 {
         needed {
             init = "cuInit"(c_uint);
@@ -200,7 +201,9 @@ impl Driver {
         let mut device = 0;
         let number = i32::try_from(ordinal).unwrap_or(i32::MAX);
         // SAFETY: the place lives across the call.
-        self.check("cuDeviceGet", ordinal, unsafe { (self.table.device)(&raw mut device, number) })?;
+        self.check("cuDeviceGet", ordinal, unsafe {
+            (self.table.device)(&raw mut device, number)
+        })?;
         Ok(device)
     }
 
@@ -222,12 +225,17 @@ impl Driver {
         // SAFETY: the place has room for the 127 bytes that are asked for, and ends with a zero.
         let status = unsafe { (self.table.name)(name.as_mut_ptr().cast(), 127, device) };
         self.check("cuDeviceGetName", ordinal, status)?;
-        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
+        let name =
+            CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
         let (mut uuid, mut bytes) = ([0; 16], 0);
         // SAFETY: the place has the 16 bytes of the type.
-        self.check("cuDeviceGetUuid", ordinal, unsafe { (self.table.uuid)(&raw mut uuid, device) })?;
+        self.check("cuDeviceGetUuid", ordinal, unsafe {
+            (self.table.uuid)(&raw mut uuid, device)
+        })?;
         // SAFETY: the place lives across the call.
-        self.check("cuDeviceTotalMem", ordinal, unsafe { (self.table.memory)(&raw mut bytes, device) })?;
+        self.check("cuDeviceTotalMem", ordinal, unsafe {
+            (self.table.memory)(&raw mut bytes, device)
+        })?;
         Ok(Facts { name, uuid, arch, bytes: bytes as u64 })
     }
 
@@ -243,7 +251,8 @@ impl Driver {
     /// Returns whether memory can be shown to other processes, as far as its functions tell.
     pub(crate) fn has_windows(&self) -> bool {
         let table = &self.table;
-        let own = table.window.is_some() && table.window_free.is_some() && table.window_offer.is_some();
+        let own =
+            table.window.is_some() && table.window_free.is_some() && table.window_offer.is_some();
         own && table.window_open.is_some() && table.window_close.is_some()
     }
 
@@ -291,7 +300,8 @@ pub struct Context {
     pool: OnceLock<Option<MemoryPool>>,
 }
 
-// SAFETY: contexts and pools may be used from any thread; each thread makes it its current one first.
+// SAFETY: contexts and pools may be used from any thread; each thread makes it its current one
+// first.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
@@ -300,7 +310,8 @@ impl Drop for Context {
     fn drop(&mut self) {
         let pool = self.pool.get().copied().flatten().zip(self.driver.table.pool_destroy);
         if let Some((pool, destroy)) = pool {
-            // SAFETY: the pool is ours, and nobody takes memory from it any more. There is nothing to do about a failure.
+            // SAFETY: the pool is ours, and nobody takes memory from it any more. There is nothing
+            // to do about a failure.
             drop(self.call("cuMemPoolDestroy", |_| unsafe { destroy(pool) }));
         }
         // SAFETY: retained once at creation.
@@ -319,13 +330,18 @@ impl Context {
         self.ordinal
     }
 
-    /// Calls a function of the driver with this context current, and leaves the thread as it was. If another thread
-    /// captures a graph, that continues: calls made here are no part of it.
+    /// Calls a function of the driver with this context current, and leaves the thread as it was.
+    /// If another thread captures a graph, that continues: calls made here are no part of it.
     ///
     /// # Errors
     /// `Driver` with the function's name.
-    pub(crate) fn call(&self, function: &'static str, call: impl FnOnce(&Table) -> i32) -> Result<()> {
-        self.status(function, call).and_then(|status| self.driver.check(function, self.ordinal, status))
+    pub(crate) fn call(
+        &self,
+        function: &'static str,
+        call: impl FnOnce(&Table) -> i32,
+    ) -> Result<()> {
+        self.status(function, call)
+            .and_then(|status| self.driver.check(function, self.ordinal, status))
     }
 
     fn status(&self, function: &'static str, call: impl FnOnce(&Table) -> i32) -> Result<i32> {
@@ -373,7 +389,9 @@ impl Context {
     pub(crate) fn is_capturing(&self, stream: Stream) -> Result<bool> {
         let mut state = 0;
         // SAFETY: the place lives across the call, and the caller's stream, too.
-        self.call("cuStreamIsCapturing", |table| unsafe { (table.capturing)(stream, &raw mut state) })?;
+        self.call("cuStreamIsCapturing", |table| unsafe {
+            (table.capturing)(stream, &raw mut state)
+        })?;
         Ok(state != 0)
     }
 
@@ -384,7 +402,9 @@ impl Context {
     pub(crate) fn mark(&self) -> Result<Mark> {
         let mut mark = null_mut();
         // SAFETY: the place lives across the call.
-        self.call("cuEventCreate", |table| unsafe { (table.event_create)(&raw mut mark, NO_TIMING) })?;
+        self.call("cuEventCreate", |table| unsafe {
+            (table.event_create)(&raw mut mark, NO_TIMING)
+        })?;
         Ok(mark)
     }
 
@@ -407,18 +427,23 @@ impl Context {
     pub(crate) fn allocate(&self, bytes: usize, stream: Stream) -> Result<u64> {
         let mut address = 0;
         let pool = *self.pool.get_or_init(|| self.pool());
-        self.call("cuMemAllocAsync", |table| match (table.allocate, pool.zip(table.allocate_from)) {
-            // SAFETY: the place lives across the call, and the caller's stream and our pool, too.
-            (_, Some((pool, allocate))) => unsafe { allocate(&raw mut address, bytes, pool, stream) },
-            // SAFETY: as above.
-            (Some(allocate), None) => unsafe { allocate(&raw mut address, bytes, stream) },
-            (None, None) => NOT_SUPPORTED,
+        self.call("cuMemAllocAsync", |table| {
+            match (table.allocate, pool.zip(table.allocate_from)) {
+                // SAFETY: the place lives across the call, and the caller's stream and our pool,
+                // too.
+                (_, Some((pool, allocate))) => unsafe {
+                    allocate(&raw mut address, bytes, pool, stream)
+                },
+                // SAFETY: as above.
+                (Some(allocate), None) => unsafe { allocate(&raw mut address, bytes, stream) },
+                (None, None) => NOT_SUPPORTED,
+            }
         })?;
         Ok(address)
     }
 
-    /// Returns a pool of our own. The default pool returns its memory to the system at each wait for a stream, and
-    /// allocates again for the next result, which takes longer than most results.
+    /// Returns a pool of our own. The default pool returns its memory to the system at each wait
+    /// for a stream, and allocates again for the next result, which takes longer than most results.
     fn pool(&self) -> Option<MemoryPool> {
         let table = self.driver.table();
         let (create, set) = table.pool_create.zip(table.pool_set)?;
@@ -432,10 +457,14 @@ impl Context {
         };
         let (mut pool, mut kept) = (null_mut(), KEPT);
         // SAFETY: the places live across the call.
-        let made = self.call("cuMemPoolCreate", |_| unsafe { create(&raw mut pool, &raw const settings) });
+        let made =
+            self.call("cuMemPoolCreate", |_| unsafe { create(&raw mut pool, &raw const settings) });
         made.ok()?;
-        // SAFETY: the pool was made above, and the attribute has the type of the place. A pool that keeps nothing does, too.
-        drop(self.call("cuMemPoolSetAttribute", |_| unsafe { set(pool, KEEPS, (&raw mut kept).cast()) }));
+        // SAFETY: the pool was made above, and the attribute has the type of the place. A pool that
+        // keeps nothing does, too.
+        drop(self.call("cuMemPoolSetAttribute", |_| unsafe {
+            set(pool, KEEPS, (&raw mut kept).cast())
+        }));
         Some(pool)
     }
 
@@ -445,7 +474,8 @@ impl Context {
     /// `Driver`.
     pub(crate) fn free(&self, address: u64, stream: Stream) -> Result<()> {
         self.call("cuMemFreeAsync", |table| match table.free {
-            // SAFETY: the caller has it from `allocate`, gives it back once and names a stream that lives.
+            // SAFETY: the caller has it from `allocate`, gives it back once and names a stream that
+            // lives.
             Some(free) => unsafe { free(address, stream) },
             None => NOT_SUPPORTED,
         })
@@ -465,6 +495,8 @@ impl Context {
     /// The inverse of `lock`.
     pub(crate) fn unlock(&self, address: *mut u8) {
         // SAFETY: locked before, and still there. There is nothing to do about a failure.
-        drop(self.call("cuMemHostUnregister", |table| unsafe { (table.host_unregister)(address.cast()) }));
+        drop(self.call("cuMemHostUnregister", |table| unsafe {
+            (table.host_unregister)(address.cast())
+        }));
     }
 }

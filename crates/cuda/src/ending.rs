@@ -9,8 +9,9 @@ use farandole_collectives::Communicator;
 
 /// Pause between two looks at ending work.
 const LOOK: Duration = Duration::from_micros(50);
-/// The longest that work is waited for which was put on a stream or told to end, and peers that end at the same time. It
-/// takes milliseconds, unless work of the framework that it comes after is not done yet.
+/// The longest that work is waited for which was put on a stream or told to end, and peers that end
+/// at the same time. It takes milliseconds, unless work of the framework that it comes after is not
+/// done yet.
 pub(crate) const ENDING: Duration = Duration::from_secs(1);
 
 /// Looks now and then, for as long as an end may take; whether it came true.

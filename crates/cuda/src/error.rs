@@ -52,8 +52,8 @@ pub enum Error {
     },
     /// A collective was asked for while a graph is captured.
     #[error(
-        "a CUDA graph is being captured on device {ordinal}: ranks agree on every collective anew, which a graph cannot \
-         repeat; call it outside the capture"
+        "a CUDA graph is being captured on device {ordinal}: ranks agree on every collective anew, \
+         which a graph cannot repeat; call it outside the capture"
     )]
     Captured {
         /// On which device.

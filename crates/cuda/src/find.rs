@@ -3,9 +3,10 @@
 
 //! The search for CUDA's libraries.
 //!
-//! In this order: folders named by the user, libraries that the process has loaded already (torch loads its own),
-//! wheels next to this package, and the system's loader. Wheels keep libraries where no loader looks: those of CUDA
-//! 13 in `nvidia/cu13/lib`, those of CUDA 12 in a folder for each, such as `nvidia/cuda_nvrtc/lib`.
+//! In this order: folders named by the user, libraries that the process has loaded already (torch
+//! loads its own), wheels next to this package, and the system's loader. Wheels keep libraries
+//! where no loader looks: those of CUDA 13 in `nvidia/cu13/lib`, those of CUDA 12 in a folder for
+//! each, such as `nvidia/cuda_nvrtc/lib`.
 
 use std::path::{Path, PathBuf};
 
@@ -82,7 +83,8 @@ pub struct Places {
 impl Places {
     /// Returns the folders of a knob, separated by colons, and the packages next to this library.
     pub fn of(named: &str) -> Self {
-        let named = named.split(':').filter(|folder| !folder.is_empty()).map(PathBuf::from).collect();
+        let named =
+            named.split(':').filter(|folder| !folder.is_empty()).map(PathBuf::from).collect();
         // The library this function is in: an extension in a package next to others.
         let here: fn(&str) -> Self = Self::of;
         let here = file_of(here as *const std::ffi::c_void);
@@ -90,7 +92,8 @@ impl Places {
         Self { named, packages: packages.into_iter().collect() }
     }
 
-    /// Returns the candidates for a library, in order. Files need not exist, but for those named by a folder.
+    /// Returns the candidates for a library, in order. Files need not exist, but for those named by
+    /// a folder.
     fn candidates(&self, kind: Kind) -> Vec<Candidate> {
         let files = || kind.files().iter();
         let mut all = Vec::new();
@@ -167,7 +170,9 @@ mod tests {
     #[test]
     fn wheels_of_cuda_13_and_of_cuda_12_are_looked_into() {
         let all = places("", "/site").candidates(Kind::Nvrtc);
-        for path in ["/site/nvidia/cu13/lib/libnvrtc.so.13", "/site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"] {
+        for path in
+            ["/site/nvidia/cu13/lib/libnvrtc.so.13", "/site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"]
+        {
             assert!(all.contains(&Candidate::File(path.into())), "{path} is not in {all:?}");
         }
     }
@@ -195,7 +200,10 @@ mod tests {
         std::fs::write(&source, "int nvrtcVersion(void) { return 0; }").unwrap();
         let mut compiler = std::process::Command::new("cc");
         compiler.args(["-shared", "-fPIC", "-o"]).args([&library, &source]);
-        assert!(compiler.status().unwrap().success(), "this test needs a C compiler, as linking does");
+        assert!(
+            compiler.status().unwrap().success(),
+            "this test needs a C compiler, as linking does"
+        );
         let places = Places { named: Vec::new(), packages: vec![site.path().to_owned()] };
         let found = places.load(Kind::Nvrtc).unwrap();
         assert_eq!(found.name(), library.to_str().unwrap());

@@ -3,7 +3,8 @@
 
 //! The GPUs that this process uses, and communicators among those of several.
 //!
-//! Libraries are loaded when the first tensor is on a GPU, never before: until then a process may fork.
+//! Libraries are loaded when the first tensor is on a GPU, never before: until then a process may
+//! fork.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -18,7 +19,8 @@ use parking_lot::Mutex;
 use crate::ipc::{self, GpuSite, IpcCommunicator, Mailbox};
 use crate::nccl::{ARCH_FOR_FLOAT8, LEAST_FOR_FLOAT8};
 use crate::{
-    Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, NcclMemory, Places, Result, UniqueId,
+    Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, NcclMemory, Places, Result,
+    UniqueId,
 };
 
 /// The GPUs of a process.
@@ -62,8 +64,8 @@ impl Gpus {
         Self { registers: true, ..self }
     }
 
-    /// Returns memory of a GPU that communicators register, for work in the order of this stream; nothing where none
-    /// is to be, or this version of NCCL has none.
+    /// Returns memory of a GPU that communicators register, for work in the order of this stream;
+    /// nothing where none is to be, or this version of NCCL has none.
     ///
     /// # Errors
     /// `Nccl` when there is none left; as [`Gpus::open`].
@@ -76,8 +78,8 @@ impl Gpus {
         self.registers.then(|| self.nccl().ok()).flatten().filter(Nccl::registers)
     }
 
-    /// Returns the GPU of this number among those that the process sees. Wheels of libraries are also looked for in
-    /// `packages`.
+    /// Returns the GPU of this number among those that the process sees. Wheels of libraries are
+    /// also looked for in `packages`.
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, `Driver`: also when there is no such GPU.
@@ -113,7 +115,8 @@ impl Gpus {
             (self.registering().is_some(), REGISTERS),
             (version >= LEAST_FOR_FLOAT8 && facts.arch >= ARCH_FOR_FLOAT8, FLOAT8),
         ];
-        let abilities = abilities.iter().filter(|(there, _)| *there).map(|(_, ability)| ability).sum();
+        let abilities =
+            abilities.iter().filter(|(there, _)| *there).map(|(_, ability)| ability).sum();
         Ok(Card { uuid: facts.uuid, version, abilities, neighbours })
     }
 
@@ -125,8 +128,9 @@ impl Gpus {
         place: (usize, usize),
         patience: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
-        let lost =
-            |reason: String| CollectiveError::Lost { reason: format!("a mailbox of CUDA IPC {reason}") };
+        let lost = |reason: String| CollectiveError::Lost {
+            reason: format!("a mailbox of CUDA IPC {reason}"),
+        };
         let card = ipc::read(name).ok_or_else(|| lost("has no card".to_owned()))?;
         let mut mailboxes = self.mailboxes.lock();
         let own = mailboxes.iter().position(|region| *region.card() == card);
@@ -134,19 +138,24 @@ impl Gpus {
         drop(mailboxes);
         let region = region.map_or_else(|| Region::open(&card), Ok);
         let region = region.map_err(|error| lost(format!("was not found: {error}")))?;
-        let mailbox = Mailbox::over(region, place).ok_or_else(|| lost("is too small".to_owned()))?;
+        let mailbox =
+            Mailbox::over(region, place).ok_or_else(|| lost("is too small".to_owned()))?;
         let kernels = self.kernels.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
         let site = GpuSite::new(gpu.lane()?, self.places.lock().clone(), kernels)?;
         Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
     }
 
-    /// Returns the reason why the members with these cards cannot have a communicator of NCCL, if so.
+    /// Returns the reason why the members with these cards cannot have a communicator of NCCL, if
+    /// so.
     fn lacking(&self, cards: &[Option<Card>], members: &[Rank], place: usize) -> Option<String> {
         let rank = |member: usize| members.get(member).copied().unwrap_or_default();
         let mut seen: BTreeMap<[u8; 16], usize> = BTreeMap::new();
         for (member, card) in cards.iter().enumerate() {
             let Some(card) = card else {
-                return Some(format!("rank {} has tensors on a device and no driver of CUDA", rank(member)));
+                return Some(format!(
+                    "rank {} has tensors on a device and no driver of CUDA",
+                    rank(member)
+                ));
             };
             if let Some(other) = seen.insert(card.uuid, member) {
                 return Some(format!(
@@ -191,20 +200,24 @@ impl Fabric for Gpus {
     fn remark(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
         let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
         let why = self.lacking(&cards, members, place).filter(|_| share(&cards))?;
-        Some(format!("allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {why}"))
+        Some(format!(
+            "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {why}"
+        ))
     }
 
     fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
         let read: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
         if share(&read) {
-            let failed = |error: farandole_shm::Error| detour(&format!("no mailbox for CUDA IPC: {error}"));
+            let failed =
+                |error: farandole_shm::Error| detour(&format!("no mailbox for CUDA IPC: {error}"));
             let region = Region::create(Mailbox::bytes(cards.len())).map_err(failed)?;
             let name = [&[IPC], &ipc::write(region.card())[..]].concat();
             self.mailboxes.lock().push(region);
             return Ok(name);
         }
         let abilities = |card: &Option<Card>| card.as_ref().map_or(0, |card| card.abilities);
-        let common = read.iter().map(abilities).fold(ROOMS | REGISTERS | FLOAT8, |all, own| all & own);
+        let common =
+            read.iter().map(abilities).fold(ROOMS | REGISTERS | FLOAT8, |all, own| all & own);
         let id = self.nccl().and_then(|nccl| nccl.unique_id());
         id.map(|id| [&[common], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
     }
@@ -216,7 +229,9 @@ impl Fabric for Gpus {
         place: (usize, usize),
         patience: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
-        let named = name.split_first().and_then(|(common, rest)| Some((*common, rest.first_chunk::<128>()?)));
+        let named = name
+            .split_first()
+            .and_then(|(common, rest)| Some((*common, rest.first_chunk::<128>()?)));
         let Some((common, id)) = named else {
             return Err(CollectiveError::Lost { reason: "a communicator has no name".to_owned() });
         };
@@ -240,7 +255,8 @@ fn detour(reason: &str) -> String {
 fn share(cards: &[Option<Card>]) -> bool {
     let [Some(first), others @ ..] = cards else { return false };
     let alike = |card: &Option<Card>| {
-        card.as_ref().is_some_and(|card| card.uuid == first.uuid && card.neighbours == first.neighbours)
+        card.as_ref()
+            .is_some_and(|card| card.uuid == first.uuid && card.neighbours == first.neighbours)
     };
     first.neighbours != 0 && (1..MEMBERS).contains(&others.len()) && others.iter().all(alike)
 }
@@ -263,7 +279,8 @@ const ROOMS: u8 = 1;
 const REGISTERS: u8 = 2;
 /// NCCL reduces floats of eight bits.
 const FLOAT8: u8 = 4;
-/// The first byte in the name of a communicator by CUDA IPC. For NCCL it has the abilities of all members.
+/// The first byte in the name of a communicator by CUDA IPC. For NCCL it has the abilities of all
+/// members.
 const IPC: u8 = 0x80;
 
 /// A mark of there being a card, the GPU, the version, what it is able to, and its neighbours.
@@ -337,7 +354,8 @@ mod tests {
     #[test]
     fn gathers_go_by_nccl_where_all_members_have_rooms_for_what_comes() {
         let gpus = gpus(nccl());
-        let (roomy, small) = (gpus.card(0), Card { abilities: 0, ..Card::read(&gpus.card(1)).unwrap() });
+        let (roomy, small) =
+            (gpus.card(0), Card { abilities: 0, ..Card::read(&gpus.card(1)).unwrap() });
         let gathers = |other: Vec<u8>| {
             let name = gpus.name(&[&roomy, &other]).unwrap();
             let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
@@ -365,7 +383,13 @@ mod tests {
             let name = padded(&gpus.name(&[&cards[0], &cards[1]]).unwrap());
             let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
             let (dtype, op, segments) = (DataType::F8E5M2, ReduceOp::Sum, Vec::new());
-            formed.carries(&Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments })
+            formed.carries(&Operation::Allreduce {
+                dtype,
+                op,
+                prescale: 1.0,
+                postscale: 1.0,
+                segments,
+            })
         };
         let own = |gpus: &Gpus| [gpus.card(0), gpus.card(1)].map(|card| Card::read(&card).unwrap());
         let gpus_of = |version: i32| {
@@ -391,7 +415,11 @@ mod tests {
         let reason = formed(&gpus, &[gpus.card(1), gpus.card(1)], 0).unwrap_err();
         let same = "ranks 4 and 7 use the same GPU, GPU-01010101-0101-0101-0101-010101010101;";
         assert!(reason.contains(same) && reason.contains("set_device"), "{reason}");
-        assert_eq!(calls(), Vec::<String>::new(), "a name opens a port that only its communicator closes");
+        assert_eq!(
+            calls(),
+            Vec::<String>::new(),
+            "a name opens a port that only its communicator closes"
+        );
     }
 
     fn padded(name: &[u8]) -> Vec<u8> {
@@ -409,8 +437,8 @@ mod tests {
         let ranks = [Rank(4), Rank(7)];
         assert_eq!(gpus.obstacle(&cards, &ranks, 0), None);
         let remark = gpus.remark(&cards, &ranks, 0).unwrap();
-        let words =
-            "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: ranks 4 and 7";
+        let words = "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: \
+                     ranks 4 and 7";
         assert!(remark.starts_with(words), "{remark}");
         let name = padded(&gpus.name(&cards).unwrap());
         let card = ipc::read(&name[1..]).unwrap();
@@ -432,7 +460,8 @@ mod tests {
         let own = Card::read(&gpus.card(1)).unwrap();
         assert_ne!(own.neighbours, 0);
         let way = |others: &[Card]| {
-            let cards: Vec<Vec<u8>> = [&[own.clone()][..], others].concat().iter().map(Card::write).collect();
+            let cards: Vec<Vec<u8>> =
+                [&[own.clone()][..], others].concat().iter().map(Card::write).collect();
             let cards: Vec<&[u8]> = cards.iter().map(Vec::as_slice).collect();
             let ranks: Vec<Rank> = (0..).take(cards.len()).map(Rank).collect();
             assert_eq!(gpus.remark(&cards, &ranks, 0), None);
@@ -440,7 +469,9 @@ mod tests {
         };
         let stranger = Card { neighbours: own.neighbours ^ 2, ..own.clone() };
         assert!(way(&[stranger]).unwrap().contains("use the same GPU"));
-        assert!(way(&[Card { neighbours: 0, ..own.clone() }]).unwrap().contains("use the same GPU"));
+        assert!(
+            way(&[Card { neighbours: 0, ..own.clone() }]).unwrap().contains("use the same GPU")
+        );
         let far = Card { uuid: [9; 16], ..own.clone() };
         assert!(way(&[own.clone(), far.clone()]).unwrap().contains("use the same GPU"));
         assert_eq!(way(&[far]), None, "that is for NCCL");
@@ -450,11 +481,14 @@ mod tests {
 
     #[test]
     fn a_member_without_the_driver_or_the_same_nccl_is_named() {
-        let (gpus, missing) = (gpus(nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
+        let (gpus, missing) =
+            (gpus(nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
         let without = super::tests::gpus(Err(missing));
         let card = gpus.card(0);
         let reason = |other: Vec<u8>| formed(&gpus, &[card.clone(), other], 0).unwrap_err();
-        assert!(reason(vec![0; CARD]).ends_with("rank 7 has tensors on a device and no driver of CUDA"));
+        assert!(
+            reason(vec![0; CARD]).ends_with("rank 7 has tensors on a device and no driver of CUDA")
+        );
         assert!(reason(without.card(1)).ends_with("rank 7 has no NCCL"));
         let own = formed(&without, &[card.clone(), without.card(1)], 1).unwrap_err();
         assert!(own.ends_with("rank 7 has no NCCL: libnccl was not found: x"), "{own}");
@@ -468,7 +502,8 @@ mod tests {
         let gpus = gpus(nccl());
         fake(|fake| fake.naming = 2);
         let reason = formed(&gpus, &[gpus.card(0), gpus.card(1)], 0).unwrap_err();
-        let words = "tensors on GPUs go through host memory: ncclGetUniqueId failed: unhandled system error";
+        let words = "tensors on GPUs go through host memory: ncclGetUniqueId failed: unhandled \
+                     system error";
         assert!(reason.starts_with(words), "{reason}");
     }
 

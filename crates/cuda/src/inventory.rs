@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A report about CUDA for users: which libraries were found where, their versions, and why some were refused.
+//! A report about CUDA for users: which libraries were found where, their versions, and why some
+//! were refused.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use crate::driver::Driver;
@@ -18,8 +19,8 @@ pub struct Finding {
     pub detail: String,
 }
 
-/// Returns whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where there is none, or
-/// no driver. The driver is not initialised, so that a process may still fork.
+/// Returns whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where
+/// there is none, or no driver. The driver is not initialised, so that a process may still fork.
 pub fn built(places: &Places) -> (bool, i32) {
     if places.load(Kind::Driver).is_err() {
         return (false, 0);
@@ -27,12 +28,18 @@ pub fn built(places: &Places) -> (bool, i32) {
     (true, Nccl::load(places).map_or(0, |nccl| nccl.code()))
 }
 
-/// Looks for every library, loads it, and asks for its version; devices are counted without using one.
+/// Looks for every library, loads it, and asks for its version; devices are counted without using
+/// one.
 pub fn inventory(places: &Places) -> Vec<Finding> {
     let driver = Driver::load(places);
     let told = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
         let version = driver.version()?;
-        Ok(format!("serves CUDA {}.{}, {} devices", version / 1000, version % 1000 / 10, driver.count()?))
+        Ok(format!(
+            "serves CUDA {}.{}, {} devices",
+            version / 1000,
+            version % 1000 / 10,
+            driver.count()?
+        ))
     });
     let mut all = vec![finding(Kind::Driver.name(), told)];
     all.push(finding(Kind::Runtime.name(), runtime(places)));
@@ -67,7 +74,8 @@ fn gpu(driver: &Driver, ordinal: u32) -> Finding {
 fn runtime(places: &Places) -> Result<String> {
     let library = places.load(Kind::Runtime)?;
     // SAFETY: the function's type in the runtime's header.
-    let ask = unsafe { library.function::<unsafe extern "C" fn(*mut i32) -> i32>(Kind::Runtime.probe()) };
+    let ask =
+        unsafe { library.function::<unsafe extern "C" fn(*mut i32) -> i32>(Kind::Runtime.probe()) };
     let mut version = 0;
     // SAFETY: the place lives across the call.
     let told = ask.is_some_and(|ask| unsafe { ask(&raw mut version) } == 0);

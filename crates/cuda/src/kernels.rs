@@ -58,14 +58,15 @@ impl Batch {
     }
 }
 
-/// Returns the launches for tensors, given as address and number of elements, that lie one after the other in a
-/// buffer whose elements have `size` bytes; and the bytes of that buffer.
+/// Returns the launches for tensors, given as address and number of elements, that lie one after
+/// the other in a buffer whose elements have `size` bytes; and the bytes of that buffer.
 ///
 /// # Errors
 /// `Arguments` for more than a launch can number.
 pub fn plan(tensors: &[(u64, u64)], size: u64) -> Result<(Vec<Batch>, u64)> {
-    let too_many =
-        || Error::Arguments { reason: "tensors have more bytes than a launch can number".to_owned() };
+    let too_many = || Error::Arguments {
+        reason: "tensors have more bytes than a launch can number".to_owned(),
+    };
     let mut at = 0_u64;
     let mut batches = Vec::new();
     for some in tensors.chunks(TENSORS) {
@@ -83,7 +84,8 @@ pub fn plan(tensors: &[(u64, u64)], size: u64) -> Result<(Vec<Batch>, u64)> {
             batch.count[index] = *count;
             batch.start[index] = u32::try_from(at / ALIGNMENT).map_err(|_| too_many())?;
             batch.tiles[index] = u32::try_from(tiles).map_err(|_| too_many())?;
-            let bytes = count.checked_mul(size).and_then(|bytes| bytes.checked_next_multiple_of(ALIGNMENT));
+            let bytes =
+                count.checked_mul(size).and_then(|bytes| bytes.checked_next_multiple_of(ALIGNMENT));
             at = bytes.and_then(|bytes| at.checked_add(bytes)).ok_or_else(too_many)?;
         }
         batches.push(batch);
@@ -125,7 +127,9 @@ impl Inputs {
             return Err(fail(format!("1 to {MEMBERS} members are reduced at once: {members}")));
         }
         let scaled = prescale != 1.0 || postscale != 1.0;
-        if op == ReduceOp::Adasum || (dtype == DataType::Bool && (op == ReduceOp::Average || scaled)) {
+        if op == ReduceOp::Adasum
+            || (dtype == DataType::Bool && (op == ReduceOp::Average || scaled))
+        {
             return Err(fail(format!("{op:?} of {dtype} with factors {prescale} and {postscale}")));
         }
         let mut address = [0; MEMBERS];
@@ -162,19 +166,24 @@ fn name_of(dtype: DataType) -> Option<&'static str> {
     })
 }
 
-/// Returns the kernel that moves tensors of a type into a buffer of another, or back; without its `pack_` or
-/// `unpack_`.
+/// Returns the kernel that moves tensors of a type into a buffer of another, or back; without its
+/// `pack_` or `unpack_`.
 ///
 /// # Errors
-/// `Arguments` where there is none: types that differ are `float32` and a half, and only floats are multiplied.
+/// `Arguments` where there is none: types that differ are `float32` and a half, and only floats are
+/// multiplied.
 pub fn move_name(tensor: DataType, buffer: DataType, factor: f64) -> Result<String> {
     let floats = [DataType::F32, DataType::F16, DataType::Bf16, DataType::F64];
     let halves = [DataType::F16, DataType::Bf16];
     let known = tensor == buffer || (tensor == DataType::F32 && halves.contains(&buffer));
     match (name_of(tensor), name_of(buffer)) {
         (Some(from), Some(to)) if known && floats.contains(&tensor) => Ok(format!("{from}_{to}")),
-        _ if tensor == buffer && factor == 1.0 && tensor.size() <= 8 => Ok(format!("u{}", 8 * tensor.size())),
-        _ => Err(Error::Arguments { reason: format!("{tensor} into {buffer}, multiplied by {factor}") }),
+        _ if tensor == buffer && factor == 1.0 && tensor.size() <= 8 => {
+            Ok(format!("u{}", 8 * tensor.size()))
+        }
+        _ => Err(Error::Arguments {
+            reason: format!("{tensor} into {buffer}, multiplied by {factor}"),
+        }),
     }
 }
 
@@ -183,8 +192,9 @@ pub fn move_name(tensor: DataType, buffer: DataType, factor: f64) -> Result<Stri
 /// # Errors
 /// `Arguments` where there is none.
 pub fn reduce_name(dtype: DataType) -> Result<String> {
-    let name = name_of(dtype)
-        .ok_or_else(|| Error::Arguments { reason: format!("reductions of {dtype} are not for kernels") })?;
+    let name = name_of(dtype).ok_or_else(|| Error::Arguments {
+        reason: format!("reductions of {dtype} are not for kernels"),
+    })?;
     Ok(format!("reduce_{name}"))
 }
 
@@ -226,7 +236,8 @@ impl Kernels {
         let arch = context.driver().facts(context.ordinal())?.arch;
         let code = cache.get(compiler, SOURCE, arch)?;
         let mut module = null_mut();
-        // SAFETY: the code is machine code with a header that tells its length; the place lives across the call.
+        // SAFETY: the code is machine code with a header that tells its length; the place lives
+        // across the call.
         context.call("cuModuleLoadData", |table| unsafe {
             (table.module_load)(&raw mut module, code.as_ptr().cast())
         })?;
@@ -255,21 +266,23 @@ impl Kernels {
     ) -> Result<()> {
         let function = self.function(name)?;
         let arguments = arguments.as_mut_ptr();
-        // SAFETY: the function is the module's, and the driver copies the arguments before it returns.
+        // SAFETY: the function is the module's, and the driver copies the arguments before it
+        // returns.
         self.context.call("cuLaunchKernel", |table| unsafe {
             (table.launch)(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, null_mut())
         })
     }
 
-    /// Moves tensors, given as address and number of elements, into a buffer (`pack`) or out of it, multiplied and
-    /// converted; each lies at the next multiple of 16 bytes.
+    /// Moves tensors, given as address and number of elements, into a buffer (`pack`) or out of it,
+    /// multiplied and converted; each lies at the next multiple of 16 bytes.
     ///
     /// # Errors
     /// `Arguments`, `Driver`.
     ///
     /// # Safety
-    /// Until the stream is done with it: tensors have their elements at their addresses on the context's device, the
-    /// buffer has the bytes that [`plan`] says, and nothing else writes to them.
+    /// Until the stream is done with it: tensors have their elements at their addresses on the
+    /// context's device, the buffer has the bytes that [`plan`] says, and nothing else writes to
+    /// them.
     pub unsafe fn transfer(
         &self,
         pack: bool,
@@ -282,13 +295,16 @@ impl Kernels {
         let name = move_name(tensor, buffer, factor)?;
         let name = if pack { format!("pack_{name}") } else { format!("unpack_{name}") };
         if !base.is_multiple_of(ALIGNMENT) {
-            return Err(Error::Arguments { reason: format!("a buffer that is not aligned: {base:#x}") });
+            return Err(Error::Arguments {
+                reason: format!("a buffer that is not aligned: {base:#x}"),
+            });
         }
         let stream = std::ptr::with_exposed_provenance_mut(stream);
         let (batches, _) = plan(tensors, buffer.size() as u64)?;
         for batch in batches.iter().filter(|batch| batch.blocks() > 0) {
             let mut arguments = arguments![*batch, base, factor];
-            // SAFETY: these are the arguments of all kernels of this kind; the rest is the caller's promise.
+            // SAFETY: these are the arguments of all kernels of this kind; the rest is the caller's
+            // promise.
             unsafe { self.launch(&name, batch.blocks(), stream, &mut arguments)? }
         }
         Ok(())
@@ -300,8 +316,8 @@ impl Kernels {
     /// `Arguments`, `Driver`.
     ///
     /// # Safety
-    /// Until the stream is done with it: all buffers are readable, `out` writable, on the context's device, and nothing
-    /// else writes to them.
+    /// Until the stream is done with it: all buffers are readable, `out` writable, on the context's
+    /// device, and nothing else writes to them.
     pub unsafe fn reduce(
         &self,
         dtype: DataType,
@@ -312,7 +328,8 @@ impl Kernels {
     ) -> Result<()> {
         let stream = std::ptr::with_exposed_provenance_mut(stream);
         let mut arguments = arguments![*inputs, out, count];
-        // SAFETY: these are the arguments of all kernels of this kind; the rest is the caller's promise.
+        // SAFETY: these are the arguments of all kernels of this kind; the rest is the caller's
+        // promise.
         unsafe { self.launch(&reduce_name(dtype)?, blocks_for(count), stream, &mut arguments) }
     }
 

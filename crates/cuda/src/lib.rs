@@ -3,9 +3,10 @@
 
 //! NVIDIA GPUs behind the traits `Device`, `Event` and `Communicator`.
 //!
-//! Owns the search for CUDA's libraries and their loading at run time, our kernels, and copies between the memory of a
-//! GPU, the host and other GPUs. The engine decides when to do what. No CUDA library is linked, so everything builds
-//! without CUDA, and most of it is tested without CUDA.
+//! Owns the search for CUDA's libraries and their loading at run time, our kernels, and copies
+//! between the memory of a GPU, the host and other GPUs. The engine decides when to do what. No
+//! CUDA library is linked, so everything builds without CUDA, and most of it is tested without
+//! CUDA.
 //!
 //! ```text
 //!   Gpus                                                      GPUs of the process, and whether they form a communicator
@@ -18,7 +19,8 @@
 //!
 //! Invariants:
 //! - `CU-1`: no context is created and no GPU is used before the process uses memory of that GPU.
-//! - `CU-2`: a missing or unsuitable library is an error that lists the searched places and the reasons, never a panic.
+//! - `CU-2`: a missing or unsuitable library is an error that lists the searched places and the
+//!   reasons, never a panic.
 //! - `CU-3`: after an operation was aborted, nothing on the GPU accesses its tensors.
 //! - `CU-4`: every wait for a peer has a deadline.
 //! - `CU-5`: no call of the driver ends the capture of a graph on another thread.
@@ -43,14 +45,16 @@ mod staging;
 pub use cache::Cache;
 pub use device::{Gpu, GpuLane};
 pub use driver::{
-    Context, Driver, Facts, Function, Mark, MemoryPool, Offer, PoolSettings, Stream, Table as DriverTable,
+    Context, Driver, Facts, Function, Mark, MemoryPool, Offer, PoolSettings, Stream,
+    Table as DriverTable,
 };
 pub use error::{Error, Result};
 pub use find::{Kind, Places};
 pub use gpus::Gpus;
 pub use inventory::{Finding, built, inventory};
 pub use kernels::{
-    Batch, Inputs, Kernels, MEMBERS, SOURCE, TENSORS, TILE, blocks_for, move_name, plan, reduce_name,
+    Batch, Inputs, Kernels, MEMBERS, SOURCE, TENSORS, TILE, blocks_for, move_name, plan,
+    reduce_name,
 };
 pub use library::Library;
 pub use nccl::{Lane, Nccl, NcclCommunicator, NcclMemory, Table as NcclTable, UniqueId, carries};

@@ -39,11 +39,14 @@ impl Library {
 
     fn with(name: &Path, flags: i32) -> Result<Self, String> {
         let name = name.display().to_string();
-        let text = CString::new(name.as_str()).map_err(|_| "its name contains a zero".to_owned())?;
-        // SAFETY: the name ends with a zero; the libraries asked for are made to be loaded into any process.
+        let text =
+            CString::new(name.as_str()).map_err(|_| "its name contains a zero".to_owned())?;
+        // SAFETY: the name ends with a zero; the libraries asked for are made to be loaded into any
+        // process.
         let handle = unsafe { libc::dlopen(text.as_ptr(), flags) };
         NonNull::new(handle).map(|handle| Self { handle, name }).ok_or_else(|| {
-            // SAFETY: what it returns is a string or null, valid until this thread's next call of the loader.
+            // SAFETY: what it returns is a string or null, valid until this thread's next call of
+            // the loader.
             let words = NonNull::new(unsafe { libc::dlerror() });
             words.map_or_else(
                 || "it is not loaded".to_owned(),
@@ -73,7 +76,8 @@ impl Library {
     /// Returns the file that has this function of the library.
     pub(crate) fn file(&self, function: &CStr) -> Option<String> {
         // SAFETY: the handle is valid for ever and the name ends with a zero.
-        let address = NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), function.as_ptr()) })?;
+        let address =
+            NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), function.as_ptr()) })?;
         file_of(address.as_ptr())
     }
 }
@@ -84,8 +88,10 @@ pub(crate) fn file_of(address: *const c_void) -> Option<String> {
     // SAFETY: `found` has room for what is written, and any address may be asked for.
     let known = unsafe { libc::dladdr(address, found.as_mut_ptr()) } != 0;
     // SAFETY: zeros are a value of the type, whose members are pointers.
-    let name = NonNull::new(unsafe { found.assume_init() }.dli_fname.cast_mut()).filter(|_| known)?;
-    // SAFETY: the loader keeps the name as long as the library, and libraries are not unloaded here.
+    let name =
+        NonNull::new(unsafe { found.assume_init() }.dli_fname.cast_mut()).filter(|_| known)?;
+    // SAFETY: the loader keeps the name as long as the library, and libraries are not unloaded
+    // here.
     Some(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
 }
 
@@ -191,7 +197,9 @@ mod tests {
         assert_eq!(unsafe { abs(-3) }, 3);
         assert!(library.file(c"abs").unwrap().contains("libc"));
         // SAFETY: not called.
-        assert!(unsafe { library.function::<unsafe extern "C" fn()>(c"no_such_function") }.is_none());
+        assert!(
+            unsafe { library.function::<unsafe extern "C" fn()>(c"no_such_function") }.is_none()
+        );
     }
 
     table! {
@@ -217,8 +225,9 @@ mod tests {
     #[test]
     fn a_table_names_all_that_is_missing_and_goes_without_what_is_optional() {
         let library = Library::open(Path::new("libc.so.6")).unwrap();
-        let error =
-            Broken::of(&library).map(|table| (table.abs, table.lost, table.gone, table.also)).unwrap_err();
+        let error = Broken::of(&library)
+            .map(|table| (table.abs, table.lost, table.gone, table.also))
+            .unwrap_err();
         assert_eq!(error.to_string(), "libc.so.6 lacks functions: no_such_function, neither_this");
         let whole = Whole::of(&library).unwrap();
         assert!(whole.labs.is_some() && whole.also.is_none());

@@ -80,7 +80,9 @@ impl Nvrtc {
 
     /// Compute capabilities it compiles for, such as 90; empty where it does not tell.
     pub fn architectures(&self) -> Vec<u32> {
-        let (Some(count), Some(list)) = (self.table.count_archs, self.table.archs) else { return Vec::new() };
+        let (Some(count), Some(list)) = (self.table.count_archs, self.table.archs) else {
+            return Vec::new();
+        };
         let mut number = 0;
         // SAFETY: the place lives across the call.
         if unsafe { count(&raw mut number) } != 0 {
@@ -142,7 +144,8 @@ impl Nvrtc {
         let status = unsafe { (self.table.log_size)(program.program, &raw mut bytes) };
         let mut log = vec![0_u8; bytes];
         // SAFETY: the memory has as many bytes as the library asked for.
-        let told = status == 0 && unsafe { (self.table.log)(program.program, log.as_mut_ptr().cast()) } == 0;
+        let told = status == 0
+            && unsafe { (self.table.log)(program.program, log.as_mut_ptr().cast()) } == 0;
         told.then(|| String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned())
     }
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Host memory between a device and the other ranks. The ranks of a host can work in it themselves, so that tensors are
-//! reduced right where the device has put them; and it is page-locked, so that copies run beside everything else.
+//! Host memory between a device and the other ranks. The ranks of a host can work in it themselves,
+//! so that tensors are reduced right where the device has put them; and it is page-locked, so that
+//! copies run beside everything else.
 
 use farandole_collectives::Memory;
 use parking_lot::Mutex;
@@ -38,11 +39,13 @@ impl<L: Locks> Pool<L> {
         Self { locks, blocks: Mutex::new(Vec::new()) }
     }
 
-    /// At least so many bytes, not zeroed; `None` when there are none left. It comes back when the last clone is dropped.
+    /// At least so many bytes, not zeroed; `None` when there are none left. It comes back when the
+    /// last clone is dropped.
     pub fn lend(&self, bytes: usize) -> Option<Memory> {
         let size = bytes.max(LEAST).checked_next_power_of_two()?;
         let mut blocks = self.blocks.lock();
-        if let Some(block) = blocks.iter().find(|block| block.memory.len() == size && block.memory.is_sole())
+        if let Some(block) =
+            blocks.iter().find(|block| block.memory.len() == size && block.memory.is_sole())
         {
             return Some(block.memory.clone());
         }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The kernels' own source, compiled for the host: the same indices, tails and roundings, compared with what the engine
-//! does on hosts. Wrong alignment traps, as it would on a GPU; what is written beside a tensor is seen.
+//! The kernels' own source, compiled for the host: the same indices, tails and roundings, compared
+//! with what the engine does on hosts. Wrong alignment traps, as it would on a GPU; what is written
+//! beside a tensor is seen.
 #![expect(clippy::unwrap_used, reason = "tests")]
 #![expect(unsafe_code, reason = "kernels are called by address")]
 
@@ -68,7 +69,10 @@ impl Tensor {
     fn content(&mut self) -> Vec<u8> {
         let (start, end) = (16 + self.skew, 16 + self.skew + self.len);
         let all = self.all();
-        assert!(all[..start].iter().chain(&all[end..]).all(|byte| *byte == GUARD), "written beside a tensor");
+        assert!(
+            all[..start].iter().chain(&all[end..]).all(|byte| *byte == GUARD),
+            "written beside a tensor"
+        );
         all[start..end].to_vec()
     }
 }
@@ -94,7 +98,8 @@ fn elements(dtype: DataType, count: usize, seed: u64) -> Vec<u8> {
                 DataType::F16 => half::f16::from_f32(float).to_ne_bytes().to_vec(),
                 DataType::Bf16 => half::bf16::from_f32(float).to_ne_bytes().to_vec(),
                 DataType::Bool => vec![u8::from(number % 3 == 0)],
-                other => i64::from(number).wrapping_mul(0x0103_0507).to_ne_bytes()[..other.size()].to_vec(),
+                other => i64::from(number).wrapping_mul(0x0103_0507).to_ne_bytes()[..other.size()]
+                    .to_vec(),
             }
         })
         .collect()
@@ -106,7 +111,8 @@ fn run_move(name: &str, tensors: &[(u64, u64)], size: u64, base: u64, factor: f6
     // SAFETY: the type in `kernels.cpp`.
     let run: Move = unsafe { SHIM.function(c"run_move") }.unwrap();
     for batch in plan(tensors, size).unwrap().0.iter().filter(|batch| batch.blocks() > 0) {
-        // SAFETY: the tensors and the buffer live across the call, and are as large as the plan says.
+        // SAFETY: the tensors and the buffer live across the call, and are as large as the plan
+        // says.
         unsafe { run(address_of(name), batch, base, factor, batch.blocks()) }
     }
 }
@@ -117,16 +123,27 @@ fn lengths() -> Vec<usize> {
     edges.into_iter().chain((0..160).map(|i| i % 37)).collect()
 }
 
-fn packs_and_unpacks(dtype: DataType, buffer: DataType, factor: f64, expected: impl Fn(&[u8]) -> Vec<u8>) {
+fn packs_and_unpacks(
+    dtype: DataType,
+    buffer: DataType,
+    factor: f64,
+    expected: impl Fn(&[u8]) -> Vec<u8>,
+) {
     let name = move_name(dtype, buffer, factor).unwrap();
     let contents: Vec<Vec<u8>> =
         lengths().into_iter().zip(1..).map(|(count, seed)| elements(dtype, count, seed)).collect();
     // Every third tensor lies where its own type may, but not at a multiple of 16.
     let skew = |index: usize| if index % 3 == 2 { dtype.size() } else { 0 };
-    let mut tensors: Vec<Tensor> =
-        contents.iter().enumerate().map(|(index, content)| Tensor::new(skew(index) % 16, content)).collect();
+    let mut tensors: Vec<Tensor> = contents
+        .iter()
+        .enumerate()
+        .map(|(index, content)| Tensor::new(skew(index) % 16, content))
+        .collect();
     let list = |tensors: &mut [Tensor]| -> Vec<(u64, u64)> {
-        tensors.iter_mut().map(|tensor| (tensor.address(), (tensor.len / dtype.size()) as u64)).collect()
+        tensors
+            .iter_mut()
+            .map(|tensor| (tensor.address(), (tensor.len / dtype.size()) as u64))
+            .collect()
     };
     let size = buffer.size() as u64;
     let all = list(&mut tensors);
@@ -164,7 +181,9 @@ fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
 
 #[test]
 fn tensors_of_any_length_and_place_are_packed_and_unpacked() {
-    for dtype in [DataType::U8, DataType::I16, DataType::I32, DataType::C64, DataType::F32, DataType::F64] {
+    for dtype in
+        [DataType::U8, DataType::I16, DataType::I32, DataType::C64, DataType::F32, DataType::F64]
+    {
         packs_and_unpacks(dtype, dtype, 1.0, <[u8]>::to_vec);
     }
     packs_and_unpacks(DataType::F16, DataType::F16, 1.0, <[u8]>::to_vec);
@@ -177,20 +196,32 @@ fn tensors_are_multiplied_and_converted_on_the_way() {
         floats(content).flat_map(|value| (value * 0.3_f32).to_ne_bytes()).collect()
     });
     packs_and_unpacks(DataType::F32, DataType::Bf16, 0.3, |content| {
-        floats(content).flat_map(|value| half::bf16::from_f32(value * 0.3_f32).to_ne_bytes()).collect()
+        floats(content)
+            .flat_map(|value| half::bf16::from_f32(value * 0.3_f32).to_ne_bytes())
+            .collect()
     });
     packs_and_unpacks(DataType::F32, DataType::F16, 0.3, |content| {
-        floats(content).flat_map(|value| half::f16::from_f32(value * 0.3_f32).to_ne_bytes()).collect()
+        floats(content)
+            .flat_map(|value| half::f16::from_f32(value * 0.3_f32).to_ne_bytes())
+            .collect()
     });
 }
 
 #[test]
 fn halves_round_to_nearest_even_and_keep_what_is_not_a_number() {
-    let values: Vec<f32> =
-        [0.0, -0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1.003_906_3]
-            .into_iter()
-            .chain((0..4000_u16).map(|i| f32::from_bits(0x3f80_0000 + u32::from(i) * 0x1001)))
-            .collect();
+    let values: Vec<f32> = [
+        0.0,
+        -0.0,
+        f32::NAN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::MAX,
+        f32::MIN_POSITIVE,
+        1.003_906_3,
+    ]
+    .into_iter()
+    .chain((0..4000_u16).map(|i| f32::from_bits(0x3f80_0000 + u32::from(i) * 0x1001)))
+    .collect();
     let content: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     let mut tensor = Tensor::new(0, &content);
     let list = [(tensor.address(), values.len() as u64)];
@@ -198,7 +229,10 @@ fn halves_round_to_nearest_even_and_keep_what_is_not_a_number() {
     run_move("pack_f32_bf16", &list, 2, packed.address(), 1.0);
     for (value, bytes) in values.iter().zip(packed.content().as_chunks().0) {
         let (got, expected) = (half::bf16::from_ne_bytes(*bytes), half::bf16::from_f32(*value));
-        assert!(got == expected || (got.is_nan() && expected.is_nan()), "{value}: {got} is not {expected}");
+        assert!(
+            got == expected || (got.is_nan() && expected.is_nan()),
+            "{value}: {got} is not {expected}"
+        );
     }
 }
 
@@ -228,10 +262,15 @@ fn reduced(
 fn reductions_give_the_bits_of_the_hosts_kernels() {
     let types = DataType::ALL.into_iter().filter(|dtype| reduce_name(*dtype).is_ok());
     for dtype in types {
-        for op in [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product] {
-            for (count, members, skew) in [(1, 1, 0), (5, 3, 1), (4099, 2, 0), (777, 4, 1), (64, 7, 0)] {
+        for op in
+            [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product]
+        {
+            for (count, members, skew) in
+                [(1, 1, 0), (5, 3, 1), (4099, 2, 0), (777, 4, 1), (64, 7, 0)]
+            {
                 for factors in [(1.0, 1.0), (0.3, 2.5)] {
-                    if dtype == DataType::Bool && (op == ReduceOp::Average || factors != (1.0, 1.0)) {
+                    if dtype == DataType::Bool && (op == ReduceOp::Average || factors != (1.0, 1.0))
+                    {
                         continue;
                     }
                     let contents: Vec<Vec<u8>> =
@@ -242,8 +281,10 @@ fn reductions_give_the_bits_of_the_hosts_kernels() {
                     let got = reduced(dtype, op, factors, &mut tensors, skew);
                     let inputs: Vec<&[u8]> = contents.iter().map(Vec::as_slice).collect();
                     let mut expected = vec![0; got.len()];
-                    kernel::reduce(dtype, op, &inputs, &mut expected, factors.0, factors.1).unwrap();
-                    let case = format!("{op:?} of {members} x {count} {dtype}, factors {factors:?}");
+                    kernel::reduce(dtype, op, &inputs, &mut expected, factors.0, factors.1)
+                        .unwrap();
+                    let case =
+                        format!("{op:?} of {members} x {count} {dtype}, factors {factors:?}");
                     assert!(same(dtype, &got, &expected), "{case}: {got:?} is not {expected:?}");
                 }
             }
@@ -260,7 +301,8 @@ fn all_pairs_of_eight_bits_give_the_bits_of_the_hosts_kernels() {
             let mut inputs = [Tensor::new(0, &a), Tensor::new(0, &b)];
             let got = reduced(dtype, ReduceOp::Sum, factors, &mut inputs, 0);
             let mut expected = vec![0; got.len()];
-            kernel::reduce(dtype, ReduceOp::Sum, &[&a, &b], &mut expected, factors.0, factors.1).unwrap();
+            kernel::reduce(dtype, ReduceOp::Sum, &[&a, &b], &mut expected, factors.0, factors.1)
+                .unwrap();
             assert!(same(dtype, &got, &expected), "{dtype} by {factors:?}");
         }
     }
@@ -283,10 +325,17 @@ fn same(dtype: DataType, a: &[u8], b: &[u8]) -> bool {
 
 #[test]
 fn min_and_max_keep_what_is_not_a_number() {
-    let bytes = |values: [f32; 4]| values.into_iter().flat_map(f32::to_ne_bytes).collect::<Vec<u8>>();
+    let bytes =
+        |values: [f32; 4]| values.into_iter().flat_map(f32::to_ne_bytes).collect::<Vec<u8>>();
     let (a, b) = (bytes([1.0, f32::NAN, 2.0, -0.0]), bytes([f32::NAN, 1.0, 3.0, 0.0]));
     for op in [ReduceOp::Min, ReduceOp::Max] {
-        let got = reduced(DataType::F32, op, (1.0, 1.0), &mut [Tensor::new(0, &a), Tensor::new(0, &b)], 0);
+        let got = reduced(
+            DataType::F32,
+            op,
+            (1.0, 1.0),
+            &mut [Tensor::new(0, &a), Tensor::new(0, &b)],
+            0,
+        );
         let mut expected = vec![0; 16];
         kernel::reduce(DataType::F32, op, &[&a, &b], &mut expected, 1.0, 1.0).unwrap();
         assert!(same(DataType::F32, &got, &expected), "{op:?}: {got:?} {expected:?}");
@@ -310,7 +359,8 @@ fn adasum(name: &str, a: &mut Tensor, b: &mut Tensor, size: usize) -> ([f64; 3],
     let blocks = blocks_for(count);
     let mut sums = vec![f64::NAN; 3 * blocks as usize];
     let mut out = Tensor::new(a.skew, &vec![0; a.len]);
-    // SAFETY: all tensors live across the calls and have as many elements; each block has three sums.
+    // SAFETY: all tensors live across the calls and have as many elements; each block has three
+    // sums.
     unsafe {
         let scratch = sums.as_mut_ptr();
         products(
@@ -343,12 +393,18 @@ fn adasum_is_what_its_formula_says() {
             pairs.iter().map(|(_, b)| b * b).sum::<f64>(),
         ];
         for (got, exact) in sums.iter().zip(exact) {
-            assert!((got - exact).abs() <= 1e-9 * exact.abs().max(1.0), "{count}: {got} is not {exact}");
+            assert!(
+                (got - exact).abs() <= 1e-9 * exact.abs().max(1.0),
+                "{count}: {got} is not {exact}"
+            );
         }
         let (mine, theirs) = (1.0 - sums[0] / (2.0 * sums[1]), 1.0 - sums[0] / (2.0 * sums[2]));
         for (got, (a, b)) in floats(&out).zip(&pairs) {
             let exact = mine * a + theirs * b;
-            assert!((f64::from(got) - exact).abs() <= 1e-6 * exact.abs().max(1e-3), "{got} is not {exact}");
+            assert!(
+                (f64::from(got) - exact).abs() <= 1e-6 * exact.abs().max(1e-3),
+                "{got} is not {exact}"
+            );
         }
     }
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The kernels compile for every architecture that is promised, with the compiler that users have. No GPU is needed.
+//! The kernels compile for every architecture that is promised, with the compiler that users have.
+//! No GPU is needed.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod wheels;
@@ -61,7 +62,10 @@ fn compiles(compiler: &Nvrtc, known: &[u32], arch: u32) {
 fn a_mistake_is_reported_in_the_compilers_words() {
     let Some(compiler) = compiler() else { return };
     let error = compiler.compile("__global__ void broken() { nonsense; }", 90).unwrap_err();
-    assert!(matches!(&error, Error::Compile { arch: 90, log } if log.contains("nonsense")), "{error}");
+    assert!(
+        matches!(&error, Error::Compile { arch: 90, log } if log.contains("nonsense")),
+        "{error}"
+    );
     assert!(compiler.compile(SOURCE, 10).is_err());
 }
 
@@ -71,8 +75,13 @@ fn a_compiled_program_is_found_by_the_next_process() {
     let folder = tempfile::tempdir().unwrap();
     let source = "extern \"C\" __global__ void nothing() {}";
     let first = Cache::new(folder.path()).get(&compiler, source, 90).unwrap();
-    let files: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()).collect();
+    let files: Vec<_> =
+        std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()).collect();
     let before = std::fs::metadata(&files[0]).unwrap().modified().unwrap();
     assert_eq!(Cache::new(folder.path()).get(&compiler, source, 90).unwrap(), first);
-    assert_eq!(std::fs::metadata(&files[0]).unwrap().modified().unwrap(), before, "it was not written again");
+    assert_eq!(
+        std::fs::metadata(&files[0]).unwrap().modified().unwrap(),
+        before,
+        "it was not written again"
+    );
 }

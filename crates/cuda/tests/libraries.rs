@@ -23,13 +23,15 @@ fn nccl_of_the_wheel_has_every_function_and_a_version() {
 fn functions_of_the_driver_have_the_names_that_its_header_knows() {
     let packages = wheels::places().packages;
     let headers = packages.iter().map(|package| package.join("nvidia/cu13/include/cuda.h"));
-    let Some(header) = headers.filter_map(|header| std::fs::read_to_string(header).ok()).next() else {
+    let Some(header) = headers.filter_map(|header| std::fs::read_to_string(header).ok()).next()
+    else {
         eprintln!("skipped: no cuda.h is here; install nvidia-cuda-runtime into .venv");
         return;
     };
     let separate = |letter: char| !letter.is_ascii_alphanumeric() && letter != '_';
     let words: std::collections::HashSet<&str> = header.split(separate).collect();
-    let unknown: Vec<_> = DriverTable::NEEDED.iter().filter(|name| !words.contains(*name)).collect();
+    let unknown: Vec<_> =
+        DriverTable::NEEDED.iter().filter(|name| !words.contains(*name)).collect();
     assert_eq!(unknown, Vec::<&&str>::new());
 }
 

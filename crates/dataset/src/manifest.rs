@@ -96,17 +96,18 @@ pub struct DataFile {
     /// xxh3 of its bytes, as 16 hexadecimal digits; `None` if it was not computed.
     #[serde(default)]
     pub checksum: Option<String>,
-    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and files the rows are.
-    /// `None` if it was not computed.
+    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and
+    /// files the rows are. `None` if it was not computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
     /// Its row groups, in order.
     pub groups: Vec<RowGroup>,
-    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included; none if they were
-    /// not computed.
+    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included;
+    /// none if they were not computed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub chunks: Vec<Vec<u32>>,
-    /// Columns that are not in the file but have one value in all of its rows, such as those of Hive's directories.
+    /// Columns that are not in the file but have one value in all of its rows, such as those of
+    /// Hive's directories.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub values: BTreeMap<String, String>,
 }
@@ -135,8 +136,8 @@ pub struct Manifest {
     pub format: u32,
     /// The source of the data.
     pub fingerprint: String,
-    /// URL of the directory to which paths are relative, if it is not the manifest's own: files of other writers stay
-    /// where they are.
+    /// URL of the directory to which paths are relative, if it is not the manifest's own: files of
+    /// other writers stay where they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
     /// Rows of all files.
@@ -157,7 +158,8 @@ impl Manifest {
         Self { format: FORMAT, fingerprint, base: None, rows, bytes, columns, files }
     }
 
-    /// Makes the manifest of files that were not prepared: its fingerprint is that of their footers.
+    /// Makes the manifest of files that were not prepared: its fingerprint is that of their
+    /// footers.
     ///
     /// # Errors
     /// None that these types can cause.
@@ -170,9 +172,11 @@ impl Manifest {
     /// Reads and checks one.
     ///
     /// # Errors
-    /// No JSON of this form, a newer format, sums that do not add up, paths that leave the directory.
+    /// No JSON of this form, a newer format, sums that do not add up, paths that leave the
+    /// directory.
     pub fn parse(text: &[u8]) -> Result<Self> {
-        let manifest: Self = serde_json::from_slice(text).map_err(|source| Error::Syntax { source })?;
+        let manifest: Self =
+            serde_json::from_slice(text).map_err(|source| Error::Syntax { source })?;
         manifest.check()?;
         Ok(manifest)
     }
@@ -202,15 +206,22 @@ impl Manifest {
         }
         let wrong = |what: String| Err(Error::Inconsistent { what });
         for file in &self.files {
-            if file.path.starts_with('/') || file.path.split('/').any(|part| matches!(part, "" | "." | ".."))
+            if file.path.starts_with('/')
+                || file.path.split('/').any(|part| matches!(part, "" | "." | ".."))
             {
                 return wrong(format!("a file outside of its directory: {}", file.path));
             }
             if sum(file.groups.iter().map(|group| group.rows)) != Some(file.rows) {
-                return wrong(format!("row groups do not add up to {} rows: {}", file.rows, file.path));
+                return wrong(format!(
+                    "row groups do not add up to {} rows: {}",
+                    file.rows, file.path
+                ));
             }
             if !file.chunks.is_empty() && file.chunks.len() != file.groups.len() {
-                return wrong(format!("checksums of other row groups than there are: {}", file.path));
+                return wrong(format!(
+                    "checksums of other row groups than there are: {}",
+                    file.path
+                ));
             }
             if file.groups.iter().any(|group| group.rows > u64::from(u32::MAX)) {
                 return wrong(format!("a row group of more than 2^32 rows: {}", file.path));
@@ -220,7 +231,12 @@ impl Manifest {
             return wrong(format!("files do not add up to {} rows", self.rows));
         }
         for column in &self.columns {
-            if column.shape.iter().try_fold(1_u64, |product, side| product.checked_mul(*side)).is_none() {
+            if column
+                .shape
+                .iter()
+                .try_fold(1_u64, |product, side| product.checked_mul(*side))
+                .is_none()
+            {
                 return wrong(format!("a shape past all bounds: {}", column.name));
             }
         }
@@ -249,8 +265,10 @@ mod tests {
             unreadable: None,
         };
         let groups = vec![RowGroup { rows: 2, bytes: 24 }, RowGroup { rows: 1, bytes: 12 }];
-        let file =
-            DataFile { chunks: vec![vec![7], vec![8]], ..DataFile::new("a/p.parquet".into(), 99, groups) };
+        let file = DataFile {
+            chunks: vec![vec![7], vec![8]],
+            ..DataFile::new("a/p.parquet".into(), 99, groups)
+        };
         Manifest::new("f".into(), vec![column], vec![file])
     }
 
@@ -269,9 +287,13 @@ mod tests {
             Manifest::parse(manifest.to_json().unwrap().as_bytes()).unwrap_err().to_string()
         };
         assert!(broken(|m| m.rows = 4).contains("add up to 4 rows"));
-        assert!(broken(|m| m.files[0].path = "../p".into()).contains("outside of its directory: ../p"));
+        assert!(
+            broken(|m| m.files[0].path = "../p".into()).contains("outside of its directory: ../p")
+        );
         assert!(broken(|m| m.format = 9).contains("format 9"));
-        assert!(broken(|m| drop(m.files[0].chunks.pop())).contains("checksums of other row groups"));
+        assert!(
+            broken(|m| drop(m.files[0].chunks.pop())).contains("checksums of other row groups")
+        );
         assert!(broken(|m| m.columns[0].shape = vec![u64::MAX, 2]).contains("past all bounds: x"));
         assert!(Manifest::parse(b"{}").is_err());
     }

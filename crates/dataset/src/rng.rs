@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Random numbers from a counter, which are the same on every machine and in every version, like the order of rows.
+//! Random numbers from a counter, which are the same on every machine and in every version, like
+//! the order of rows.
 
 /// SplitMix64.
 #[derive(Clone, Debug)]

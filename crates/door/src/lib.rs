@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The door: the C function table through which another library of this process reaches its one engine.
+//! The door: the C function table through which another library of this process reaches its one
+//! engine.
 //!
-//! The extension owns the engine and fills one [`Door`] (`ffi`). It publishes the address of the table in a capsule named
-//! [`CAPSULE`]. A library that uses it, such as `tensorflow`, links no engine, because two engines in one process would
-//! be two worlds.
+//! The extension owns the engine and fills one [`Door`] (`ffi`). It publishes the address of the
+//! table in a capsule named [`CAPSULE`]. A library that uses it, such as `tensorflow`, links no
+//! engine, because two engines in one process would be two worlds.
 //!
 //! ```text
 //! framework thread ── submit(call, requests, done) ─> engine ─┐
@@ -15,11 +16,13 @@
 //! Owns the layout and the numbers. It contains no code.
 //!
 //! Invariants:
-//! - `DO-1`: the table is valid until the process ends; fields are only ever appended, and `bytes` says how many there are.
-//! - `DO-2`: `done` runs exactly once for every call that was taken, and never for one that was refused.
+//! - `DO-1`: the table is valid until the process ends; fields are only ever appended, and `bytes`
+//!   says how many there are.
+//! - `DO-2`: `done` runs exactly once for every call that was taken, and never for one that was
+//!   refused.
 //! - `DO-3`: no function of the table needs or takes Python's interpreter lock.
-//! - `DO-4`: memory of requests belongs to the caller and stays valid until `done` has run; an output's `owner` belongs
-//!   to the receiver of `done`, until it is passed to `free`.
+//! - `DO-4`: memory of requests belongs to the caller and stays valid until `done` has run; an
+//!   output's `owner` belongs to the receiver of `done`, until it is passed to `free`.
 
 #![forbid(unsafe_code)]
 

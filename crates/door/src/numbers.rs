@@ -19,7 +19,8 @@ pub enum Operation {
     Reducescatter = 4,
     /// Nothing but the meeting.
     Barrier = 5,
-    /// Takes part neutrally until all ranks have joined; the output's `number` is the last to do so.
+    /// Takes part neutrally until all ranks have joined; the output's `number` is the last to do
+    /// so.
     Join = 6,
 }
 
@@ -81,7 +82,10 @@ mod tests {
     #[test]
     fn numbers_lead_back_to_what_they_stand_for() {
         for number in 0..7 {
-            assert_eq!(Operation::from_number(number).map(|operation| operation as u32), Some(number));
+            assert_eq!(
+                Operation::from_number(number).map(|operation| operation as u32),
+                Some(number)
+            );
             assert_eq!(Code::from_number(number) as u32, number);
         }
         assert_eq!(Operation::from_number(7), None);

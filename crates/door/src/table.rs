@@ -27,11 +27,12 @@ pub struct Call {
     pub root: u32,
     /// Number of the process set.
     pub process_set: u32,
-    /// Not 0: the names are prefixes that the engine completes by a number of its own, counting submissions of this
-    /// session; ranks must then submit in the same order.
+    /// Not 0: the names are prefixes that the engine completes by a number of its own, counting
+    /// submissions of this session; ranks must then submit in the same order.
     pub numbered: u32,
-    /// The driver: 0 the engine's own threads; 1 the calling thread, which runs `done` before `submit` returns; 2 the
-    /// calling thread for a fraction of a millisecond, which runs `done` if that was enough, else the engine's own.
+    /// The driver: 0 the engine's own threads; 1 the calling thread, which runs `done` before
+    /// `submit` returns; 2 the calling thread for a fraction of a millisecond, which runs `done` if
+    /// that was enough, else the engine's own.
     pub attended: u32,
 }
 
@@ -120,8 +121,8 @@ pub struct Door {
     pub version: u32,
     /// Size of the table that was filled.
     pub bytes: u32,
-    /// Submits requests, several as one unit. Returns a [`Code`](crate::Code); when it is not good, `done` will not
-    /// run and up to `capacity` bytes of a terminated message are at `message`.
+    /// Submits requests, several as one unit. Returns a [`Code`](crate::Code); when it is not good,
+    /// `done` will not run and up to `capacity` bytes of a terminated message are at `message`.
     pub submit: unsafe extern "C" fn(
         call: *const Call,
         requests: *const Request,

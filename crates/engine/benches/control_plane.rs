@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Control messages of a training step, up to 4,096 ranks, simulated in one thread over loopback links.
+//! Control messages of a training step, up to 4,096 ranks, simulated in one thread over loopback
+//! links.
 //!
 //! `cargo bench -p farandole-engine --bench control_plane`
 
@@ -16,11 +17,18 @@ const LOCAL: u32 = 8;
 
 fn main() {
     println!(
-        "{TENSORS} allreduces a step; messages are sent and received ones, the first step by name, later ones by number"
+        "{TENSORS} allreduces a step; messages are sent and received ones, the first step by name, \
+         later ones by number"
     );
     println!(
         "{:>6} {:>6} {:>11} {:>12} {:>13} {:>11} {:>18}",
-        "hosts", "ranks", "first step", "busiest rank", "mean per rank", "all ranks", "CPU per rank, step"
+        "hosts",
+        "ranks",
+        "first step",
+        "busiest rank",
+        "mean per rank",
+        "all ranks",
+        "CPU per rank, step"
     );
     for hosts in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512] {
         let mut plane = ControlPlane::new(hosts, LOCAL).unwrap();

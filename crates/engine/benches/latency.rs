@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Synchronous and asynchronous sums through the whole engine, ranks being threads over shared memory.
+//! Synchronous and asynchronous sums through the whole engine, ranks being threads over shared
+//! memory.
 //!
 //! `cargo bench -p farandole-engine`
 
@@ -51,7 +52,9 @@ impl ProgressHost for Host {
 
 fn engine(world: World, meeting: &MemoryRendezvous) -> Engine {
     let (rank, size) = (world.rank, world.size() as u32);
-    let mesh = Mesh::join(MeshOptions::new(rank, size, world.seat().host.clone(), [7; 32]), meeting).unwrap();
+    let mesh =
+        Mesh::join(MeshOptions::new(rank, size, world.seat().host.clone(), [7; 32]), meeting)
+            .unwrap();
     let members: Vec<Rank> = (0..size).map(Rank).collect();
     let control = mesh.open(0, &control_peers(&world, &members), 64 << 10).unwrap();
     let data = mesh.open(1, &members, 1 << 20).unwrap();
@@ -85,7 +88,11 @@ fn sum(name: &str, memory: &Memory) -> Request {
 }
 
 /// Times of `rounds` runs on rank 0, and its statistics.
-fn measure(ranks: u32, rounds: usize, step: impl Fn(&Engine) + Sync) -> (Vec<Duration>, Statistics) {
+fn measure(
+    ranks: u32,
+    rounds: usize,
+    step: impl Fn(&Engine) + Sync,
+) -> (Vec<Duration>, Statistics) {
     let place = |task| TaskPlace { task: TaskId(task), host: HostHash("host".to_owned()) };
     let world = assign(Generation(0), &(0..ranks).map(place).collect::<Vec<_>>()).unwrap();
     let meeting = MemoryRendezvous::default();
@@ -111,7 +118,8 @@ fn measure(ranks: u32, rounds: usize, step: impl Fn(&Engine) + Sync) -> (Vec<Dur
 fn report(what: &str, rounds: usize, (mut times, statistics): (Vec<Duration>, Statistics)) {
     times.sort_unstable();
     let at = |part: usize| times[(times.len() - 1) * part / 100].as_secs_f64() * 1e6;
-    let frames = (statistics.frames_sent + statistics.frames_received) as f64 / (rounds + rounds / 10) as f64;
+    let frames = (statistics.frames_sent + statistics.frames_received) as f64
+        / (rounds + rounds / 10) as f64;
     println!(
         "{what:<34} min {:>9.2} p50 {:>9.2} p99 {:>9.2} us; {frames:.1} control messages at rank 0",
         at(0),
@@ -132,12 +140,16 @@ fn main() {
     ] {
         let step = |engine: &Engine| {
             thread_local!(static MEMORY: std::cell::RefCell<Option<Memory>> = const { std::cell::RefCell::new(None) });
-            let memory =
-                MEMORY.with_borrow_mut(|memory| memory.get_or_insert_with(|| Memory::new(bytes)).clone());
+            let memory = MEMORY
+                .with_borrow_mut(|memory| memory.get_or_insert_with(|| Memory::new(bytes)).clone());
             let handle = engine.submit_attended(sum("gradient", &memory)).unwrap();
             engine.wait(handle, LIMIT).unwrap().unwrap();
         };
-        report(&format!("{ranks} ranks, {bytes} B, synchronous"), rounds, measure(ranks, rounds, step));
+        report(
+            &format!("{ranks} ranks, {bytes} B, synchronous"),
+            rounds,
+            measure(ranks, rounds, step),
+        );
     }
     let step = |engine: &Engine| {
         thread_local!(static MEMORY: Vec<Memory> = (0..100).map(|_| Memory::new(64 << 10)).collect());

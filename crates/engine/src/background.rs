@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread that drives the engine if no thread waits, and otherwise sleeps. It also sends heartbeats to peers.
+//! The thread that drives the engine if no thread waits, and otherwise sleeps. It also sends
+//! heartbeats to peers.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -68,10 +69,12 @@ impl Background {
 
 /// Starts the thread of an engine.
 pub(crate) fn spawn(inner: Arc<Inner>) -> Result<JoinHandle<()>> {
-    let refused = |error: std::io::Error| Error::Start { reason: format!("no background thread: {error}") };
+    let refused =
+        |error: std::io::Error| Error::Start { reason: format!("no background thread: {error}") };
     let body = move || {
         if catch_unwind(AssertUnwindSafe(|| run(&inner))).is_err() {
-            // Operations without a waiter would not be driven, and a caller that polls would poll for ever.
+            // Operations without a waiter would not be driven, and a caller that polls would poll
+            // for ever.
             let mut driver = inner.summon();
             inner.stop(&mut driver, Cause::Panicked);
             inner.leave(driver);
@@ -91,8 +94,9 @@ fn run(inner: &Inner) {
             inner.drive_in_background(false);
             continue;
         }
-        // If no thread drove for a whole beat, peers may wake this process. While a loop of operations runs that is
-        // not so, and no peer pays for waking a thread that has nothing to do.
+        // If no thread drove for a whole beat, peers may wake this process. While a loop of
+        // operations runs that is not so, and no peer pays for waking a thread that has nothing to
+        // do.
         let drives = inner.drives.load(Ordering::Relaxed);
         listening = (listening || drives == seen) && inner.drive_in_background(true);
         seen = drives;

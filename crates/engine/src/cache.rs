@@ -3,9 +3,9 @@
 
 //! Requests that were agreed on before, by number.
 //!
-//! All members of a set change their caches in the same order, that of the response lists, so after list `n` all
-//! caches are equal. An announcement, though, was made after some earlier list: what a list drops is kept aside until
-//! every child has seen that list.
+//! All members of a set change their caches in the same order, that of the response lists, so after
+//! list `n` all caches are equal. An announcement, though, was made after some earlier list: what a
+//! list drops is kept aside until every child has seen that list.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -20,8 +20,8 @@ pub(crate) struct Agreed {
     pub(crate) signature: Signature,
     /// Row counts, member by member; see [`Call::counts`](crate::signature::Call::counts).
     pub(crate) rows: Vec<u64>,
-    /// Alltoall: this member's own rows, once members have told each other. Members announce the entry by number only as
-    /// long as their rows are these.
+    /// Alltoall: this member's own rows, once members have told each other. Members announce the
+    /// entry by number only as long as their rows are these.
     deal: OnceLock<Deal>,
 }
 
@@ -77,7 +77,10 @@ impl Agreed {
     /// The row counts of one member.
     pub(crate) fn counts_of(&self, member: u32) -> &[u64] {
         let counts = self.signature.call.counts();
-        self.rows.get(member as usize * counts..).and_then(|rows| rows.get(..counts)).unwrap_or_default()
+        self.rows
+            .get(member as usize * counts..)
+            .and_then(|rows| rows.get(..counts))
+            .unwrap_or_default()
     }
 }
 
@@ -183,7 +186,8 @@ impl Cache {
         }
     }
 
-    /// All ranks that may still refer to entries dropped by lists up to `list` have seen those lists.
+    /// All ranks that may still refer to entries dropped by lists up to `list` have seen those
+    /// lists.
     pub(crate) fn forget_until(&mut self, list: u64) {
         while let Some((at, id)) = self.dropped_at.front() {
             if *at > list {
@@ -248,7 +252,9 @@ mod tests {
         cache.put(entry("b", 1), 1);
         cache.touch(cache.find("a").unwrap().0.slot);
         cache.put(entry("c", 1), 2);
-        assert!(cache.find("a").is_some() && cache.find("b").is_none() && cache.find("c").is_some());
+        assert!(
+            cache.find("a").is_some() && cache.find("b").is_none() && cache.find("c").is_some()
+        );
     }
 
     #[test]

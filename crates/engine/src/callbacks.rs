@@ -36,13 +36,16 @@ impl Callbacks {
         let (sender, calls) = channel::<Call>();
         let run = move || {
             for (callback, result) in calls {
-                // A callback that panics must not take the others with it; the panic hook has reported it.
+                // A callback that panics must not take the others with it; the panic hook has
+                // reported it.
                 drop(catch_unwind(AssertUnwindSafe(|| callback(result))));
             }
         };
-        let refused =
-            |error: std::io::Error| Error::Start { reason: format!("no thread for callbacks: {error}") };
-        let thread = thread::Builder::new().name("farandole-done".to_owned()).spawn(run).map_err(refused)?;
+        let refused = |error: std::io::Error| Error::Start {
+            reason: format!("no thread for callbacks: {error}"),
+        };
+        let thread =
+            thread::Builder::new().name("farandole-done".to_owned()).spawn(run).map_err(refused)?;
         *running = Some(Running { sender, thread });
         Ok(())
     }

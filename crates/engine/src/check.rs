@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Checks of a request without other ranks, then its part that all ranks must agree on, and its local part.
+//! Checks of a request without other ranks, then its part that all ranks must agree on, and its
+//! local part.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -41,7 +42,11 @@ pub(crate) fn check(
     size("input", &name, &input, bytes(&shape, dtype))?;
     let (call, rows) = match kind {
         Kind::Allreduce { op, prescale, postscale } => {
-            let call = Call::Allreduce { op, prescale: prescale.to_bits(), postscale: postscale.to_bits() };
+            let call = Call::Allreduce {
+                op,
+                prescale: prescale.to_bits(),
+                postscale: postscale.to_bits(),
+            };
             (call, Vec::new())
         }
         Kind::Broadcast { root } => (place.broadcast(root, process_set)?, Vec::new()),
@@ -73,7 +78,8 @@ pub(crate) fn check(
             (Call::Change(topic), Vec::new())
         }
     };
-    if dtype == DataType::Bool && call.reduction().is_some_and(|(_, before, after)| (before, after) != PLAIN)
+    if dtype == DataType::Bool
+        && call.reduction().is_some_and(|(_, before, after)| (before, after) != PLAIN)
     {
         return Err(Error::Factors { operation, dtype, tensor: name });
     }
@@ -108,23 +114,31 @@ impl Place<'_> {
         }
     }
 
-    /// The bytes of the output. If rows are counted, they are unknown until all ranks have submitted.
+    /// The bytes of the output. If rows are counted, they are unknown until all ranks have
+    /// submitted.
     fn output_bytes(&self, signature: &Signature) -> Option<u64> {
         match signature.call {
             Call::Allgather | Call::Alltoall { .. } => None,
             call if call.is_meeting() => Some(0),
             Call::Reducescatter { .. } => {
                 let rows = signature.shape.first().copied().unwrap_or_default();
-                let member = self.ranks.iter().position(|rank| *rank == self.me).unwrap_or_default();
+                let member =
+                    self.ranks.iter().position(|rank| *rank == self.me).unwrap_or_default();
                 Some(share_of(rows, member, self.ranks.len()).saturating_mul(signature.row_bytes()))
             }
             _ => Some(signature.unit_bytes()),
         }
     }
 
-    /// Returns the memory of the tensors. An output that the engine brings is in host memory, unless its size is
-    /// unknown yet.
-    fn site(&self, name: &Arc<str>, kind: &Kind, input: &Buffer, output: Option<&Buffer>) -> Result<Site> {
+    /// Returns the memory of the tensors. An output that the engine brings is in host memory,
+    /// unless its size is unknown yet.
+    fn site(
+        &self,
+        name: &Arc<str>,
+        kind: &Kind,
+        input: &Buffer,
+        output: Option<&Buffer>,
+    ) -> Result<Site> {
         let of = |buffer: &Buffer| match buffer.place() {
             Where::Device(ordinal) if !self.devices.knows(ordinal) => {
                 Err(Error::UnknownDevice { tensor: Arc::clone(name), ordinal })
@@ -154,7 +168,8 @@ fn size(which: &'static str, name: &Arc<str>, buffer: &Buffer, expected: u64) ->
 
 /// Takes the first dimension, which may differ between ranks, out of the shape.
 fn first(shape: &mut [u64], operation: &'static str, name: &Arc<str>) -> Result<u64> {
-    let rows = shape.first_mut().ok_or_else(|| Error::Scalar { operation, tensor: Arc::clone(name) })?;
+    let rows =
+        shape.first_mut().ok_or_else(|| Error::Scalar { operation, tensor: Arc::clone(name) })?;
     Ok(std::mem::take(rows))
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The place where callers leave requests and get results: names in flight, handles, the queue to the driving thread.
+//! The place where callers leave requests and get results: names in flight, handles, the queue to
+//! the driving thread.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -34,10 +35,12 @@ struct Names {
     joined: Option<Handle>,
 }
 
-/// Handles are numbered through all engines of a process: one of a world that is over means nothing in the next.
+/// Handles are numbered through all engines of a process: one of a world that is over means nothing
+/// in the next.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// Guarded by one lock, held for a few dozen instructions at a time and never while another lock is taken.
+/// Guarded by one lock, held for a few dozen instructions at a time and never while another lock is
+/// taken.
 #[derive(Default)]
 pub(crate) struct Desk {
     handles: Map<u64, State>,
@@ -68,7 +71,11 @@ impl Desk {
     }
 
     /// Takes a request whose name is free in an open set.
-    pub(crate) fn admit(&mut self, mut submission: Submission, callback: Option<Callback>) -> Handle {
+    pub(crate) fn admit(
+        &mut self,
+        mut submission: Submission,
+        callback: Option<Callback>,
+    ) -> Handle {
         let handle = Handle(NEXT.fetch_add(1, Ordering::Relaxed));
         submission.entry.handle = handle;
         let names = self.sets.entry(submission.set).or_default();
@@ -115,12 +122,15 @@ impl Desk {
         }
     }
 
-    /// Sends a result to a callback: at once, into `calls`, if it exists already. The handle is gone.
+    /// Sends a result to a callback: at once, into `calls`, if it exists already. The handle is
+    /// gone.
     pub(crate) fn hand_over(&mut self, handle: Handle, callback: Callback, calls: &mut Vec<Call>) {
         match self.handles.remove(&handle.0) {
             Some(State::Done(result)) => calls.push((callback, result)),
             Some(State::Pending) => drop(self.handles.insert(handle.0, State::Called(callback))),
-            Some(State::Called(_)) | None => calls.push((callback, Err(Error::UnknownHandle { handle }))),
+            Some(State::Called(_)) | None => {
+                calls.push((callback, Err(Error::UnknownHandle { handle })))
+            }
         }
     }
 
@@ -144,7 +154,8 @@ impl Desk {
         }
     }
 
-    /// From now on the set refuses requests, also those of callers that looked it up before. That is kept for good.
+    /// From now on the set refuses requests, also those of callers that looked it up before. That
+    /// is kept for good.
     pub(crate) fn leave(&mut self, set: usize, cause: &Arc<Cause>) {
         let names = self.sets.entry(set).or_default();
         names.left.get_or_insert_with(|| Arc::clone(cause));
@@ -157,8 +168,8 @@ impl Desk {
         }
     }
 
-    /// From now on everything is refused; what was drained but not taken up, or not drained, fails. The first cause
-    /// stays.
+    /// From now on everything is refused; what was drained but not taken up, or not drained, fails.
+    /// The first cause stays.
     pub(crate) fn stop(
         &mut self,
         cause: Arc<Cause>,
@@ -166,7 +177,8 @@ impl Desk {
         calls: &mut Vec<Call>,
     ) {
         let cause = Arc::clone(self.stopped.get_or_insert(cause));
-        for Submission { set, entry, .. } in intake.drain(..).chain(std::mem::take(&mut self.queue)) {
+        for Submission { set, entry, .. } in intake.drain(..).chain(std::mem::take(&mut self.queue))
+        {
             let (operation, tensor) = (entry.operation, Arc::clone(&entry.name));
             self.free(set, entry.handle, &tensor);
             self.finish(
@@ -179,7 +191,8 @@ impl Desk {
 
     /// Ends a set whose last user panicked while holding it.
     pub(crate) fn end(&mut self, cause: &Arc<Cause>, calls: &mut Vec<Call>) {
-        let open = |(number, state): (&u64, &State)| (!matches!(state, State::Done(_))).then_some(*number);
+        let open =
+            |(number, state): (&u64, &State)| (!matches!(state, State::Done(_))).then_some(*number);
         let lost: Vec<u64> = self.handles.iter().filter_map(open).collect();
         for number in lost {
             self.finish(Handle(number), Err(Error::Stopped { cause: Arc::clone(cause) }), calls);

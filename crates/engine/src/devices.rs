@@ -14,8 +14,8 @@ use crate::signature::Site;
 #[derive(Default)]
 pub(crate) struct Devices {
     known: RwLock<Vec<Arc<dyn Device>>>,
-    /// The ordinal of the device that this rank works with: the first that a tensor was on. Collectives among devices
-    /// are for tensors there.
+    /// The ordinal of the device that this rank works with: the first that a tensor was on.
+    /// Collectives among devices are for tensors there.
     own: OnceLock<u32>,
     pub(crate) fabric: Option<Arc<dyn Fabric>>,
 }
@@ -58,7 +58,8 @@ impl Devices {
     pub(crate) fn of(&self, buffer: &Buffer) -> Result<Option<Arc<dyn Device>>, Error> {
         let Place::Device(ordinal) = buffer.place() else { return Ok(None) };
         let device = self.known.read().iter().find(|device| device.ordinal() == ordinal).cloned();
-        let unknown = || Error::Device { ordinal, reason: "the engine was not given it".to_owned() };
+        let unknown =
+            || Error::Device { ordinal, reason: "the engine was not given it".to_owned() };
         device.map(Some).ok_or_else(unknown)
     }
 }

@@ -24,7 +24,9 @@ use crate::progress::Inner;
 use crate::registry::{Member, Registry};
 use crate::set::{ProcessSet, Shared, share_of};
 use crate::timeline::Tracer;
-use crate::{Cause, Completion, EngineOptions, Error, Handle, Request, Result, SetOptions, background};
+use crate::{
+    Cause, Completion, EngineOptions, Error, Handle, Request, Result, SetOptions, background,
+};
 
 /// The work of an engine, over all process sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,7 +45,8 @@ pub struct Statistics {
     pub cache_hits: u64,
 }
 
-/// Time for which shutting down waits for peers to complete what this rank took part in, and to read its farewell.
+/// Time for which shutting down waits for peers to complete what this rank took part in, and to
+/// read its farewell.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
@@ -64,7 +67,8 @@ impl Engine {
     /// # Errors
     /// `Start` when the parts do not fit together or a thread cannot be made.
     pub fn start(options: EngineOptions) -> Result<Self> {
-        let EngineOptions { world, settings, host, sets, foreign, devices, fabric, observer } = options;
+        let EngineOptions { world, settings, host, sets, foreign, devices, fabric, observer } =
+            options;
         let world = Arc::new(world);
         let tracer = Arc::new(Tracer::new(settings.nvtx));
         let settings = Arc::new(settings);
@@ -89,7 +93,12 @@ impl Engine {
         let inner = Arc::new(Inner::new(world, settings, host, states));
         let thread = background::spawn(Arc::clone(&inner))?;
         let World { generation, rank, seats } = &*inner.world;
-        tracing::info!(rank = rank.0, size = seats.len(), generation = generation.0, "the engine runs");
+        tracing::info!(
+            rank = rank.0,
+            size = seats.len(),
+            generation = generation.0,
+            "the engine runs"
+        );
         Ok(Self {
             inner,
             sets: registry,
@@ -107,7 +116,8 @@ impl Engine {
         &self.inner.world
     }
 
-    /// Takes up a device whose memory requests may name from now on, unless there is one of its ordinal.
+    /// Takes up a device whose memory requests may name from now on, unless there is one of its
+    /// ordinal.
     pub fn add_device(&self, device: Arc<dyn Device>) {
         self.devices.add(device);
     }
@@ -125,8 +135,8 @@ impl Engine {
         self.member(set).map(|member| member.ranks)
     }
 
-    /// Takes up a process set that this rank is in; every member does, with a number that is free. Operations of
-    /// other sets continue meanwhile.
+    /// Takes up a process set that this rank is in; every member does, with a number that is free.
+    /// Operations of other sets continue meanwhile.
     ///
     /// # Errors
     /// `Start` when the parts do not fit together or the number is taken; `Stopped`, `Forked`.
@@ -135,7 +145,8 @@ impl Engine {
         let (id, ranks) = (options.id, options.members.as_slice().into());
         tracing::debug!(process_set = id.0, ranks = ?options.members, "a process set is added");
         let key = self.sets.add(id, ranks)?;
-        let added = ProcessSet::new(key, options, self.shared.clone()).and_then(|set| self.inner.add(set));
+        let added =
+            ProcessSet::new(key, options, self.shared.clone()).and_then(|set| self.inner.add(set));
         if added.is_err() {
             drop(self.sets.remove(id));
         }
@@ -150,8 +161,8 @@ impl Engine {
         self.sets.add_foreign(set)
     }
 
-    /// Ends a process set; every member does, and its number is free then. What is in flight in it fails. Its links
-    /// end when no member needs them any more, without anybody waiting for that.
+    /// Ends a process set; every member does, and its number is free then. What is in flight in it
+    /// fails. Its links end when no member needs them any more, without anybody waiting for that.
     ///
     /// # Errors
     /// `UnknownSet`, `Forked`.
@@ -173,7 +184,8 @@ impl Engine {
     /// Like [`Engine::members`].
     pub fn own_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
         let ranks = &self.member(set)?.ranks;
-        let member = ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
+        let member =
+            ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
         Ok(share_of(rows, member, ranks.len()))
     }
 
@@ -187,9 +199,9 @@ impl Engine {
         Ok(handle)
     }
 
-    /// Like [`Engine::submit`], for a caller that calls [`Engine::wait`] next: no other thread is woken for it, and a
-    /// small synchronous operation needs no system call. Without that `wait` it may be taken up only after a quarter
-    /// second.
+    /// Like [`Engine::submit`], for a caller that calls [`Engine::wait`] next: no other thread is
+    /// woken for it, and a small synchronous operation needs no system call. Without that `wait` it
+    /// may be taken up only after a quarter second.
     ///
     /// # Errors
     /// Like [`Engine::submit`].
@@ -199,17 +211,20 @@ impl Engine {
         Ok(handle)
     }
 
-    /// Submits requests that become ready together: none is executed before all ranks submitted all of them.
+    /// Submits requests that become ready together: none is executed before all ranks submitted all
+    /// of them.
     ///
     /// # Errors
-    /// Like [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
+    /// Like [`Engine::submit`], and then none is submitted; `Group` when there is none, or they
+    /// name several sets.
     pub fn submit_group(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
         let handles = self.admit_group(requests, Vec::new())?;
         self.inner.announce();
         Ok(handles)
     }
 
-    /// Like [`Engine::submit_group`], for a caller that waits next; see [`Engine::submit_attended`].
+    /// Like [`Engine::submit_group`], for a caller that waits next; see
+    /// [`Engine::submit_attended`].
     ///
     /// # Errors
     /// Like [`Engine::submit_group`].
@@ -219,10 +234,12 @@ impl Engine {
         Ok(handles)
     }
 
-    /// Like [`Engine::submit_group`], with one callback for each request, in order, as in [`Engine::submit_with`].
+    /// Like [`Engine::submit_group`], with one callback for each request, in order, as in
+    /// [`Engine::submit_with`].
     ///
     /// # Errors
-    /// Like [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer or more callbacks.
+    /// Like [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer
+    /// or more callbacks.
     pub fn submit_group_with(&self, requests: Vec<Request>, done: Vec<Callback>) -> Result<()> {
         self.check_process()?;
         if done.len() != requests.len() {
@@ -238,19 +255,24 @@ impl Engine {
     fn admit_group(&self, requests: Vec<Request>, callbacks: Vec<Callback>) -> Result<Vec<Handle>> {
         self.check_process()?;
         let members = requests.len();
-        let mut sets: Vec<ProcessSetId> = requests.iter().map(|request| request.process_set).collect();
+        let mut sets: Vec<ProcessSetId> =
+            requests.iter().map(|request| request.process_set).collect();
         sets.dedup();
         let (&[set], Ok(size)) = (&*sets, u32::try_from(members)) else {
             return Err(Error::Group { members, sets: sets.len() });
         };
         let group = (of_names(requests.iter().map(|request| &*request.name)), size);
         let now = Instant::now();
-        let submissions: Vec<Submission> =
-            requests.into_iter().map(|request| self.check(request, group, now)).collect::<Result<_>>()?;
+        let submissions: Vec<Submission> = requests
+            .into_iter()
+            .map(|request| self.check(request, group, now))
+            .collect::<Result<_>>()?;
         let key = self.member(set)?.key;
         let mut names = Set::default();
-        let again =
-            submissions.iter().map(|submission| &submission.entry.name).find(|name| !names.insert(*name));
+        let again = submissions
+            .iter()
+            .map(|submission| &submission.entry.name)
+            .find(|name| !names.insert(*name));
         let mut desk = self.inner.desk.lock();
         desk.open(key)?;
         if let Some(first) = submissions.first().filter(|_| desk.has_joined(key)) {
@@ -261,13 +283,16 @@ impl Engine {
             return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
         }
         let mut callbacks = callbacks.into_iter();
-        let handles =
-            submissions.into_iter().map(|submission| desk.admit(submission, callbacks.next())).collect();
+        let handles = submissions
+            .into_iter()
+            .map(|submission| desk.admit(submission, callbacks.next()))
+            .collect();
         drop(desk);
         Ok(handles)
     }
 
-    /// Submits a request whose result goes to `done`, which runs on the completion thread, exactly once.
+    /// Submits a request whose result goes to `done`, which runs on the completion thread, exactly
+    /// once.
     ///
     /// # Errors
     /// Like [`Engine::submit`]; `done` is dropped then.
@@ -279,7 +304,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns whether `wait` would return at once. Quick: if no thread drives, the background thread is woken.
+    /// Returns whether `wait` would return at once. Quick: if no thread drives, the background
+    /// thread is woken.
     ///
     /// # Errors
     /// `UnknownHandle`, `Forked`.
@@ -315,13 +341,14 @@ impl Engine {
     /// The work of the engine.
     pub fn statistics(&self) -> Statistics {
         let driver = self.inner.summon();
-        let total = driver.sets.iter().map(|set| set.statistics).fold(driver.past, Statistics::plus);
+        let total =
+            driver.sets.iter().map(|set| set.statistics).fold(driver.past, Statistics::plus);
         self.inner.leave(driver);
         total
     }
 
-    /// Leaves in good order: tells the peers, fails what is pending, ends the threads. Does nothing the second time,
-    /// and in a forked child.
+    /// Leaves in good order: tells the peers, fails what is pending, ends the threads. Does nothing
+    /// the second time, and in a forked child.
     pub fn shutdown(&self) {
         if self.check_process().is_err() {
             return;

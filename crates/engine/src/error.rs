@@ -106,7 +106,10 @@ pub enum Error {
         reason: String,
     },
     /// A group needs members, all of one process set.
-    #[error("a group needs at least one member and a single process set: {members} members in {sets} sets")]
+    #[error(
+        "a group needs at least one member and a single process set: {members} members in {sets} \
+         sets"
+    )]
     Group {
         /// Members given.
         members: usize,
@@ -127,8 +130,8 @@ pub enum Error {
         /// The handle.
         handle: Handle,
     },
-    /// The ranks submitted different requests under one name. Comes from `wait`, on every submitting rank; the engine
-    /// continues.
+    /// The ranks submitted different requests under one name. Comes from `wait`, on every
+    /// submitting rank; the engine continues.
     #[error("{text}")]
     Mismatch {
         /// The tensor.
@@ -136,7 +139,8 @@ pub enum Error {
         /// The difference, then the submission of every rank.
         text: Arc<str>,
     },
-    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the engine continues.
+    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the
+    /// engine continues.
     #[error("{operation} of {tensor} failed: {cause}")]
     Unsupported {
         /// The operation.
@@ -164,7 +168,8 @@ pub enum Error {
     },
     /// This process was forked from the one that started the engine.
     #[error(
-        "process {pid} was forked from process {parent}, which started the engine: start workers with the spawn or forkserver method"
+        "process {pid} was forked from process {parent}, which started the engine: start workers \
+         with the spawn or forkserver method"
     )]
     Forked {
         /// The process that called.
@@ -232,7 +237,8 @@ pub enum Cause {
         text: String,
     },
     /// An operation took longer than the collective timeout.
-    #[error("{operation} of {tensor} timed out after {elapsed:.1?}, the limit being {limit:?}: {}", Waiting(.missing))]
+    #[error("{operation} of {tensor} timed out after {elapsed:.1?}, the limit being {limit:?}: \
+             {}", Waiting(.missing))]
     Deadline {
         /// The operation.
         operation: &'static str,
@@ -242,7 +248,8 @@ pub enum Cause {
         elapsed: Duration,
         /// The collective timeout.
         limit: Duration,
-        /// Ranks that did not come, as far as this rank knows; `None` when all came and the transfer was slow.
+        /// Ranks that did not come, as far as this rank knows; `None` when all came and the
+        /// transfer was slow.
         missing: Option<Vec<Rank>>,
     },
     /// A bug: the driving thread has panicked, and its message is on stderr.
@@ -264,7 +271,9 @@ impl fmt::Display for Waiting<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             None => f.write_str("all ranks had come"),
-            Some(missing) if missing.is_empty() => f.write_str("ranks that did not come are not known"),
+            Some(missing) if missing.is_empty() => {
+                f.write_str("ranks that did not come are not known")
+            }
             Some(missing) => {
                 f.write_str("ranks that did not come:")?;
                 missing.iter().try_for_each(|rank| write!(f, " {rank}"))
@@ -314,9 +323,8 @@ impl Cause {
             Self::ShutDown | Self::Departed { .. } => Fault::Membership,
             Self::Removed { .. } | Self::Disagreement { .. } => Fault::Usage,
             Self::Collective(error) => match error {
-                farandole_collectives::Error::Transport(_) | farandole_collectives::Error::Lost { .. } => {
-                    Fault::Peer
-                }
+                farandole_collectives::Error::Transport(_)
+                | farandole_collectives::Error::Lost { .. } => Fault::Peer,
                 farandole_collectives::Error::Device { .. } => Fault::Environment,
                 _ => Fault::Bug,
             },

@@ -15,10 +15,11 @@ use crate::{Observer, Tune};
 
 /// Sleep of the one driving thread until a peer or a local thread has work for it.
 ///
-/// The order is `prepare`, look once more at everything that could have come, then `park` or `cancel`: anything
-/// delivered after `prepare` ends the `park`, also if it comes first.
+/// The order is `prepare`, look once more at everything that could have come, then `park` or
+/// `cancel`: anything delivered after `prepare` ends the `park`, also if it comes first.
 pub trait ProgressHost: Send + Sync {
-    /// Announces sleep: from here on a peer that commits to a link, and `unpark`, will wake this process.
+    /// Announces sleep: from here on a peer that commits to a link, and `unpark`, will wake this
+    /// process.
     fn prepare(&self);
 
     /// Sleeps until woken, for at most `limit`.
@@ -51,21 +52,24 @@ pub struct Settings {
     pub group_fusion: bool,
     /// Tensors remembered per process set; 0 turns the cache off.
     pub cache_capacity: usize,
-    /// Longest time between a lost link and the reason for it: its peer's farewell, its report of what it stopped
-    /// for, or a report of the process that watches. A peer that closed a link is most often not the one to blame.
+    /// Longest time between a lost link and the reason for it: its peer's farewell, its report of
+    /// what it stopped for, or a report of the process that watches. A peer that closed a link is
+    /// most often not the one to blame.
     pub hearsay: Duration,
     /// Busy-waiting before a waiting thread sleeps.
     pub spin: Duration,
     /// A tensor waiting this long for other ranks is reported; `None`: never.
     pub stall_check: Option<Duration>,
-    /// A tensor waiting this long for other ranks stops the engine; `None`: never. Not below `stall_check`.
+    /// A tensor waiting this long for other ranks stops the engine; `None`: never. Not below
+    /// `stall_check`.
     pub stall_shutdown: Option<Duration>,
-    /// The engine stops when every rank has waited this long in a barrier, a join or a change of process sets that not all
-    /// came to; looked at with every report, `None`: never.
+    /// The engine stops when every rank has waited this long in a barrier, a join or a change of
+    /// process sets that not all came to; looked at with every report, `None`: never.
     pub meeting_timeout: Option<Duration>,
     /// Ranges for NVIDIA's profilers, where their library can be loaded.
     pub nvtx: bool,
-    /// Bytes that the timelines of all ranks may take together, where each has its own; 0: no limit.
+    /// Bytes that the timelines of all ranks may take together, where each has its own; 0: no
+    /// limit.
     pub timeline_limit: u64,
     /// Searches for the fusion threshold.
     pub tune: Option<Tune>,
@@ -92,7 +96,8 @@ impl From<&Config> for Settings {
             timeline_limit: config.timeline_limit,
             tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| Tune {
                 warmup_samples: u32::try_from(config.autotune_warmup_samples).unwrap_or(u32::MAX),
-                steps_per_score: u32::try_from(config.autotune_steps_per_sample).unwrap_or(u32::MAX),
+                steps_per_score: u32::try_from(config.autotune_steps_per_sample)
+                    .unwrap_or(u32::MAX),
                 most_samples: u32::try_from(config.autotune_samples).unwrap_or(u32::MAX),
                 log: config.autotune_log.clone(),
             }),
@@ -122,9 +127,11 @@ pub struct EngineOptions {
     pub host: Arc<dyn ProgressHost>,
     /// Process sets this rank is in; set 0 must be among them.
     pub sets: Vec<SetOptions>,
-    /// Process sets without this rank, so that the error for them differs from that for a wrong number.
+    /// Process sets without this rank, so that the error for them differs from that for a wrong
+    /// number.
     pub foreign: Vec<ProcessSetId>,
-    /// Devices whose memory requests may name; see [`Engine::add_device`](crate::Engine::add_device).
+    /// Devices whose memory requests may name; see
+    /// [`Engine::add_device`](crate::Engine::add_device).
     pub devices: Vec<Arc<dyn Device>>,
     /// Makes communicators among devices; without one, what is on devices goes through the host.
     pub fabric: Option<Arc<dyn Fabric>>,

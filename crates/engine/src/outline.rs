@@ -18,8 +18,8 @@ pub fn lists(hosts: usize) -> u64 {
     lists_at_a_time(hosts)
 }
 
-/// Allreduces of tensors of these bytes that are ready at once, in order of readiness: the places of the tensors that
-/// share an operation of at most `threshold` bytes.
+/// Allreduces of tensors of these bytes that are ready at once, in order of readiness: the places
+/// of the tensors that share an operation of at most `threshold` bytes.
 pub fn fused(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
     operations(bytes, threshold)
 }

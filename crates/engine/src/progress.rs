@@ -3,8 +3,8 @@
 
 //! Progress: waiting threads help, and the holder of the progress lock drives for all.
 //!
-//! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken alone.
-//! [`signals`] contains what they exchange without a lock.
+//! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken
+//! alone. [`signals`] contains what they exchange without a lock.
 
 mod drive;
 mod patience;
@@ -121,8 +121,8 @@ impl Inner {
         }
     }
 
-    /// A submitter has left something on the desk and continues with other things: peers hear of it now, the background
-    /// thread does the rest. Quick, for the caller may hold a lock of its own.
+    /// A submitter has left something on the desk and continues with other things: peers hear of it
+    /// now, the background thread does the rest. Quick, for the caller may hold a lock of its own.
     pub(crate) fn announce(&self) {
         self.signals.submitted();
         self.see_that_somebody_drives();
@@ -260,7 +260,8 @@ impl Inner {
         }
     }
 
-    /// Lets the background thread drive until nothing is left or another thread wants to; true if it had the lock.
+    /// Lets the background thread drive until nothing is left or another thread wants to; true if
+    /// it had the lock.
     pub(crate) fn drive_in_background(&self, listen: bool) -> bool {
         if self.signals.is_wanted() || self.signals.is_summoned() {
             return false;

@@ -40,13 +40,15 @@ pub enum Kind {
     },
     /// Inputs concatenated along the first dimension in rank order; first dimensions may differ.
     Allgather,
-    /// Rows of the input dealt out to the members in set order; the output holds what they dealt to this one.
+    /// Rows of the input dealt out to the members in set order; the output holds what they dealt to
+    /// this one.
     Alltoall {
         /// Rows for each member, all rows of the input; `None`: as many for each.
         splits: Option<Vec<u64>>,
     },
-    /// Like `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are dealt out evenly in set
-    /// order, and what is left over goes to the first members, one row each.
+    /// Like `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are
+    /// dealt out evenly in set order, and what is left over goes to the first members, one row
+    /// each.
     Reducescatter {
         /// The operation that combines elements; `Average` divides by the size of the process set.
         op: ReduceOp,
@@ -57,13 +59,15 @@ pub enum Kind {
     },
     /// Nothing but the meeting.
     Barrier,
-    /// This rank has nothing more to do until all ranks have joined: meanwhile it takes part in their reductions without
-    /// changing the results, though averages count it. It may submit nothing else.
+    /// This rank has nothing more to do until all ranks have joined: meanwhile it takes part in
+    /// their reductions without changing the results, though averages count it. It may submit
+    /// nothing else.
     Join {
         /// Also in gathers, with no rows, and in broadcasts from ranks that have not joined.
         allow_gather: bool,
     },
-    /// A meeting about a change of the process sets: it fails on all ranks when they do not ask for the same.
+    /// A meeting about a change of the process sets: it fails on all ranks when they do not ask for
+    /// the same.
     Change(Change),
 }
 
@@ -81,7 +85,8 @@ pub enum Change {
         /// Whether there may be others later.
         dynamic: bool,
     },
-    /// Outcome on this rank of a change that was agreed on before: nothing, or the reason why it failed.
+    /// Outcome on this rank of a change that was agreed on before: nothing, or the reason why it
+    /// failed.
     Outcome(Option<String>),
 }
 
@@ -90,7 +95,9 @@ impl Change {
         match self {
             Self::Add(ranks) => (Topic::Add, ranks.iter().map(|rank| rank.0.into()).collect()),
             Self::Remove(set) => (Topic::Remove, vec![set.0.into()]),
-            Self::Begin { sets, dynamic } => (Topic::Begin, vec![*sets as u64, u64::from(*dynamic)]),
+            Self::Begin { sets, dynamic } => {
+                (Topic::Begin, vec![*sets as u64, u64::from(*dynamic)])
+            }
             Self::Outcome(reason) => {
                 let text = reason.as_deref().unwrap_or_default();
                 (Topic::Outcome, text.bytes().map(u64::from).collect())
@@ -127,7 +134,8 @@ pub struct Request {
     pub shape: Vec<u64>,
     /// Read only; may be the output too.
     pub input: Buffer,
-    /// Memory of the result. `None`: the engine allocates host memory and hands it over in the [`Completion`].
+    /// Memory of the result. `None`: the engine allocates host memory and hands it over in the
+    /// [`Completion`].
     pub output: Option<Buffer>,
     /// The process set.
     pub process_set: ProcessSetId,
@@ -185,12 +193,13 @@ pub struct Completion {
     pub output: Option<Memory>,
     /// The output instead, where a communicator among devices has made it.
     pub room: Option<Arc<dyn Room>>,
-    /// Allgather: first dimension of each member's input, in set order. Alltoall: rows received from each member.
-    /// Empty otherwise.
+    /// Allgather: first dimension of each member's input, in set order. Alltoall: rows received
+    /// from each member. Empty otherwise.
     pub rows: Vec<u64>,
     /// Join: the rank that came last, the same on all ranks.
     pub last: Option<Rank>,
-    /// The result is there once this is reached; `None` when it is there already. Its users let their stream wait.
+    /// The result is there once this is reached; `None` when it is there already. Its users let
+    /// their stream wait.
     pub reached: Option<Arc<dyn Event>>,
 }
 

@@ -9,7 +9,8 @@ use farandole_collectives::{DataType, ReduceOp};
 
 use crate::wire::{Malformed, Read, Reader, Writer};
 
-/// A collective with its factors as bits, so that equality means agreement. The root is a rank of the world.
+/// A collective with its factors as bits, so that equality means agreement. The root is a rank of
+/// the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     Allreduce {
@@ -66,7 +67,8 @@ impl Topic {
             }
             Self::Outcome if shape.is_empty() => f.write_str("a success"),
             Self::Outcome => {
-                let bytes: Vec<u8> = shape.iter().filter_map(|byte| u8::try_from(*byte).ok()).collect();
+                let bytes: Vec<u8> =
+                    shape.iter().filter_map(|byte| u8::try_from(*byte).ok()).collect();
                 write!(f, "a failure ({})", String::from_utf8_lossy(&bytes))
             }
         }
@@ -102,7 +104,8 @@ impl Call {
         }
     }
 
-    /// Returns whether members bring different numbers of rows: the first dimension of the shape is not agreed on.
+    /// Returns whether members bring different numbers of rows: the first dimension of the shape is
+    /// not agreed on.
     pub(crate) const fn is_by_rows(&self) -> bool {
         matches!(self, Self::Allgather | Self::Alltoall { .. })
     }
@@ -115,15 +118,15 @@ impl Call {
     /// Reduction and factors.
     pub(crate) const fn reduction(&self) -> Option<(ReduceOp, u64, u64)> {
         match *self {
-            Self::Allreduce { op, prescale, postscale } | Self::Reducescatter { op, prescale, postscale } => {
-                Some((op, prescale, postscale))
-            }
+            Self::Allreduce { op, prescale, postscale }
+            | Self::Reducescatter { op, prescale, postscale } => Some((op, prescale, postscale)),
             _ => None,
         }
     }
 }
 
-/// The memory that holds the tensors of an operation. Ranks may differ; they agree on the union of all of them.
+/// The memory that holds the tensors of an operation. Ranks may differ; they agree on the union of
+/// all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(crate) enum Site {
@@ -147,9 +150,9 @@ impl Site {
     }
 }
 
-/// The properties that must be equal on all ranks, except the site. The first dimension of an allgather or alltoall
-/// counts as 0 here, because it may differ. Row counts of an allgather travel as `rows` beside the signature; members
-/// of an alltoall tell each other theirs.
+/// The properties that must be equal on all ranks, except the site. The first dimension of an
+/// allgather or alltoall counts as 0 here, because it may differ. Row counts of an allgather travel
+/// as `rows` beside the signature; members of an alltoall tell each other theirs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub(crate) call: Call,
@@ -177,7 +180,8 @@ impl Signature {
         self.matches(own) && self.site.with(own.site) == self.site
     }
 
-    /// Bytes of one row where rows are counted beside the signature, of the whole tensor otherwise. Saturates.
+    /// Bytes of one row where rows are counted beside the signature, of the whole tensor otherwise.
+    /// Saturates.
     pub(crate) fn unit_bytes(&self) -> u64 {
         self.bytes_beyond(usize::from(self.call.is_by_rows()))
     }
@@ -188,8 +192,11 @@ impl Signature {
     }
 
     fn bytes_beyond(&self, dimensions: usize) -> u64 {
-        let elements =
-            self.shape.iter().skip(dimensions).fold(1u64, |product, dim| product.saturating_mul(*dim));
+        let elements = self
+            .shape
+            .iter()
+            .skip(dimensions)
+            .fold(1u64, |product, dim| product.saturating_mul(*dim));
         elements.saturating_mul(self.dtype.size() as u64)
     }
 
@@ -272,7 +279,8 @@ fn reduce_op(reader: &mut Reader<'_>) -> Read<ReduceOp> {
     ReduceOp::from_wire(op).ok_or(Malformed::Tag(op))
 }
 
-/// `allreduce Sum of float32 [2, 3] on the host`; a first dimension that may differ is shown as `..`.
+/// `allreduce Sum of float32 [2, 3] on the host`; a first dimension that may differ is shown as
+/// `..`.
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Call::Change(topic) = self.call {

@@ -17,16 +17,18 @@ pub(crate) const NAMED: usize = 6;
 /// Longest time in which a process must report what its threads do.
 pub(crate) const STACK_LIMIT: Duration = Duration::from_secs(2);
 
-/// Hears what happens inside. Called with the progress lock held: it must not block nor call the engine.
+/// Hears what happens inside. Called with the progress lock held: it must not block nor call the
+/// engine.
 pub trait Observer: Send + Sync {
     /// Tensors have waited too long for some ranks. Called on the coordinator of the process set.
     fn stalled(&self, report: &StallReport);
 
-    /// Something that a user should know and that is no failure. Called on the first rank of a process set.
+    /// Something that a user should know and that is no failure. Called on the first rank of a
+    /// process set.
     fn note(&self, _text: &str) {}
 
-    /// Another rank waits for this one and wants to know what its threads do. The text is given to `answer` later,
-    /// from any thread; dropping it says that the text is unknown.
+    /// Another rank waits for this one and wants to know what its threads do. The text is given to
+    /// `answer` later, from any thread; dropping it says that the text is unknown.
     fn describe(&self, answer: Answer) {
         drop(answer);
     }
@@ -126,7 +128,8 @@ pub struct Absentee {
     pub stack: Stack,
 }
 
-/// Everything that has waited too long in a process set, and the known facts about the missing ranks.
+/// Everything that has waited too long in a process set, and the known facts about the missing
+/// ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StallReport {
     /// The process set.
@@ -137,7 +140,8 @@ pub struct StallReport {
     pub stalls: Vec<Stall>,
     /// The ranks that were asked, ascending.
     pub absentees: Vec<Absentee>,
-    /// For how long each rank has waited in a barrier, a join or a change of process sets that not all came to, if so.
+    /// For how long each rank has waited in a barrier, a join or a change of process sets that not
+    /// all came to, if so.
     pub parted: Option<Duration>,
     /// Longest time for which that may last.
     pub ends: Option<Duration>,
@@ -151,7 +155,8 @@ impl StallReport {
 
     /// Every missing rank with the tensors it is missing in, and whether one of them is fatal.
     fn by_rank(&self) -> Vec<(Rank, Vec<&str>, bool)> {
-        let mut ranks: Vec<Rank> = self.stalls.iter().flat_map(|stall| stall.missing.clone()).collect();
+        let mut ranks: Vec<Rank> =
+            self.stalls.iter().flat_map(|stall| stall.missing.clone()).collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks
@@ -169,8 +174,8 @@ impl StallReport {
     /// The error that ends the job if its ranks have waited in different meetings for too long.
     pub(crate) fn parting(&self, lasted: Duration) -> String {
         let mut text = format!(
-            "the programs of the ranks have parted ways: for {lasted:.1?} every rank has waited in a barrier, a join \
-             or a change of process sets that not all ranks came to"
+            "the programs of the ranks have parted ways: for {lasted:.1?} every rank has waited in \
+             a barrier, a join or a change of process sets that not all ranks came to"
         );
         let meetings = self.stalls.iter().filter(|stall| stall.meeting);
         for (index, stall) in meetings.clone().take(NAMED).enumerate() {
@@ -199,8 +204,8 @@ impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are \
-             waiting for remainder of ranks for more than {} seconds.",
+            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset \
+             of ranks and are waiting for remainder of ranks for more than {} seconds.",
             self.limit.as_secs_f64()
         )?;
         if self.set != ProcessSetId::GLOBAL {
@@ -225,11 +230,15 @@ impl fmt::Display for StallReport {
         }
         if self.parted.is_some() {
             f.write_str(
-                "\nEvery rank waits in a barrier, a join or a change of process sets that not all ranks came to: \
-                 their programs have parted ways.",
+                "\nEvery rank waits in a barrier, a join or a change of process sets that not all \
+                 ranks came to: their programs have parted ways.",
             )?;
             if let Some(ends) = self.ends {
-                write!(f, " The job ends when that has lasted for {} seconds.", ends.as_secs_f64())?;
+                write!(
+                    f,
+                    " The job ends when that has lasted for {} seconds.",
+                    ends.as_secs_f64()
+                )?;
             }
         }
         // The stacks of absent ranks come last: a log that cuts long lines cuts these.
@@ -257,7 +266,8 @@ impl fmt::Display for Absentee {
             Stack::Silent if self.waits.is_none() => Ok(()),
             Stack::Silent => write!(
                 f,
-                " Its Python threads: no answer within {STACK_LIMIT:?}, so one of them holds the interpreter."
+                " Its Python threads: no answer within {STACK_LIMIT:?}, so one of them holds the \
+                 interpreter."
             ),
             Stack::Text(text) => {
                 f.write_str(" Its Python threads:")?;
@@ -287,9 +297,13 @@ mod tests {
     fn a_report_reads_as_horovods_and_continues_with_what_the_missing_do() {
         let mut stalls: Vec<Stall> = (0..8).map(|k| stall(&format!("t{k}"), &[1], false)).collect();
         stalls[1] = stall("t1", &[3], true);
-        let absentee = |rank, waits, stack| Absentee { rank: Rank(rank), host: "h".to_owned(), waits, stack };
-        let wait =
-            Wait { what: "allreduce of other".to_owned(), meeting: false, since: Duration::from_secs(2) };
+        let absentee =
+            |rank, waits, stack| Absentee { rank: Rank(rank), host: "h".to_owned(), waits, stack };
+        let wait = Wait {
+            what: "allreduce of other".to_owned(),
+            meeting: false,
+            since: Duration::from_secs(2),
+        };
         let report = StallReport {
             set: ProcessSetId::GLOBAL,
             limit: Duration::from_secs(60),
@@ -305,13 +319,15 @@ mod tests {
         assert!(report.is_fatal());
         assert_eq!(
             report.to_string(),
-            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are \
-             waiting for remainder of ranks for more than 60 seconds.\nMissing ranks:\n\
+            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset \
+             of ranks and are waiting for remainder of ranks for more than 60 seconds.\nMissing \
+             ranks:\n\
              1: [t0, t2, t3, t4, t5, t6 ...]\n3!: [t1]\n\
              allreduce of t0 has waited for 61.2s; submitted by ranks: 0, 2\n\
-             Rank 1 on h waits in allreduce of other (for 2.0s). Its Python threads:\n  MainThread\n  in f\n\
-             Rank 3 on h waits in no operation. Its Python threads: no answer within 2s, so one of them holds the \
-             interpreter.\nRank 4 on h does not answer."
+             Rank 1 on h waits in allreduce of other (for 2.0s). Its Python threads:\n  \
+             MainThread\n  in f\n\
+             Rank 3 on h waits in no operation. Its Python threads: no answer within 2s, so one of \
+             them holds the interpreter.\nRank 4 on h does not answer."
         );
     }
 

@@ -46,16 +46,26 @@ impl Tally {
         Self { since, reported: None, sources: Vec::new(), wish: None }
     }
 
-    /// Adds what `source`, standing for `members`, wants; `others` gives the members of sources that came before.
-    pub(crate) fn add(&mut self, source: u32, wish: Wish, members: &[u32], others: impl Fn(u32) -> Vec<u32>) {
+    /// Adds what `source`, standing for `members`, wants; `others` gives the members of sources
+    /// that came before.
+    pub(crate) fn add(
+        &mut self,
+        source: u32,
+        wish: Wish,
+        members: &[u32],
+        others: impl Fn(u32) -> Vec<u32>,
+    ) {
         self.wish = Some(match (self.wish.take(), wish) {
             (None, wish) => wish,
-            (Some(Wish::Known(id, entry, mut absent)), Wish::Known(other, _, more)) if id == other => {
+            (Some(Wish::Known(id, entry, mut absent)), Wish::Known(other, _, more))
+                if id == other =>
+            {
                 absent.extend(more);
                 Wish::Known(id, entry, absent)
             }
             (Some(before), wish) => {
-                let came: Vec<u32> = self.sources.iter().flat_map(|source| others(*source)).collect();
+                let came: Vec<u32> =
+                    self.sources.iter().flat_map(|source| others(*source)).collect();
                 let mut variants = before.told(&came);
                 for variant in wish.told(members) {
                     merge(&mut variants, variant);
@@ -75,7 +85,8 @@ impl Tally {
         self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
-    /// Its name in reports, and whether it is a meeting; of the first rank's request if ranks differ.
+    /// Its name in reports, and whether it is a meeting; of the first rank's request if ranks
+    /// differ.
     pub(crate) fn what(&self, name: &str) -> (String, bool) {
         let signature = self.wish.as_ref().and_then(Wish::signature);
         signature.map_or_else(
@@ -91,7 +102,9 @@ impl Tally {
     pub(crate) fn is_in(&self, group: u64) -> bool {
         match &self.wish {
             Some(Wish::Known(_, entry, _)) => entry.signature.group == group,
-            Some(Wish::Told(variants)) => variants.iter().any(|variant| variant.signature.group == group),
+            Some(Wish::Told(variants)) => {
+                variants.iter().any(|variant| variant.signature.group == group)
+            }
             None => false,
         }
     }
@@ -129,7 +142,8 @@ impl Wish {
             Self::Known(_, entry, absent) => {
                 let members: Vec<u32> =
                     members.iter().copied().filter(|member| !absent.contains(member)).collect();
-                let rows = members.iter().flat_map(|member| entry.counts_of(*member)).copied().collect();
+                let rows =
+                    members.iter().flat_map(|member| entry.counts_of(*member)).copied().collect();
                 vec![Variant { signature: entry.signature.clone(), members, rows }]
             }
         }
@@ -183,7 +197,8 @@ impl Variant {
         let members = if listed.is_empty() {
             below.to_vec()
         } else {
-            let known = |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
+            let known =
+                |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
             listed
                 .into_iter()
                 .map(|number| known(number).ok_or(Malformed::Member(number)))
@@ -198,14 +213,20 @@ impl Variant {
     }
 }
 
-/// One agreement, or the text of the disagreement: the first rule that does not hold, then what every rank submitted.
-pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank]) -> Result<Agreed, String> {
+/// One agreement, or the text of the disagreement: the first rule that does not hold, then what
+/// every rank submitted.
+pub(crate) fn verdict(
+    name: &Arc<str>,
+    mut variants: Vec<Variant>,
+    ranks: &[Rank],
+) -> Result<Agreed, String> {
     if variants.len() == 1
         && let Some(variant) = variants.pop()
     {
         let counts = variant.signature.call.counts();
         let mut rows = vec![0; counts * ranks.len()];
-        for (member, given) in variant.members.iter().zip(variant.rows.chunks_exact(counts.max(1))) {
+        for (member, given) in variant.members.iter().zip(variant.rows.chunks_exact(counts.max(1)))
+        {
             let first = *member as usize * counts;
             if let Some(place) = rows.get_mut(first..first + counts) {
                 place.copy_from_slice(given);
@@ -223,12 +244,16 @@ pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank
     for (index, variant) in variants.iter().enumerate() {
         let mut order: Vec<usize> = (0..variant.members.len()).collect();
         order.sort_unstable_by_key(|at| variant.members[*at]);
-        let global: Vec<Rank> =
-            order.iter().filter_map(|at| ranks.get(variant.members[*at] as usize)).copied().collect();
+        let global: Vec<Rank> = order
+            .iter()
+            .filter_map(|at| ranks.get(variant.members[*at] as usize))
+            .copied()
+            .collect();
         text.push_str(if index > 0 { "; " } else { "" });
         text.push_str(&format!("{} submitted {}", spans(&global), variant.signature));
         if variant.signature.call == Call::Allgather {
-            let rows: Vec<u64> = order.iter().filter_map(|at| variant.rows.get(*at)).copied().collect();
+            let rows: Vec<u64> =
+                order.iter().filter_map(|at| variant.rows.get(*at)).copied().collect();
             text.push_str(&first_dimensions(&rows));
         }
     }
@@ -333,8 +358,8 @@ mod tests {
         let text = text(vec![variant(plain(&[2]), &[3, 0, 1, 2]), variant(other, &[5])]);
         assert_eq!(
             text,
-            "Mismatched data types: tensor t: ranks 0-3 submitted allreduce Sum of float32 [2] on the host; \
-             rank 5 submitted allreduce Sum of float64 [3] on the host"
+            "Mismatched data types: tensor t: ranks 0-3 submitted allreduce Sum of float32 [2] on \
+             the host; rank 5 submitted allreduce Sum of float64 [3] on the host"
         );
     }
 
@@ -343,7 +368,8 @@ mod tests {
         let change = |call, shape| Signature { call, ..plain(shape) };
         let broadcast = |root| Signature { call: Call::Broadcast { root }, ..plain(&[2]) };
         let grouped = Signature { group: 7, group_size: 2, ..plain(&[2]) };
-        let of = |one: Signature, two: Signature| text(vec![variant(one, &[0]), variant(two, &[1])]);
+        let of =
+            |one: Signature, two: Signature| text(vec![variant(one, &[0]), variant(two, &[1])]);
         assert!(of(plain(&[2]), plain(&[3])).starts_with("Mismatched ALLREDUCE tensor shapes: "));
         assert!(of(broadcast(0), broadcast(1)).starts_with("Mismatched BROADCAST root ranks: "));
         assert!(of(plain(&[2]), broadcast(1)).starts_with("Mismatched operations: "));
@@ -354,14 +380,18 @@ mod tests {
         let text = text(vec![rows(4, &[2], &[7]), rows(3, &[1, 0], &[6, 5])]);
         assert_eq!(
             text,
-            "Mismatched ALLGATHER tensor shapes: tensor t: ranks 0-1 submitted allgather of float32 [.., 3] on the \
-             host, first dimension 5, 6; rank 2 submitted allgather of float32 [.., 4] on the host, first dimension 7"
+            "Mismatched ALLGATHER tensor shapes: tensor t: ranks 0-1 submitted allgather of \
+             float32 [.., 3] on the host, first dimension 5, 6; rank 2 submitted allgather of \
+             float32 [.., 4] on the host, first dimension 7"
         );
         assert!(of(plain(&[2]), grouped).starts_with("Mismatched groups: "));
         assert_eq!(
-            of(change(Call::Change(Topic::Add), &[0, 2]), change(Call::Change(Topic::Remove), &[2])),
-            "Mismatched changes of process sets: tensor t: rank 0 submitted an addition of process set [0, 2]; \
-             rank 1 submitted a removal of process set 2"
+            of(
+                change(Call::Change(Topic::Add), &[0, 2]),
+                change(Call::Change(Topic::Remove), &[2])
+            ),
+            "Mismatched changes of process sets: tensor t: rank 0 submitted an addition of process \
+             set [0, 2]; rank 1 submitted a removal of process set 2"
         );
     }
 
@@ -370,19 +400,29 @@ mod tests {
         let at = |site| Signature { site, ..plain(&[2]) };
         let mut tally = Tally::new(Instant::now());
         for (member, site) in [(0, Site::Device), (1, Site::Device), (2, Site::Host)] {
-            tally.add(member, Wish::Told(vec![variant(at(site), &[member])]), &[member], |source| {
-                vec![source]
-            });
+            tally.add(
+                member,
+                Wish::Told(vec![variant(at(site), &[member])]),
+                &[member],
+                |source| vec![source],
+            );
         }
         let variants = tally.wish().told(&[]);
-        assert_eq!(variants, [Variant { rows: Vec::new(), ..variant(at(Site::Mixed), &[0, 1, 2]) }]);
+        assert_eq!(
+            variants,
+            [Variant { rows: Vec::new(), ..variant(at(Site::Mixed), &[0, 1, 2]) }]
+        );
     }
 
     #[test]
     fn rows_are_put_in_member_order() {
         let call = Signature { call: Call::Allgather, ..plain(&[0, 4]) };
-        let variants = vec![Variant { signature: call, members: vec![2, 0, 1], rows: vec![30, 10, 20] }];
-        assert_eq!(verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows, [10, 20, 30]);
+        let variants =
+            vec![Variant { signature: call, members: vec![2, 0, 1], rows: vec![30, 10, 20] }];
+        assert_eq!(
+            verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows,
+            [10, 20, 30]
+        );
     }
 
     #[test]
@@ -397,7 +437,10 @@ mod tests {
         let told = Wish::Told(vec![Variant { signature: call, members: vec![1], rows: vec![9] }]);
         tally.add(1, told, &[1], of);
         let variants = tally.wish().told(&[]);
-        assert_eq!(verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows, [5, 9, 7]);
+        assert_eq!(
+            verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows,
+            [5, 9, 7]
+        );
     }
 
     #[test]

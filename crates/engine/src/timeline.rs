@@ -3,9 +3,10 @@
 
 //! Observers of operations: the timeline, and NVIDIA's profilers.
 //!
-//! Rank 0 coordinates the global process set and so knows when every rank arrived; its file is the one to look at.
-//! Ranks below one node of the tree arrive together, when the last of them is known there. Other ranks write files of
-//! their own if the path has a place for their number; those show what a rank itself saw.
+//! Rank 0 coordinates the global process set and so knows when every rank arrived; its file is the
+//! one to look at. Ranks below one node of the tree arrive together, when the last of them is known
+//! there. Other ranks write files of their own if the path has a place for their number; those show
+//! what a rank itself saw.
 
 use std::path::PathBuf;
 
@@ -79,9 +80,10 @@ pub(crate) fn labels(call: &Call) -> Labels {
 }
 
 impl Engine {
-    /// Writes a timeline to `path` from now on; one that runs is ended first. Rank 0 writes, other ranks only if the
-    /// path has [`RANK_PLACEHOLDER`] in it, and then each takes its share of the limit. With `mark_cycles` every negotiation round has a mark. Returns when the
-    /// file is there.
+    /// Writes a timeline to `path` from now on; one that runs is ended first. Rank 0 writes, other
+    /// ranks only if the path has [`RANK_PLACEHOLDER`] in it, and then each takes its share of the
+    /// limit. With `mark_cycles` every negotiation round has a mark. Returns when the file is
+    /// there.
     ///
     /// # Errors
     /// `Timeline` when the file cannot be made, or the last one not be ended; `Forked`.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The control tree: ranks of a machine below its first member, machines in a binomial tree below member 0.
+//! The control tree: ranks of a machine below its first member, machines in a binomial tree below
+//! member 0.
 
 use std::collections::HashMap;
 
@@ -46,7 +47,8 @@ impl Tree {
         let me = u32::try_from(members.iter().position(|rank| *rank == me)?).ok()?;
         let (parents, hosts) = parents(world, members);
         let all = || (0u32..).take(members.len());
-        let children: Vec<u32> = all().filter(|member| parents[*member as usize] == Some(me)).collect();
+        let children: Vec<u32> =
+            all().filter(|member| parents[*member as usize] == Some(me)).collect();
         // A parent's number is lower than its child's, so walking up ends.
         let is_below = |top: u32, mut member: u32| loop {
             if member == top {
@@ -57,7 +59,8 @@ impl Tree {
                 None => return false,
             }
         };
-        let below = |top: u32| -> Vec<u32> { all().filter(|member| is_below(top, *member)).collect() };
+        let below =
+            |top: u32| -> Vec<u32> { all().filter(|member| is_below(top, *member)).collect() };
         Some(Self {
             me,
             parent: parents[me as usize],

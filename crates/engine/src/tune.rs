@@ -3,16 +3,17 @@
 
 //! Autotune: finds the fusion threshold that moves the most bytes per microsecond.
 //!
-//! Rank 0 fuses, so the threshold is its alone: nothing has to be told to the other ranks. Horovod tunes a cycle time
-//! too, and whether to cache and to go by hierarchies; here there are no cycles, spinning adapts by itself with every
-//! wait, and algorithms come from a table. What is left is one number whose effect is noisy, shallow and not smooth
-//! (a tensor more or less in an operation), and so the search is successive halving over powers of two instead of
-//! Horovod's Gaussian process: each pass measures every candidate that is left once more and drops the worse half.
-//! It needs no model of the noise, compares candidates measured in the same minutes, and ends after some fifteen
-//! samples.
+//! Rank 0 fuses, so the threshold is its alone: nothing has to be told to the other ranks. Horovod
+//! tunes a cycle time too, and whether to cache and to go by hierarchies; here there are no cycles,
+//! spinning adapts by itself with every wait, and algorithms come from a table. What is left is one
+//! number whose effect is noisy, shallow and not smooth (a tensor more or less in an operation),
+//! and so the search is successive halving over powers of two instead of Horovod's Gaussian
+//! process: each pass measures every candidate that is left once more and drops the worse half. It
+//! needs no model of the noise, compares candidates measured in the same minutes, and ends after
+//! some fifteen samples.
 //!
-//! A *step* ends when its first tensor comes again; a *score* is bytes per microsecond over some steps; a *sample* is
-//! the median of five scores.
+//! A *step* ends when its first tensor comes again; a *score* is bytes per microsecond over some
+//! steps; a *sample* is the median of five scores.
 
 use std::fs::File;
 use std::io::Write;
@@ -230,12 +231,13 @@ mod tests {
         // The best is 32 MiB; every third step takes half as long again, whatever the threshold.
         let cost = |threshold: u64| 100 + 10 * (threshold >> 20).abs_diff(32);
         let mut tuner = Tuner::new(tune(""), 128 << 20, true);
-        let steps = run(
-            &mut tuner,
-            |threshold, step| {
-                if step % 3 == 0 { cost(threshold) * 3 / 2 } else { cost(threshold) }
-            },
-        );
+        let steps =
+            run(
+                &mut tuner,
+                |threshold, step| {
+                    if step % 3 == 0 { cost(threshold) * 3 / 2 } else { cost(threshold) }
+                },
+            );
         assert_eq!(tuner.threshold(), 32 << 20);
         // Three warm-up samples, then seven, three and one candidates.
         assert!(steps < (3 + 7 + 3 + 1) * 5 * 11, "{steps}");

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Numbers and texts in control frames: integers as LEB128 varints, texts and lists after their length.
+//! Numbers and texts in control frames: integers as LEB128 varints, texts and lists after their
+//! length.
 
 /// Appends values to a frame.
 #[derive(Debug)]
@@ -95,7 +96,8 @@ impl<'a> Reader<'a> {
         u32::try_from(self.number()?).map_err(|_| Malformed::Overlong)
     }
 
-    /// A count of things that take at least one byte each, so that no frame makes us allocate more than it is long.
+    /// A count of things that take at least one byte each, so that no frame makes us allocate more
+    /// than it is long.
     pub(crate) fn count(&mut self) -> Read<usize> {
         let count = usize::try_from(self.number()?).map_err(|_| Malformed::Overlong)?;
         if count > self.0.len() { Err(Malformed::Short) } else { Ok(count) }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The facade for bindings: re-exports, with one module for each crate. It has no logic and no types.
+//! The facade for bindings: re-exports, with one module for each crate. It has no logic and no
+//! types.
 //!
 //! ```text
 //! python ──┐

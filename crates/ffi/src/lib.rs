@@ -3,8 +3,8 @@
 
 //! Fills door's table from the facade: C types in, one call of the engine, C types out.
 //!
-//! Owns the translation and the numbering of unnamed operations. The framework decides names, order, and the reaction to
-//! errors.
+//! Owns the translation and the numbering of unnamed operations. The framework decides names,
+//! order, and the reaction to errors.
 //!
 //! ```text
 //! C caller ── request ──> table ── request, names ──> Engine::submit_with

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Numbers for operations without a name: they count from 0 in every session and among every list of ranks, so that
-//! ranks which begin again together agree again, and what some do among themselves does not mix up the others.
+//! Numbers for operations without a name: they count from 0 in every session and among every list
+//! of ranks, so that ranks which begin again together agree again, and what some do among
+//! themselves does not mix up the others.
 //!
-//! A rank that ran out of data gave out fewer numbers than the others did. When all ranks have joined, they count
-//! again, and the number of that join comes before each: no number of before is given out twice.
+//! A rank that ran out of data gave out fewer numbers than the others did. When all ranks have
+//! joined, they count again, and the number of that join comes before each: no number of before is
+//! given out twice.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -29,8 +31,10 @@ static COUNTS: Mutex<Option<Counts>> = Mutex::new(None);
 
 fn counted<T>(session: &Arc<Session>, look: impl FnOnce(&mut Counts) -> T) -> T {
     let mut counts = COUNTS.lock();
-    let known = counts.take().filter(|counts| std::ptr::eq(counts.of.as_ptr(), Arc::as_ptr(session)));
-    let known = known.unwrap_or_else(|| Counts { of: Arc::downgrade(session), ..Counts::default() });
+    let known =
+        counts.take().filter(|counts| std::ptr::eq(counts.of.as_ptr(), Arc::as_ptr(session)));
+    let known =
+        known.unwrap_or_else(|| Counts { of: Arc::downgrade(session), ..Counts::default() });
     look(counts.insert(known))
 }
 
@@ -38,7 +42,8 @@ fn counted<T>(session: &Arc<Session>, look: impl FnOnce(&mut Counts) -> T) -> T 
 pub(crate) fn next(session: &Arc<Session>, set: ProcessSetId, members: Arc<[Rank]>) -> String {
     counted(session, |counts| {
         let everybody = set == ProcessSetId::GLOBAL;
-        let next = if everybody { &mut counts.next } else { counts.among.entry(members).or_default() };
+        let next =
+            if everybody { &mut counts.next } else { counts.among.entry(members).or_default() };
         *next += 1;
         let number = *next - 1;
         if everybody && counts.joins > 0 {
@@ -49,7 +54,8 @@ pub(crate) fn next(session: &Arc<Session>, set: ProcessSetId, members: Arc<[Rank
     })
 }
 
-/// Takes note that all ranks of this process's session have joined: from here on they count again, together.
+/// Takes note that all ranks of this process's session have joined: from here on they count again,
+/// together.
 pub fn joined() {
     if let Ok(session) = session::current() {
         counted(&session, |counts| {
@@ -59,7 +65,8 @@ pub fn joined() {
     }
 }
 
-/// Returns the number of times that all ranks have joined in this process's session; 0 before there is one.
+/// Returns the number of times that all ranks have joined in this process's session; 0 before there
+/// is one.
 pub fn joins() -> u64 {
     session::current().map_or(0, |session| counted(&session, |counts| counts.joins))
 }

@@ -27,7 +27,8 @@ pub(crate) unsafe fn all(
     // SAFETY: passed on from the caller.
     let requests = requests.iter().map(|request| unsafe { one(call, request) });
     let mut requests = requests.collect::<Result<Vec<_>, _>>()?;
-    // A refused operation uses up no number; one in a set that is not there is refused by the engine.
+    // A refused operation uses up no number; one in a set that is not there is refused by the
+    // engine.
     if call.numbered != 0
         && let Ok(members) = session.engine().members(ProcessSetId(call.process_set))
     {
@@ -42,7 +43,8 @@ pub(crate) unsafe fn all(
 unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request, Failure> {
     // SAFETY: `name_length` bytes are at `name`.
     let name = unsafe { slice(request.name.cast::<u8>(), request.name_length) };
-    let name = std::str::from_utf8(name).map_err(|_| Failure::usage("a tensor's name is not UTF-8"))?;
+    let name =
+        std::str::from_utf8(name).map_err(|_| Failure::usage("a tensor's name is not UTF-8"))?;
     // SAFETY: `rank` extents are at `shape`.
     let shape = unsafe { slice(request.shape, request.rank as usize) };
     // SAFETY: `split_count` numbers are at `splits`.
@@ -61,7 +63,8 @@ unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request,
             .ok_or_else(|| Failure::usage(format!("{name} is larger than any memory: {shape:?}")))
     };
     let length = bytes(shape)?;
-    // SAFETY: the caller keeps `input` valid for its shape until `done` has run (DO-4); inputs are only read.
+    // SAFETY: the caller keeps `input` valid for its shape until `done` has run (DO-4); inputs are
+    // only read.
     let input = unsafe { Buffer::from_raw(request.input.cast_mut().cast(), length, Place::Host) };
     if matches!(kind, Kind::Barrier | Kind::Join { .. }) {
         return Ok(Request {

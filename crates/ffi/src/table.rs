@@ -62,7 +62,11 @@ unsafe extern "C" fn submit(
 }
 
 /// Leaves the requests with the engine's own threads.
-fn start(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver) -> Result<(), Failure> {
+fn start(
+    session: &Arc<Session>,
+    mut requests: Vec<Request>,
+    receiver: Receiver,
+) -> Result<(), Failure> {
     let mut callbacks = completion::callbacks(receiver, requests.len());
     if requests.len() == 1
         && let (Some(request), Some(done)) = (requests.pop(), callbacks.pop())
@@ -72,10 +76,13 @@ fn start(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver)
     Ok(session.engine().submit_group_with(requests, callbacks)?)
 }
 
-/// Drives the requests on this thread for a moment, and leaves the rest to the engine's own threads.
+/// Drives the requests on this thread for a moment, and leaves the rest to the engine's own
+/// threads.
 fn help(session: &Arc<Session>, requests: Vec<Request>, receiver: Receiver) -> Result<(), Failure> {
     let (count, mut receiver) = (requests.len(), Some(receiver));
-    let later = || receiver.take().map(|receiver| completion::callbacks(receiver, count)).unwrap_or_default();
+    let later = || {
+        receiver.take().map(|receiver| completion::callbacks(receiver, count)).unwrap_or_default()
+    };
     if let Some(results) = session.engine().submit_helping(requests, later)?
         && let Some(receiver) = receiver
     {
@@ -88,7 +95,11 @@ fn help(session: &Arc<Session>, requests: Vec<Request>, receiver: Receiver) -> R
 }
 
 /// Drives the requests on this thread.
-fn attend(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver) -> Result<(), Failure> {
+fn attend(
+    session: &Arc<Session>,
+    mut requests: Vec<Request>,
+    receiver: Receiver,
+) -> Result<(), Failure> {
     let engine = session.engine();
     let handles = match requests.len() {
         1 => requests
@@ -156,8 +167,9 @@ unsafe extern "C" fn place(
 
 /// A panic must not cross the door.
 fn guarded(run: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
-    catch_unwind(AssertUnwindSafe(run))
-        .unwrap_or_else(|_| Err(Failure { code: Code::Bug, text: "the engine panicked".to_owned() }))
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+        Err(Failure { code: Code::Bug, text: "the engine panicked".to_owned() })
+    })
 }
 
 /// # Safety

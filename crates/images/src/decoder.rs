@@ -15,7 +15,8 @@ use crate::steps::{Fit, Slot, Steps};
 use crate::turn::turn;
 use crate::{jpeg, png};
 
-/// Largest number of pixels of a file. The libraries take up to sixteen bytes for each pixel of the header.
+/// Largest number of pixels of a file. The libraries take up to sixteen bytes for each pixel of the
+/// header.
 pub const MOST_PIXELS: u64 = 32 << 20;
 
 /// Most bytes that are kept for the next image: the memory of a large image is freed.
@@ -45,8 +46,8 @@ impl Decoder {
     /// Decodes a file into `out`, which has [`Steps::values`] values.
     ///
     /// # Errors
-    /// A file of another format or a rare kind, which another decoder may open; a file that is damaged or too large. The
-    /// content of `out` is then undefined.
+    /// A file of another format or a rare kind, which another decoder may open; a file that is
+    /// damaged or too large. The content of `out` is then undefined.
     pub fn decode(&mut self, file: &[u8], out: Slot<'_>) -> Result<()> {
         let done = catch_unwind(AssertUnwindSafe(|| self.steps(file, out)));
         if self.image.bytes.capacity() > KEPT || done.is_err() {
@@ -60,7 +61,8 @@ impl Decoder {
         let orientation = if file.starts_with(png::SIGNATURE) {
             png::decode(file, image)?
         } else if file.starts_with(jpeg::SIGNATURE) {
-            // As Pillow does: by the longer side of the result, at least twice as much of each side is needed.
+            // As Pillow does: by the longer side of the result, at least twice as much of each side
+            // is needed.
             let small = steps.height.max(steps.width).saturating_mul(4);
             jpeg::decode(file, steps.mode, small, image)?
         } else {
@@ -120,9 +122,10 @@ impl Plan {
                 part: whole,
                 size: (to_width, rounded(high / wide * f64::from(to_width)).min(to_height)),
             },
-            Fit::Pad if ratio < wanted => {
-                Self { part: whole, size: (rounded(ratio * f64::from(to_height)).min(to_width), to_height) }
-            }
+            Fit::Pad if ratio < wanted => Self {
+                part: whole,
+                size: (rounded(ratio * f64::from(to_height)).min(to_width), to_height),
+            },
             _ => Self { part: whole, size: (to_width, to_height) },
         }
     }
@@ -137,7 +140,9 @@ fn convolve<P: PixelTrait>(
 ) -> Result<()> {
     let source = TypedImageRef::<P>::from_buffer(image.width, image.height, &image.bytes);
     let mut target = TypedImage::<P>::from_buffer(width, height, target).map_err(Error::damaged)?;
-    resizer.resize_typed(&source.map_err(Error::damaged)?, &mut target, options).map_err(Error::damaged)
+    resizer
+        .resize_typed(&source.map_err(Error::damaged)?, &mut target, options)
+        .map_err(Error::damaged)
 }
 
 /// Gives an image the size of the result.
@@ -230,7 +235,10 @@ mod tests {
             decoded(&file, steps(4, 4, Fit::Pad)).unwrap(),
             [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 0, 0]
         );
-        assert_eq!(decoded(&file, steps(2, 6, Fit::Pad)).unwrap(), [0, 0, 1, 2, 3, 0, 0, 4, 5, 6, 7, 0]);
+        assert_eq!(
+            decoded(&file, steps(2, 6, Fit::Pad)).unwrap(),
+            [0, 0, 1, 2, 3, 0, 0, 4, 5, 6, 7, 0]
+        );
         assert_eq!(decoded(&counting(2, 4), steps(2, 2, Fit::Crop)).unwrap(), [2, 3, 4, 5]);
     }
 
@@ -240,8 +248,15 @@ mod tests {
         assert_eq!(plan(Fit::Crop, (500, 375), (224, 224)).part, (62.5, 0.0, 375.0, 375.0));
         assert_eq!(plan(Fit::Pad, (500, 375), (224, 224)).size, (224, 168));
         assert_eq!(plan(Fit::Pad, (3, 1000), (10, 10)).size, (0, 10));
-        assert_eq!(plan(Fit::Pad, (20, 5), (10, 10)).size, (10, 2), "a half goes to the even number");
-        assert_eq!(plan(Fit::Stretch, (5, 7), (3, 2)), Plan { part: (0.0, 0.0, 5.0, 7.0), size: (3, 2) });
+        assert_eq!(
+            plan(Fit::Pad, (20, 5), (10, 10)).size,
+            (10, 2),
+            "a half goes to the even number"
+        );
+        assert_eq!(
+            plan(Fit::Stretch, (5, 7), (3, 2)),
+            Plan { part: (0.0, 0.0, 5.0, 7.0), size: (3, 2) }
+        );
     }
 
     #[test]

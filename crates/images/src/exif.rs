@@ -28,8 +28,11 @@ pub(crate) fn orientation(tiff: &[u8]) -> Result<Option<u16>, ()> {
         let four = <[u8; 4]>::try_from(bytes).ok()?;
         Some(if big { u32::from_be_bytes(four) } else { u32::from_le_bytes(four) })
     };
-    let directory =
-        tiff.get(4..8).and_then(long).and_then(|at| tiff.get(usize::try_from(at).ok()?..)).ok_or(())?;
+    let directory = tiff
+        .get(4..8)
+        .and_then(long)
+        .and_then(|at| tiff.get(usize::try_from(at).ok()?..))
+        .ok_or(())?;
     let count = directory.get(..2).and_then(short).ok_or(())?;
     let entries = directory.get(2..2 + usize::from(count) * ENTRY).ok_or(())?;
     for entry in entries.chunks_exact(ENTRY) {
@@ -59,7 +62,10 @@ mod tests {
         let turned = [0x12, 1, 3, 0, 1, 0, 0, 0, 6, 0, 0, 0];
         assert_eq!(orientation(&tiff(&[other, turned])), Ok(Some(6)));
         assert_eq!(orientation(&tiff(&[other])), Ok(None));
-        assert_eq!(orientation(b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x08\0\0"), Ok(Some(8)));
+        assert_eq!(
+            orientation(b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x08\0\0"),
+            Ok(Some(8))
+        );
     }
 
     #[test]

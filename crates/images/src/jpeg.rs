@@ -62,7 +62,9 @@ fn header(file: &[u8]) -> Result<Header> {
             0xDA => {
                 let (width, height, components) = frame.ok_or_else(cut)?;
                 let turned = match exif {
-                    Some(exif) => orientation(exif).map_err(|()| odd("a JPEG with odd EXIF metadata"))?,
+                    Some(exif) => {
+                        orientation(exif).map_err(|()| odd("a JPEG with odd EXIF metadata"))?
+                    }
                     None => None,
                 };
                 if turned.is_none() && xmp {
@@ -88,7 +90,8 @@ fn header(file: &[u8]) -> Result<Header> {
                     (8, _, _) => return Err(odd("a JPEG of four colors")),
                     _ => return Err(odd("a JPEG of more than 8 bits")),
                 }
-                let size = (u16::from_be_bytes([*wide, *narrow]), u16::from_be_bytes([*high, *low]));
+                let size =
+                    (u16::from_be_bytes([*wide, *narrow]), u16::from_be_bytes([*high, *low]));
                 if size.0 == 0 || size.1 == 0 {
                     return Err(odd("a JPEG that does not say its size"));
                 }
@@ -117,8 +120,8 @@ fn header(file: &[u8]) -> Result<Header> {
     }
 }
 
-/// Decodes a file for a mode; returns its orientation. A file is left to others if it is at least `small` pixels high and
-/// wide: they can decode it at a part of its size.
+/// Decodes a file for a mode; returns its orientation. A file is left to others if it is at least
+/// `small` pixels high and wide: they can decode it at a part of its size.
 ///
 /// # Errors
 /// Files that are damaged, large, or of a rare kind.
@@ -139,7 +142,8 @@ pub(crate) fn decode(file: &[u8], mode: Mode, small: u32, image: &mut Pixels) ->
     let gray = header.components == 1 || mode == Mode::Gray;
     let (colors, channels) = if gray { (ColorSpace::Luma, 1) } else { (ColorSpace::RGB, 3) };
     let options = DecoderOptions::default().set_strict_mode(true).jpeg_set_out_colorspace(colors);
-    let options = options.set_max_width(usize::from(u16::MAX)).set_max_height(usize::from(u16::MAX));
+    let options =
+        options.set_max_width(usize::from(u16::MAX)).set_max_height(usize::from(u16::MAX));
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(file), options);
     decoder.decode_headers().map_err(Error::damaged)?;
     image.resize(width, height, channels);
@@ -173,8 +177,10 @@ mod tests {
 
     #[test]
     fn size_components_and_orientation_are_read() {
-        let bytes = file(&[(0xE0, b"JFIF\0"), (0xE1, TURN), (0xC4, b""), (0xC2, COLORS), (0xDA, b"\x01")]);
-        let wanted = Header { width: 512, height: 256, components: 3, orientation: 6, scan: bytes.len() };
+        let bytes =
+            file(&[(0xE0, b"JFIF\0"), (0xE1, TURN), (0xC4, b""), (0xC2, COLORS), (0xDA, b"\x01")]);
+        let wanted =
+            Header { width: 512, height: 256, components: 3, orientation: 6, scan: bytes.len() };
         assert_eq!(header(&bytes).unwrap(), wanted);
         let plain = file(&[(0xC0, b"\x08\x00\x01\x00\x02\x01\x01\x11\x00"), (0xDA, b"")]);
         let found = header(&plain).unwrap();
@@ -187,7 +193,10 @@ mod tests {
         let cases: [(Segments<'_>, &str); 14] = [
             (&[(0xC0, b"\x08\x01\x00\x02\x00\x04\x01\x11\x00")], "four colors"),
             (&[(0xC1, b"\x0c\x01\x00\x02\x00\x03\x01\x11\x00")], "more than 8 bits"),
-            (&[(0xC0, b"\x08\x01\x00\x02\x00\x03R\x11\x00G\x11\x00B\x11\x00")], "red, green and blue"),
+            (
+                &[(0xC0, b"\x08\x01\x00\x02\x00\x03R\x11\x00G\x11\x00B\x11\x00")],
+                "red, green and blue",
+            ),
             (&[(0xC0, b"\x08\x00\x00\x02\x00\x01\x01\x11\x00")], "does not say its size"),
             (&[(0xC9, COLORS)], "arithmetic"),
             (&[(0xC3, COLORS)], "lossless"),
@@ -208,6 +217,9 @@ mod tests {
             header(&file(&[(0xE1, xmp), (0xE1, TURN), (0xC0, COLORS), (0xDA, b"")])).is_ok(),
             "EXIF comes first"
         );
-        assert!(header(&file(&[(0xEE, b"Adobe\0\x64\0\0\0\0\x01"), (0xC0, COLORS), (0xDA, b"")])).is_ok());
+        assert!(
+            header(&file(&[(0xEE, b"Adobe\0\x64\0\0\0\0\x01"), (0xC0, COLORS), (0xDA, b"")]))
+                .is_ok()
+        );
     }
 }

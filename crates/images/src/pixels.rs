@@ -34,13 +34,16 @@ impl Pixels {
             return;
         }
         spare.resize(count * wanted, 0);
-        let pixels = spare.chunks_exact_mut(wanted).zip(self.bytes.chunks_exact(self.channels.max(1)));
+        let pixels =
+            spare.chunks_exact_mut(wanted).zip(self.bytes.chunks_exact(self.channels.max(1)));
         match mode {
             // The alpha channel is left out.
             Mode::Rgb if self.channels > 3 => {
                 pixels.for_each(|(to, from)| to.copy_from_slice(from.get(..3).unwrap_or(&[0; 3])));
             }
-            Mode::Rgb => pixels.for_each(|(to, from)| to.fill(from.first().copied().unwrap_or_default())),
+            Mode::Rgb => {
+                pixels.for_each(|(to, from)| to.fill(from.first().copied().unwrap_or_default()))
+            }
             Mode::Gray => pixels.for_each(|(to, from)| {
                 let value = match *from {
                     [red, green, blue, ..] => luma(red, green, blue),

@@ -95,8 +95,9 @@ impl Steps {
             Slot::Bytes(out) => self.write(&image.bytes, out, |_, value| value),
             Slot::Floats(out) => {
                 let one = Scale { factor: 1.0, shift: 0.0 };
-                let scale =
-                    |channel| self.scales.get(channel).or(self.scales.first()).copied().unwrap_or(one);
+                let scale = |channel| {
+                    self.scales.get(channel).or(self.scales.first()).copied().unwrap_or(one)
+                };
                 let scales = [scale(0), scale(1), scale(2)];
                 self.write(&image.bytes, out, |channel, value| {
                     let Scale { factor, shift } = scales.get(channel).copied().unwrap_or(one);
@@ -111,7 +112,9 @@ impl Steps {
     fn write<T>(&self, bytes: &[u8], out: &mut [T], convert: impl Fn(usize, u8) -> T) {
         let (pixels, _) = bytes.as_chunks::<3>();
         match (self.mode, self.channels_last) {
-            (Mode::Gray, _) => out.iter_mut().zip(bytes).for_each(|(to, value)| *to = convert(0, *value)),
+            (Mode::Gray, _) => {
+                out.iter_mut().zip(bytes).for_each(|(to, value)| *to = convert(0, *value))
+            }
             (Mode::Rgb, true) => {
                 for (to, [red, green, blue]) in out.as_chunks_mut::<3>().0.iter_mut().zip(pixels) {
                     *to = [convert(0, *red), convert(1, *green), convert(2, *blue)];

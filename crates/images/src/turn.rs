@@ -5,7 +5,8 @@
 
 use crate::pixels::Pixels;
 
-/// Turns an image as an EXIF orientation of 1 to 8 says; others change nothing. `spare` takes the memory of before.
+/// Turns an image as an EXIF orientation of 1 to 8 says; others change nothing. `spare` takes the
+/// memory of before.
 pub(crate) fn turn(image: &mut Pixels, orientation: u16, spare: &mut Vec<u8>) {
     let (width, height, channels, row) =
         (image.width as usize, image.height as usize, image.channels, image.row());
@@ -63,7 +64,11 @@ mod tests {
         ] {
             let mut image = stored.clone();
             turn(&mut image, orientation, &mut Vec::new());
-            assert_eq!(((image.width, image.height), &image.bytes[..]), (size, &wanted[..]), "{orientation}");
+            assert_eq!(
+                ((image.width, image.height), &image.bytes[..]),
+                (size, &wanted[..]),
+                "{orientation}"
+            );
         }
         let mut pair = Pixels { width: 2, height: 1, channels: 3, bytes: vec![1, 2, 3, 4, 5, 6] };
         turn(&mut pair, 6, &mut Vec::new());

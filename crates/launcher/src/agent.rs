@@ -53,8 +53,8 @@ pub struct Task {
     pub ticket: Ticket,
     /// The task to register as.
     pub task: TaskId,
-    /// Name of the host to register under; this host's own by default. Tasks under different names count as tasks of
-    /// different hosts.
+    /// Name of the host to register under; this host's own by default. Tasks under different names
+    /// count as tasks of different hosts.
     pub host: Option<String>,
     /// Fencing token: a higher one replaces earlier starts of the task.
     pub attempt: u64,
@@ -66,9 +66,11 @@ pub struct Task {
     pub payload: Option<Vec<u8>>,
     /// Whether the worker may write a result to `FARANDOLE_RESULT_FD`.
     pub collect_result: bool,
-    /// Whether the worker starts at once, without a rank, and asks for one itself: a worker of an elastic job.
+    /// Whether the worker starts at once, without a rank, and asks for one itself: a worker of an
+    /// elastic job.
     pub elastic: bool,
-    /// Whether an agent whose worker has ended well waits for the others: one that is lost makes all begin again.
+    /// Whether an agent whose worker has ended well waits for the others: one that is lost makes
+    /// all begin again.
     pub together: bool,
     /// Target of its lines.
     pub output: Output,
@@ -171,12 +173,15 @@ impl Agent {
         Ok(Self { task: number, phase, signals, outcome: Mutex::new(outcome) })
     }
 
-    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Holds one answer.
+    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Holds
+    /// one answer.
     pub fn wait(&self, timeout: Duration) -> Option<Result<Outcome>> {
         match self.outcome.lock().recv_timeout(timeout) {
             Ok(outcome) => Some(outcome),
             Err(mpsc::RecvTimeoutError::Timeout) => None,
-            Err(mpsc::RecvTimeoutError::Disconnected) => Some(Err(Error::Vanished { task: self.task })),
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                Some(Err(Error::Vanished { task: self.task }))
+            }
         }
     }
 
@@ -222,7 +227,8 @@ struct Place {
 
 impl Place {
     fn ranked(ticket: &Ticket, world: &World, master: &Master) -> Self {
-        let set = variables(ticket, world, master).into_iter().map(|(name, value)| (name, Some(value)));
+        let set =
+            variables(ticket, world, master).into_iter().map(|(name, value)| (name, Some(value)));
         let variables = only_elastic().chain(set).collect();
         Self { rank: Some(world.rank), size: Some(world.size()), variables }
     }
@@ -260,7 +266,11 @@ impl Run {
     }
 
     /// Returns the outcome of an error before there was a worker.
-    fn not_started(&self, rank: Option<Rank>, error: farandole_registrar::Error) -> Result<Outcome> {
+    fn not_started(
+        &self,
+        rank: Option<Rank>,
+        error: farandole_registrar::Error,
+    ) -> Result<Outcome> {
         let task = self.task.task;
         let mut again = false;
         let reason = match error {
@@ -280,8 +290,8 @@ impl Run {
     /// From nothing to a task that the registrar knows.
     fn register(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<Client> {
         let task = &self.task;
-        // The registrar is up before all tasks: an agent that cannot connect soon never will, and its error must come
-        // while a caller still waits for it.
+        // The registrar is up before all tasks: an agent that cannot connect soon never will, and
+        // its error must come while a caller still waits for it.
         let dialed = Instant::now() + DIAL.min(task.start_timeout / 2);
         let client = Client::connect_or_cancel(&task.ticket, task.task, None, dialed, cancel)?;
         let mut facts = host::facts();
@@ -344,8 +354,10 @@ impl Run {
             }
             cancelled
         })?;
-        // A failure is reported first: a peer's report of the consequence must not overtake that of the cause.
-        let (first, last) = if remains.how.is_success() { (gathered, None) } else { (None, gathered) };
+        // A failure is reported first: a peer's report of the consequence must not overtake that of
+        // the cause.
+        let (first, last) =
+            if remains.how.is_success() { (gathered, None) } else { (None, gathered) };
         if let Some(gathered) = first {
             gathered.send(client, self.time_of(ended_by.as_ref()));
         }
@@ -373,8 +385,11 @@ impl Run {
                 })
             }
             Output::Sink(sink) => {
-                let (sink, task, rank) = (Arc::clone(sink), self.task.task.0, place.rank.map(|rank| rank.0));
-                Arc::new(move |stream, text| sink.accept(Record::Log(LogLine { task, rank, stream, text })))
+                let (sink, task, rank) =
+                    (Arc::clone(sink), self.task.task.0, place.rank.map(|rank| rank.0));
+                Arc::new(move |stream, text| {
+                    sink.accept(Record::Log(LogLine { task, rank, stream, text }))
+                })
             }
         };
         let start = Start {
@@ -388,7 +403,11 @@ impl Run {
     }
 
     /// Reports a success and waits until the others have ended, or until it is cancelled.
-    fn exit_together(&self, client: &Client, exit: &Exit) -> farandole_registrar::Result<Option<Verdict>> {
+    fn exit_together(
+        &self,
+        client: &Client,
+        exit: &Exit,
+    ) -> farandole_registrar::Result<Option<Verdict>> {
         loop {
             if let Poll::Ready(verdict) = client.exit_together(exit, Instant::now() + REPORT)? {
                 return Ok(verdict);
@@ -405,7 +424,9 @@ impl Run {
         loop {
             match self.received.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(Signal::Exited) => return Waited::Exited,
-                Ok(Signal::Cancelled(harsher, _)) if harsher > manner => return Waited::Hurried(harsher),
+                Ok(Signal::Cancelled(harsher, _)) if harsher > manner => {
+                    return Waited::Hurried(harsher);
+                }
                 Ok(_) => {}
                 Err(_) => return Waited::Passed,
             }
@@ -422,7 +443,13 @@ impl Run {
     }
 
     /// Reports to the registrar, and learns which task failed first.
-    fn report(&self, client: &Client, place: &Place, remains: Remains, ended_by: Option<Signal>) -> Outcome {
+    fn report(
+        &self,
+        client: &Client,
+        place: &Place,
+        remains: Remains,
+        ended_by: Option<Signal>,
+    ) -> Outcome {
         let Remains { how, stderr_tail, result } = remains;
         let stopped = matches!(ended_by, Some(Signal::Stop(_)));
         let deadline = Instant::now() + self.time_of(ended_by.as_ref());
@@ -437,7 +464,8 @@ impl Run {
             Ok(())
         });
         if let Err(error) = &told {
-            tracing::warn!(%error, task = self.task.task.0, "output or result did not reach the driver");
+            tracing::warn!(%error, task = self.task.task.0, "output or result did not reach the \
+                                                             driver");
         }
         let verdict = if self.task.together && how.is_success() && ended_by.is_none() {
             self.exit_together(client, &exit)
@@ -455,18 +483,27 @@ impl Run {
             retry: false,
         };
         match (ended_by, verdict) {
-            (Some(Signal::Stop(verdict)), _) => {
-                Outcome { aborted: true, reason: Some(verdict.reason), retry: verdict.retry, ..outcome }
-            }
+            (Some(Signal::Stop(verdict)), _) => Outcome {
+                aborted: true,
+                reason: Some(verdict.reason),
+                retry: verdict.retry,
+                ..outcome
+            },
             (Some(Signal::Cancelled(_, reason)), _) => {
                 Outcome { aborted: true, reason: Some(reason), ..outcome }
             }
             (_, Ok(None)) => outcome,
             (_, Ok(Some(verdict))) => {
                 let aborted = verdict.cause != Some(self.task.task);
-                Outcome { aborted, reason: Some(verdict.reason), retry: aborted && verdict.retry, ..outcome }
+                Outcome {
+                    aborted,
+                    reason: Some(verdict.reason),
+                    retry: aborted && verdict.retry,
+                    ..outcome
+                }
             }
-            // A success that could not be reported is still one: its result travels by other ways, too.
+            // A success that could not be reported is still one: its result travels by other ways,
+            // too.
             (_, Err(_)) if how.is_success() => outcome,
             (_, Err(error)) => {
                 let who = match place.rank {

@@ -86,7 +86,9 @@ fn slurm(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     if here.variable("SLURM_JOB_ID").is_none() {
         return Ok(None);
     }
-    let Some(list) = here.variable("SLURM_JOB_NODELIST").or_else(|| here.variable("SLURM_NODELIST")) else {
+    let Some(list) =
+        here.variable("SLURM_JOB_NODELIST").or_else(|| here.variable("SLURM_NODELIST"))
+    else {
         return Ok(None);
     };
     let nodes = expand(&list).ok_or_else(|| wrong("SLURM_JOB_NODELIST", &list))?;
@@ -102,7 +104,8 @@ fn slurm(here: &dyn Surroundings) -> Result<Option<Allocation>> {
         );
         return Err(Error::Usage { reason });
     }
-    let hosts = nodes.into_iter().zip(counts).map(|(host, slots)| HostSlots { host, slots }).collect();
+    let hosts =
+        nodes.into_iter().zip(counts).map(|(host, slots)| HostSlots { host, slots }).collect();
     let shell = here.program("srun").then(Shell::srun);
     Ok(Some(Allocation { system: "Slurm", hosts, shell, file: None }))
 }
@@ -113,7 +116,8 @@ fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     }
     let mut hosts = if let Some(text) = here.variable("LSB_MCPU_HOSTS") {
         let words: Vec<&str> = text.split_whitespace().collect();
-        let pairs = words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
+        let pairs =
+            words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
         let hosts: Option<Vec<HostSlots>> =
             if words.len().is_multiple_of(2) { pairs.collect() } else { None };
         hosts.ok_or_else(|| wrong("LSB_MCPU_HOSTS", &text))?
@@ -124,7 +128,8 @@ fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     } else {
         return Ok(None);
     };
-    // IBM's Cluster System Manager runs the batch script on a host of its own, which LSF names first.
+    // IBM's Cluster System Manager runs the batch script on a host of its own, which LSF names
+    // first.
     if here.variable("CSM_ALLOCATION_ID").is_some() && hosts.len() > 1 {
         hosts.remove(0);
     }
@@ -168,12 +173,14 @@ fn kubernetes(here: &dyn Surroundings) -> Result<Option<Allocation>> {
         "I_MPI_HYDRA_HOST_FILE",
         "HYDRA_HOST_FILE",
     ];
-    let Some((name, path)) = FILES.iter().find_map(|name| Some((*name, here.variable(name)?))) else {
+    let Some((name, path)) = FILES.iter().find_map(|name| Some((*name, here.variable(name)?)))
+    else {
         return Ok(None);
     };
     let hosts = listed(here, name, &path)?;
-    let agent =
-        ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"].iter().find_map(|name| here.variable(name));
+    let agent = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"]
+        .iter()
+        .find_map(|name| here.variable(name));
     let shell = match agent.as_deref() {
         None | Some("ssh" | "") => None,
         // The operator's script asks kubectl for no standard input, which carries our words.
@@ -192,7 +199,8 @@ fn listed(here: &dyn Surroundings, name: &str, path: &str) -> Result<Vec<HostSlo
 }
 
 fn read(here: &dyn Surroundings, name: &str, path: &str) -> Result<String> {
-    here.file(path).map_err(|error| Error::Usage { reason: format!("cannot read {path} ({name}): {error}") })
+    here.file(path)
+        .map_err(|error| Error::Usage { reason: format!("cannot read {path} ({name}): {error}") })
 }
 
 fn wrong(name: &str, text: &str) -> Error {
@@ -230,7 +238,10 @@ mod tests {
         }
     }
 
-    fn played(variables: &[(&'static str, &'static str)], files: &[(&'static str, &'static str)]) -> Played {
+    fn played(
+        variables: &[(&'static str, &'static str)],
+        files: &[(&'static str, &'static str)],
+    ) -> Played {
         Played {
             variables: variables.iter().copied().collect(),
             files: files.iter().copied().collect(),
@@ -256,7 +267,11 @@ mod tests {
         assert_eq!(shown(&played(&slurm, &[])), "Slurm gpu01:4 gpu02:4 gpu03:4 login:1");
         let lsf = [("LSB_JOBID", "7"), ("LSB_MCPU_HOSTS", "a 2 b 4")];
         assert_eq!(shown(&played(&lsf, &[])), "LSF a:2 b:4");
-        let csm = [("LSB_JOBID", "7"), ("LSB_MCPU_HOSTS", "batch1 1 a 42 b 42"), ("CSM_ALLOCATION_ID", "3")];
+        let csm = [
+            ("LSB_JOBID", "7"),
+            ("LSB_MCPU_HOSTS", "batch1 1 a 42 b 42"),
+            ("CSM_ALLOCATION_ID", "3"),
+        ];
         assert_eq!(shown(&played(&csm, &[])), "LSF a:42 b:42");
         let lsf = [("LSB_JOBID", "7"), ("LSB_HOSTS", "a a b")];
         assert_eq!(shown(&played(&lsf, &[])), "LSF a:2 b:1");
@@ -274,8 +289,12 @@ mod tests {
     fn an_invalid_value_is_named() {
         let message = |here: &Played| allocation(here).unwrap_err().to_string();
         let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a[1-")];
-        assert!(message(&played(&slurm, &[])).ends_with("SLURM_JOB_NODELIST cannot be understood: a[1-"));
-        let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a,b"), ("SLURM_TASKS_PER_NODE", "2")];
+        assert!(
+            message(&played(&slurm, &[]))
+                .ends_with("SLURM_JOB_NODELIST cannot be understood: a[1-")
+        );
+        let slurm =
+            [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a,b"), ("SLURM_TASKS_PER_NODE", "2")];
         assert!(message(&played(&slurm, &[])).contains("has 1 nodes and SLURM_JOB_NODELIST has 2"));
         let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/gone")];
         assert!(message(&played(&pbs, &[])).contains("cannot read /gone (PBS_NODEFILE)"));

@@ -15,7 +15,8 @@ use crate::remote::{Notice, Remote, RemoteTasks};
 use crate::shell::Shell;
 use crate::work::Work;
 
-/// The caller's wish for a running job. Later wishes are harsher; an earlier one after a later one changes nothing.
+/// The caller's wish for a running job. Later wishes are harsher; an earlier one after a later one
+/// changes nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wish {
     /// The job continues.
@@ -88,7 +89,8 @@ impl<'a> Crew<'a> {
         self.connect(self.work.there(&self.ticket, host, tasks, self.elastic))
     }
 
-    /// Like [`Crew::start_there`], for this host: the agent is a separate process, which continues without this one.
+    /// Like [`Crew::start_there`], for this host: the agent is a separate process, which continues
+    /// without this one.
     ///
     /// # Errors
     /// Like [`Remote::start`].
@@ -144,8 +146,12 @@ impl<'a> Crew<'a> {
         self.hosts.iter_mut().find(|host| host.open.contains(&task))
     }
 
-    /// Ends the connections that `given_up` says so of; their names, and the tasks whose ends will not be heard of.
-    pub(crate) fn hang_up(&mut self, given_up: impl Fn(&Elsewhere) -> bool) -> Vec<(String, BTreeSet<u32>)> {
+    /// Ends the connections that `given_up` says so of; their names, and the tasks whose ends will
+    /// not be heard of.
+    pub(crate) fn hang_up(
+        &mut self,
+        given_up: impl Fn(&Elsewhere) -> bool,
+    ) -> Vec<(String, BTreeSet<u32>)> {
         let mut ended = Vec::new();
         for host in self.hosts.iter_mut().filter(|host| !host.open.is_empty()) {
             if given_up(host) {

@@ -29,9 +29,13 @@ impl Master {
     }
 }
 
-/// Returns the variables that every worker gets beyond its inherited environment: its place under Farandole's,
-/// Horovod's and torch's names, and access to its job.
-pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTreeMap<String, String> {
+/// Returns the variables that every worker gets beyond its inherited environment: its place under
+/// Farandole's, Horovod's and torch's names, and access to its job.
+pub(crate) fn variables(
+    ticket: &Ticket,
+    world: &World,
+    master: &Master,
+) -> BTreeMap<String, String> {
     let seat = world.seat();
     let Rank(rank) = world.rank;
     let size = world.size();
@@ -63,15 +67,22 @@ pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTre
     all
 }
 
-/// Variables that only workers of elastic jobs have. A launcher that is such a worker itself inherits them.
+/// Variables that only workers of elastic jobs have. A launcher that is such a worker itself
+/// inherits them.
 pub(crate) fn only_elastic() -> impl Iterator<Item = (String, Option<String>)> {
-    let names = [format!("{PREFIX}ELASTIC"), format!("{HOROVOD_PREFIX}ELASTIC"), format!("{PREFIX}OUTAGE")];
+    let names =
+        [format!("{PREFIX}ELASTIC"), format!("{HOROVOD_PREFIX}ELASTIC"), format!("{PREFIX}OUTAGE")];
     names.into_iter().map(|name| (name, None))
 }
 
-/// Returns the variables of a worker of an elastic job: access to its job, the time to wait for a lost registrar, and
-/// no rank, because the worker asks for one. Ranks of the launcher's own environment mean nothing to it.
-pub(crate) fn unranked(ticket: &Ticket, task: TaskId, outage: Duration) -> BTreeMap<String, Option<String>> {
+/// Returns the variables of a worker of an elastic job: access to its job, the time to wait for a
+/// lost registrar, and no rank, because the worker asks for one. Ranks of the launcher's own
+/// environment mean nothing to it.
+pub(crate) fn unranked(
+    ticket: &Ticket,
+    task: TaskId,
+    outage: Duration,
+) -> BTreeMap<String, Option<String>> {
     const PLAIN: [&str; 6] =
         ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
     const RANKS: [&str; 7] =
@@ -94,9 +105,12 @@ pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
     forwarded(farandole_config::variables())
 }
 
-/// Returns the variables that workers on other hosts get: all except functions of the shell, the folder before this
-/// one, the choice of GPUs, which each host makes for itself, secrets, and variables of another job.
-fn forwarded(variables: impl IntoIterator<Item = (String, String)>) -> BTreeMap<String, Option<String>> {
+/// Returns the variables that workers on other hosts get: all except functions of the shell, the
+/// folder before this one, the choice of GPUs, which each host makes for itself, secrets, and
+/// variables of another job.
+fn forwarded(
+    variables: impl IntoIterator<Item = (String, String)>,
+) -> BTreeMap<String, Option<String>> {
     const OURS: [&str; 8] =
         ["JOB", "TASK", "GENERATION", "ELASTIC", "OUTAGE", "JOURNAL", "JOB_SECRET", "SECRET_KEY"];
     let stays = |name: &str| {
@@ -108,7 +122,11 @@ fn forwarded(variables: impl IntoIterator<Item = (String, String)>) -> BTreeMap<
             || name == "_HOROVOD_SECRET_KEY"
             || name.ends_with("CUDA_VISIBLE_DEVICES")
     };
-    variables.into_iter().filter(|(name, _)| !stays(name)).map(|(name, value)| (name, Some(value))).collect()
+    variables
+        .into_iter()
+        .filter(|(name, _)| !stays(name))
+        .map(|(name, value)| (name, Some(value)))
+        .collect()
 }
 
 #[cfg(test)]
@@ -147,7 +165,8 @@ mod tests {
 
     #[test]
     fn variables_of_elastic_workers_are_set_for_them_and_removed_for_others() {
-        let secret = farandole_registrar::Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
+        let secret =
+            farandole_registrar::Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
         let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
         let told = unranked(&ticket, TaskId(3), Duration::from_secs(7));
         assert_eq!(told["FARANDOLE_OUTAGE"].as_deref(), Some("7000ms"));

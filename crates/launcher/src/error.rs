@@ -87,7 +87,8 @@ impl Error {
         let of_hosts = errors.iter().filter(|error| matches!(error, Self::Host { .. })).count();
         if of_hosts < 2 {
             // A host's failure is what the other agents' failures come from.
-            let first = errors.iter().position(|error| matches!(error, Self::Host { .. })).unwrap_or(0);
+            let first =
+                errors.iter().position(|error| matches!(error, Self::Host { .. })).unwrap_or(0);
             return (!errors.is_empty()).then(|| errors.swap_remove(first));
         }
         errors.retain(|error| matches!(error, Self::Host { .. }));

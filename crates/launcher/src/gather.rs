@@ -20,7 +20,8 @@ const ASKED: &str = "GATHER";
 const KIND: &str = "timeline";
 /// Bytes in a piece.
 const PIECE: usize = 128 << 10;
-/// Shortest limit for sending if the report of the worker's end has less time: the driver waits for it.
+/// Shortest limit for sending if the report of the worker's end has less time: the driver waits for
+/// it.
 const LEAST: Duration = Duration::from_secs(5);
 /// Pieces after which the registrar is waited for: more would push each other out.
 const UNCONFIRMED: usize = 16;
@@ -51,8 +52,8 @@ impl Gathered {
         }
     }
 
-    /// Sends what the worker has written in the world that it was in last, for at most `time`, or five seconds where that
-    /// is less.
+    /// Sends what the worker has written in the world that it was in last, for at most `time`, or
+    /// five seconds where that is less.
     pub(crate) fn send(self, client: &Client, time: Duration) {
         let deadline = Instant::now() + time.max(LEAST);
         let Some(path) = newest(self.folder.path()) else { return };
@@ -65,8 +66,11 @@ impl Gathered {
 /// A worker of an elastic job may have had several ranks.
 fn newest(folder: &Path) -> Option<PathBuf> {
     let entries = std::fs::read_dir(folder).ok()?.filter_map(Result::ok);
-    let files = entries.filter(|entry| entry.path().extension().is_some_and(|ending| ending == "json"));
-    files.max_by_key(|entry| entry.metadata().and_then(|told| told.modified()).ok()).map(|entry| entry.path())
+    let files =
+        entries.filter(|entry| entry.path().extension().is_some_and(|ending| ending == "json"));
+    files
+        .max_by_key(|entry| entry.metadata().and_then(|told| told.modified()).ok())
+        .map(|entry| entry.path())
 }
 
 /// Errors of files and of the registrar.
@@ -88,7 +92,8 @@ fn send(client: &Client, path: &Path, deadline: Instant) -> Result<(), Failure> 
     for part in parts {
         file = Box::new(file.chain(part));
     }
-    // A metric that finds the outbox full of lines is dropped, and without the first piece all others are useless.
+    // A metric that finds the outbox full of lines is dropped, and without the first piece all
+    // others are useless.
     client.flush(deadline)?;
     let (mut offset, mut sent) = (0, 0);
     while offset < size {

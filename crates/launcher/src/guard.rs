@@ -3,9 +3,10 @@
 
 //! A small process that outlives this one until it has ended the worker's whole process group.
 //!
-//! The kernel's parent-death signal reaches the worker alone; its children (data loaders) would live on. The guard is
-//! a program blocked on a pipe that only this process holds: a line means all is well, an end of file that we are
-//! gone. A shell does it; where an image has none, the interpreter that this process may be does as well.
+//! The kernel's parent-death signal reaches the worker alone; its children (data loaders) would
+//! live on. The guard is a program blocked on a pipe that only this process holds: a line means all
+//! is well, an end of file that we are gone. A shell does it; where an image has none, the
+//! interpreter that this process may be does as well.
 
 use std::io::{self, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -15,7 +16,8 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::Pid;
 
 const SHELL: &str = r#"read -r word || kill -9 "-$1""#;
-const PYTHON: &str = "import os, sys\nif not sys.stdin.readline():\n    os.killpg(int(sys.argv[1]), 9)";
+const PYTHON: &str =
+    "import os, sys\nif not sys.stdin.readline():\n    os.killpg(int(sys.argv[1]), 9)";
 
 /// The guard of one process group.
 pub(crate) struct Guard {
@@ -78,11 +80,14 @@ impl Candidate {
 
 /// Best first.
 fn candidates(this: Option<PathBuf>) -> Vec<Candidate> {
-    let shell = Candidate { program: "/bin/sh".into(), arguments: &["-c", SHELL, "farandole-guard"] };
-    let is_python =
-        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"));
-    let python =
-        this.filter(is_python).map(|program| Candidate { program, arguments: &["-I", "-S", "-c", PYTHON] });
+    let shell =
+        Candidate { program: "/bin/sh".into(), arguments: &["-c", SHELL, "farandole-guard"] };
+    let is_python = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))
+    };
+    let python = this
+        .filter(is_python)
+        .map(|program| Candidate { program, arguments: &["-I", "-S", "-c", PYTHON] });
     [shell].into_iter().chain(python).collect()
 }
 
@@ -138,7 +143,10 @@ mod tests {
         let programs = |path: &str| -> Vec<PathBuf> {
             candidates(Some(path.into())).into_iter().map(|candidate| candidate.program).collect()
         };
-        assert_eq!(programs("/usr/bin/python3.11"), ["/bin/sh", "/usr/bin/python3.11"].map(PathBuf::from));
+        assert_eq!(
+            programs("/usr/bin/python3.11"),
+            ["/bin/sh", "/usr/bin/python3.11"].map(PathBuf::from)
+        );
         assert_eq!(programs("/usr/bin/driver"), [PathBuf::from("/bin/sh")]);
     }
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The agent of a whole host: takes its order from a launcher elsewhere and owns the host's workers.
+//! The agent of a whole host: takes its order from a launcher elsewhere and owns the host's
+//! workers.
 
 use std::io::{self, BufReader, Read, Write};
 use std::sync::Arc;
@@ -18,10 +19,10 @@ use crate::orders::{Ended, GREETING, Hello, Kind, Order, read, write, write_json
 /// Longest look at an agent; its end is noticed at once.
 const SLICE: Duration = Duration::from_secs(60);
 
-/// Serves one launcher: sends its identity, takes an order from `input`, runs its workers, and writes each outcome to
-/// `output`. The workers are ended when `input` says so. They are also ended when `input` ends, unless the launcher
-/// may be started again: then they end when the registrar says so, or after it has been gone for too long. Returns
-/// when all have ended.
+/// Serves one launcher: sends its identity, takes an order from `input`, runs its workers, and
+/// writes each outcome to `output`. The workers are ended when `input` says so. They are also ended
+/// when `input` ends, unless the launcher may be started again: then they end when the registrar
+/// says so, or after it has been gone for too long. Returns when all have ended.
 ///
 /// # Errors
 /// `System` when the launcher says nothing that can be understood.
@@ -41,7 +42,8 @@ pub fn serve_host(
     if let Some(folder) = &order.folder
         && let Err(error) = std::env::set_current_dir(folder)
     {
-        tracing::warn!(%error, folder, "the launcher's working directory cannot be used here, workers start where the agent was started");
+        tracing::warn!(%error, folder, "the launcher's working directory cannot be used here, \
+                                        workers start where the agent was started");
     }
     let agents = start(&order, payload)?;
     let listening = Arc::clone(&agents);
@@ -115,7 +117,8 @@ fn start(order: &Order, payload: Option<Vec<u8>>) -> Result<Arc<Vec<(TaskId, Age
     order.tasks.iter().map(start).collect::<Result<Vec<_>>>().map(Arc::new)
 }
 
-/// Does what the launcher says. The end of its words ends the workers, too, unless the launcher may be started again.
+/// Does what the launcher says. The end of its words ends the workers, too, unless the launcher may
+/// be started again.
 fn obey(input: &mut impl Read, agents: &[(TaskId, Agent)], lasting: bool) {
     let all = |act: &dyn Fn(&Agent)| agents.iter().for_each(|(_, agent)| act(agent));
     loop {

@@ -32,8 +32,8 @@ pub struct Placement {
     pub tasks: Range<u32>,
 }
 
-/// Reads `host:slots,host:slots` as `-H` has it. A host without slots has one; an IPv6 address with slots stands in
-/// brackets. A host that is named twice has the slots of both.
+/// Reads `host:slots,host:slots` as `-H` has it. A host without slots has one; an IPv6 address with
+/// slots stands in brackets. A host that is named twice has the slots of both.
 ///
 /// # Errors
 /// `Usage` naming the entry.
@@ -42,7 +42,9 @@ pub fn parse_hosts(text: &str) -> Result<Vec<HostSlots>> {
     let hosts = entries
         .map(|entry| {
             entry_of(entry).ok_or_else(|| Error::Usage {
-                reason: format!("a host is written as name:slots, such as node1:4 or [fe80::1]:4: {entry}"),
+                reason: format!(
+                    "a host is written as name:slots, such as node1:4 or [fe80::1]:4: {entry}"
+                ),
             })
         })
         .collect::<Result<Vec<_>>>()?;
@@ -52,8 +54,9 @@ pub fn parse_hosts(text: &str) -> Result<Vec<HostSlots>> {
     Ok(merged(hosts))
 }
 
-/// Reads a host file: a host a line, as `host slots=4` (Open MPI, Horovod), `host:4` (MPICH) or `host` (one slot);
-/// what follows `#` is a comment. A host on several lines has the slots of all of them. `name` is the file's, for errors.
+/// Reads a host file: a host a line, as `host slots=4` (Open MPI, Horovod), `host:4` (MPICH) or
+/// `host` (one slot); what follows `#` is a comment. A host on several lines has the slots of all
+/// of them. `name` is the file's, for errors.
 ///
 /// # Errors
 /// `Usage` naming the file and the line.
@@ -88,7 +91,8 @@ pub fn place(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<Placement>> {
             hosts.iter().map(|host| format!("{} has {}", host.host, host.slots)).collect();
         return Err(Error::Usage {
             reason: format!(
-                "Requested more processes ({num_proc}) than there are available slots ({available}): {}",
+                "Requested more processes ({num_proc}) than there are available slots \
+                 ({available}): {}",
                 listed.join(", ")
             ),
         });
@@ -136,11 +140,13 @@ fn entry_of(entry: &str) -> Option<HostSlots> {
     host_of(entry).map(|(host, slots)| HostSlots::new(host, slots.unwrap_or(1)))
 }
 
-/// `name`, `name:4`, `::1`, `[::1]`, `[::1]:4`, `user@name:4`: the host, and its slots where they are given.
+/// `name`, `name:4`, `::1`, `[::1]`, `[::1]:4`, `user@name:4`: the host, and its slots where they
+/// are given.
 pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
     if let Some(rest) = entry.strip_prefix('[') {
         let (host, rest) = rest.split_once(']')?;
-        let slots = if rest.is_empty() { None } else { Some(rest.strip_prefix(':')?.parse().ok()?) };
+        let slots =
+            if rest.is_empty() { None } else { Some(rest.strip_prefix(':')?.parse().ok()?) };
         return is_name(host).then_some((host, slots));
     }
     let (host, slots) = match entry.split_once(':') {
@@ -156,7 +162,8 @@ pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
     is_name(host).then_some((host, slots))
 }
 
-/// Returns whether it may be a host: what starts with a dash would be an option of the program that reaches it.
+/// Returns whether it may be a host: what starts with a dash would be an option of the program that
+/// reaches it.
 fn is_name(text: &str) -> bool {
     let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '@' | '%');
     !text.is_empty() && !text.starts_with('-') && text.chars().all(plain)
@@ -194,9 +201,16 @@ mod tests {
 
     #[test]
     fn a_wrong_entry_is_named() {
-        for wrong in
-            ["a:x", "-oProxyCommand=id:1", "[::1:2", "a b:1", "a:-1", "$(id):1", "a:2:3", "10.0.0.1:2:"]
-        {
+        for wrong in [
+            "a:x",
+            "-oProxyCommand=id:1",
+            "[::1:2",
+            "a b:1",
+            "a:-1",
+            "$(id):1",
+            "a:2:3",
+            "10.0.0.1:2:",
+        ] {
             let error = parse_hosts(&format!("ok:1,{wrong}")).unwrap_err().to_string();
             assert!(error.ends_with(wrong), "{error}");
         }
@@ -205,16 +219,21 @@ mod tests {
 
     #[test]
     fn a_host_file_has_comments_blank_lines_and_every_spelling() {
-        let text =
-            "\u{feff}# cluster\n\nnode1 slots = 4 max_slots=8\r\nnode2:2 # two\n  node3\n[::1]:3\nnode1\n";
+        let text = "\u{feff}# cluster\n\nnode1 slots = 4 max_slots=8\r\nnode2:2 # two\n  \
+                    node3\n[::1]:3\nnode1\n";
         let found = parse_hostfile("hosts", text).unwrap();
         let expected = [("node1", 5), ("node2", 2), ("node3", 1), ("::1", 3)];
         assert_eq!(found, expected.map(|(name, slots)| HostSlots::new(name, slots)));
         for wrong in ["b slots=many", "b slot=4", "b slots", "b 4", "b slots=1 slosts=4"] {
             let error = parse_hostfile("hosts", &format!("a\n{wrong}\n")).unwrap_err().to_string();
-            assert!(error.contains("hosts line 2 is not a host") && error.ends_with(wrong), "{error}");
+            assert!(
+                error.contains("hosts line 2 is not a host") && error.ends_with(wrong),
+                "{error}"
+            );
         }
-        assert!(parse_hostfile("hosts", "# none\n").unwrap_err().to_string().contains("names no host"));
+        assert!(
+            parse_hostfile("hosts", "# none\n").unwrap_err().to_string().contains("names no host")
+        );
     }
 
     #[test]
@@ -223,11 +242,16 @@ mod tests {
         let placed = place(&hosts, 3).unwrap();
         assert_eq!(
             placed,
-            [Placement { host: "a".into(), tasks: 0..2 }, Placement { host: "c".into(), tasks: 2..3 }]
+            [
+                Placement { host: "a".into(), tasks: 0..2 },
+                Placement { host: "c".into(), tasks: 2..3 }
+            ]
         );
         let error = place(&hosts, 7).unwrap_err().to_string();
         assert!(
-            error.contains("Requested more processes (7) than there are available slots (6): a has 2"),
+            error.contains(
+                "Requested more processes (7) than there are available slots (6): a has 2"
+            ),
             "{error}"
         );
     }

@@ -28,8 +28,8 @@ use crate::work::Work;
 
 /// Interval at which the caller is asked whether to stop.
 const SLICE: Duration = Duration::from_millis(20);
-/// Longest time in which other hosts must answer after one has failed before the start: the error names all that
-/// fail.
+/// Longest time in which other hosts must answer after one has failed before the start: the error
+/// names all that fail.
 const OTHERS: Duration = Duration::from_secs(10);
 /// Longest time in which a host whose agent fell silent must return with its last messages.
 const SILENT: Duration = Duration::from_secs(2);
@@ -69,12 +69,14 @@ impl Job {
         self.run_told(sink, wish, &|_| {})
     }
 
-    /// Runs the command until all processes have ended, or until one has failed and the others were ended, or until
-    /// `wish` says so. Lines of the workers go to `sink`; `assigned` hears of the ranks.
+    /// Runs the command until all processes have ended, or until one has failed and the others were
+    /// ended, or until `wish` says so. Lines of the workers go to `sink`; `assigned` hears of the
+    /// ranks.
     ///
     /// # Errors
-    /// `Usage` for no process, an empty command or too few slots; `Begin` without a registrar; `Host` and `Hosts` for hosts
-    /// that cannot be used, or were lost; `Registrar`, `Spawn`, `System`.
+    /// `Usage` for no process, an empty command or too few slots; `Begin` without a registrar;
+    /// `Host` and `Hosts` for hosts that cannot be used, or were lost; `Registrar`, `Spawn`,
+    /// `System`.
     pub fn run_told(
         &self,
         sink: &Arc<dyn Sink>,
@@ -92,8 +94,8 @@ impl Job {
             options.host = Some("127.0.0.1".to_owned());
             options.bind = String::new();
         }
-        let registrar =
-            Registrar::start(options).map_err(|source| Error::Begin { source: Box::new(source) })?;
+        let registrar = Registrar::start(options)
+            .map_err(|source| Error::Begin { source: Box::new(source) })?;
         let mut conduct = Conduct::start(self, &registrar, (sink, assigned), here, there)?;
         let ended = conduct.run(wish);
         drop(conduct);
@@ -235,7 +237,8 @@ impl<'a> Conduct<'a> {
     /// Ends a job that cannot begin or continue, and the rest of a job that is over.
     fn give_up(&mut self) {
         let now = Instant::now();
-        let passed = |since: Option<Instant>, limit| since.is_some_and(|since| now >= since + limit);
+        let passed =
+            |since: Option<Instant>, limit| since.is_some_and(|since| now >= since + limit);
         let all_answered = self.crew.hosts.iter().all(|host| host.ready);
         if self.over_at.is_none()
             && self.failed_at.is_some()

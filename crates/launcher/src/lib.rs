@@ -3,10 +3,11 @@
 
 //! Starts and watches worker processes, on this host and on others.
 //!
-//! Owns the agent, which is one task's side of a job (it registers, waits for a rank, starts the worker, watches it, and
-//! reports its end); the job, which is a registrar and an agent for each task; hosts and slots, also those of batch
-//! systems; and the protocol with the agent of another host through ssh or a similar program. The registrar decides
-//! which failure came first, and ssh knows keys and passwords. Payloads and results are not interpreted here.
+//! Owns the agent, which is one task's side of a job (it registers, waits for a rank, starts the
+//! worker, watches it, and reports its end); the job, which is a registrar and an agent for each
+//! task; hosts and slots, also those of batch systems; and the protocol with the agent of another
+//! host through ssh or a similar program. The registrar decides which failure came first, and ssh
+//! knows keys and passwords. Payloads and results are not interpreted here.
 //!
 //! ```text
 //! agent thread: Client --register, assignment--> env --> spawner thread --fork, exec--> worker (own session)
@@ -23,13 +24,16 @@
 //! ```
 //!
 //! Invariants:
-//! - `LN-1`: a worker does not outlive its agent's process, even if SIGKILL ends the agent: the kernel signals the
-//!   worker (`PR_SET_PDEATHSIG`), and the guard signals its whole process group.
-//! - `LN-2`: when an agent returns, its worker and all processes of the worker's process group have ended.
-//! - `LN-3`: a launcher's variables have priority over the user's environment: a stale `RANK` has no effect.
+//! - `LN-1`: a worker does not outlive its agent's process, even if SIGKILL ends the agent: the
+//!   kernel signals the worker (`PR_SET_PDEATHSIG`), and the guard signals its whole process group.
+//! - `LN-2`: when an agent returns, its worker and all processes of the worker's process group have
+//!   ended.
+//! - `LN-3`: a launcher's variables have priority over the user's environment: a stale `RANK` has
+//!   no effect.
 //! - `LN-4`: memory for output is bounded: a slow reader slows the worker down and loses nothing.
 //! - `LN-5`: no secret and no variable of a job is in a command line, here or on another host.
-//! - `LN-6`: no worker starts before every host has answered; one error names all hosts that cannot be used.
+//! - `LN-6`: no worker starts before every host has answered; one error names all hosts that cannot
+//!   be used.
 
 #![deny(unsafe_code)]
 

@@ -19,7 +19,8 @@ pub(crate) enum Ending {
     Return,
 }
 
-/// Splits at `\n`, `\r\n` and `\r`; bytes that are not UTF-8 become U+FFFD. A character is never cut in two.
+/// Splits at `\n`, `\r\n` and `\r`; bytes that are not UTF-8 become U+FFFD. A character is never
+/// cut in two.
 #[derive(Default)]
 pub(crate) struct Splitter {
     pending: Vec<u8>,
@@ -128,7 +129,9 @@ mod tests {
     fn an_endless_line_comes_in_pieces_of_whole_characters() {
         let text = "\u{20ac}".repeat(MAX_LINE);
         let pieces = texts(&[text.as_bytes()]);
-        assert!(pieces.iter().all(|piece| piece.len() <= MAX_LINE + 3 && !piece.contains('\u{fffd}')));
+        assert!(
+            pieces.iter().all(|piece| piece.len() <= MAX_LINE + 3 && !piece.contains('\u{fffd}'))
+        );
         assert_eq!(pieces.concat(), text);
     }
 

@@ -15,8 +15,8 @@ use crate::environment::Master;
 /// Key under which rank 0's agent publishes where frameworks with a rendezvous of their own meet.
 const MASTER: &str = "launcher/master";
 
-/// Returns the address at which frameworks with their own rendezvous meet: on rank 0's host, at a port that its agent
-/// finds free.
+/// Returns the address at which frameworks with their own rendezvous meet: on rank 0's host, at a
+/// port that its agent finds free.
 pub(crate) fn master(
     client: &Client,
     world: &World,
@@ -38,8 +38,8 @@ pub(crate) fn master(
     Ok(master)
 }
 
-/// Returns the address of this host that the registrar sees, unless both are one host: then any that others can
-/// reach.
+/// Returns the address of this host that the registrar sees, unless both are one host: then any
+/// that others can reach.
 fn reachable(client: &Client) -> IpAddr {
     client
         .local_address()

@@ -28,8 +28,8 @@ pub fn placements(hosts: &[HostSlots], num_proc: u32) -> Result<(Vec<u32>, Vec<P
     Ok((here, there))
 }
 
-/// For each of the names, whether it means this host. Names are resolved side by side: a resolver that does not answer
-/// takes seconds for each.
+/// For each of the names, whether it means this host. Names are resolved side by side: a resolver
+/// that does not answer takes seconds for each.
 pub(crate) fn are_here(names: &[&str]) -> Vec<bool> {
     let own = host::addresses();
     let facts = host::facts();
@@ -69,8 +69,15 @@ mod tests {
     #[test]
     fn names_and_addresses_of_this_host_are_known() {
         let hostname = host::facts().hostname;
-        let names =
-            ["localhost", "127.0.0.1", "::1", &hostname, "192.0.2.1", "no-such-host.invalid", "me@localhost"];
+        let names = [
+            "localhost",
+            "127.0.0.1",
+            "::1",
+            &hostname,
+            "192.0.2.1",
+            "no-such-host.invalid",
+            "me@localhost",
+        ];
         assert_eq!(are_here(&names), [true, true, true, true, false, false, false]);
     }
 }

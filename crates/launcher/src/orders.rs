@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The protocol between a launcher and the agent of another host, through the program that connects them.
+//! The protocol between a launcher and the agent of another host, through the program that connects
+//! them.
 //!
-//! The agent's standard output begins with a line of its own ([`GREETING`]); what a login shell printed before is
-//! skipped. Then both directions carry frames: one byte of kind, eight bytes of length (big endian), the body.
+//! The agent's standard output begins with a line of its own ([`GREETING`]); what a login shell
+//! printed before is skipped. Then both directions carry frames: one byte of kind, eight bytes of
+//! length (big endian), the body.
 //!
 //! | direction | kind | body |
 //! | --- | --- | --- |
@@ -17,8 +19,8 @@
 //! | agent to launcher | `T` | [`Ended`], JSON |
 //! | agent to launcher | `R` | the result of the task just ended, if it has one |
 //!
-//! The end of the stream means that the other side is gone: an agent then ends its workers, unless its order says that the
-//! launcher may be started again.
+//! The end of the stream means that the other side is gone: an agent then ends its workers, unless
+//! its order says that the launcher may be started again.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -164,7 +166,8 @@ impl Ended {
         TaskId(self.task)
     }
 
-    /// Returns its content, for the launcher; an agent that could not run its worker is an error that names `host`.
+    /// Returns its content, for the launcher; an agent that could not run its worker is an error
+    /// that names `host`.
     pub(crate) fn outcome(self, host: &str, result: Option<Vec<u8>>) -> Result<Outcome> {
         if let Some(reason) = self.refused {
             return Err(Error::Host { host: host.to_owned(), reason });
@@ -216,9 +219,13 @@ pub(crate) fn read(input: &mut impl Read) -> io::Result<Option<(Kind, Vec<u8>)>>
     let [byte, length @ ..] = head;
     let length = u64::from_be_bytes(length);
     let kind = KINDS.iter().find(|(_, known)| *known == byte).map(|(kind, _)| *kind);
-    let kind = kind.filter(|kind| matches!(kind, Kind::Payload | Kind::Result) || length <= LONGEST);
+    let kind =
+        kind.filter(|kind| matches!(kind, Kind::Payload | Kind::Result) || length <= LONGEST);
     let Some(kind) = kind else {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "what came is no frame of an agent"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "what came is no frame of an agent",
+        ));
     };
     // Memory grows with the received bytes, not with the announced size.
     let mut body = Vec::new();

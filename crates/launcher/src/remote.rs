@@ -41,8 +41,8 @@ pub struct RemoteTasks {
     pub python: String,
     /// Folders that its agent is to import from, as `PYTHONPATH` has them, if any.
     pub python_path: Option<String>,
-    /// Version of the launcher's own interpreter, where workers there read what it has pickled: then theirs must be
-    /// the same.
+    /// Version of the launcher's own interpreter, where workers there read what it has pickled:
+    /// then theirs must be the same.
     pub same_python: Option<String>,
     /// Address and secrets of the registrar.
     pub ticket: Ticket,
@@ -99,25 +99,30 @@ pub struct Remote {
     /// Whether the workers continue after the end of our words.
     outlives: bool,
     group: Pid,
-    /// Held while signalling and while reaping, so that no signal goes to a process that took over the number.
+    /// Held while signalling and while reaping, so that no signal goes to a process that took over
+    /// the number.
     child: Arc<Mutex<Option<Child>>>,
     orders: Arc<Mutex<Option<ChildStdin>>>,
 }
 
 impl Remote {
-    /// Starts the program that reaches the host, and hands every notice to `tell`, from threads of its own, until
-    /// `Gone` or `Done`.
+    /// Starts the program that reaches the host, and hands every notice to `tell`, from threads of
+    /// its own, until `Gone` or `Done`.
     ///
     /// # Errors
     /// `Host` when the program cannot be started.
     pub fn start(tasks: RemoteTasks, tell: impl Fn(Notice) + Send + 'static) -> Result<Self> {
         let argv = tasks.shell.argv(&tasks.host, &script(&tasks));
         let mut command = Command::new(tasks.shell.program());
-        command.args(&argv[1..]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .args(&argv[1..])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         let failed = |reason: String| Error::Host { host: tasks.host.clone(), reason };
         let start = if tasks.lasting { spawn_lasting(command) } else { spawn(command, Vec::new()) };
-        let mut child =
-            start.map_err(|error| failed(format!("cannot start {}: {error}", tasks.shell.program())))?;
+        let mut child = start
+            .map_err(|error| failed(format!("cannot start {}: {error}", tasks.shell.program())))?;
         let group = pid_of(&child)?;
         let (Some(stdin), Some(stdout), Some(stderr)) =
             (child.stdin.take(), child.stdout.take(), child.stderr.take())
@@ -132,7 +137,8 @@ impl Remote {
             orders: Arc::new(Mutex::new(Some(stdin))),
         };
         let (words, tail) = mpsc::channel();
-        let named = |name: &str| thread::Builder::new().name(format!("farandole-{name}-{}", tasks.host));
+        let named =
+            |name: &str| thread::Builder::new().name(format!("farandole-{name}-{}", tasks.host));
         let system = |source| Error::System { what: "starting a thread", source };
         let host = tasks.host.clone();
         named("err").spawn(move || drop(words.send(listen(&host, stderr)))).map_err(system)?;
@@ -168,7 +174,8 @@ impl Remote {
         if self.outlives {
             self.terminate();
         }
-        // Dropping our end of the pipe tells the agent; a program that does not pass it on is ended.
+        // Dropping our end of the pipe tells the agent; a program that does not pass it on is
+        // ended.
         drop(self.orders.lock().take());
         if self.child.lock().is_some() {
             kill_group(self.group, Signal::TERM);
@@ -189,15 +196,16 @@ impl Drop for Remote {
     }
 }
 
-/// Returns the script that the host's shell runs. Secrets and variables come through standard input, because
-/// everybody on both hosts can see a command line.
+/// Returns the script that the host's shell runs. Secrets and variables come through standard
+/// input, because everybody on both hosts can see a command line.
 fn script(tasks: &RemoteTasks) -> String {
     let path = match &tasks.python_path {
         Some(path) => format!("PYTHONPATH={} ", quoted(path)),
         None => String::new(),
     };
     let line = format!("{path}exec {} -m farandole agent", quoted(&tasks.python));
-    // Relative entries of the path, and an interpreter that is given so, mean the launcher's folder.
+    // Relative entries of the path, and an interpreter that is given so, mean the launcher's
+    // folder.
     let line = match &tasks.folder {
         Some(folder) => format!("cd {} 2>/dev/null; {line}", quoted(folder)),
         None => line,
@@ -225,8 +233,10 @@ fn converse(
         kill_group(group, Signal::TERM);
     }
     wait_without_reaping(group);
-    let status =
-        child.lock().take().map_or_else(|| Err(io::ErrorKind::NotFound.into()), |mut child| child.wait());
+    let status = child
+        .lock()
+        .take()
+        .map_or_else(|| Err(io::ErrorKind::NotFound.into()), |mut child| child.wait());
     if open.is_empty() {
         return tell(Notice::Done);
     }
@@ -304,7 +314,8 @@ fn admissible(hello: &Hello, same_python: Option<&str>) -> std::result::Result<(
     let ours = env!("CARGO_PKG_VERSION");
     if hello.version != VERSION && hello.farandole == ours {
         return Err(format!(
-            "another build of farandole {ours} is installed there ({}); install one build everywhere",
+            "another build of farandole {ours} is installed there ({}); install one build \
+             everywhere",
             hello.executable
         ));
     }
@@ -317,8 +328,8 @@ fn admissible(hello: &Hello, same_python: Option<&str>) -> std::result::Result<(
     let minor = |version: &str| version.split('.').take(2).collect::<Vec<_>>().join(".");
     match same_python {
         Some(python) if minor(python) != minor(&hello.python) => Err(format!(
-            "Python {} runs there ({}), and {python} here; a function travels only between interpreters of one minor \
-             version",
+            "Python {} runs there ({}), and {python} here; a function travels only between \
+             interpreters of one minor version",
             hello.python, hello.executable
         )),
         _ => Ok(()),
@@ -349,7 +360,8 @@ fn give_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Re
     pipe.flush()
 }
 
-/// Reads the program's stderr to its end and keeps the last lines; each is also an event, for a job that continues.
+/// Reads the program's stderr to its end and keeps the last lines; each is also an event, for a job
+/// that continues.
 fn listen(host: &str, mut stderr: impl Read) -> Vec<String> {
     let mut splitter = Splitter::default();
     let mut tail = Tail::new(TAIL);
@@ -376,7 +388,8 @@ fn last_words(tail: &mpsc::Receiver<Vec<String>>) -> Vec<String> {
 /// Describes the end of a connection: the program's own last words, or its exit status.
 fn epitaph(status: io::Result<ExitStatus>, words: &[String]) -> String {
     let how = match status {
-        Ok(status) => match (status.code(), std::os::unix::process::ExitStatusExt::signal(&status)) {
+        Ok(status) => match (status.code(), std::os::unix::process::ExitStatusExt::signal(&status))
+        {
             (Some(0), _) => "the connection ended before the work was done".to_owned(),
             (Some(code), _) => format!("the connection ended with status {code}"),
             (None, Some(signal)) => {
@@ -386,7 +399,8 @@ fn epitaph(status: io::Result<ExitStatus>, words: &[String]) -> String {
         },
         Err(error) => format!("the connection ended: {error}"),
     };
-    let words: Vec<&str> = words.iter().map(|line| line.trim()).filter(|line| !line.is_empty()).collect();
+    let words: Vec<&str> =
+        words.iter().map(|line| line.trim()).filter(|line| !line.is_empty()).collect();
     if words.is_empty() { how } else { words.join("; ") }
 }
 
@@ -417,7 +431,8 @@ mod tests {
 
     #[test]
     fn output_of_a_login_shell_is_skipped() {
-        let mut input = io::Cursor::new([b"Welcome!\n\xff\n", GREETING.as_bytes(), b"\nrest"].concat());
+        let mut input =
+            io::Cursor::new([b"Welcome!\n\xff\n", GREETING.as_bytes(), b"\nrest"].concat());
         skip_chatter(&mut input).unwrap();
         let mut rest = String::new();
         input.read_to_string(&mut rest).unwrap();
@@ -428,11 +443,15 @@ mod tests {
     #[test]
     fn the_programs_own_words_are_the_reason() {
         use std::os::unix::process::ExitStatusExt as _;
-        let words = ["ssh: connect to host h3 port 22: Connection refused\r".to_owned(), String::new()];
+        let words =
+            ["ssh: connect to host h3 port 22: Connection refused\r".to_owned(), String::new()];
         assert_eq!(
             epitaph(Ok(ExitStatus::from_raw(255 << 8)), &words),
             "ssh: connect to host h3 port 22: Connection refused"
         );
-        assert_eq!(epitaph(Ok(ExitStatus::from_raw(9)), &[]), "the connection was ended by SIGKILL");
+        assert_eq!(
+            epitaph(Ok(ExitStatus::from_raw(9)), &[]),
+            "the connection was ended by SIGKILL"
+        );
     }
 }

@@ -29,12 +29,18 @@ impl Default for Shell {
 }
 
 impl Shell {
-    /// OpenSSH, or a program with its options. It reads keys, known hosts, jump hosts and `~/.ssh/config` itself; it
-    /// must not ask for a password, because there may be no user to type it.
+    /// OpenSSH, or a program with its options. It reads keys, known hosts, jump hosts and
+    /// `~/.ssh/config` itself; it must not ask for a password, because there may be no user to type
+    /// it.
     ///
     /// # Errors
     /// `Usage` for a command that no shell could read.
-    pub fn ssh(command: &str, port: Option<u16>, identity: Option<&Path>, connect: Duration) -> Result<Self> {
+    pub fn ssh(
+        command: &str,
+        port: Option<u16>,
+        identity: Option<&Path>,
+        connect: Duration,
+    ) -> Result<Self> {
         Ok(Self::over_ssh(split(command)?, port, identity, connect))
     }
 
@@ -58,8 +64,8 @@ impl Shell {
         Self { words }
     }
 
-    /// Any program that is called as `PROGRAM HOST COMMAND` and hands its standard input on, such as an MPI's rsh agent.
-    /// A word `{host}` among its own says where the host goes instead.
+    /// Any program that is called as `PROGRAM HOST COMMAND` and hands its standard input on, such
+    /// as an MPI's rsh agent. A word `{host}` among its own says where the host goes instead.
     ///
     /// # Errors
     /// `Usage` for a command that no shell could read.
@@ -75,14 +81,20 @@ impl Shell {
     ///
     /// # Errors
     /// Like [`Shell::ssh`].
-    pub fn of(command: &str, port: Option<u16>, identity: Option<&Path>, connect: Duration) -> Result<Self> {
+    pub fn of(
+        command: &str,
+        port: Option<u16>,
+        identity: Option<&Path>,
+        connect: Duration,
+    ) -> Result<Self> {
         let program = split(command)?.into_iter().next().unwrap_or_default();
         if Path::new(&program).file_name().is_some_and(|name| name == "ssh") {
             return Self::ssh(command, port, identity, connect);
         }
         if port.is_some() || identity.is_some() {
-            let reason =
-                format!("a port and an identity file are for ssh, and hosts are reached by: {command}");
+            let reason = format!(
+                "a port and an identity file are for ssh, and hosts are reached by: {command}"
+            );
             return Err(Error::Usage { reason });
         }
         Self::custom(command)
@@ -152,7 +164,9 @@ pub(crate) fn quoted(word: &str) -> String {
 fn split(command: &str) -> Result<Vec<String>> {
     match shlex::split(command) {
         Some(words) if !words.is_empty() => Ok(words),
-        _ => Err(Error::Usage { reason: format!("hosts cannot be reached by this command: {command:?}") }),
+        _ => Err(Error::Usage {
+            reason: format!("hosts cannot be reached by this command: {command:?}"),
+        }),
     }
 }
 
@@ -164,7 +178,8 @@ mod tests {
 
     #[test]
     fn ssh_must_not_ask_and_keeps_its_own_settings() {
-        let shell = Shell::of("ssh -F 'my config'", Some(2222), Some(Path::new("/key")), CONNECT).unwrap();
+        let shell =
+            Shell::of("ssh -F 'my config'", Some(2222), Some(Path::new("/key")), CONNECT).unwrap();
         let words = shell.argv("n1", "true");
         assert_eq!(
             words.join(" "),

@@ -3,8 +3,9 @@
 
 //! Starts a process that dies with this one.
 //!
-//! `PR_SET_PDEATHSIG` fires when the *thread* that forked ends, so one thread that never ends forks for all callers.
-//! Between fork and exec only system calls are made, as a fork of a process with threads demands.
+//! `PR_SET_PDEATHSIG` fires when the *thread* that forked ends, so one thread that never ends forks
+//! for all callers. Between fork and exec only system calls are made, as a fork of a process with
+//! threads demands.
 
 #![expect(unsafe_code, reason = "a hook between fork and exec")]
 
@@ -29,8 +30,8 @@ struct Request {
 /// The spawner of this process; a fork, which has no threads of its parent, starts its own.
 static SPAWNER: Mutex<Option<(Pid, mpsc::Sender<Request>)>> = Mutex::new(None);
 
-/// Starts `command` as leader of a session, to be killed by the kernel when this process ends. The descriptors in
-/// `inherited` stay open in it under their numbers, and are closed here.
+/// Starts `command` as leader of a session, to be killed by the kernel when this process ends. The
+/// descriptors in `inherited` stay open in it under their numbers, and are closed here.
 ///
 /// # Errors
 /// Like `Command::spawn`; `ESRCH` when this process ended in the meantime.
@@ -65,7 +66,8 @@ fn spawner() -> io::Result<mpsc::Sender<Request>> {
     thread::Builder::new().name("farandole-spawner".to_owned()).spawn(move || {
         for request in requests {
             let Request { command, inherited, lasting, reply } = request;
-            // A caller that gave up has dropped its end; its child is then not reaped until this process ends.
+            // A caller that gave up has dropped its end; its child is then not reaped until this
+            // process ends.
             drop(reply.send(start(command, &inherited, lasting)));
         }
     })?;
@@ -87,14 +89,14 @@ fn start(mut command: Command, inherited: &[OwnedFd], lasting: bool) -> io::Resu
             return Err(Errno::SRCH.into());
         }
         for &number in &numbers {
-            // SAFETY: the descriptors are open in the parent until `start` returns, hence in this copy of it, and
-            // the borrow ends within the call.
+            // SAFETY: the descriptors are open in the parent until `start` returns, hence in this
+            // copy of it, and the borrow ends within the call.
             fcntl_setfd(unsafe { BorrowedFd::borrow_raw(number) }, FdFlags::empty())?;
         }
         Ok(())
     };
-    // SAFETY: between fork and exec `prepare` makes system calls only: no lock, no allocation (the numbers were
-    // collected before; the errors are plain codes), no destructor.
+    // SAFETY: between fork and exec `prepare` makes system calls only: no lock, no allocation (the
+    // numbers were collected before; the errors are plain codes), no destructor.
     unsafe { command.pre_exec(prepare) };
     command.spawn()
 }
@@ -112,7 +114,10 @@ mod tests {
         let mut command = Command::new("/bin/sh");
         command.args([
             "-c",
-            &format!("echo hello >/proc/self/fd/{}; cut -d' ' -f6 /proc/$$/stat", write.as_raw_fd()),
+            &format!(
+                "echo hello >/proc/self/fd/{}; cut -d' ' -f6 /proc/$$/stat",
+                write.as_raw_fd()
+            ),
         ]);
         let child = spawn(
             {

@@ -32,9 +32,11 @@ pub struct Work {
     pub shell: Shell,
     /// The Python interpreter that has the package on other hosts.
     pub python: String,
-    /// Version of this process's own interpreter, where workers read what it has pickled: then theirs must be the same.
+    /// Version of this process's own interpreter, where workers read what it has pickled: then
+    /// theirs must be the same.
     pub same_python: Option<String>,
-    /// Time for which workers continue without the launcher, which may be started again; zero if it may not.
+    /// Time for which workers continue without the launcher, which may be started again; zero if it
+    /// may not.
     pub outage: Duration,
     /// The configuration of this process.
     pub config: Config,
@@ -90,7 +92,13 @@ impl Work {
     }
 
     /// Tasks of another host.
-    pub(crate) fn there(&self, ticket: &Ticket, host: String, tasks: Vec<u32>, elastic: bool) -> RemoteTasks {
+    pub(crate) fn there(
+        &self,
+        ticket: &Ticket,
+        host: String,
+        tasks: Vec<u32>,
+        elastic: bool,
+    ) -> RemoteTasks {
         let mut environment = forwarded_environment();
         environment.extend(self.environment.clone());
         let python_path = environment.get("PYTHONPATH").cloned().flatten();

@@ -33,8 +33,8 @@ const TAIL: usize = 50;
 const GRACE: Duration = Duration::from_secs(2);
 /// Time for a last checkpoint: a worker that was asked to end is ended after it.
 const ASKED: Duration = Duration::from_secs(10);
-/// Longest time for the end of the pipes after every process of the group has ended, not counting the time for which
-/// the receiver of the lines keeps them waiting.
+/// Longest time for the end of the pipes after every process of the group has ended, not counting
+/// the time for which the receiver of the lines keeps them waiting.
 const DRAIN: Duration = Duration::from_secs(2);
 /// Interval at which the caller is asked whether the rest of the output is still wanted.
 const SLICE: Duration = Duration::from_millis(50);
@@ -80,12 +80,12 @@ pub(crate) struct Remains {
     pub(crate) result: Option<Vec<u8>>,
 }
 
-/// Variables with which the C library keeps the memory that a training step frees for the next step, which needs it
-/// again at once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel
-/// clears 100 MB of gradients again in every step: up to half of the step's time. The last one asks for huge pages,
-/// where the kernel gives them on request: fresh memory then costs one fault for 2 MiB and not 512. Set for all
-/// workers that do not set them themselves. `farandole.common.heap` still returns memory that stays unused for
-/// longer.
+/// Variables with which the C library keeps the memory that a training step frees for the next
+/// step, which needs it again at once. By default it goes back to the system whenever it lies at
+/// the top of the heap, and the kernel clears 100 MB of gradients again in every step: up to half
+/// of the step's time. The last one asks for huge pages, where the kernel gives them on request:
+/// fresh memory then costs one fault for 2 MiB and not 512. Set for all workers that do not set
+/// them themselves. `farandole.common.heap` still returns memory that stays unused for longer.
 pub const ALLOCATOR: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "33554432"),
     ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
@@ -117,7 +117,8 @@ impl Reader {
 /// A started worker.
 pub(crate) struct Worker {
     group: Pid,
-    /// Held while signalling and while reaping, so that no signal goes to a process that took over the number.
+    /// Held while signalling and while reaping, so that no signal goes to a process that took over
+    /// the number.
     child: Arc<Mutex<Option<Child>>>,
     guard: Option<Guard>,
     readers: Vec<Reader>,
@@ -126,14 +127,16 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts the process; `on_exit` is called from another thread when it has ended by itself or by a signal.
+    /// Starts the process; `on_exit` is called from another thread when it has ended by itself or
+    /// by a signal.
     ///
     /// # Errors
     /// `Spawn`, `System`, `Usage` for an empty command.
     pub(crate) fn start(start: Start, on_exit: impl FnOnce() + Send + 'static) -> Result<Self> {
         let Start { command, environment, payload, collect_result, take_line } = start;
-        let (program, arguments) =
-            command.split_first().ok_or(Error::Usage { reason: "the command is empty".to_owned() })?;
+        let (program, arguments) = command
+            .split_first()
+            .ok_or(Error::Usage { reason: "the command is empty".to_owned() })?;
         let mut prepared = Command::new(program);
         prepared.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         for (name, value) in ALLOCATOR {
@@ -162,10 +165,11 @@ impl Worker {
             inherited.push(write);
             result_from = Some(read);
         }
-        let mut child =
-            spawn(prepared, inherited).map_err(|source| Error::Spawn { program: program.clone(), source })?;
+        let mut child = spawn(prepared, inherited)
+            .map_err(|source| Error::Spawn { program: program.clone(), source })?;
         let group = pid_of(&child)?;
-        let guard = Guard::start(group).map_err(|source| Error::System { what: "starting a guard", source });
+        let guard = Guard::start(group)
+            .map_err(|source| Error::System { what: "starting a guard", source });
         let tail = Arc::new(Mutex::new(Tail::new(TAIL)));
         let stdout = child.stdout.take();
         let stderr = child.stderr.take();
@@ -181,7 +185,8 @@ impl Worker {
         worker.guard = Some(guard?);
         if let Some(pipe) = stdout {
             let take = Arc::clone(&take_line);
-            worker.read("stdout", Stream::Stdout, pipe, move |line, _| take(Stream::Stdout, line))?;
+            worker
+                .read("stdout", Stream::Stdout, pipe, move |line, _| take(Stream::Stdout, line))?;
         }
         if let Some(pipe) = stderr {
             let tail = Arc::clone(&worker.tail);
@@ -212,8 +217,9 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Ends the worker and its whole group, in the way that `manner` begins with and then in every harsher one. `exited`
-    /// waits for `on_exit` to be called, at most until the given time, or until a harsher manner is asked for.
+    /// Ends the worker and its whole group, in the way that `manner` begins with and then in every
+    /// harsher one. `exited` waits for `on_exit` to be called, at most until the given time, or
+    /// until a harsher manner is asked for.
     pub(crate) fn end(&self, mut manner: Manner, exited: impl Fn(Manner, Instant) -> Waited) {
         loop {
             let (signal, grace, next) = match manner {
@@ -232,8 +238,8 @@ impl Worker {
         }
     }
 
-    /// Reaps the ended worker, ends what it left behind, and collects its output: all of it, however slowly it is
-    /// taken, unless `given_up` says that the rest is not wanted.
+    /// Reaps the ended worker, ends what it left behind, and collects its output: all of it,
+    /// however slowly it is taken, unless `given_up` says that the rest is not wanted.
     ///
     /// # Errors
     /// `System` when the process cannot be waited for.
@@ -255,12 +261,17 @@ impl Worker {
         }
         let result = self.result.take().and_then(|reader| join_value(reader, deadline));
         let stderr_tail = self.tail.lock().lines().map(str::to_owned).collect();
-        Ok(Remains { how: how(status?), stderr_tail, result: result.filter(|bytes| !bytes.is_empty()) })
+        Ok(Remains {
+            how: how(status?),
+            stderr_tail,
+            result: result.filter(|bytes| !bytes.is_empty()),
+        })
     }
 
     fn reap(&mut self) -> Result<ExitStatus> {
         let mut child = self.child.lock();
-        // The leader is a zombie until it is reaped below, so the number of the group is still its own.
+        // The leader is a zombie until it is reaped below, so the number of the group is still its
+        // own.
         kill_group(self.group, Signal::KILL);
         let status = match child.take() {
             Some(mut child) => child.wait(),
@@ -353,7 +364,8 @@ pub(crate) fn wait_without_reaping(pid: Pid) {
 
 /// Returns a pipe whose ends are above the standard descriptors, which the child sets again.
 fn pipe() -> Result<(OwnedFd, OwnedFd)> {
-    let system = |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
+    let system =
+        |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
     let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(system("making a pipe"))?;
     let above = |end: OwnedFd| {
         if end.as_raw_fd() > 2 {
@@ -371,7 +383,10 @@ pub(crate) fn pid_of(child: &Child) -> Result<Pid> {
     })
 }
 
-fn named<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+fn named<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>> {
     thread::Builder::new()
         .name(format!("farandole-{name}"))
         .spawn(work)

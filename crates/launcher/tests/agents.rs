@@ -163,7 +163,8 @@ fn children_of_a_worker_that_ended_well_end_too() {
 #[test]
 fn a_killed_worker_is_reported_with_its_signal_and_last_words() {
     let registrar = registrar(1);
-    let (task, _) = task(&registrar, 0, "for i in $(seq 80); do echo line $i >&2; done; kill -9 $$");
+    let (task, _) =
+        task(&registrar, 0, "for i in $(seq 80); do echo line $i >&2; done; kill -9 $$");
     let outcome = outcome(&Agent::start(task).unwrap());
     assert_eq!((outcome.rank, outcome.how), (Some(Rank(0)), Some(How::Signal(9))));
     assert_eq!(outcome.stderr_tail.len(), 50);
@@ -178,7 +179,10 @@ fn a_cancelled_agent_answers_before_and_after_there_is_a_worker() {
     let early = Agent::start(waiting).unwrap();
     early.cancel("changed my mind");
     let outcome_early = outcome(&early);
-    assert_eq!((outcome_early.rank, outcome_early.reason.as_deref()), (None, Some("changed my mind")));
+    assert_eq!(
+        (outcome_early.rank, outcome_early.reason.as_deref()),
+        (None, Some("changed my mind"))
+    );
 
     let registrar = self::registrar(1);
     let (sleeping, lines) = task(&registrar, 0, "echo up; sleep 600");
@@ -198,7 +202,10 @@ fn a_missing_program_is_named_and_ends_the_others() {
     let (waiting, _) = task(&registrar, 1, "sleep 600");
     let agents = [Agent::start(missing).unwrap(), Agent::start(waiting).unwrap()];
     let error = agents[0].wait(LIMIT).unwrap().unwrap_err();
-    assert!(matches!(&error, Error::Spawn { program, .. } if program == "/no/such/program"), "{error}");
+    assert!(
+        matches!(&error, Error::Spawn { program, .. } if program == "/no/such/program"),
+        "{error}"
+    );
     assert!(outcome(&agents[1]).reason.unwrap().contains("could not be started"));
 }
 
@@ -215,7 +222,8 @@ fn a_worker_ends_when_the_registrar_is_gone() {
     assert_eq!(outcome.reason.as_deref(), Some("the driver closed the job"));
 }
 
-/// Hands connections on to a registrar until it is dropped: then they break, and nothing listens any more.
+/// Hands connections on to a registrar until it is dropped: then they break, and nothing listens
+/// any more.
 struct Bridge {
     address: String,
     end: Arc<AtomicBool>,
@@ -231,7 +239,10 @@ impl Bridge {
         let (end, streams) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
         let (ends, all) = (Arc::clone(&end), Arc::clone(&streams));
         let thread = thread::spawn(move || {
-            for near in listener.incoming().map(Result::unwrap).take_while(|_| !ends.load(Ordering::Acquire))
+            for near in listener
+                .incoming()
+                .map(Result::unwrap)
+                .take_while(|_| !ends.load(Ordering::Acquire))
             {
                 let far = TcpStream::connect(&target).unwrap();
                 for (mut from, mut to) in [
@@ -272,7 +283,10 @@ fn a_cancelled_agent_does_not_wait_for_a_registrar_that_is_gone() {
     agent.cancel("changed my mind");
     let outcome = outcome(&agent);
     assert!(cancelled.elapsed() < Duration::from_secs(8), "{:?}", cancelled.elapsed());
-    assert_eq!((outcome.reason.as_deref(), outcome.how), (Some("changed my mind"), Some(How::Signal(15))));
+    assert_eq!(
+        (outcome.reason.as_deref(), outcome.how),
+        (Some("changed my mind"), Some(How::Signal(15)))
+    );
 }
 
 #[test]

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Jobs with agents behind a connection: the program that reaches "hosts" is a script that runs its command here, and
-//! the interpreter there is this test's own program. Real hosts and a real ssh are in `tests/launch`.
+//! Jobs with agents behind a connection: the program that reaches "hosts" is a script that runs its
+//! command here, and the interpreter there is this test's own program. Real hosts and a real ssh
+//! are in `tests/launch`.
 
 #![expect(clippy::unwrap_used, clippy::disallowed_methods, reason = "tests")]
 
@@ -45,7 +46,8 @@ impl Bed {
         let bed = Self { folder: tempfile::tempdir().unwrap() };
         bed.script(
             "reach",
-            "host=$1; shift; case $host in down*) echo \"reach: no route to $host\" >&2; exit 255;; esac\n\
+            "host=$1; shift; case $host in down*) echo \"reach: no route to $host\" >&2; exit \
+                             255;; esac\n\
                              echo \"Last login: today\"; HOST=$host exec sh -c \"$*\"",
         );
         let this = std::env::current_exe().unwrap();
@@ -100,8 +102,12 @@ fn appears(path: &Path) {
 #[test]
 fn plays_an_agent() {
     if std::env::var(AGENT).is_ok() {
-        serve_host(&Hello::new("3.11.2".into(), "python".into()), std::io::stdin(), std::io::stdout())
-            .unwrap();
+        serve_host(
+            &Hello::new("3.11.2".into(), "python".into()),
+            std::io::stdin(),
+            std::io::stdout(),
+        )
+        .unwrap();
         std::process::exit(0);
     }
 }
@@ -126,7 +132,8 @@ fn ranks_follow_the_order_of_hosts_and_lines_and_variables_come_through() {
 fn hosts_that_cannot_be_reached_are_all_named_and_no_worker_starts() {
     let bed = Bed::new();
     let touched = bed.path("touched");
-    let job = bed.job("localhost:1,down1:1,far:1,down2:1", 4, &format!("touch {}", touched.display()));
+    let job =
+        bed.job("localhost:1,down1:1,far:1,down2:1", 4, &format!("touch {}", touched.display()));
     let (report, _) = run(&job, || Wish::GoOn);
     let error = report.unwrap_err().told();
     assert_eq!(
@@ -143,7 +150,9 @@ fn a_missing_interpreter_is_reported_in_the_shells_words() {
     job.work.python = "/no/such/python".to_owned();
     let error = run(&job, || Wish::GoOn).0.unwrap_err().told();
     assert!(
-        error.starts_with("far: ") && error.contains("/no/such/python") && error.contains("not found"),
+        error.starts_with("far: ")
+            && error.contains("/no/such/python")
+            && error.contains("not found"),
         "{error}"
     );
 }
@@ -186,7 +195,9 @@ fn a_connection_that_breaks_ends_the_job_and_the_workers_behind_it() {
     assert_eq!(error, "far: the connection was ended by SIGKILL");
     for pid in fs::read_to_string(&pids).unwrap().lines() {
         let deadline = Instant::now() + Duration::from_secs(10);
-        while fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
+        while fs::read_to_string(format!("/proc/{pid}/stat"))
+            .is_ok_and(|stat| !stat.contains(") Z "))
+        {
             assert!(Instant::now() < deadline, "worker {pid} outlived its agent");
             std::thread::yield_now();
         }
@@ -210,7 +221,10 @@ fn an_interrupt_leaves_time_and_a_second_one_does_not() {
     for rank in 0..2 {
         fs::remove_file(ready.with_extension(rank.to_string())).unwrap();
     }
-    let deaf = format!(r#"trap '' INT TERM; touch {}.$RANK; while :; do sleep 0.05; done"#, ready.display());
+    let deaf = format!(
+        r#"trap '' INT TERM; touch {}.$RANK; while :; do sleep 0.05; done"#,
+        ready.display()
+    );
     let job = bed.job("localhost:1,far:1", 2, &deaf);
     let asked = std::cell::Cell::new(None);
     let began = std::cell::Cell::new(None);
@@ -227,7 +241,8 @@ fn an_interrupt_leaves_time_and_a_second_one_does_not() {
     let report = report.unwrap();
     assert!(began.get().unwrap().elapsed() < Duration::from_secs(8), "a kill takes no grace");
     assert!(
-        report.interrupted && report.outcomes.iter().all(|outcome| outcome.how == Some(How::Signal(9))),
+        report.interrupted
+            && report.outcomes.iter().all(|outcome| outcome.how == Some(How::Signal(9))),
         "{report:?}"
     );
 }

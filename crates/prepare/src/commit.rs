@@ -37,8 +37,8 @@ impl Committed {
     }
 }
 
-/// Makes the files of `summaries` a data set: checks that they are there, writes the manifests (training last) and
-/// deletes what earlier or failed attempts left.
+/// Makes the files of `summaries` a data set: checks that they are there, writes the manifests
+/// (training last) and deletes what earlier or failed attempts left.
 ///
 /// # Errors
 /// No rows, partitions that disagree, a file that is gone, and the store's.
@@ -51,12 +51,16 @@ pub fn commit(url: &str, spec: &str, mut summaries: Vec<Summary>) -> Result<Comm
     let rows = summaries.iter().map(|summary| summary.rows).sum();
     let dropped = summaries.iter().map(|summary| summary.dropped).sum();
     let merge = |name: &'static str, pick: fn(&Summary) -> Option<&SideSummary>| {
-        let sides = summaries.iter().filter_map(|summary| Some((summary.partition, pick(summary)?)));
+        let sides =
+            summaries.iter().filter_map(|summary| Some((summary.partition, pick(summary)?)));
         merged(&spec, sides)?.ok_or(Error::Empty { side: name, rows, dropped })
     };
     let train = merge("training", |summary| summary.train.as_ref())?;
-    let val =
-        if spec.validates() { Some(merge("validation", |summary| summary.val.as_ref())?) } else { None };
+    let val = if spec.validates() {
+        Some(merge("validation", |summary| summary.val.as_ref())?)
+    } else {
+        None
+    };
     if let Some(val) = &val {
         agree((0, &train.columns), (0, &val.columns))?;
     }
@@ -111,7 +115,8 @@ fn agree(first: (u64, &[Column]), second: (u64, &[Column])) -> Result<()> {
     };
     for number in 0..first.1.len().max(second.1.len()) {
         let (one, two) = (first.1.get(number), second.1.get(number));
-        let key = |column: Option<&Column>| column.map(|c| (c.name.clone(), c.element, c.shape.clone()));
+        let key =
+            |column: Option<&Column>| column.map(|c| (c.name.clone(), c.element, c.shape.clone()));
         if key(one) != key(two) {
             return Err(Error::Disagree {
                 column: one.or(two).map(|column| column.name.clone()).unwrap_or_default(),

@@ -49,7 +49,9 @@ pub enum Error {
         found: String,
     },
     /// Batches of one partition disagree about a column.
-    #[error("column {column} changed its type within partition {partition} from {before} to {after}")]
+    #[error(
+        "column {column} changed its type within partition {partition} from {before} to {after}"
+    )]
     Changed {
         /// The column.
         column: String,
@@ -62,8 +64,8 @@ pub enum Error {
     },
     /// Nulls or NaN where there may be none.
     #[error(
-        "column {column} has {what} in {missing} of {rows} rows, in partition {partition}, first at its row {row} \
-         (a fill can take their place)"
+        "column {column} has {what} in {missing} of {rows} rows, in partition {partition}, first \
+         at its row {row} (a fill can take their place)"
     )]
     Missing {
         /// The column.
@@ -81,8 +83,8 @@ pub enum Error {
     },
     /// Infinities where there may be none.
     #[error(
-        "column {column} has infinite values in {infinite} of {rows} rows, in partition {partition}, first at its row \
-         {row} (allow_nan takes them as they are)"
+        "column {column} has infinite values in {infinite} of {rows} rows, in partition \
+         {partition}, first at its row {row} (allow_nan takes them as they are)"
     )]
     Infinite {
         /// The column.
@@ -108,7 +110,8 @@ pub enum Error {
     },
     /// A text in a validation column that says neither side.
     #[error(
-        "validation column {column} has a text that is none of train, validation, test, true, false, 1 and 0: {value}"
+        "validation column {column} has a text that is none of train, validation, test, true, \
+         false, 1 and 0: {value}"
     )]
     Side {
         /// The column.
@@ -118,7 +121,8 @@ pub enum Error {
     },
     /// Rows of different lengths.
     #[error(
-        "column {column} has rows of {expected} and of {found} values; all must have one length (partition {partition})"
+        "column {column} has rows of {expected} and of {found} values; all must have one length \
+         (partition {partition})"
     )]
     Ragged {
         /// The column.
@@ -132,7 +136,8 @@ pub enum Error {
     },
     /// Partitions disagree about a column.
     #[error(
-        "column {column} is {first} in partition {first_partition} and {second} in partition {second_partition}"
+        "column {column} is {first} in partition {first_partition} and {second} in partition \
+         {second_partition}"
     )]
     Disagree {
         /// The column.
@@ -180,7 +185,8 @@ pub enum Error {
     },
     /// A file is not what its writer left.
     #[error(
-        "{path} has {found} bytes where its writer left {expected}: does another process prepare into this directory?"
+        "{path} has {found} bytes where its writer left {expected}: does another process prepare \
+         into this directory?"
     )]
     Altered {
         /// The file.
@@ -266,7 +272,9 @@ impl Error {
                 farandole_store::Fault::Usage => Fault::Usage,
                 farandole_store::Fault::Environment => Fault::Environment,
             },
-            Self::Altered { .. } | Self::Damaged { .. } | Self::Parquet { .. } => Fault::Environment,
+            Self::Altered { .. } | Self::Damaged { .. } | Self::Parquet { .. } => {
+                Fault::Environment
+            }
         }
     }
 }

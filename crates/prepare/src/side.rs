@@ -26,7 +26,8 @@ use crate::summary::SideSummary;
 /// Decoded bytes of a row group.
 const GROUP_BYTES: u64 = 4 << 20;
 
-/// Row groups that a partition has at least, when it has rows enough: batches are held back until it is known.
+/// Row groups that a partition has at least, when it has rows enough: batches are held back until
+/// it is known.
 const GROUPS: u64 = 8;
 
 /// A small partition is not cut finer than this.
@@ -84,7 +85,8 @@ impl Side {
         let target = *self.target.get_or_insert((GROUP_BYTES / self.row_bytes).max(1));
         self.waiting_rows += rows;
         self.waiting.push_back(batch);
-        let hold = if self.groups.is_empty() && self.shape.row_group_rows.is_none() { GROUPS } else { 1 };
+        let hold =
+            if self.groups.is_empty() && self.shape.row_group_rows.is_none() { GROUPS } else { 1 };
         if self.waiting_rows >= hold * target {
             while self.waiting_rows >= target {
                 self.write_group(target)?;
@@ -96,13 +98,15 @@ impl Side {
     /// Decoded bytes of one row: exact for fixed widths, by the first batch for others.
     fn measure(&self, batch: &RecordBatch) -> u64 {
         let varying = |number: usize| {
-            batch
-                .columns()
-                .get(number)
-                .map_or(0, |array| array.get_array_memory_size() as u64 / batch.num_rows().max(1) as u64)
+            batch.columns().get(number).map_or(0, |array| {
+                array.get_array_memory_size() as u64 / batch.num_rows().max(1) as u64
+            })
         };
         let widths = self.shape.columns.iter().enumerate();
-        widths.map(|(number, column)| column.width().unwrap_or_else(|| varying(number))).sum::<u64>().max(1)
+        widths
+            .map(|(number, column)| column.width().unwrap_or_else(|| varying(number)))
+            .sum::<u64>()
+            .max(1)
     }
 
     fn write_group(&mut self, rows: u64) -> Result<()> {
@@ -132,7 +136,8 @@ impl Side {
             .unwrap_or_default();
         self.chunks.push(writer.inner_mut().end_group(&ranges));
         self.waiting_rows -= rows - missing;
-        self.groups.push(RowGroup { rows: rows - missing, bytes: (rows - missing) * self.row_bytes });
+        self.groups
+            .push(RowGroup { rows: rows - missing, bytes: (rows - missing) * self.row_bytes });
         Ok(())
     }
 
@@ -149,16 +154,20 @@ impl Side {
             .set_dictionary_enabled(false)
             .set_max_row_group_row_count(None)
             .set_created_by(concat!("farandole ", env!("CARGO_PKG_VERSION")).to_owned())
-            .set_key_value_metadata(Some(vec![KeyValue::new("farandole.format".to_owned(), "1".to_owned())]));
-        // Words repeat themselves; images and lists of numbers do not, and fill a dictionary that is then given up.
+            .set_key_value_metadata(Some(vec![KeyValue::new(
+                "farandole.format".to_owned(),
+                "1".to_owned(),
+            )]));
+        // Words repeat themselves; images and lists of numbers do not, and fill a dictionary that
+        // is then given up.
         for column in shape.columns.iter().filter(|column| column.element == Element::Utf8) {
-            properties =
-                properties.set_column_dictionary_enabled(ColumnPath::new(vec![column.name.clone()]), true);
+            properties = properties
+                .set_column_dictionary_enabled(ColumnPath::new(vec![column.name.clone()]), true);
         }
         if shape.compression == Compression::None {
             for name in &shape.packed {
-                properties =
-                    properties.set_column_compression(ColumnPath::new(vec![name.clone()]), Codec::LZ4_RAW);
+                properties = properties
+                    .set_column_compression(ColumnPath::new(vec![name.clone()]), Codec::LZ4_RAW);
             }
         }
         let upload = shape.store.upload(&shape.file)?;
@@ -189,7 +198,11 @@ impl Side {
         (file.checksum, file.chunks) = (Some(checksum), self.chunks);
         for column in &mut self.shape.columns {
             // Of one batch they hold for all: no manifest has others.
-            if !column.min.zip(column.max).is_some_and(|(low, high)| low.is_finite() && high.is_finite()) {
+            if !column
+                .min
+                .zip(column.max)
+                .is_some_and(|(low, high)| low.is_finite() && high.is_finite())
+            {
                 (column.min, column.max) = (None, None);
             }
         }
@@ -202,7 +215,8 @@ impl Side {
     }
 }
 
-/// Hashes the bytes that go to the store: the whole file, and each column's chunk of every row group.
+/// Hashes the bytes that go to the store: the whole file, and each column's chunk of every row
+/// group.
 struct Sink {
     upload: Upload,
     hash: Xxh3,
@@ -217,7 +231,8 @@ impl Sink {
         let at = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
         let sum = |(start, length): &(u64, u64)| {
             let from = start.checked_sub(self.start).map_or(usize::MAX, at);
-            let chunk = self.group.get(from..).and_then(|rest| rest.get(..at(*length))).unwrap_or_default();
+            let chunk =
+                self.group.get(from..).and_then(|rest| rest.get(..at(*length))).unwrap_or_default();
             checksum(chunk)
         };
         let sums = ranges.iter().map(sum).collect();

@@ -31,7 +31,8 @@ pub enum Compression {
 pub enum Validation {
     /// This part of them, by a hash of their content.
     Fraction(f64),
-    /// Rows whose hash is below this value: a fraction that is too small for the number of rows becomes this.
+    /// Rows whose hash is below this value: a fraction that is too small for the number of rows
+    /// becomes this.
     Below(u64),
     /// Rows in which this column is true or above 0.
     Column(String),
@@ -64,12 +65,12 @@ pub struct Spec {
     /// Compression of pages.
     #[serde(default)]
     pub compression: Compression,
-    /// Whether Spark's vectors are compressed whatever `compression` says: they are written dense, and sparse ones are
-    /// mostly zeros.
+    /// Whether Spark's vectors are compressed whatever `compression` says: they are written dense,
+    /// and sparse ones are mostly zeros.
     #[serde(default)]
     pub compress_sparse: bool,
-    /// The replacement of nulls and NaN, as text, by column; `"*"` is for all other columns that can hold it.
-    /// Without it they are errors.
+    /// The replacement of nulls and NaN, as text, by column; `"*"` is for all other columns that
+    /// can hold it. Without it they are errors.
     #[serde(default)]
     pub fill: BTreeMap<String, String>,
     /// Takes NaN and infinities as values like any others.
@@ -116,14 +117,19 @@ impl Spec {
             {
                 return wrong("the validation column cannot be kept as well", column.clone());
             }
-            if let Some(column) = spec.fill.keys().find(|key| *key != "*" && !columns.contains(key)) {
-                return wrong("there is something to fill in for a column that is not kept", column.clone());
+            if let Some(column) = spec.fill.keys().find(|key| *key != "*" && !columns.contains(key))
+            {
+                return wrong(
+                    "there is something to fill in for a column that is not kept",
+                    column.clone(),
+                );
             }
         }
         Ok(spec)
     }
 
-    /// Returns the replacement of nulls and NaN of `column`, and whether it was given for this column alone.
+    /// Returns the replacement of nulls and NaN of `column`, and whether it was given for this
+    /// column alone.
     pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
         let named = self.fill.get(column).map(|text| (text.as_str(), true));
         named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))
@@ -159,7 +165,10 @@ mod tests {
     #[test]
     fn an_invalid_specification_is_refused_with_its_value() {
         for (text, expected) in [
-            (r#"{"train": "t", "val": "v", "validation": {"fraction": 1.5}}"#, "must be in [0, 1): 1.5"),
+            (
+                r#"{"train": "t", "val": "v", "validation": {"fraction": 1.5}}"#,
+                "must be in [0, 1): 1.5",
+            ),
             (r#"{"train": "t", "validation": {"fraction": 0.5}}"#, "a place to go to"),
             (r#"{"train": "t", "columns": ["a", "b", "a"]}"#, "named twice: a"),
             (

@@ -67,7 +67,11 @@ fn fold_column(hashes: &mut [u64], column: &ArrayRef) {
         _ => {
             let Some((bytes, width)) = fixed_bytes(column) else { return };
             for (hash, row) in hashes.iter_mut().zip(bytes.chunks_exact(width)) {
-                *hash = if width <= 8 { fold(*hash, little(row)) } else { xxh3_64_with_seed(row, *hash) };
+                *hash = if width <= 8 {
+                    fold(*hash, little(row))
+                } else {
+                    xxh3_64_with_seed(row, *hash)
+                };
             }
         }
     }
@@ -78,8 +82,8 @@ fn little(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// Splits by a column: true or above 0 is validation, false or 0 training; below 0 and null are neither. Texts say it in
-/// words.
+/// Splits by a column: true or above 0 is validation, false or 0 training; below 0 and null are
+/// neither. Texts say it in words.
 pub(crate) fn by_column(name: &str, column: &ArrayRef) -> Result<Sides> {
     let to = |kind: &DataType| {
         cast(column, kind).map_err(|source| Error::Arrow { column: name.to_owned(), source })
@@ -101,7 +105,8 @@ pub(crate) fn by_column(name: &str, column: &ArrayRef) -> Result<Sides> {
     let floats = cast(&numbers, &DataType::Float64)
         .map_err(|source| Error::Arrow { column: name.to_owned(), source })?;
     let floats = floats.as_primitive::<Float64Type>();
-    let side = |test: fn(f64) -> bool| floats.iter().map(|value| Some(value.is_some_and(test))).collect();
+    let side =
+        |test: fn(f64) -> bool| floats.iter().map(|value| Some(value.is_some_and(test))).collect();
     Ok(Sides { train: side(|value| value == 0.0), val: side(|value| value > 0.0) })
 }
 
@@ -114,7 +119,9 @@ fn by_words(name: &str, column: &StringArray) -> Result<Sides> {
     let (mut train, mut val) = (Vec::with_capacity(column.len()), Vec::with_capacity(column.len()));
     for word in column {
         let is = |words: &[&str]| {
-            word.is_some_and(|word| words.iter().any(|known| known.eq_ignore_ascii_case(word.trim())))
+            word.is_some_and(|word| {
+                words.iter().any(|known| known.eq_ignore_ascii_case(word.trim()))
+            })
         };
         if let Some(value) = word.filter(|_| !is(&VALIDATION) && !is(&TRAINING) && !is(&NEITHER)) {
             return Err(Error::Side { column: name.to_owned(), value: value.to_owned() });
@@ -133,10 +140,13 @@ mod tests {
 
     #[test]
     fn pr_1_a_row_lands_on_the_same_side_in_any_batch() {
-        let numbers: ArrayRef = Arc::new(Float32Array::from_iter_values((0_u16..1000).map(f32::from)));
-        let names: ArrayRef = Arc::new(StringArray::from_iter_values((0..1000).map(|n| n.to_string())));
+        let numbers: ArrayRef =
+            Arc::new(Float32Array::from_iter_values((0_u16..1000).map(f32::from)));
+        let names: ArrayRef =
+            Arc::new(StringArray::from_iter_values((0..1000).map(|n| n.to_string())));
         let whole = by_fraction(&hashes(&[numbers.clone(), names.clone()], 1000, 3), 0.25);
-        let part = by_fraction(&hashes(&[numbers.slice(700, 100), names.slice(700, 100)], 100, 3), 0.25);
+        let part =
+            by_fraction(&hashes(&[numbers.slice(700, 100), names.slice(700, 100)], 100, 3), 0.25);
         assert_eq!(whole.val.slice(700, 100), part.val);
         let count = whole.val.true_count();
         assert!((200..300).contains(&count), "{count}");
@@ -153,7 +163,8 @@ mod tests {
 
     #[test]
     fn a_column_sends_negatives_and_nulls_nowhere() {
-        let column: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), Some(0), Some(-1), None, Some(7)]));
+        let column: ArrayRef =
+            Arc::new(Int64Array::from(vec![Some(1), Some(0), Some(-1), None, Some(7)]));
         let sides = by_column("v", &column).unwrap();
         assert_eq!(sides.val, BooleanArray::from(vec![true, false, false, false, true]));
         assert_eq!(sides.train, BooleanArray::from(vec![false, true, false, false, false]));
@@ -172,6 +183,9 @@ mod tests {
         assert_eq!(sides.train, BooleanArray::from(vec![true, false, false, false, false, true]));
         let column: ArrayRef = Arc::new(StringArray::from(vec!["train", "holdout"]));
         let error = by_column("v", &column).unwrap_err().to_string();
-        assert!(error.starts_with("validation column v ") && error.ends_with(": holdout"), "{error}");
+        assert!(
+            error.starts_with("validation column v ") && error.ends_with(": holdout"),
+            "{error}"
+        );
     }
 }

@@ -48,8 +48,8 @@ impl PartitionWriter {
     /// # Errors
     /// A specification or an attempt that cannot be. Attempts are letters, digits, `-` and `_`.
     pub fn new(url: &str, spec: &str, partition: u64, attempt: &str) -> Result<Self> {
-        let named =
-            !attempt.is_empty() && attempt.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
+        let named = !attempt.is_empty()
+            && attempt.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
         if !named {
             return Err(Error::Value {
                 what: "an attempt is letters, digits, - and _",
@@ -87,7 +87,8 @@ impl PartitionWriter {
         let mut converted = Vec::with_capacity(names.len());
         for (number, name) in names.iter().enumerate() {
             let (fill, allow_nan) = (self.spec.fill(name), self.spec.allow_nan);
-            let origin = Origin { column: name, partition: self.partition, row: self.rows, fill, allow_nan };
+            let origin =
+                Origin { column: name, partition: self.partition, row: self.rows, fill, allow_nan };
             let before = self.layout.as_ref().and_then(|layout| layout.columns.get(number));
             let array = column(batch, name)?;
             if let Some(before) = before
@@ -165,7 +166,12 @@ impl PartitionWriter {
         Ok(all.filter(|name| Some(name) != split).collect())
     }
 
-    fn lay_out(&self, batch: &RecordBatch, names: &[String], converted: &[Converted]) -> Result<Layout> {
+    fn lay_out(
+        &self,
+        batch: &RecordBatch,
+        names: &[String],
+        converted: &[Converted],
+    ) -> Result<Layout> {
         let mut columns = Vec::new();
         let mut fields = Vec::new();
         for (name, made) in names.iter().zip(converted) {
@@ -198,8 +204,9 @@ impl PartitionWriter {
         let schema = Arc::new(Schema::new(fields));
         let packed: Vec<String> = if self.spec.compress_sparse {
             let source = batch.schema_ref();
-            let vector =
-                |name: &&String| source.field_with_name(name).is_ok_and(|f| is_vector(f.data_type()));
+            let vector = |name: &&String| {
+                source.field_with_name(name).is_ok_and(|f| is_vector(f.data_type()))
+            };
             names.iter().filter(vector).cloned().collect()
         } else {
             Vec::new()
@@ -227,7 +234,9 @@ impl PartitionWriter {
     pub fn finish(self) -> Result<Summary> {
         let (mut train, mut val) = match self.layout {
             None => (None, None),
-            Some(layout) => (layout.train.finish()?, layout.val.map(Side::finish).transpose()?.flatten()),
+            Some(layout) => {
+                (layout.train.finish()?, layout.val.map(Side::finish).transpose()?.flatten())
+            }
         };
         for (side, sum) in [(&mut train, self.content.0), (&mut val, self.content.1)] {
             if let Some(side) = side {
@@ -260,7 +269,8 @@ fn append(side: &mut Side, batch: RecordBatch) -> Result<()> {
     side.push(batch)
 }
 
-/// Smallest and largest value, as far as any number says: infinite with infinities, or with NaN; `None` without rows.
+/// Smallest and largest value, as far as any number says: infinite with infinities, or with NaN;
+/// `None` without rows.
 fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
     let typed = |array: &dyn Array, which: bool| -> Option<f64> {
         macro_rules! of {
@@ -287,5 +297,9 @@ fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
     }
     let (low, high) = typed(array, false).zip(typed(array, true))?;
     // In Arrow's order NaN comes last, or first where its sign is set.
-    Some(if low.is_nan() || high.is_nan() { (f64::NEG_INFINITY, f64::INFINITY) } else { (low, high) })
+    Some(if low.is_nan() || high.is_nan() {
+        (f64::NEG_INFINITY, f64::INFINITY)
+    } else {
+        (low, high)
+    })
 }

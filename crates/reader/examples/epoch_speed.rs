@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Reads epochs of a data set and prints rows per second: `epoch_speed <url> [batch size] [epochs] [threads]`.
+//! Reads epochs of a data set and prints rows per second: `epoch_speed <url> [batch size] [epochs]
+//! [threads]`.
 #![expect(clippy::expect_used, clippy::cast_precision_loss, reason = "an example")]
 
 use std::sync::Arc;
@@ -12,12 +13,13 @@ use farandole_reader::{Dataset, Next, Options, Reader};
 fn main() {
     let mut arguments = std::env::args().skip(1);
     let url = arguments.next().expect("a URL");
-    let mut number = |default: u64| arguments.next().map_or(default, |text| text.parse().expect("a number"));
+    let mut number =
+        |default: u64| arguments.next().map_or(default, |text| text.parse().expect("a number"));
     let (batch_size, epochs, threads) = (number(1024), number(5), number(2));
     let threads = usize::try_from(threads).expect("a small number");
     let dataset = Arc::new(Dataset::open(&url).expect("a data set"));
-    let reader =
-        Reader::new(dataset, Options { batch_size, threads, ..Options::default() }).expect("columns");
+    let reader = Reader::new(dataset, Options { batch_size, threads, ..Options::default() })
+        .expect("columns");
     for number in 0..epochs {
         let start = Instant::now();
         let epoch = reader.epoch(number, 0).expect("an epoch");

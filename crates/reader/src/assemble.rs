@@ -39,7 +39,8 @@ pub(crate) struct Draft {
 impl Draft {
     /// The batch of a step, with nothing in it.
     pub(crate) fn new(number: u64, step: Step) -> Self {
-        let padding = step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1, at: 0, skip: 1 });
+        let padding =
+            step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1, at: 0, skip: 1 });
         let missing = step.pieces.into_iter().chain(padding).collect();
         Self { number, missing, rows: step.rows, valid: step.valid, begun: None }
     }
@@ -73,7 +74,8 @@ impl Draft {
                 continue;
             }
             let Some(held) = batch.held(index) else { continue };
-            let out = batch.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
+            let out =
+                batch.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
             strands.clear();
             strands.extend(from.filter_map(|(rows, block)| block.strand(index, *rows)));
             weave(&strands, out, field.element);

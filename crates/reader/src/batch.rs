@@ -63,7 +63,8 @@ impl Batch {
     pub(crate) fn weigh(&mut self) {
         let Some(held) = self.held(self.fields.len()) else { return };
         let valid = self.valid;
-        let bytes = self.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
+        let bytes =
+            self.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
         for (row, weight) in typed_mut::<f32>(bytes).iter_mut().enumerate() {
             *weight = if row < valid { 1.0 } else { 0.0 };
         }
@@ -84,13 +85,15 @@ impl Batch {
         &self.fields
     }
 
-    /// Returns the place of column number `index`; the one after the last are the weights, float32: 1, and 0 for
-    /// padding.
+    /// Returns the place of column number `index`; the one after the last are the weights, float32:
+    /// 1, and 0 for padding.
     pub fn held(&self, index: usize) -> Option<Held> {
         let before = self.fields.get(..index)?;
         let start = before.iter().map(|field| padded(self.rows * field.width())).sum();
-        let (element, width) =
-            self.fields.get(index).map_or((Element::Float32, WEIGHT), |field| (field.element, field.width()));
+        let (element, width) = self
+            .fields
+            .get(index)
+            .map_or((Element::Float32, WEIGHT), |field| (field.element, field.width()));
         Some(Held { start, bytes: self.rows * width, element })
     }
 
@@ -100,9 +103,9 @@ impl Batch {
         self.slab.bytes().get(held.start..held.start + held.bytes)
     }
 
-    /// The values of a column of texts or bytes, one after the other: where each begins, and the last one ends, as
-    /// 64-bit integers, and what they are. If rows are padded, the values are the padded ones, and the places are those
-    /// of the values without padding.
+    /// The values of a column of texts or bytes, one after the other: where each begins, and the
+    /// last one ends, as 64-bit integers, and what they are. If rows are padded, the values are the
+    /// padded ones, and the places are those of the values without padding.
     pub fn texts(&self, index: usize) -> Option<(&[u8], &[u8])> {
         let texts = self.texts.get(index)?.as_ref()?;
         Some((texts.ends(), texts.values()))

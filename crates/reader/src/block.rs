@@ -24,7 +24,8 @@ use crate::values::{Rows, Source, shuffle};
 /// Rows up to this many bytes are shuffled when they are decoded.
 const NARROW: usize = 64;
 
-/// Bytes of all columns up to which they are fetched together: opening a file costs more than they do.
+/// Bytes of all columns up to which they are fetched together: opening a file costs more than they
+/// do.
 const TOGETHER: u64 = 1 << 20;
 
 /// One column of a block.
@@ -57,8 +58,8 @@ pub(crate) struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes that were not fetched before are
-    /// fetched one column after the other.
+    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes that were not
+    /// fetched before are fetched one column after the other.
     ///
     /// # Errors
     /// Bytes that cannot be had or decoded.
@@ -69,33 +70,43 @@ impl Maker<'_> {
         bench: &mut Bench,
     ) -> Result<Block> {
         let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
-        let order = part.shuffle.map(|seed| permutation(seed, u32::try_from(rows).unwrap_or(u32::MAX)));
+        let order =
+            part.shuffle.map(|seed| permutation(seed, u32::try_from(rows).unwrap_or(u32::MAX)));
         let (recipe, bytes) = fetched.unzip();
         let cached = self.cache.filter(|cache| recipe.is_none() && cache.has(part));
         let recipe = match (recipe, cached) {
-            (None, None) => Some(Recipe::new(self.dataset, self.selected, part, self.pool.limit())?),
+            (None, None) => {
+                Some(Recipe::new(self.dataset, self.selected, part, self.pool.limit())?)
+            }
             (recipe, _) => recipe,
         };
         let bytes = match (bytes, &recipe) {
-            (None, Some(recipe)) if recipe.size() <= TOGETHER => Some(recipe.fetch(self.dataset, part)?),
+            (None, Some(recipe)) if recipe.size() <= TOGETHER => {
+                Some(recipe.fetch(self.dataset, part)?)
+            }
             (bytes, _) => bytes,
         };
         let mut columns = columns(self.selected, rows, order.is_some());
-        let narrow =
-            |(column, place): (&Selected, &BlockColumn)| if place.lazy { 0 } else { column.field.width() };
+        let narrow = |(column, place): (&Selected, &BlockColumn)| {
+            if place.lazy { 0 } else { column.field.width() }
+        };
         let widest = self.selected.iter().zip(&columns).map(narrow).max().unwrap_or(0);
         let mut raw = self.pool.take(rows.saturating_mul(widest));
         let mut slab = self.pool.take(columns.last().map_or(0, |column| column.bytes.end));
         for ((index, column), place) in self.selected.iter().enumerate().zip(&mut columns) {
             if column.field.is_text() {
                 let recipe = recipe.as_ref().ok_or(Error::Ended)?;
-                place.texts = Some(recipe.texts(self.dataset, (column, index), part, bytes.as_ref())?);
+                place.texts =
+                    Some(recipe.texts(self.dataset, (column, index), part, bytes.as_ref())?);
                 continue;
             }
             let out = slab.bytes_mut().get_mut(place.bytes.clone()).unwrap_or_default();
             let stored = rows.saturating_mul(column.field.width());
-            let data =
-                if place.lazy { &mut *out } else { raw.bytes_mut().get_mut(..stored).unwrap_or_default() };
+            let data = if place.lazy {
+                &mut *out
+            } else {
+                raw.bytes_mut().get_mut(..stored).unwrap_or_default()
+            };
             match (&recipe, cached) {
                 (Some(recipe), _) => {
                     recipe.column(
@@ -125,7 +136,8 @@ impl Maker<'_> {
     }
 }
 
-/// Returns the places of columns in a block of so many rows, which is `shuffled` or stays in file order.
+/// Returns the places of columns in a block of so many rows, which is `shuffled` or stays in file
+/// order.
 fn columns(selected: &[Selected], rows: usize, shuffled: bool) -> Vec<BlockColumn> {
     let mut end = 0_usize;
     let place = |column: &Selected| {
@@ -164,7 +176,11 @@ impl Block {
     }
 
     /// Rows of column `index`.
-    pub(crate) fn strand<'a>(&'a self, index: usize, rows: Rows<'a>) -> Option<(Source<'a>, Rows<'a>)> {
+    pub(crate) fn strand<'a>(
+        &'a self,
+        index: usize,
+        rows: Rows<'a>,
+    ) -> Option<(Source<'a>, Rows<'a>)> {
         let column = self.columns.get(index)?;
         let order = if column.lazy { self.order.as_deref() } else { None };
         let data = self.slab.bytes().get(column.bytes.clone())?;

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Decoded blocks in a file that the processes of a host share: in a directory of shared memory, memory.
+//! Decoded blocks in a file that the processes of a host share: in a directory of shared memory,
+//! memory.
 //!
 //! ```text
 //! | a byte for every block: 1 when it is there | block 0: column 0, column 1, ... | block 1 ... |
 //! ```
 //!
-//! The file's name says what is in it, so that all readers of the same columns of the same data find each other. The
-//! first process that decodes a block writes it; two that do so at a time write the same bytes. The byte of a block
-//! is written after its columns. The last process that closes the file deletes it; a killed process leaves an
-//! unlocked file, which the next one deletes.
+//! The file's name says what is in it, so that all readers of the same columns of the same data
+//! find each other. The first process that decodes a block writes it; two that do so at a time
+//! write the same bytes. The byte of a block is written after its columns. The last process that
+//! closes the file deletes it; a killed process leaves an unlocked file, which the next one
+//! deletes.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -84,7 +86,8 @@ impl Cache {
     fn find(&self, part: &Part) -> Option<(Place, u64)> {
         let key = (part.file, part.group, part.rows.start);
         let ((file, group, start), place) = self.places.range(..=key).next_back()?;
-        let inside = (*file, *group) == (part.file, part.group) && part.rows.end <= start + place.rows;
+        let inside =
+            (*file, *group) == (part.file, part.group) && part.rows.end <= start + place.rows;
         inside.then(|| (*place, part.rows.start - start))
     }
 
@@ -122,7 +125,8 @@ impl Cache {
     pub(crate) fn put(&self, part: &Part, index: usize, column: &[u8]) {
         let Some(place) = self.takes(part) else { return };
         if self.file.write_all_at(column, self.column(place, index)).is_err() {
-            // Out of memory: what is kept so far stays of use, the rest is decoded again in every epoch.
+            // Out of memory: what is kept so far stays of use, the rest is decoded again in every
+            // epoch.
             self.full.store(true, Ordering::Relaxed);
         }
     }
@@ -160,18 +164,28 @@ fn key(dataset: &Dataset, selected: &[Selected]) -> u64 {
 
 /// Opens and locks the file, which belongs to `user` and has `bytes` bytes.
 fn join(path: &Path, bytes: u64, user: u32) -> std::io::Result<File> {
-    // A file that is deleted by its last user between our opening and our locking it is not the one of that name.
+    // A file that is deleted by its last user between our opening and our locking it is not the one
+    // of that name.
     for _ in 0..16 {
-        let file =
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)?;
         file.lock_shared()?;
         let ours = file.metadata()?;
-        let same = |named: std::fs::Metadata| (named.dev(), named.ino()) == (ours.dev(), ours.ino());
+        let same =
+            |named: std::fs::Metadata| (named.dev(), named.ino()) == (ours.dev(), ours.ino());
         if !std::fs::symlink_metadata(path).is_ok_and(same) {
             continue;
         }
         if ours.uid() != user {
-            return Err(IoError::new(ErrorKind::PermissionDenied, "the file belongs to another user"));
+            return Err(IoError::new(
+                ErrorKind::PermissionDenied,
+                "the file belongs to another user",
+            ));
         }
         if ours.len() != bytes {
             file.set_len(bytes)?;
@@ -185,7 +199,9 @@ fn join(path: &Path, bytes: u64, user: u32) -> std::io::Result<File> {
 fn sweep(directory: &Path, prefix: &str) {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)) {
-        let Ok(file) = OpenOptions::new().read(true).write(true).open(entry.path()) else { continue };
+        let Ok(file) = OpenOptions::new().read(true).write(true).open(entry.path()) else {
+            continue;
+        };
         match file.try_lock() {
             Ok(()) => drop(std::fs::remove_file(entry.path())),
             Err(TryLockError::WouldBlock | TryLockError::Error(_)) => {}

@@ -60,8 +60,8 @@ impl Dataset {
     /// Opens a directory: by its manifest, or by the footers of its files.
     ///
     /// # Errors
-    /// No such place, no Parquet, files that disagree, no rows; a preparation that has not ended, a table whose log tells
-    /// which files count.
+    /// No such place, no Parquet, files that disagree, no rows; a preparation that has not ended, a
+    /// table whose log tells which files count.
     pub fn open(url: &str) -> Result<Self> {
         let store = Store::open(url)?;
         let found = match store.read(MANIFEST) {
@@ -94,7 +94,11 @@ impl Dataset {
             values.push(columns);
         }
         let dataset = Self::plain(store, entries, values)?;
-        if dataset.manifest.rows == 0 { Err(Error::NoRows { url: dataset.url() }) } else { Ok(dataset) }
+        if dataset.manifest.rows == 0 {
+            Err(Error::NoRows { url: dataset.url() })
+        } else {
+            Ok(dataset)
+        }
     }
 
     fn prepared(store: Store, manifest: Manifest) -> Result<Self> {
@@ -133,7 +137,10 @@ impl Dataset {
                 return Err(Error::Table { kind, url: store.url() });
             }
         }
-        if entries.iter().any(|e| e.path.starts_with("metadata/") && e.path.ends_with(".metadata.json")) {
+        if entries
+            .iter()
+            .any(|e| e.path.starts_with("metadata/") && e.path.ends_with(".metadata.json"))
+        {
             return Err(Error::Table { kind: "Iceberg", url: store.url() });
         }
         entries.retain(|entry| entry.path.ends_with(".parquet") && !hidden(&entry.path));
@@ -141,7 +148,11 @@ impl Dataset {
         Self::plain(store, entries, values)
     }
 
-    fn plain(store: Store, entries: Vec<Entry>, values: Vec<BTreeMap<String, String>>) -> Result<Self> {
+    fn plain(
+        store: Store,
+        entries: Vec<Entry>,
+        values: Vec<BTreeMap<String, String>>,
+    ) -> Result<Self> {
         if entries.is_empty() {
             let url = store.url();
             return Err(if store.size("").is_ok() {
@@ -179,9 +190,12 @@ impl Dataset {
             .iter()
             .filter_map(|(column, reason)| Some((column.name.clone(), reason.clone()?)))
             .collect();
-        let manifest = Manifest::derived(columns.into_iter().map(|(column, _)| column).collect(), files)?;
-        let footers =
-            footers.into_iter().map(|footer| OnceLock::from(Arc::new(Footer::new(footer)))).collect();
+        let manifest =
+            Manifest::derived(columns.into_iter().map(|(column, _)| column).collect(), files)?;
+        let footers = footers
+            .into_iter()
+            .map(|footer| OnceLock::from(Arc::new(Footer::new(footer))))
+            .collect();
         let (lanes, intact) = (Lanes::new(&manifest), Intact::default());
         Ok(Self {
             store,
@@ -196,8 +210,8 @@ impl Dataset {
         })
     }
 
-    /// Writes a manifest to the directory `at` by which this data set, which stays where it is, opens without another
-    /// look at its files.
+    /// Writes a manifest to the directory `at` by which this data set, which stays where it is,
+    /// opens without another look at its files.
     ///
     /// # Errors
     /// The store's.
@@ -246,7 +260,8 @@ impl Dataset {
         if let Some(known) = self.pages.lock().get(&(file, group, leaf)) {
             return Ok(Arc::clone(known));
         }
-        let chunk = footer.metadata().row_groups().get(group).and_then(|group| group.columns().get(leaf));
+        let chunk =
+            footer.metadata().row_groups().get(group).and_then(|group| group.columns().get(leaf));
         let (Some(chunk), Some(data)) = (chunk, self.manifest.files.get(file)) else {
             return Err(Error::Ended);
         };
@@ -276,27 +291,38 @@ impl Dataset {
 
     /// The columns of these names, or all of numbers that a batch can hold.
     pub(crate) fn select(&self, names: Option<&[String]>) -> Result<Vec<Field>> {
-        let reason =
-            |name: &str| self.unreadable.iter().find(|(column, _)| column == name).map(|(_, reason)| reason);
+        let reason = |name: &str| {
+            self.unreadable.iter().find(|(column, _)| column == name).map(|(_, reason)| reason)
+        };
         let Some(names) = names else {
-            let columns = self.manifest.columns.iter().filter(|column| reason(&column.name).is_none());
+            let columns =
+                self.manifest.columns.iter().filter(|column| reason(&column.name).is_none());
             let all: Vec<Field> = columns.map(Field::of).filter(|field| !field.is_text()).collect();
-            return if all.is_empty() { Err(Error::NoColumns { url: self.url() }) } else { Ok(all) };
+            return if all.is_empty() {
+                Err(Error::NoColumns { url: self.url() })
+            } else {
+                Ok(all)
+            };
         };
         let one = |name: &String| match (self.manifest.column(name)?, reason(name)) {
-            (_, Some(reason)) => Err(Error::Unreadable { column: name.clone(), reason: reason.clone() }),
+            (_, Some(reason)) => {
+                Err(Error::Unreadable { column: name.clone(), reason: reason.clone() })
+            }
             (column, None) => Ok(Field::of(column)),
         };
         names.iter().map(one).collect()
     }
 
-    /// The row group that the manifest says takes most, if its file says that it takes a small part of that.
+    /// The row group that the manifest says takes most, if its file says that it takes a small part
+    /// of that.
     pub(crate) fn overstated(&self) -> Result<Option<Overstated>> {
         let files = self.manifest.files.iter().enumerate();
         let groups = files.flat_map(|(file, data)| {
             data.groups.iter().enumerate().map(move |(group, said)| (said.bytes, file, group))
         });
-        let Some((claimed, file, group)) = groups.max().filter(|_| self.prepared) else { return Ok(None) };
+        let Some((claimed, file, group)) = groups.max().filter(|_| self.prepared) else {
+            return Ok(None);
+        };
         let footer = self.footer(file)?;
         let Some(known) = footer.metadata().row_groups().get(group) else { return Ok(None) };
         let found = decoded(known, fixed(self.manifest.columns.iter())).bytes;
@@ -306,7 +332,8 @@ impl Dataset {
     }
 
     pub(crate) fn footer(&self, file: usize) -> Result<Arc<Footer>> {
-        let (Some(cell), Some(data)) = (self.footers.get(file), self.manifest.files.get(file)) else {
+        let (Some(cell), Some(data)) = (self.footers.get(file), self.manifest.files.get(file))
+        else {
             return Err(Error::Ended);
         };
         if let Some(footer) = cell.get() {
@@ -327,8 +354,12 @@ fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>
         let threads: Vec<_> = entries
             .chunks(share)
             .map(|chunk| {
-                let load =
-                    move || chunk.iter().map(|entry| footer::load(store, &entry.path, entry.bytes)).collect();
+                let load = move || {
+                    chunk
+                        .iter()
+                        .map(|entry| footer::load(store, &entry.path, entry.bytes))
+                        .collect()
+                };
                 scope.spawn(load)
             })
             .collect();
@@ -346,7 +377,9 @@ fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>
 fn distinct(columns: &[(Column, Option<String>)], file: &str) -> Result<()> {
     let mut seen = HashSet::new();
     match columns.iter().find(|(column, _)| !seen.insert(column.name.as_str())) {
-        Some((column, _)) => Err(Error::Ambiguous { column: column.name.clone(), file: file.to_owned() }),
+        Some((column, _)) => {
+            Err(Error::Ambiguous { column: column.name.clone(), file: file.to_owned() })
+        }
         None => Ok(()),
     }
 }
@@ -383,7 +416,11 @@ fn merge(
     Ok(())
 }
 
-fn data_file(entry: Entry, footer: &ArrowReaderMetadata, columns: &[(Column, Option<String>)]) -> DataFile {
+fn data_file(
+    entry: Entry,
+    footer: &ArrowReaderMetadata,
+    columns: &[(Column, Option<String>)],
+) -> DataFile {
     let fixed = fixed(columns.iter().map(|(column, _)| column));
     let groups = footer.metadata().row_groups().iter().map(|group| decoded(group, fixed)).collect();
     DataFile::new(entry.path, entry.bytes, groups)

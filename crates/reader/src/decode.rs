@@ -53,28 +53,39 @@ impl Recipe {
     ///
     /// # Errors
     /// Files that cannot be read, or are not what the data set says.
-    pub(crate) fn new(dataset: &Dataset, selected: &[Selected], part: &Part, most: usize) -> Result<Self> {
+    pub(crate) fn new(
+        dataset: &Dataset,
+        selected: &[Selected],
+        part: &Part,
+        most: usize,
+    ) -> Result<Self> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let footer = dataset.footer(part.file)?;
         let file = dataset.store().name_of(&data.path);
         let group = group_of(&footer, data, part, &file)?;
-        let whole =
-            part.rows.start == 0 && part.rows.end >= u64::try_from(group.num_rows()).unwrap_or_default();
+        let whole = part.rows.start == 0
+            && part.rows.end >= u64::try_from(group.num_rows()).unwrap_or_default();
         let mut recipe =
             Self { ways: Vec::new(), ranges: Vec::new(), footer: Arc::clone(&footer), file, most };
         for column in selected {
             let field = &column.field;
             let way = match data.values.get(&field.name) {
                 Some(value) => Way::Value(value.clone()),
-                None if dataset.manifest().column(&field.name).is_ok_and(hive::is_one) => Way::Nothing,
+                None if dataset.manifest().column(&field.name).is_ok_and(hive::is_one) => {
+                    Way::Nothing
+                }
                 None => locate(&footer, field, &recipe.file)?,
             };
             let (way, needed) = match way {
                 Way::Pages { leaf, stored, levels, .. } if !whole => {
-                    let spots =
-                        dataset.spots((part.file, part.group, leaf), &footer, levels.length as u64)?;
+                    let spots = dataset.spots(
+                        (part.file, part.group, leaf),
+                        &footer,
+                        levels.length as u64,
+                    )?;
                     let per_row = levels.length as u64;
-                    let needed = ranges(&spots, &(part.rows.start * per_row..part.rows.end * per_row));
+                    let needed =
+                        ranges(&spots, &(part.rows.start * per_row..part.rows.end * per_row));
                     (Way::Pages { leaf, stored, levels, spots: Some(spots) }, needed)
                 }
                 Way::Pages { leaf, .. } | Way::Library { leaf, .. } => {
@@ -104,7 +115,8 @@ impl Recipe {
         Fetched::new(dataset.store(), &data.path, &all, data.bytes)
     }
 
-    /// Decodes column number `index` into `out`; its bytes are fetched now when they are not in `fetched`.
+    /// Decodes column number `index` into `out`; its bytes are fetched now when they are not in
+    /// `fetched`.
     ///
     /// # Errors
     /// Bytes that cannot be had or decoded, nulls, NaN and infinities that are not allowed.
@@ -130,19 +142,21 @@ impl Recipe {
         let mut nulls = 0;
         let leaf = match way {
             Way::Value(value) => {
-                let values = hive::repeated(value, field.element, rows).ok_or_else(|| Error::Changed {
-                    column: field.name.clone(),
-                    file: self.file.clone(),
-                    found: value.clone(),
-                    expected: field.element.name().to_owned(),
-                })?;
+                let values =
+                    hive::repeated(value, field.element, rows).ok_or_else(|| Error::Changed {
+                        column: field.name.clone(),
+                        file: self.file.clone(),
+                        found: value.clone(),
+                        expected: field.element.name().to_owned(),
+                    })?;
                 copy(&values, out);
                 None
             }
             Way::Nothing => {
                 nulls = rows;
                 let fill = filled(selected, field.width());
-                out.chunks_exact_mut(fill.len().max(1)).for_each(|slot| slot.copy_from_slice(&fill));
+                out.chunks_exact_mut(fill.len().max(1))
+                    .for_each(|slot| slot.copy_from_slice(&fill));
                 None
             }
             Way::Pages { leaf, stored, levels, spots } => {
@@ -152,7 +166,8 @@ impl Recipe {
                     check(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
                 }
                 let per_row = levels.length;
-                let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX).saturating_mul(per_row);
+                let count =
+                    |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX).saturating_mul(per_row);
                 let fill = filled(selected, stored.width());
                 let chunk = Chunk {
                     compression: meta.compression(),
@@ -172,7 +187,9 @@ impl Recipe {
                         None
                     }
                     Err(Trouble::Unsupported) => Some(*leaf),
-                    Err(Trouble::Broken(what)) => return Err(origin.parquet(ParquetError::General(what))),
+                    Err(Trouble::Broken(what)) => {
+                        return Err(origin.parquet(ParquetError::General(what)));
+                    }
                     Err(Trouble::Ragged) => return Err(origin.ragged(field.elements() as u64)),
                     Err(Trouble::Fetch(error)) => return Err(error),
                 }
@@ -180,7 +197,8 @@ impl Recipe {
             Way::Library { leaf, .. } => Some(*leaf),
         };
         if let Some(leaf) = leaf {
-            let chunk: Vec<Range<u64>> = group.columns().get(leaf).map(chunk_range).into_iter().collect();
+            let chunk: Vec<Range<u64>> =
+                group.columns().get(leaf).map(chunk_range).into_iter().collect();
             let bytes = if chunk == own {
                 get(own)?
             } else {
@@ -212,7 +230,8 @@ impl Recipe {
         Source { footer: &self.footer, fetched, leaf, part, most: self.most, origin }
     }
 
-    /// Decodes column number `index`, whose values have no fixed size, as [`Recipe::column`] does others.
+    /// Decodes column number `index`, whose values have no fixed size, as [`Recipe::column`] does
+    /// others.
     ///
     /// # Errors
     /// Like [`Recipe::column`].
@@ -246,7 +265,8 @@ impl Recipe {
             }
             Some(Way::Pages { .. }) | None => return Err(Error::Ended),
         };
-        let torn = selected.padding.as_ref().and_then(|padding| padding.torn(stored.values.lengths()));
+        let torn =
+            selected.padding.as_ref().and_then(|padding| padding.torn(stored.values.lengths()));
         torn.map_or(Ok(stored), |(bytes, width)| Err(origin.torn(bytes, width)))
     }
 }

@@ -27,10 +27,12 @@ use crate::state::{Ahead, Bytes, Job, State};
 /// Bytes of batches that are ready ahead of the consumer, at most.
 const AHEAD_BYTES: u64 = 16 << 20;
 
-/// Bytes of local blocks that are decoded before they are needed, at most, where those that are needed at a time take less.
+/// Bytes of local blocks that are decoded before they are needed, at most, where those that are
+/// needed at a time take less.
 const EARLY_BYTES: u64 = 32 << 20;
 
-/// Threads that wait for a store over the network. They sleep most of the time; the budget limits what they fetch.
+/// Threads that wait for a store over the network. They sleep most of the time; the budget limits
+/// what they fetch.
 const FETCHERS: usize = 32;
 
 /// Prefix of the names of such threads.
@@ -87,12 +89,15 @@ impl Epoch {
             .iter()
             .map(|column| Field { element: column.out, ..column.field.clone() })
             .collect();
-        let cost: Vec<(u64, u64)> = setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
+        let cost: Vec<(u64, u64)> =
+            setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
         let rows = setup.plan.step(0).rows;
-        let batch = (Batch::bytes_of(&fields, rows) as u64).saturating_add(setup.texts_of(rows as u64));
+        let batch =
+            (Batch::bytes_of(&fields, rows) as u64).saturating_add(setup.texts_of(rows as u64));
         let (least, most) = setup.padded_of(rows);
-        let share = Share::new(&setup, &cost, batch.saturating_add(least), most.saturating_sub(least))
-            .map_err(|error| setup.refused(error))?;
+        let share =
+            Share::new(&setup, &cost, batch.saturating_add(least), most.saturating_sub(least))
+                .map_err(|error| setup.refused(error))?;
         setup.pool.set_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let apart = setup.dataset.store().is_remote();
         let state = Mutex::new(State::new(&setup.plan, cost, share.blocks, share.ahead, apart));
@@ -163,8 +168,8 @@ impl Epoch {
         }
     }
 
-    /// Ends the threads; what is being decoded is waited for. A request that a store does not answer is not: its thread
-    /// ends with it.
+    /// Ends the threads; what is being decoded is waited for. A request that a store does not
+    /// answer is not: its thread ends with it.
     pub fn close(&mut self) {
         self.shared.state.lock().ended = true;
         self.shared.work.notify_all();
@@ -172,7 +177,9 @@ impl Epoch {
         self.shared.ready.notify_all();
         let deadline = Instant::now() + PATIENCE;
         let mut state = self.shared.state.lock();
-        while state.fetchers > 0 && !self.shared.ready.wait_until(&mut state, deadline).timed_out() {}
+        while state.fetchers > 0 && !self.shared.ready.wait_until(&mut state, deadline).timed_out()
+        {
+        }
         drop(state);
         for thread in self.threads.drain(..) {
             let fetches = thread.thread().name().is_some_and(|name| name.starts_with(FETCHER));
@@ -199,9 +206,10 @@ impl Setup {
     /// Explains why an epoch cannot start with this budget: the manifest may say more than is so.
     fn refused(&self, error: Error) -> Error {
         match (error, self.dataset.overstated()) {
-            (Error::Budget { budget, .. }, Ok(Some(Overstated { file, group, claimed, found }))) => {
-                Error::Overstated { file, group, claimed, found, budget }
-            }
+            (
+                Error::Budget { budget, .. },
+                Ok(Some(Overstated { file, group, claimed, found })),
+            ) => Error::Overstated { file, group, claimed, found, budget },
             (error, _) => error,
         }
     }
@@ -212,21 +220,29 @@ impl Setup {
         let group = files.get(part.file).and_then(|file| file.groups.get(part.group));
         let rows = part.rows.end - part.rows.start;
         let fetched = group.map_or(0, |group| group.bytes.saturating_mul(rows) / group.rows.max(1));
-        let widest = self.selected.iter().map(|column| column.field.width()).max().unwrap_or(0) as u64;
+        let widest =
+            self.selected.iter().map(|column| column.field.width()).max().unwrap_or(0) as u64;
         let column = widest.saturating_mul(rows);
-        // One column at a time goes through: its bytes as they are stored, and its values before they are shuffled.
-        let besides =
-            if self.dataset.store().is_remote() { fetched } else { fetched.min(column.saturating_mul(2)) };
+        // One column at a time goes through: its bytes as they are stored, and its values before
+        // they are shuffled.
+        let besides = if self.dataset.store().is_remote() {
+            fetched
+        } else {
+            fetched.min(column.saturating_mul(2))
+        };
         let besides = besides.saturating_add(column);
         let texts = self.text_bytes(part);
         (Block::bytes(part, &self.selected).saturating_add(texts), besides.saturating_add(texts))
     }
 
-    /// Bytes of values without a fixed size in a part, as far as the data set tells: all that it says of the rows.
+    /// Bytes of values without a fixed size in a part, as far as the data set tells: all that it
+    /// says of the rows.
     fn text_bytes(&self, part: &Part) -> u64 {
         let files = &self.dataset.manifest().files;
         let group = files.get(part.file).and_then(|file| file.groups.get(part.group));
-        group.map_or(0, |group| self.texts((group.bytes, group.rows), part.rows.end - part.rows.start))
+        group.map_or(0, |group| {
+            self.texts((group.bytes, group.rows), part.rows.end - part.rows.start)
+        })
     }
 
     /// The same of so many rows that may be any.
@@ -263,8 +279,9 @@ struct Share {
 }
 
 impl Share {
-    /// Returns the share for batches that take `batch` bytes, and up to `padded` more if a row is long: that decides how
-    /// many are ready at a time, not whether the budget is large enough, because most batches take less.
+    /// Returns the share for batches that take `batch` bytes, and up to `padded` more if a row is
+    /// long: that decides how many are ready at a time, not whether the budget is large enough,
+    /// because most batches take less.
     fn new(setup: &Setup, cost: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
         let budget = setup.budget;
         let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
@@ -282,10 +299,13 @@ impl Share {
         // Texts may take more than files state, so their bytes are limited, too.
         let bytes = most.saturating_add(batch);
         let (ahead, spare) = (Ahead { batches: 1 + more, bytes }, spare - more * batch);
-        // Requests over a network do not wait for each other. Local files are there when they are needed, and memory
-        // that has just been used is faster than what has not.
-        let early =
-            if setup.dataset.store().is_remote() { spare } else { (spare / 4).min(open.max(EARLY_BYTES)) };
+        // Requests over a network do not wait for each other. Local files are there when they are
+        // needed, and memory that has just been used is faster than what has not.
+        let early = if setup.dataset.store().is_remote() {
+            spare
+        } else {
+            (spare / 4).min(open.max(EARLY_BYTES))
+        };
         Ok(Self { blocks: blocks + early, ahead })
     }
 }
@@ -327,7 +347,11 @@ impl Shared {
             (file.map(|file| dataset.store().name_of(&file.path)).unwrap_or_default(), part.group)
         });
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run(job, bench))) {
-            self.fail(Error::Corrupt { file: place.0, group: place.1, message: last_words(panic.as_ref()) });
+            self.fail(Error::Corrupt {
+                file: place.0,
+                group: place.1,
+                message: last_words(panic.as_ref()),
+            });
         }
     }
 

@@ -31,7 +31,9 @@ pub enum Error {
         file: String,
     },
     /// A directory whose preparation was killed, or continues.
-    #[error("data is being prepared here, or its preparation was killed and has to be run again: {url}")]
+    #[error(
+        "data is being prepared here, or its preparation was killed and has to be run again: {url}"
+    )]
     Unfinished {
         /// The directory.
         url: String,
@@ -48,7 +50,9 @@ pub enum Error {
         url: String,
     },
     /// A file that does not hold the bytes that were written.
-    #[error("checksums of {file}, row group {group}, are not those of its manifest: the file is damaged")]
+    #[error(
+        "checksums of {file}, row group {group}, are not those of its manifest: the file is damaged"
+    )]
     Damaged {
         /// The file.
         file: String,
@@ -109,7 +113,8 @@ pub enum Error {
     },
     /// NaN, or infinities.
     #[error(
-        "column {column} has {count} {what} in row group {group} of {file}; {} says what to do with them",
+        "column {column} has {count} {what} in row group {group} of {file}; {} says what to do \
+         with them",
         if *what == "NaN" { "fill or allow_nan" } else { "allow_nan" }
     )]
     NotNumbers {
@@ -125,7 +130,9 @@ pub enum Error {
         file: String,
     },
     /// Rows of different lengths.
-    #[error("column {column} has rows of other lengths than {expected} in row group {group} of {file}")]
+    #[error(
+        "column {column} has rows of other lengths than {expected} in row group {group} of {file}"
+    )]
     Ragged {
         /// The column.
         column: String,
@@ -157,7 +164,9 @@ pub enum Error {
         source: parquet::errors::ParquetError,
     },
     /// A file that contradicts the plan.
-    #[error("{file} has {found} rows in row group {group}, {expected} were expected: was it replaced?")]
+    #[error(
+        "{file} has {found} rows in row group {group}, {expected} were expected: was it replaced?"
+    )]
     Rows {
         /// The file.
         file: String,
@@ -200,8 +209,8 @@ pub enum Error {
     },
     /// The budget is too small for the blocks that one step needs.
     #[error(
-        "a budget of {budget} bytes is too small for this data set, the least that works is {needed}: {blocks} for rows \
-         that are shuffled at a time, {batches} for batches"
+        "a budget of {budget} bytes is too small for this data set, the least that works is \
+         {needed}: {blocks} for rows that are shuffled at a time, {batches} for batches"
     )]
     Budget {
         /// The allowed amount.
@@ -213,10 +222,12 @@ pub enum Error {
         /// Share of batches.
         batches: u64,
     },
-    /// The budget is too small for what the manifest says of a row group, and its file says something else.
+    /// The budget is too small for what the manifest says of a row group, and its file says
+    /// something else.
     #[error(
-        "the manifest says that row group {group} of {file} takes {claimed} bytes, and the file says {found}: prepare the \
-         data again (a budget of {budget} bytes is too small for what the manifest says)"
+        "the manifest says that row group {group} of {file} takes {claimed} bytes, and the file \
+         says {found}: prepare the data again (a budget of {budget} bytes is too small for what \
+         the manifest says)"
     )]
     Overstated {
         /// The file.
@@ -232,8 +243,8 @@ pub enum Error {
     },
     /// A row of a ragged column that is no list.
     #[error(
-        "column {column} has a row of {bytes} bytes, which are no whole values of {width} bytes, in row group {group} of \
-         {file}"
+        "column {column} has a row of {bytes} bytes, which are no whole values of {width} bytes, \
+         in row group {group} of {file}"
     )]
     Torn {
         /// The column.

@@ -13,7 +13,9 @@ use bytes::{Buf, Bytes, buf::Reader as BytesReader};
 use farandole_store::Store;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions};
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{ColumnChunkMetaData, PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader};
+use parquet::file::metadata::{
+    ColumnChunkMetaData, PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader,
+};
 use parquet::file::reader::{ChunkReader, Length};
 
 use crate::error::{Error, Result};
@@ -21,10 +23,12 @@ use crate::error::{Error, Result};
 /// Bytes read at once in the hope that the footer is in them.
 const TAIL: u64 = 64 << 10;
 
-/// Values and bytes that a byte of a file can stand for, at most: a page has a header, and its numbers have 31 bits.
+/// Values and bytes that a byte of a file can stand for, at most: a page has a header, and its
+/// numbers have 31 bits.
 const MOST_OF_BYTE: i64 = i32::MAX as i64;
 
-/// The footer of a file, and its two schemas. The second is made once, because it takes time for every column of the file.
+/// The footer of a file, and its two schemas. The second is made once, because it takes time for
+/// every column of the file.
 #[derive(Debug)]
 pub(crate) struct Footer {
     read: ArrowReaderMetadata,
@@ -45,7 +49,8 @@ impl Footer {
         Self { read, views: OnceLock::new() }
     }
 
-    /// Returns the footer with a schema by which the library leaves texts and bytes of any length in their pages.
+    /// Returns the footer with a schema by which the library leaves texts and bytes of any length
+    /// in their pages.
     ///
     /// # Errors
     /// A column that the library does not read so.
@@ -62,7 +67,8 @@ impl Footer {
         };
         let fields: Fields = schema.fields().iter().map(view).collect();
         let schema = Schema::new_with_metadata(fields, schema.metadata().clone());
-        let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true).with_schema(Arc::new(schema));
+        let options =
+            ArrowReaderOptions::new().with_skip_arrow_metadata(true).with_schema(Arc::new(schema));
         ArrowReaderMetadata::try_new(Arc::clone(self.read.metadata()), options)
     }
 }
@@ -80,14 +86,20 @@ pub(crate) fn view_of(kind: &DataType) -> Option<DataType> {
 pub(crate) fn load(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
     // A damaged footer may make the library panic.
     catch_unwind(AssertUnwindSafe(|| parse(store, path, bytes))).unwrap_or_else(|panic| {
-        Err(Error::Corrupt { file: store.name_of(path), group: 0, message: last_words(panic.as_ref()) })
+        Err(Error::Corrupt {
+            file: store.name_of(path),
+            group: 0,
+            message: last_words(panic.as_ref()),
+        })
     })
 }
 
 /// Returns the message of a panic.
 pub(crate) fn last_words(panic: &(dyn Any + Send)) -> String {
-    let text =
-        panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+    let text = panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| panic.downcast_ref::<&str>().copied());
     text.unwrap_or("no message").to_owned()
 }
 
@@ -99,7 +111,9 @@ fn parse(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
         let tail = fetch_one(store, path, bytes - length..bytes)?;
         match parser.try_parse_sized(&tail, bytes) {
             Ok(()) => break,
-            Err(ParquetError::NeedMoreData(needed)) if needed as u64 > length && needed as u64 <= bytes => {
+            Err(ParquetError::NeedMoreData(needed))
+                if needed as u64 > length && needed as u64 <= bytes =>
+            {
                 length = needed as u64;
             }
             Err(source) => return Err(Error::Footer { file: file(), source }),
@@ -113,12 +127,15 @@ fn parse(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
     ArrowReaderMetadata::try_new(metadata.into(), options).map_err(fail)
 }
 
-/// Checks that what a footer says can be true of a file of `bytes` bytes: chunks and indexes lie in it, columns have as
-/// many values as there are rows, and no page decodes to more than the format lets it.
+/// Checks that what a footer says can be true of a file of `bytes` bytes: chunks and indexes lie in
+/// it, columns have as many values as there are rows, and no page decodes to more than the format
+/// lets it.
 fn possible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
     let inside = |from: i64, length: i64| {
         let (from, length) = (u64::try_from(from).ok(), u64::try_from(length).ok());
-        from.zip(length).and_then(|(from, length)| from.checked_add(length)).is_some_and(|end| end <= bytes)
+        from.zip(length)
+            .and_then(|(from, length)| from.checked_add(length))
+            .is_some_and(|end| end <= bytes)
     };
     for (number, group) in metadata.row_groups().iter().enumerate() {
         let rows = group.num_rows();
@@ -127,14 +144,18 @@ fn possible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
         }
         for chunk in group.columns() {
             let wrong = |what: &str, value: i64| {
-                Err(format!("row group {number}, column {}, claims {what}: {value}", chunk.column_path()))
+                Err(format!(
+                    "row group {number}, column {}, claims {what}: {value}",
+                    chunk.column_path()
+                ))
             };
             let start = chunk.dictionary_page_offset().unwrap_or_else(|| chunk.data_page_offset());
             let (size, values) = (chunk.compressed_size(), chunk.num_values());
             if !inside(start, size) || !inside(chunk.data_page_offset(), 0) {
                 return wrong("bytes outside of the file from", start);
             }
-            if let (Some(at), Some(length)) = (chunk.offset_index_offset(), chunk.offset_index_length())
+            if let (Some(at), Some(length)) =
+                (chunk.offset_index_offset(), chunk.offset_index_length())
                 && !inside(at, length.into())
             {
                 return wrong("an index outside of the file at", at);
@@ -168,7 +189,12 @@ impl Fetched {
     ///
     /// # Errors
     /// The store's.
-    pub(crate) fn new(store: &Store, path: &str, ranges: &[Range<u64>], length: u64) -> Result<Self> {
+    pub(crate) fn new(
+        store: &Store,
+        path: &str,
+        ranges: &[Range<u64>],
+        length: u64,
+    ) -> Result<Self> {
         let pieces = store.read_ranges(path, ranges)?;
         Ok(Self { pieces: ranges.iter().map(|range| range.start).zip(pieces).collect(), length })
     }
@@ -182,9 +208,14 @@ impl Fetched {
     ///
     /// # Errors
     /// They were not fetched.
-    pub(crate) fn slice(&self, start: u64, length: Option<usize>) -> parquet::errors::Result<Bytes> {
-        let outside =
-            || ParquetError::EOF(format!("bytes from {start} on are outside of the column's chunk"));
+    pub(crate) fn slice(
+        &self,
+        start: u64,
+        length: Option<usize>,
+    ) -> parquet::errors::Result<Bytes> {
+        let outside = || {
+            ParquetError::EOF(format!("bytes from {start} on are outside of the column's chunk"))
+        };
         let (_, piece, skip) = self
             .pieces
             .iter()

@@ -34,8 +34,10 @@ fn unescaped(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let Some((first, after)) = rest.split_first() {
-        let code =
-            after.get(..2).filter(|_| *first == b'%').and_then(|digits| std::str::from_utf8(digits).ok());
+        let code = after
+            .get(..2)
+            .filter(|_| *first == b'%')
+            .and_then(|digits| std::str::from_utf8(digits).ok());
         match code.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
             Some(byte) => {
                 bytes.push(byte);
@@ -50,7 +52,8 @@ fn unescaped(text: &str) -> String {
     String::from_utf8(bytes).unwrap_or_else(|_| text.to_owned())
 }
 
-/// The columns that the files' values make, in the order of their names: whole numbers, numbers, else text.
+/// The columns that the files' values make, in the order of their names: whole numbers, numbers,
+/// else text.
 pub(crate) fn columns_of(files: &[DataFile]) -> Vec<Column> {
     let mut values: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for (name, value) in files.iter().flat_map(|file| &file.values) {
@@ -64,7 +67,8 @@ pub(crate) fn columns_of(files: &[DataFile]) -> Vec<Column> {
         } else {
             Element::Utf8
         };
-        let without = files.iter().filter(|file| !file.values.contains_key(name)).map(|file| file.rows);
+        let without =
+            files.iter().filter(|file| !file.values.contains_key(name)).map(|file| file.rows);
         Column {
             name: name.to_owned(),
             role: Role::Feature,
@@ -96,7 +100,10 @@ mod tests {
     #[test]
     fn names_of_directories_are_columns() {
         let all = values_of("year=2024/at=10%3A30 x/empty=__HIVE_DEFAULT_PARTITION__/a=b.parquet");
-        assert_eq!(all, BTreeMap::from([("year".into(), "2024".into()), ("at".into(), "10:30 x".into())]));
+        assert_eq!(
+            all,
+            BTreeMap::from([("year".into(), "2024".into()), ("at".into(), "10:30 x".into())])
+        );
         assert_eq!(unescaped("50%"), "50%");
         let file = |path: &str| DataFile {
             rows: 3,
@@ -108,7 +115,8 @@ mod tests {
             file("n=-8/f=0.5/t=1/p"),
             file("n=__HIVE_DEFAULT_PARTITION__/f=1/t=1/p"),
         ];
-        let told: Vec<_> = columns_of(&files).into_iter().map(|c| (c.name, c.element, c.nulls)).collect();
+        let told: Vec<_> =
+            columns_of(&files).into_iter().map(|c| (c.name, c.element, c.nulls)).collect();
         assert_eq!(
             told,
             [

@@ -28,8 +28,9 @@ impl Intact {
     ) -> Result<()> {
         let Some(sums) = data.chunks.get(group) else { return Ok(()) };
         // Of columns past the 64th nothing is noted.
-        let bit =
-            |leaf: usize| u32::try_from(leaf).ok().and_then(|leaf| 1_u64.checked_shl(leaf)).unwrap_or(0);
+        let bit = |leaf: usize| {
+            u32::try_from(leaf).ok().and_then(|leaf| 1_u64.checked_shl(leaf)).unwrap_or(0)
+        };
         let seen = self.0.lock().get(&(number, group)).copied().unwrap_or(0);
         let mut now = seen;
         for (leaf, chunk) in chunks.filter(|(leaf, _)| seen & bit(*leaf) == 0) {

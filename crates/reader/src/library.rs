@@ -30,7 +30,8 @@ use crate::texts::Stored;
 /// Rows that the library decodes at once, for which it takes memory before it has seen any.
 const ROWS: usize = 1 << 20;
 
-/// Bytes that the texts of a part may take in any case, and how many times the budget otherwise: files say little of them.
+/// Bytes that the texts of a part may take in any case, and how many times the budget otherwise:
+/// files say little of them.
 const TEXTS: (usize, usize) = (64 << 20, 4);
 /// Bytes of a text's length, which each text of a dictionary has.
 const LENGTH: usize = 4;
@@ -77,7 +78,8 @@ pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
     let is_stored = source.compression() == Some(Compression::UNCOMPRESSED);
     // Views of values that are not compressed keep all fetched bytes in memory.
     let stored = if is_stored || claims.open { source.fetched.bytes() } else { 0 };
-    let dictionary = if is_stored { claims.dictionary.min(claims.stored) } else { claims.dictionary };
+    let dictionary =
+        if is_stored { claims.dictionary.min(claims.stored) } else { claims.dictionary };
     let footer = source.views();
     if footer.is_some() && claims.entries > dictionary / LENGTH {
         let what = format!("a dictionary claims {} values", claims.entries);
@@ -109,12 +111,18 @@ pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
     })?;
     let values = array.as_binary_view_opt().ok_or(Error::Ended)?;
     let bytes = values.lengths().map(|length| length as usize).fold(0, usize::saturating_add);
-    if bytes > room { Err(origin.parquet(over(room, most))) } else { Ok(Stored::new(values.clone(), file)) }
+    if bytes > room {
+        Err(origin.parquet(over(room, most)))
+    } else {
+        Ok(Stored::new(values.clone(), file))
+    }
 }
 
 /// The error of texts that take more than `room` bytes, by a budget of `most`.
 fn over(room: usize, most: usize) -> ParquetError {
-    ParquetError::General(format!("its rows take more than {room} bytes, the byte budget is {most}"))
+    ParquetError::General(format!(
+        "its rows take more than {room} bytes, the byte budget is {most}"
+    ))
 }
 
 impl Source<'_> {
@@ -126,8 +134,8 @@ impl Source<'_> {
         self.chunk().map(ColumnChunkMetaData::compression)
     }
 
-    /// A footer by which the library leaves the column's values in their pages; `None` for a column that is not of texts
-    /// or bytes of any length.
+    /// A footer by which the library leaves the column's values in their pages; `None` for a column
+    /// that is not of texts or bytes of any length.
     fn views(&self) -> Option<parquet::errors::Result<ArrowReaderMetadata>> {
         let root = self.footer.parquet_schema().get_column_root_idx(self.leaf);
         view_of(self.footer.schema().fields().get(root)?.data_type())?;
@@ -142,12 +150,15 @@ impl Source<'_> {
         let bytes = bytes.map_err(|source| self.origin.parquet(source))?;
         let values = usize::try_from(chunk.num_values()).unwrap_or(usize::MAX);
         let wrong = |source| self.origin.parquet(source);
-        let found = claims(&bytes, values, self.most).map_err(|what| wrong(ParquetError::General(what)))?;
+        let found =
+            claims(&bytes, values, self.most).map_err(|what| wrong(ParquetError::General(what)))?;
         if found.lengths {
             let column = self.footer.parquet_schema().column(self.leaf);
             let levels = (column.max_def_level(), column.max_rep_level());
             let pages = SerializedPageReader::new(Arc::new(self.fetched.clone()), chunk, 0, None);
-            pages.and_then(|mut pages| check_lengths(&mut pages, levels, self.most)).map_err(wrong)?;
+            pages
+                .and_then(|mut pages| check_lengths(&mut pages, levels, self.most))
+                .map_err(wrong)?;
         }
         Ok(found)
     }
@@ -207,8 +218,11 @@ fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<
         })
     };
     // Dates are days, although the unit of this type is the millisecond.
-    let days =
-        if *array.data_type() == DataType::Date64 { Some(convert(array, &DataType::Date32)?) } else { None };
+    let days = if *array.data_type() == DataType::Date64 {
+        Some(convert(array, &DataType::Date32)?)
+    } else {
+        None
+    };
     let array = days.as_ref().unwrap_or(array);
     let nulls = array.logical_null_count();
     if nulls > 0 && selected.fill.is_none() {
@@ -233,8 +247,10 @@ fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<
             DataType::FixedSizeBinary(width) => usize::try_from(*width).unwrap_or_default(),
             other => other.primitive_width().unwrap_or_default(),
         };
-        let buffer =
-            data.buffers().first().map(|b| b.slice_with_length(data.offset() * row, data.len() * row));
+        let buffer = data
+            .buffers()
+            .first()
+            .map(|b| b.slice_with_length(data.offset() * row, data.len() * row));
         buffer.unwrap_or_else(|| Buffer::from(&[][..]))
     };
     if nulls == 0 {
@@ -278,7 +294,8 @@ mod tests {
 
     /// A data set of two columns of a thousand values, a few in each page.
     fn written(url: &str) -> Dataset {
-        let column = || -> ArrayRef { Arc::new(BinaryArray::from_iter_values((0..1000).map(noise))) };
+        let column =
+            || -> ArrayRef { Arc::new(BinaryArray::from_iter_values((0..1000).map(noise))) };
         let batch = RecordBatch::try_from_iter([("a", column()), ("b", column())]).unwrap();
         let properties = WriterProperties::builder()
             .set_writer_version(WriterVersion::PARQUET_2_0)
@@ -287,7 +304,8 @@ mod tests {
             .set_encoding(parquet::basic::Encoding::PLAIN)
             .set_data_page_row_count_limit(20)
             .set_write_batch_size(10);
-        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
+        let mut writer =
+            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
         writer.write(&batch).unwrap();
         Store::open(url).unwrap().write("0.parquet", writer.into_inner().unwrap().into()).unwrap();
         Dataset::open(url).unwrap()
@@ -303,7 +321,15 @@ mod tests {
     }
 
     fn part() -> Part {
-        Part { file: 0, group: 0, rows: 500..510, shuffle: None, first_step: 0, last_step: 0, taken: 10 }
+        Part {
+            file: 0,
+            group: 0,
+            rows: 500..510,
+            shuffle: None,
+            first_step: 0,
+            last_step: 0,
+            taken: 10,
+        }
     }
 
     #[test]
@@ -335,12 +361,21 @@ mod tests {
         let schema = |leaf: usize| {
             let origin = Origin { file: "0.parquet", group: 0, column: "a" };
             let fetched = Fetched::new(dataset.store(), "0.parquet", &[], 0).unwrap();
-            let source =
-                Source { footer: &footer, fetched, leaf, part: &part, most: BUDGET, origin: &origin };
+            let source = Source {
+                footer: &footer,
+                fetched,
+                leaf,
+                part: &part,
+                most: BUDGET,
+                origin: &origin,
+            };
             Arc::clone(source.views().unwrap().unwrap().schema())
         };
         let (first, second) = (schema(0), schema(1));
-        assert!(first.fields().iter().all(|field| *field.data_type() == DataType::BinaryView), "{first}");
+        assert!(
+            first.fields().iter().all(|field| *field.data_type() == DataType::BinaryView),
+            "{first}"
+        );
         assert!(Arc::ptr_eq(&first, &second));
     }
 }

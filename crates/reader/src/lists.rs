@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Lists of numbers that all have one length, read by their leaf: the general list reader builds offsets that are not
-//! needed, and is two orders of magnitude slower.
+//! Lists of numbers that all have one length, read by their leaf: the general list reader builds
+//! offsets that are not needed, and is two orders of magnitude slower.
 
 use std::sync::Arc;
 
@@ -38,8 +38,12 @@ fn read_leaf<T: ParquetType>(
         }
         let mut done = 0;
         while done < rows {
-            let (records, ..) =
-                reader.read_records(rows - done, Some(&mut defined), Some(&mut repeated), &mut values)?;
+            let (records, ..) = reader.read_records(
+                rows - done,
+                Some(&mut defined),
+                Some(&mut repeated),
+                &mut values,
+            )?;
             if records == 0 {
                 return Err(ParquetError::EOF("fewer rows than announced".to_owned()));
             }
@@ -55,9 +59,10 @@ fn read_leaf<T: ParquetType>(
     if nulls > 0 {
         return Err(origin.nulls(nulls));
     }
-    let regular = |row: &[i16]| row.first() == Some(&0) && row.iter().skip(1).all(|level| *level == repeats);
-    let even =
-        repeated.len() == rows.saturating_mul(length) && repeated.chunks_exact(length.max(1)).all(regular);
+    let regular =
+        |row: &[i16]| row.first() == Some(&0) && row.iter().skip(1).all(|level| *level == repeats);
+    let even = repeated.len() == rows.saturating_mul(length)
+        && repeated.chunks_exact(length.max(1)).all(regular);
     if even { Ok(values) } else { Err(origin.ragged(field.elements() as u64)) }
 }
 
@@ -70,7 +75,9 @@ pub(crate) fn read_list(
     field: &Field,
     origin: &Origin<'_>,
 ) -> Result<Buffer> {
-    let Some(group) = footer.metadata().row_groups().get(part.group) else { return Err(Error::Ended) };
+    let Some(group) = footer.metadata().row_groups().get(part.group) else {
+        return Err(Error::Ended);
+    };
     let Some(chunk) = group.columns().get(leaf) else { return Err(Error::Ended) };
     let rows = usize::try_from(group.num_rows()).unwrap_or_default();
     let pages = match SerializedPageReader::new(Arc::new(fetched.clone()), chunk, rows, None) {
@@ -97,9 +104,9 @@ pub(crate) fn read_list(
         (ColumnReader::Int32ColumnReader(reader), element) => {
             narrow(read_leaf(reader, part, field, levels, origin)?, element)
         }
-        (ColumnReader::BoolColumnReader(reader), Element::Bool) => {
-            Buffer::from_iter(read_leaf(reader, part, field, levels, origin)?.into_iter().map(u8::from))
-        }
+        (ColumnReader::BoolColumnReader(reader), Element::Bool) => Buffer::from_iter(
+            read_leaf(reader, part, field, levels, origin)?.into_iter().map(u8::from),
+        ),
         _ => return Err(unreadable("lists of this type have to be prepared first")),
     })
 }

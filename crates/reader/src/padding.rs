@@ -58,7 +58,8 @@ impl Padding {
         longest.max(1).div_ceil(self.step).saturating_mul(self.step).min(self.most)
     }
 
-    /// Rows of one length: their memory, their bytes, and the length in values. The values of each row are whole.
+    /// Rows of one length: their memory, their bytes, and the length in values. The values of each
+    /// row are whole.
     ///
     /// # Errors
     /// Memory that cannot be had.
@@ -96,7 +97,9 @@ fn repeat(out: &mut [u8], value: &[u8]) {
     match *value {
         [first, ..] if value.iter().all(|byte| *byte == first) => out.fill(first),
         [a, b, c, d] => typed_mut::<u32>(out).fill(u32::from_ne_bytes([a, b, c, d])),
-        [a, b, c, d, e, f, g, h] => typed_mut::<u64>(out).fill(u64::from_ne_bytes([a, b, c, d, e, f, g, h])),
+        [a, b, c, d, e, f, g, h] => {
+            typed_mut::<u64>(out).fill(u64::from_ne_bytes([a, b, c, d, e, f, g, h]))
+        }
         _ => out.chunks_exact_mut(value.len().max(1)).for_each(|slot| slot.copy_from_slice(value)),
     }
 }
@@ -155,7 +158,8 @@ mod tests {
 
     #[test]
     fn rows_take_the_shortest_length_at_least_and_the_longest_at_most() {
-        let bytes = |most, step, fixed| Padding { fixed, ..padding(&[0; 4], most, step) }.bytes_of(3);
+        let bytes =
+            |most, step, fixed| Padding { fixed, ..padding(&[0; 4], most, step) }.bytes_of(3);
         assert_eq!(bytes(8, 1, false), (12, 96));
         assert_eq!(bytes(8, 3, false), (36, 96));
         assert_eq!(bytes(8, 8, false), (96, 96));

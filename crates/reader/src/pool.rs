@@ -3,8 +3,8 @@
 
 //! A pool of memory: new memory costs a page fault for every four kilobytes.
 //!
-//! Large pieces are mapped and unmapped one by one. The allocator would keep them, and budgets would not hold. What a
-//! reader that is gone had is kept for the next one in this process.
+//! Large pieces are mapped and unmapped one by one. The allocator would keep them, and budgets
+//! would not hold. What a reader that is gone had is kept for the next one in this process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -114,8 +114,8 @@ impl Held {
     }
 }
 
-/// Memory to be used again: what is used and what is kept together stay below a number of bytes, as far as what is kept
-/// decides it.
+/// Memory to be used again: what is used and what is kept together stay below a number of bytes, as
+/// far as what is kept decides it.
 #[derive(Debug)]
 pub(crate) struct Pool {
     held: Mutex<Held>,
@@ -214,7 +214,8 @@ impl Drop for Pool {
     }
 }
 
-/// Memory of a pool that is gone, if some fits. If none does, as much of it is freed as will be made.
+/// Memory of a pool that is gone, if some fits. If none does, as much of it is freed as will be
+/// made.
 fn reserved(bytes: usize, fits: impl Fn(&Memory) -> bool) -> Option<Memory> {
     if bytes < LARGE {
         return None;

@@ -42,14 +42,15 @@ pub struct Options {
     pub tail: Tail,
     /// Element types to convert to, by column; `"*"` stands for all other columns of floats.
     pub cast: HashMap<String, String>,
-    /// Replacements of nulls, and of NaN among floats, by column; `"*"` stands for all other columns with such
-    /// values. They are errors else.
+    /// Replacements of nulls, and of NaN among floats, by column; `"*"` stands for all other
+    /// columns with such values. They are errors else.
     pub fill: HashMap<String, f64>,
     /// Takes NaN that is not filled, and infinities, as values like any others.
     pub allow_nan: bool,
     /// The padding of ragged columns, whose rows are stored as bytes, to one length.
     pub pad: HashMap<String, Padding>,
-    /// A directory where decoded blocks are kept for all readers of this host that read the same columns.
+    /// A directory where decoded blocks are kept for all readers of this host that read the same
+    /// columns.
     pub cache: Option<String>,
 }
 
@@ -130,7 +131,10 @@ impl Reader {
 
     /// Returns the fields of batches.
     pub fn fields(&self) -> Vec<Field> {
-        self.selected.iter().map(|column| Field { element: column.out, ..column.field.clone() }).collect()
+        self.selected
+            .iter()
+            .map(|column| Field { element: column.out, ..column.field.clone() })
+            .collect()
     }
 
     /// Batches of an epoch that starts after `start_row` rows, the same on every rank.
@@ -173,9 +177,14 @@ fn select(field: Field, options: &Options) -> Result<Selected> {
         ));
     }
     if let Some(value) = named.filter(|value| !fits(field.element, **value)) {
-        return Err(unreadable(&format!("its {} cannot be filled with {value}", field.element.name())));
+        return Err(unreadable(&format!(
+            "its {} cannot be filled with {value}",
+            field.element.name()
+        )));
     }
-    let fill = named.or_else(|| options.fill.get("*").filter(|value| fits(field.element, **value))).copied();
+    let fill = named
+        .or_else(|| options.fill.get("*").filter(|value| fits(field.element, **value)))
+        .copied();
     let padding = options.pad.get(&field.name);
     if padding.is_some() && field.element != Element::Binary {
         return Err(unreadable("only lists of different lengths are padded"));
@@ -194,5 +203,9 @@ fn cast(field: &Field, casts: &HashMap<String, String>) -> Result<Element> {
         return Ok(field.element);
     };
     let out = Element::named(to).filter(|out| castable(field.element, *out));
-    out.ok_or_else(|| Error::Cast { column: field.name.clone(), from: field.element.name(), to: to.clone() })
+    out.ok_or_else(|| Error::Cast {
+        column: field.name.clone(),
+        from: field.element.name(),
+        to: to.clone(),
+    })
 }

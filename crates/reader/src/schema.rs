@@ -36,9 +36,10 @@ pub(crate) fn element_of(kind: &DataType) -> Option<Element> {
         | DataType::Decimal128(..)
         | DataType::Decimal256(..) => Element::Float64,
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => Element::Utf8,
-        DataType::Binary | DataType::LargeBinary | DataType::BinaryView | DataType::FixedSizeBinary(_) => {
-            Element::Binary
-        }
+        DataType::Binary
+        | DataType::LargeBinary
+        | DataType::BinaryView
+        | DataType::FixedSizeBinary(_) => Element::Binary,
         _ => return None,
     })
 }
@@ -61,9 +62,8 @@ pub(crate) fn direct(
         (Physical::BOOLEAN, DataType::Boolean) => Stored::Bits,
         (Physical::INT32, DataType::Int8 | DataType::UInt8) => Stored::Narrow(1),
         (Physical::INT32, DataType::Int16 | DataType::UInt16) => Stored::Narrow(2),
-        (Physical::INT32, DataType::Int32 | DataType::UInt32) | (Physical::FLOAT, DataType::Float32) => {
-            Stored::Same(4)
-        }
+        (Physical::INT32, DataType::Int32 | DataType::UInt32)
+        | (Physical::FLOAT, DataType::Float32) => Stored::Same(4),
         (Physical::INT32, DataType::Date32 | DataType::Time32(_)) => Stored::Widen,
         (
             Physical::INT64,
@@ -74,7 +74,9 @@ pub(crate) fn direct(
             | DataType::Duration(_),
         )
         | (Physical::DOUBLE, DataType::Float64) => Stored::Same(8),
-        (Physical::FIXED_LEN_BYTE_ARRAY, DataType::FixedSizeBinary(_)) if !list && field.width() > 0 => {
+        (Physical::FIXED_LEN_BYTE_ARRAY, DataType::FixedSizeBinary(_))
+            if !list && field.width() > 0 =>
+        {
             Stored::Same(field.width())
         }
         _ => return None,
@@ -84,9 +86,12 @@ pub(crate) fn direct(
     let optional = u32::from(descriptor.self_type().is_optional());
     let levels = match (list, repeated) {
         (false, 0) if defined <= 1 => Levels { defined, present: 0, repeated, length: 1 },
-        (true, 1) => {
-            Levels { defined, present: defined.checked_sub(optional)?, repeated, length: field.elements() }
-        }
+        (true, 1) => Levels {
+            defined,
+            present: defined.checked_sub(optional)?,
+            repeated,
+            length: field.elements(),
+        },
         _ => return None,
     };
     Some((stored, levels))
@@ -147,7 +152,8 @@ fn describe(
 /// The only leaf of a root column, when there is one.
 pub(crate) fn leaf_of(file: &ArrowReaderMetadata, root: usize) -> Option<usize> {
     let schema = file.parquet_schema();
-    let mut leaves = (0..schema.num_columns()).filter(|leaf| schema.get_column_root_idx(*leaf) == root);
+    let mut leaves =
+        (0..schema.num_columns()).filter(|leaf| schema.get_column_root_idx(*leaf) == root);
     leaves.next().filter(|_| leaves.next().is_none())
 }
 

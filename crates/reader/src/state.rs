@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The state of an epoch: loaded blocks, ready batches, and the next action. It has no threads and no clock.
+//! The state of an epoch: loaded blocks, ready batches, and the next action. It has no threads and
+//! no clock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -77,9 +78,15 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// The start of an epoch: `cost` in bytes of every part, decoded and besides while it is loaded; `apart` when
-    /// threads of their own fetch.
-    pub(crate) fn new(plan: &Plan, cost: Vec<(u64, u64)>, budget: u64, ahead: Ahead, apart: bool) -> Self {
+    /// The start of an epoch: `cost` in bytes of every part, decoded and besides while it is
+    /// loaded; `apart` when threads of their own fetch.
+    pub(crate) fn new(
+        plan: &Plan,
+        cost: Vec<(u64, u64)>,
+        budget: u64,
+        ahead: Ahead,
+        apart: bool,
+    ) -> Self {
         Self {
             queue: plan.queue(),
             queued: 0,
@@ -132,8 +139,8 @@ impl State {
         Some((part, block.saturating_add(besides)))
     }
 
-    /// Returns whether so many bytes may be loaded now (RE-2). An empty house takes any guest: the plan was checked
-    /// against the budget at its start.
+    /// Returns whether so many bytes may be loaded now (RE-2). An empty house takes any guest: the
+    /// plan was checked against the budget at its start.
     fn fits(&self, bytes: u64) -> bool {
         self.held == 0 || self.held.saturating_add(bytes) <= self.budget
     }
@@ -152,8 +159,10 @@ impl State {
         if self.begun || self.next_step >= self.steps || self.is_far_ahead() {
             return None;
         }
-        let mut draft =
-            self.pending.take().unwrap_or_else(|| Draft::new(self.next_step, plan.step(self.next_step)));
+        let mut draft = self
+            .pending
+            .take()
+            .unwrap_or_else(|| Draft::new(self.next_step, plan.step(self.next_step)));
         let blocks: Option<Vec<Arc<Block>>> =
             draft.missing.iter().map(|piece| self.blocks.get(piece.part)?.clone()).collect();
         match blocks {
@@ -170,8 +179,8 @@ impl State {
         }
     }
 
-    /// Returns whether the batches that are ready, or are being put together, are as many as may be, or take as many
-    /// bytes as they may. The consumer's next batch is always put together.
+    /// Returns whether the batches that are ready, or are being put together, are as many as may
+    /// be, or take as many bytes as they may. The consumer's next batch is always put together.
     fn is_far_ahead(&self) -> bool {
         let batches = self.next_step - self.next_out;
         let coming = self.widest.saturating_mul(self.copying as u64 + 1);
@@ -179,14 +188,15 @@ impl State {
             || (batches > 0 && self.ready_bytes.saturating_add(coming) > self.ahead.bytes)
     }
 
-    /// Returns whether nothing can be loaded before blocks are released, and the next batch waits for a part.
+    /// Returns whether nothing can be loaded before blocks are released, and the next batch waits
+    /// for a part.
     fn is_tight(&self) -> bool {
         let stuck = self.loading == 0 && self.copying == 0 && self.pending.is_some();
         stuck && self.head().is_some_and(|(_, bytes)| !self.fits(bytes))
     }
 
-    /// Rows of the next batch whose blocks are not needed after it: copied now, they make room for the blocks that it
-    /// waits for.
+    /// Rows of the next batch whose blocks are not needed after it: copied now, they make room for
+    /// the blocks that it waits for.
     fn relief(&mut self) -> Option<Job> {
         if !self.is_tight() {
             return None;
@@ -208,14 +218,15 @@ impl State {
             self.pending = Some(draft);
             return self.beyond();
         }
-        let blocks = pieces.iter().filter_map(|piece| self.blocks.get(piece.part)?.clone()).collect();
+        let blocks =
+            pieces.iter().filter_map(|piece| self.blocks.get(piece.part)?.clone()).collect();
         self.begun = true;
         self.copying += 1;
         Some(Job::Assemble(Box::new(draft), Copying { pieces, blocks, last: false }))
     }
 
-    /// The next part although the budget is used up: blocks took more than the data set states, and otherwise no
-    /// progress would be possible.
+    /// The next part although the budget is used up: blocks took more than the data set states, and
+    /// otherwise no progress would be possible.
     fn beyond(&mut self) -> Option<Job> {
         let (_, bytes) = self.head()?;
         self.budget = self.budget.max(self.held.saturating_add(bytes));
@@ -235,7 +246,8 @@ impl State {
             self.held += more;
         }
         self.loading = self.loading.saturating_sub(1);
-        self.held = self.held.saturating_sub(self.cost.get(part).map_or(0, |(_, besides)| *besides));
+        self.held =
+            self.held.saturating_sub(self.cost.get(part).map_or(0, |(_, besides)| *besides));
         if let Some(slot) = self.blocks.get_mut(part) {
             *slot = Some(Arc::new(block));
         }
@@ -254,8 +266,8 @@ impl State {
         self.begun = false;
     }
 
-    /// Rows have been copied. Returns the blocks that are not needed any more, to be dropped without the lock, and
-    /// whether idle threads have work.
+    /// Rows have been copied. Returns the blocks that are not needed any more, to be dropped
+    /// without the lock, and whether idle threads have work.
     pub(crate) fn copied(&mut self, pieces: &[Piece]) -> (Vec<Arc<Block>>, bool) {
         self.copying = self.copying.saturating_sub(1);
         let mut done = Vec::new();

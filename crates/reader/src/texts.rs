@@ -27,8 +27,8 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Takes values over that keep `file` bytes of their file in memory, and what they were decoded to. If that is much
-    /// more than the values have, they are copied.
+    /// Takes values over that keep `file` bytes of their file in memory, and what they were decoded
+    /// to. If that is much more than the values have, they are copied.
     pub(crate) fn new(values: BinaryViewArray, file: usize) -> Self {
         let decoded = distinct(values.data_buffers());
         let own = values.lengths().map(|length| length as usize).fold(0, usize::saturating_add);
@@ -122,19 +122,28 @@ impl Texts {
     ///
     /// # Errors
     /// Memory for padded rows that cannot be had.
-    pub(crate) fn finish(mut self, padding: Option<&Padding>, pool: &Arc<Pool>) -> Result<Gathered, Lack> {
+    pub(crate) fn finish(
+        mut self,
+        padding: Option<&Padding>,
+        pool: &Arc<Pool>,
+    ) -> Result<Gathered, Lack> {
         let mut last = None;
         for place in &mut self.places {
             *place = place.or(last);
             last = *place;
         }
         let rows = self.places.len();
-        let values =
-            || self.places.iter().map(|place| place.map_or(&[][..], |place| value(&self.arrays, place)));
+        let values = || {
+            self.places
+                .iter()
+                .map(|place| place.map_or(&[][..], |place| value(&self.arrays, place)))
+        };
         let mut ends = pool.take((rows + 1) * PLACE);
         let (mut end, mut longest) = (0_usize, 0);
         let slots = typed_mut::<i64>(ends.bytes_mut());
-        for (slot, length) in slots.iter_mut().zip(std::iter::once(0).chain(values().map(<[u8]>::len))) {
+        for (slot, length) in
+            slots.iter_mut().zip(std::iter::once(0).chain(values().map(<[u8]>::len)))
+        {
             (end, longest) = (end + length, longest.max(length));
             *slot = i64::try_from(end).unwrap_or(i64::MAX);
         }

@@ -10,7 +10,8 @@ use crate::pool::{Value, typed, typed_mut};
 /// Returns whether [`gather`] can turn `from` into `to`.
 pub(crate) fn castable(from: Element, to: Element) -> bool {
     from == to
-        || (from.width().is_some() && matches!(to, Element::Float32 | Element::Float64 | Element::Int64))
+        || (from.width().is_some()
+            && matches!(to, Element::Float32 | Element::Float64 | Element::Int64))
 }
 
 /// Rows to take: of a block, in an order or as they lie; and which rows they become.
@@ -41,7 +42,12 @@ impl<'a> Rows<'a> {
     }
 
     /// Returns the slots of rows of `width` elements, `span` neighbouring rows at a time.
-    fn slots<'b, T>(&self, width: usize, span: usize, out: &'b mut [T]) -> impl Iterator<Item = &'b mut [T]> {
+    fn slots<'b, T>(
+        &self,
+        width: usize,
+        span: usize,
+        out: &'b mut [T],
+    ) -> impl Iterator<Item = &'b mut [T]> {
         let out = out.get_mut(self.at * width..).unwrap_or_default();
         let slots = out.chunks_mut((self.skip * width).max(1)).take(self.count);
         slots.filter_map(move |slot| slot.get_mut(..span * width))
@@ -196,7 +202,8 @@ fn copy_rows(source: &[u8], width: usize, rows: Rows<'_>, out: &mut [u8]) {
     }
 }
 
-/// Conversion as `as` does it: floats to the nearest, integers from floats towards zero and within their range.
+/// Conversion as `as` does it: floats to the nearest, integers from floats towards zero and within
+/// their range.
 trait To<T> {
     fn to(self) -> T;
 }
@@ -343,7 +350,8 @@ mod tests {
         let data: Vec<i32> = (0..40).collect();
         let source = Source { data: data.as_bytes(), element: Element::Int32, elements: 1 };
         let order = [7, 6, 5, 4, 3, 2, 1, 0];
-        // Seven strands of three rows: a band, one that is ordered, one of a single row too many, one by stride.
+        // Seven strands of three rows: a band, one that is ordered, one of a single row too many,
+        // one by stride.
         let strand = |at: usize| Rows { first: 5 * at, count: 3, at, skip: 7, ..ALL };
         let mut rows: Vec<Rows<'_>> = (0..7).map(strand).collect();
         rows[4] = Rows { order: Some(&order), first: 0, ..rows[4] };
@@ -361,7 +369,8 @@ mod tests {
         assert_eq!(out[..], expected);
         let mut floats = [-1.0_f32; 22];
         weave(&strands, floats.as_mut_bytes(), Element::Float32);
-        let near = |(float, whole): (&f32, &i32)| (f64::from(*float) - f64::from(*whole)).abs() < 0.5;
+        let near =
+            |(float, whole): (&f32, &i32)| (f64::from(*float) - f64::from(*whole)).abs() < 0.5;
         assert!(floats.iter().zip(&expected).all(near), "{floats:?}");
         // All alike: bands of four and a rest.
         let strands: Vec<_> = (0..7).map(|at| (source, strand(at))).collect();
@@ -393,6 +402,8 @@ mod tests {
         let source = Source { data: &[0, 1, 1, 0], element: Element::Bool, elements: 2 };
         let rows = Rows { first: 1, count: 1, ..ALL };
         assert_eq!(run::<f32>(source, rows, Element::Float32), [1.0, 0.0]);
-        assert!(!castable(Element::Float64, Element::Int8) && castable(Element::Int8, Element::Int8));
+        assert!(
+            !castable(Element::Float64, Element::Int8) && castable(Element::Int8, Element::Int8)
+        );
     }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Every way that values may lie in a file, read whole and in parts of row groups: the library wrote them, and their ids
-//! say what must come out.
+//! Every way that values may lie in a file, read whole and in parts of row groups: the library
+//! wrote them, and their ids say what must come out.
 #![expect(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
@@ -15,8 +15,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arrow::array::{
-    ArrayRef, BooleanArray, Date32Array, FixedSizeBinaryArray, Float32Array, Float64Array, Int8Array,
-    Int16Array, Int64Array, ListArray, RecordBatch, TimestampMillisecondArray, UInt32Array,
+    ArrayRef, BooleanArray, Date32Array, FixedSizeBinaryArray, Float32Array, Float64Array,
+    Int8Array, Int16Array, Int64Array, ListArray, RecordBatch, TimestampMillisecondArray,
+    UInt32Array,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
@@ -28,42 +29,76 @@ use parquet::file::properties::{WriterProperties, WriterPropertiesBuilder, Write
 
 const ROWS: i64 = 3000;
 
-/// Columns of every type, of rows `from..to`; `modulo` makes values repeat, `holes` leaves some out.
+/// Columns of every type, of rows `from..to`; `modulo` makes values repeat, `holes` leaves some
+/// out.
 fn rows(from: i64, to: i64, modulo: i64, holes: bool) -> RecordBatch {
     let id = |row: i64| row % modulo;
     let all = || from..to;
     let hole = |row: i64| holes && row % 7 == 3;
-    let vectors =
-        Float32Array::from_iter_values(all().flat_map(|row| (0..3).map(move |k| (id(row) * 3 + k) as f32)));
+    let vectors = Float32Array::from_iter_values(
+        all().flat_map(|row| (0..3).map(move |k| (id(row) * 3 + k) as f32)),
+    );
     let item = Arc::new(Field::new("item", DataType::Float32, true));
     let lengths = OffsetBuffer::from_lengths(std::iter::repeat_n(3, (to - from) as usize));
-    let small = Int16Array::from_iter_values(all().flat_map(|row| [id(row) as i16, -(id(row) as i16)]));
+    let small =
+        Int16Array::from_iter_values(all().flat_map(|row| [id(row) as i16, -(id(row) as i16)]));
     let pairs = OffsetBuffer::from_lengths(std::iter::repeat_n(2, (to - from) as usize));
     let columns: Vec<(&str, ArrayRef)> = vec![
         ("row", Arc::new(Int64Array::from_iter_values(all()))),
-        ("b", Arc::new(all().map(|row| (!hole(row)).then_some(id(row) % 2 == 0)).collect::<BooleanArray>())),
+        (
+            "b",
+            Arc::new(
+                all().map(|row| (!hole(row)).then_some(id(row) % 2 == 0)).collect::<BooleanArray>(),
+            ),
+        ),
         (
             "i8",
-            Arc::new(all().map(|row| (!hole(row)).then_some((id(row) % 100) as i8)).collect::<Int8Array>()),
+            Arc::new(
+                all()
+                    .map(|row| (!hole(row)).then_some((id(row) % 100) as i8))
+                    .collect::<Int8Array>(),
+            ),
         ),
-        ("i16", Arc::new(all().map(|row| (!hole(row)).then_some(-(id(row) as i16))).collect::<Int16Array>())),
-        ("u32", Arc::new(all().map(|row| (!hole(row)).then_some(id(row) as u32)).collect::<UInt32Array>())),
+        (
+            "i16",
+            Arc::new(
+                all().map(|row| (!hole(row)).then_some(-(id(row) as i16))).collect::<Int16Array>(),
+            ),
+        ),
+        (
+            "u32",
+            Arc::new(
+                all().map(|row| (!hole(row)).then_some(id(row) as u32)).collect::<UInt32Array>(),
+            ),
+        ),
         (
             "f32",
-            Arc::new(all().map(|row| (!hole(row)).then_some(id(row) as f32 / 2.0)).collect::<Float32Array>()),
+            Arc::new(
+                all()
+                    .map(|row| (!hole(row)).then_some(id(row) as f32 / 2.0))
+                    .collect::<Float32Array>(),
+            ),
         ),
         (
             "f64",
-            Arc::new(all().map(|row| (!hole(row)).then_some(id(row) as f64 / 4.0)).collect::<Float64Array>()),
+            Arc::new(
+                all()
+                    .map(|row| (!hole(row)).then_some(id(row) as f64 / 4.0))
+                    .collect::<Float64Array>(),
+            ),
         ),
         (
             "day",
-            Arc::new(all().map(|row| (!hole(row)).then_some(-(id(row) as i32))).collect::<Date32Array>()),
+            Arc::new(
+                all().map(|row| (!hole(row)).then_some(-(id(row) as i32))).collect::<Date32Array>(),
+            ),
         ),
         (
             "at",
             Arc::new(
-                all().map(|row| (!hole(row)).then_some(id(row) << 33)).collect::<TimestampMillisecondArray>(),
+                all()
+                    .map(|row| (!hole(row)).then_some(id(row) << 33))
+                    .collect::<TimestampMillisecondArray>(),
             ),
         ),
         ("v", Arc::new(ListArray::new(item, lengths, Arc::new(vectors), None))),
@@ -85,7 +120,8 @@ fn write(url: &str, properties: &WriterProperties, modulo: i64, holes: bool) {
     let store = Store::open(url).unwrap();
     for (file, (from, to)) in [(0, 1100), (1100, ROWS)].into_iter().enumerate() {
         let batch = rows(from, to, modulo, holes);
-        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.clone())).unwrap();
+        let mut writer =
+            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.clone())).unwrap();
         writer.write(&batch).unwrap();
         store.write(&format!("{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
     }
@@ -102,7 +138,8 @@ fn check(url: &str, modulo: i64, holes: bool, shuffle: bool) {
     for rank in 0..3 {
         let fill = if holes { HashMap::from([("*".to_owned(), 1.0)]) } else { HashMap::new() };
         let rank = farandole_world::Rank(rank);
-        let options = Options { batch_size: 50, rank, size: 3, fill, shuffle, ..Options::default() };
+        let options =
+            Options { batch_size: 50, rank, size: 3, fill, shuffle, ..Options::default() };
         let reader = Reader::new(Arc::clone(&dataset), options).unwrap();
         let epoch = reader.epoch(0, 0).unwrap();
         loop {
@@ -141,7 +178,11 @@ fn check(url: &str, modulo: i64, holes: bool, shuffle: bool) {
                     .eq(rows.iter().flat_map(|row| (0..3).map(move |k| (id(row) * 3 + k) as f32)))
             );
             let pairs: Vec<i16> = values(bytes("s")).map(i16::from_le_bytes).collect();
-            assert!(pairs.into_iter().eq(rows.iter().flat_map(|row| [id(row) as i16, -(id(row) as i16)])));
+            assert!(
+                pairs
+                    .into_iter()
+                    .eq(rows.iter().flat_map(|row| [id(row) as i16, -(id(row) as i16)]))
+            );
             seen.extend(rows);
         }
     }
@@ -195,7 +236,12 @@ fn values_are_the_same_in_every_codec() {
     for (number, codec) in codecs.into_iter().enumerate() {
         for version in [WriterVersion::PARQUET_1_0, WriterVersion::PARQUET_2_0] {
             let url = format!("memory://codec{number}{version:?}");
-            write(&url, &properties().set_writer_version(version).set_compression(codec).build(), ROWS, true);
+            write(
+                &url,
+                &properties().set_writer_version(version).set_compression(codec).build(),
+                ROWS,
+                true,
+            );
             check(&url, ROWS, true, true);
         }
     }
@@ -242,6 +288,8 @@ fn packed_vectors_of_any_width_are_copied() {
     let dataset = Arc::new(Dataset::open("memory://packed").unwrap());
     let options = Options { batch_size: 100, shuffle: false, ..Options::default() };
     let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
-    let Ok(Next::Batch(batch)) = epoch.next(Duration::from_secs(30)) else { unreachable!("one batch") };
+    let Ok(Next::Batch(batch)) = epoch.next(Duration::from_secs(30)) else {
+        unreachable!("one batch")
+    };
     assert_eq!(batch.bytes(0).unwrap(), values.concat());
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory of a process that reads values which decode to much more than their file has. One test: it measures the
-//! process.
+//! Memory of a process that reads values which decode to much more than their file has. One test:
+//! it measures the process.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
@@ -31,22 +31,27 @@ fn write(url: &str, rows: usize, properties: WriterPropertiesBuilder) {
     let schema = Arc::new(Schema::new(vec![Field::new("x", DataType::Binary, false)]));
     let properties = properties.set_dictionary_page_size_limit(4 * MIB).set_write_batch_size(1);
     let properties = properties.set_data_page_size_limit(64 * MIB).build();
-    let mut writer = ArrowWriter::try_new(Vec::new(), Arc::clone(&schema), Some(properties)).unwrap();
+    let mut writer =
+        ArrowWriter::try_new(Vec::new(), Arc::clone(&schema), Some(properties)).unwrap();
     let value: ArrayRef = Arc::new(BinaryArray::from_iter_values([vec![7_u8; MIB]]));
     for _ in 0..rows {
-        writer.write(&RecordBatch::try_new(Arc::clone(&schema), vec![Arc::clone(&value)]).unwrap()).unwrap();
+        writer
+            .write(&RecordBatch::try_new(Arc::clone(&schema), vec![Arc::clone(&value)]).unwrap())
+            .unwrap();
     }
     let bytes = writer.into_inner().unwrap();
     assert!(bytes.len() < 3 * MIB, "{} bytes", bytes.len());
     Store::open(url).unwrap().write("0.parquet", bytes.into()).unwrap();
 }
 
-/// Reads all rows, one in a batch; returns their number, and the bytes that the process has at most.
+/// Reads all rows, one in a batch; returns their number, and the bytes that the process has at
+/// most.
 fn read(url: &str) -> (Result<usize, Error>, usize) {
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     let dataset = Arc::new(Dataset::open(url).unwrap());
     let columns = Some(vec!["x".to_owned()]);
-    let options = Options { columns, batch_size: 1, byte_budget: BUDGET as u64, ..Options::default() };
+    let options =
+        Options { columns, batch_size: 1, byte_budget: BUDGET as u64, ..Options::default() };
     let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
     let mut rows = 0;
     let done = loop {
@@ -80,7 +85,8 @@ fn values_that_are_stored_once_take_no_more_memory_than_the_budget_lets_them() {
     // Batches that wait, those that the pool keeps, and blocks in work; the rows have 120 MiB.
     assert!(more < 2 * BUDGET, "a dictionary of {MIB} bytes: {more}");
 
-    // Four budgets at most, those of the last piece, and half as much that a vector keeps when it grows.
+    // Four budgets at most, those of the last piece, and half as much that a vector keeps when it
+    // grows.
     let (rows, most) = read("memory://prefixes");
     let error = rows.unwrap_err().to_string();
     assert!(

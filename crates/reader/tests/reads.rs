@@ -29,7 +29,8 @@ fn rows(from: i64, to: i64) -> RecordBatch {
     ));
     let item = Arc::new(Field::new("item", DataType::Float32, true));
     let lengths = std::iter::repeat_n(3, usize::try_from(to - from).unwrap());
-    let vectors: ArrayRef = Arc::new(ListArray::new(item, OffsetBuffer::from_lengths(lengths), values, None));
+    let vectors: ArrayRef =
+        Arc::new(ListArray::new(item, OffsetBuffer::from_lengths(lengths), values, None));
     RecordBatch::try_from_iter([("id", ids), ("vector", vectors)]).unwrap()
 }
 
@@ -37,7 +38,8 @@ fn prepare(url: &str, partitions: i64, each: i64) {
     let spec = r#"{"train": "train", "row_group_rows": 100}"#;
     let mut summaries = Vec::new();
     for partition in 0..partitions {
-        let mut writer = PartitionWriter::new(url, spec, u64::try_from(partition).unwrap(), "a").unwrap();
+        let mut writer =
+            PartitionWriter::new(url, spec, u64::try_from(partition).unwrap(), "a").unwrap();
         for start in (partition * each..(partition + 1) * each).step_by(70) {
             writer.write(&rows(start, (start + 70).min((partition + 1) * each))).unwrap();
         }
@@ -53,7 +55,9 @@ fn foreign(url: &str, files: i64, each: i64) -> Store {
         let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
         writer.write(&batch.slice(0, batch.num_rows() / 3)).unwrap();
         writer.flush().unwrap();
-        writer.write(&batch.slice(batch.num_rows() / 3, batch.num_rows() - batch.num_rows() / 3)).unwrap();
+        writer
+            .write(&batch.slice(batch.num_rows() / 3, batch.num_rows() - batch.num_rows() / 3))
+            .unwrap();
         store.write(&format!("f{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
     }
     store.write("_SUCCESS", Vec::new().into()).unwrap();
@@ -113,8 +117,10 @@ fn prepared_rows_come_back_whole_once_and_in_an_order_of_their_epoch() {
     let first = collect(&reader, 0);
     assert_eq!(first.len(), 3000);
     assert_ne!(first, collect(&reader, 1));
-    let single =
-        open("memory://prepared/train", Options { batch_size: 64, threads: 1, ..Options::default() });
+    let single = open(
+        "memory://prepared/train",
+        Options { batch_size: 64, threads: 1, ..Options::default() },
+    );
     assert_eq!(first, collect(&single, 0), "RE-1: no matter how many threads");
     let mut sorted = first;
     sorted.sort_unstable();
@@ -131,7 +137,8 @@ fn foreign_files_are_read_by_their_footers() {
     let mut all = collect(&reader, 3);
     all.sort_unstable();
     assert!(all.into_iter().eq(0..2000));
-    let plain = open("memory://foreign", Options { batch_size: 33, shuffle: false, ..Options::default() });
+    let plain =
+        open("memory://foreign", Options { batch_size: 33, shuffle: false, ..Options::default() });
     assert!(collect(&plain, 0).into_iter().eq(0..2000), "RD-6");
 }
 
@@ -140,8 +147,13 @@ fn ranks_share_the_rows_and_padding_weighs_nothing() {
     prepare("memory://ranks", 2, 501);
     let mut all: Vec<i64> = Vec::new();
     for rank in 0..4 {
-        let options =
-            Options { batch_size: 16, rank: Rank(rank), size: 4, tail: Tail::Pad, ..Options::default() };
+        let options = Options {
+            batch_size: 16,
+            rank: Rank(rank),
+            size: 4,
+            tail: Tail::Pad,
+            ..Options::default()
+        };
         let reader = open("memory://ranks/train", options);
         let epoch = reader.epoch(0, 0).unwrap();
         assert_eq!(epoch.steps(), 16);
@@ -162,14 +174,16 @@ fn ranks_share_the_rows_and_padding_weighs_nothing() {
 fn casts_happen_on_the_way() {
     prepare("memory://cast", 1, 300);
     let cast = HashMap::from([("id".to_owned(), "float32".to_owned())]);
-    let reader = open("memory://cast/train", Options { batch_size: 300, cast, ..Options::default() });
+    let reader =
+        open("memory://cast/train", Options { batch_size: 300, cast, ..Options::default() });
     let epoch = reader.epoch(0, 0).unwrap();
     let batch = next(&epoch).unwrap();
     let firsts: Vec<f32> = floats(&batch, 1).chunks(3).map(|row| row[0]).collect();
     assert_eq!(floats(&batch, 0), firsts);
     let cast = HashMap::from([("id".to_owned(), "int8".to_owned())]);
     let dataset = Arc::new(Dataset::open("memory://cast/train").unwrap());
-    let error = Reader::new(dataset, Options { batch_size: 1, cast, ..Options::default() }).unwrap_err();
+    let error =
+        Reader::new(dataset, Options { batch_size: 1, cast, ..Options::default() }).unwrap_err();
     assert_eq!(error.to_string(), "cannot cast column id from int64 to int8");
 }
 
@@ -194,7 +208,8 @@ fn an_epoch_can_be_left_in_the_middle() {
 fn a_budget_that_is_too_small_is_refused_with_the_least_that_works() {
     prepare("memory://budget", 1, 2000);
     let options = |byte_budget| Options { batch_size: 10, byte_budget, ..Options::default() };
-    let Err(Error::Budget { needed, .. }) = open("memory://budget/train", options(100)).epoch(0, 0) else {
+    let Err(Error::Budget { needed, .. }) = open("memory://budget/train", options(100)).epoch(0, 0)
+    else {
         unreachable!("100 bytes are not enough");
     };
     let frugal = open("memory://budget/train", options(needed));
@@ -205,7 +220,8 @@ fn a_budget_that_is_too_small_is_refused_with_the_least_that_works() {
 fn a_row_group_of_which_the_manifest_says_too_much_is_named() {
     let url = "memory://overstated";
     let store = Store::open(url).unwrap();
-    let texts: ArrayRef = Arc::new(StringArray::from_iter_values((0..100).map(|row| format!("text {row}"))));
+    let texts: ArrayRef =
+        Arc::new(StringArray::from_iter_values((0..100).map(|row| format!("text {row}"))));
     let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
     for name in ["f0.parquet", "f1.parquet"] {
         let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
@@ -221,7 +237,8 @@ fn a_row_group_of_which_the_manifest_says_too_much_is_named() {
         open(url, options).epoch(0, 0).err()
     };
     let error = refused(1 << 60, 64 << 20).unwrap().to_string();
-    let start = "the manifest says that row group 0 of memory://overstated/f1.parquet takes 1152921504606846976 bytes";
+    let start = "the manifest says that row group 0 of memory://overstated/f1.parquet takes \
+                 1152921504606846976 bytes";
     assert!(error.starts_with(start), "{error}");
     assert!(refused(1 << 20, 64 << 20).is_none(), "what fits does no harm");
     let small = refused(2000, 100);
@@ -233,21 +250,33 @@ fn a_row_group_of_which_the_manifest_says_too_much_is_named() {
 
 #[test]
 fn the_least_budget_is_enough_if_all_lanes_continue_at_once() {
-    // 80 blocks of 100 rows in 8 lanes, and batches that end many of them; then blocks smaller than a batch.
-    for (partitions, each, batch_size) in [(8, 1000, 96), (8, 1000, 1000), (1, 300, 250), (8, 1000, 7999)] {
+    // 80 blocks of 100 rows in 8 lanes, and batches that end many of them; then blocks smaller than
+    // a batch.
+    for (partitions, each, batch_size) in
+        [(8, 1000, 96), (8, 1000, 1000), (1, 300, 250), (8, 1000, 7999)]
+    {
         let url = format!("memory://tight-{partitions}-{batch_size}");
         prepare(&url, partitions, each);
         let url = format!("{url}/train");
-        let options =
-            |byte_budget, threads| Options { batch_size, byte_budget, threads, ..Options::default() };
-        let Err(Error::Budget { needed, blocks, .. }) = open(&url, options(100, 1)).epoch(0, 0) else {
+        let options = |byte_budget, threads| Options {
+            batch_size,
+            byte_budget,
+            threads,
+            ..Options::default()
+        };
+        let Err(Error::Budget { needed, blocks, .. }) = open(&url, options(100, 1)).epoch(0, 0)
+        else {
             unreachable!("100 bytes are not enough");
         };
         // A row takes 24 bytes; at most 64 blocks are open, and one is loaded.
         assert!(blocks <= 66 * 100 * 24, "{blocks} bytes of blocks");
         let plenty = collect(&open(&url, options(1 << 30, 2)), 0);
         for threads in [1, 2, 4] {
-            assert_eq!(collect(&open(&url, options(needed, threads)), 0), plenty, "{batch_size} {threads}");
+            assert_eq!(
+                collect(&open(&url, options(needed, threads)), 0),
+                plenty,
+                "{batch_size} {threads}"
+            );
         }
     }
 }
@@ -258,7 +287,10 @@ fn broken_files_are_errors_that_name_the_file() {
     let whole = store.read("f1.parquet").unwrap();
     store.write("f1.parquet", whole.slice(..whole.len() / 2)).unwrap();
     let error = Dataset::open("memory://broken").unwrap_err().to_string();
-    assert!(error.starts_with("not a Parquet file, or truncated: memory://broken/f1.parquet"), "{error}");
+    assert!(
+        error.starts_with("not a Parquet file, or truncated: memory://broken/f1.parquet"),
+        "{error}"
+    );
     store.write("f1.parquet", whole.clone()).unwrap();
     let reader = open("memory://broken", Options { batch_size: 10, ..Options::default() });
     store.delete("f1.parquet").unwrap();
@@ -280,7 +312,10 @@ fn broken_files_are_errors_that_name_the_file() {
     flipped[4..400].fill(0xFF);
     store.write("f1.parquet", flipped.into()).unwrap();
     let error = failed(&reader);
-    assert!(error.contains("memory://broken/f1.parquet") && error.contains("row group 0"), "{error}");
+    assert!(
+        error.contains("memory://broken/f1.parquet") && error.contains("row group 0"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -288,7 +323,8 @@ fn what_is_missing_is_named() {
     foreign("memory://missing", 1, 10);
     let dataset = Arc::new(Dataset::open("memory://missing").unwrap());
     let columns = Some(vec!["id".to_owned(), "x".to_owned()]);
-    let error = Reader::new(dataset, Options { columns, batch_size: 1, ..Options::default() }).unwrap_err();
+    let error =
+        Reader::new(dataset, Options { columns, batch_size: 1, ..Options::default() }).unwrap_err();
     assert_eq!(error.to_string(), "no column x, there are: id, vector");
     assert!(matches!(Dataset::open("memory://nothing"), Err(Error::NotADataset { .. })));
 }

@@ -33,7 +33,9 @@ fn prepare(url: &str, partitions: u64, rows: i64, width: i32) -> Store {
         let item = Arc::new(Field::new("item", DataType::Float32, false));
         let values = Arc::new(Float32Array::from(vec![1.0; count]));
         let vectors: ArrayRef = Arc::new(FixedSizeListArray::new(item, width, values, None));
-        writer.write(&RecordBatch::try_from_iter([("id", ids), ("vector", vectors)]).unwrap()).unwrap();
+        writer
+            .write(&RecordBatch::try_from_iter([("id", ids), ("vector", vectors)]).unwrap())
+            .unwrap();
         summaries.push(Summary::decode(&writer.finish().unwrap().encode().unwrap()).unwrap());
     }
     commit(url, spec, summaries).unwrap();
@@ -62,7 +64,8 @@ fn failure(reader: &Reader) -> String {
             Ok(Next::Batch(_)) => {}
             Ok(other) => unreachable!("{other:?}"),
             Err(error) => {
-                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+                let cause =
+                    std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
                 return format!("{error} {cause}");
             }
         }
@@ -73,7 +76,9 @@ fn failure(reader: &Reader) -> String {
 fn repeat(bucket: &Bucket, store: &Store, times: usize) {
     let manifest = Dataset::open(&store.url()).unwrap().manifest().clone();
     let mut files = Vec::new();
-    for (number, file) in manifest.files.iter().cycle().take(manifest.files.len() * times).enumerate() {
+    for (number, file) in
+        manifest.files.iter().cycle().take(manifest.files.len() * times).enumerate()
+    {
         let path = format!("{number}-{}", file.path);
         bucket.put(&path, store.read(&file.path).unwrap());
         files.push(DataFile { path, ..file.clone() });
@@ -143,7 +148,8 @@ fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
         let store = Store::open(&format!("memory://{name}")).unwrap();
         for file in 0..2 {
             let column = Float32Array::from(vec![1.0; usize::try_from(ROWS).unwrap()]);
-            let columns: Vec<ArrayRef> = (0..10).map(|_| Arc::new(column.clone()) as ArrayRef).collect();
+            let columns: Vec<ArrayRef> =
+                (0..10).map(|_| Arc::new(column.clone()) as ArrayRef).collect();
             let names = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"];
             let batch = RecordBatch::try_from_iter(names.into_iter().zip(columns)).unwrap();
             let properties = WriterProperties::builder()
@@ -152,11 +158,13 @@ fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
                 .set_data_page_row_count_limit(20_000)
                 .set_offset_index_disabled(!index)
                 .build();
-            let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
+            let mut writer =
+                ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
             writer.write(&batch).unwrap();
             store.write(&format!("{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
         }
-        let manifest = Dataset::open(&format!("memory://{name}")).unwrap().manifest().to_json().unwrap();
+        let manifest =
+            Dataset::open(&format!("memory://{name}")).unwrap().manifest().to_json().unwrap();
         store.write("_manifest.json", manifest.into()).unwrap();
         let bucket = Bucket::of(&name, &store);
         let whole: u64 = store.list("").unwrap().iter().map(|entry| entry.bytes).sum();
@@ -164,12 +172,16 @@ fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
             let (_, before) = bucket.counts();
             let mut rows = 0;
             for rank in 0..size {
-                let options = Options { batch_size: 10_000, rank: Rank(rank), size, ..Options::default() };
+                let options =
+                    Options { batch_size: 10_000, rank: Rank(rank), size, ..Options::default() };
                 rows += read(&reader(&bucket.url, options)).0;
             }
             assert_eq!(rows, 2_400_000);
             let fetched = bucket.counts().1 - before;
-            assert!(fetched <= whole * 11 / 10, "{fetched} of {whole} bytes at size {size}, index: {index}");
+            assert!(
+                fetched <= whole * 11 / 10,
+                "{fetched} of {whole} bytes at size {size}, index: {index}"
+            );
         }
     }
 }
@@ -203,7 +215,8 @@ fn an_epoch_ends_although_its_store_does_not_answer() {
 #[test]
 fn a_file_that_vanishes_in_the_middle_of_an_epoch_is_named() {
     let bucket = Bucket::of("vanishing", &prepare("memory://vanishing", 8, 4000, 300));
-    let options = Options { batch_size: 16, shuffle: false, byte_budget: 24 << 20, ..Options::default() };
+    let options =
+        Options { batch_size: 16, shuffle: false, byte_budget: 24 << 20, ..Options::default() };
     let dataset = Arc::new(Dataset::open(&bucket.url).unwrap());
     let epoch = Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0).unwrap();
     assert!(matches!(epoch.next(WAIT), Ok(Next::Batch(_))));

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arrow::array::{
-    ArrayRef, BinaryArray, FixedSizeBinaryArray, Int64Array, LargeBinaryArray, RecordBatch, StringArray,
+    ArrayRef, BinaryArray, FixedSizeBinaryArray, Int64Array, LargeBinaryArray, RecordBatch,
+    StringArray,
 };
 use farandole_reader::{Batch, Dataset, Epoch, Error, Next, Options, Padding, Reader};
 use farandole_store::Store;
@@ -33,21 +34,34 @@ fn tokens(row: i64) -> Vec<u8> {
 /// Two files, whose values repeat themselves after `modulo` rows.
 fn write(url: &str, properties: WriterPropertiesBuilder, modulo: i64) {
     let store = Store::open(url).unwrap();
-    let properties = properties.set_max_row_group_row_count(Some(300)).set_data_page_row_count_limit(64);
+    let properties =
+        properties.set_max_row_group_row_count(Some(300)).set_data_page_row_count_limit(64);
     let properties = properties.set_write_batch_size(16).build();
     for (file, rows) in [0..ROWS / 3, ROWS / 3..ROWS].into_iter().enumerate() {
         let id = |row: i64| row % modulo;
         let columns: [(&str, ArrayRef); 4] = [
             ("row", Arc::new(Int64Array::from_iter_values(rows.clone()))),
-            ("text", Arc::new(StringArray::from_iter_values(rows.clone().map(|row| text(id(row)))))),
-            ("tokens", Arc::new(LargeBinaryArray::from_iter_values(rows.clone().map(|row| tokens(id(row)))))),
+            (
+                "text",
+                Arc::new(StringArray::from_iter_values(rows.clone().map(|row| text(id(row))))),
+            ),
+            (
+                "tokens",
+                Arc::new(LargeBinaryArray::from_iter_values(
+                    rows.clone().map(|row| tokens(id(row))),
+                )),
+            ),
             (
                 "fixed",
-                Arc::new(FixedSizeBinaryArray::try_from_iter(rows.map(|row| id(row).to_le_bytes())).unwrap()),
+                Arc::new(
+                    FixedSizeBinaryArray::try_from_iter(rows.map(|row| id(row).to_le_bytes()))
+                        .unwrap(),
+                ),
             ),
         ];
         let batch = RecordBatch::try_from_iter(columns).unwrap();
-        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.clone())).unwrap();
+        let mut writer =
+            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.clone())).unwrap();
         writer.write(&batch).unwrap();
         store.write(&format!("{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
     }
@@ -67,18 +81,25 @@ fn next(epoch: &Epoch) -> Option<Batch> {
 }
 
 fn rows(batch: &Batch) -> Vec<i64> {
-    batch.bytes(0).unwrap().chunks_exact(8).map(|row| i64::from_le_bytes(row.try_into().unwrap())).collect()
+    batch
+        .bytes(0)
+        .unwrap()
+        .chunks_exact(8)
+        .map(|row| i64::from_le_bytes(row.try_into().unwrap()))
+        .collect()
 }
 
 fn ends(bytes: &[u8]) -> Vec<usize> {
-    let end = |bytes: &[u8]| usize::try_from(i64::from_le_bytes(bytes.try_into().unwrap())).unwrap();
+    let end =
+        |bytes: &[u8]| usize::try_from(i64::from_le_bytes(bytes.try_into().unwrap())).unwrap();
     bytes.chunks_exact(8).map(end).collect()
 }
 
 /// Reads all in batches, and compares every value with what its row says.
 fn check(url: &str, modulo: i64, shuffle: bool) {
     let dataset = Arc::new(Dataset::open(url).unwrap());
-    let epoch = Reader::new(dataset, Options { shuffle, ..options() }).unwrap().epoch(0, 0).unwrap();
+    let epoch =
+        Reader::new(dataset, Options { shuffle, ..options() }).unwrap().epoch(0, 0).unwrap();
     let mut seen = Vec::new();
     while let Some(batch) = next(&epoch) {
         let rows = rows(&batch);
@@ -114,8 +135,9 @@ fn values_of_any_length_are_the_same_however_they_are_stored() {
                 let properties =
                     WriterProperties::builder().set_writer_version(version).set_compression(codec);
                 // The dictionary of many values is given up on the way.
-                let properties =
-                    properties.set_dictionary_enabled(dictionary).set_dictionary_page_size_limit(400);
+                let properties = properties
+                    .set_dictionary_enabled(dictionary)
+                    .set_dictionary_page_size_limit(400);
                 write(&url, properties, modulo);
                 check(&url, modulo, modulo != 7);
             }
@@ -124,9 +146,9 @@ fn values_of_any_length_are_the_same_however_they_are_stored() {
     for encoding in [Encoding::DELTA_BYTE_ARRAY, Encoding::DELTA_LENGTH_BYTE_ARRAY] {
         let url = format!("memory://texts-{encoding:?}");
         let properties = WriterProperties::builder().set_dictionary_enabled(false);
-        let properties = ["text", "tokens"]
-            .iter()
-            .fold(properties, |properties, name| properties.set_column_encoding((*name).into(), encoding));
+        let properties = ["text", "tokens"].iter().fold(properties, |properties, name| {
+            properties.set_column_encoding((*name).into(), encoding)
+        });
         write(&url, properties, ROWS);
         check(&url, ROWS, true);
     }
@@ -144,7 +166,8 @@ fn lists_are_padded_to_the_shortest_length_that_fits_their_batch() {
         [(10, 10, false, &[10]), (10, 3, false, &[3, 6, 9, 10]), (7, 7, true, &[7])];
     for (most, step, fixed, widths) in cases {
         let pad = HashMap::from([("tokens".to_owned(), Padding { fixed, ..padding(most, step) })]);
-        let reader = Reader::new(Arc::clone(&dataset), Options { pad, batch_size: 3, ..options() }).unwrap();
+        let reader =
+            Reader::new(Arc::clone(&dataset), Options { pad, batch_size: 3, ..options() }).unwrap();
         let epoch = reader.epoch(0, 0).unwrap();
         let mut found = Vec::new();
         while let Some(batch) = next(&epoch) {
@@ -153,7 +176,8 @@ fn lists_are_padded_to_the_shortest_length_that_fits_their_batch() {
             assert_eq!(values.len(), batch.rows() * length * 4);
             assert_eq!(values.as_ptr().align_offset(64), 0);
             let rows = rows(&batch);
-            let lengths: Vec<usize> = ends(places).windows(2).map(|pair| pair[1] - pair[0]).collect();
+            let lengths: Vec<usize> =
+                ends(places).windows(2).map(|pair| pair[1] - pair[0]).collect();
             assert_eq!(lengths, rows.iter().map(|row| tokens(*row).len()).collect::<Vec<_>>());
             for (row, values) in rows.iter().zip(values.chunks_exact(length * 4)) {
                 let mut wanted = tokens(*row);
@@ -178,21 +202,30 @@ fn a_column_that_cannot_be_padded_is_named() {
         Reader::new(Arc::clone(&dataset), Options { pad, ..options() })
     };
     let told = |column: &str, padding| open(column, padding).unwrap_err().to_string();
-    assert!(told("row", padding(1, 1)).contains("column row cannot be read into batches: only lists"));
-    assert!(told("text", padding(1, 1)).contains("column text cannot be read into batches: only lists"));
+    assert!(
+        told("row", padding(1, 1)).contains("column row cannot be read into batches: only lists")
+    );
+    assert!(
+        told("text", padding(1, 1)).contains("column text cannot be read into batches: only lists")
+    );
     assert!(told("other", padding(1, 1)).contains("other"));
     assert!(
         told("tokens", padding(0, 1))
             .contains("column tokens cannot be read into batches: rows are padded to")
     );
     assert!(told("tokens", Padding { fill: Vec::new(), ..padding(1, 1) }).contains("has no bytes"));
-    let torn = open("tokens", Padding { fill: vec![0; 8], ..padding(9, 9) }).unwrap().epoch(0, 0).unwrap();
+    let torn =
+        open("tokens", Padding { fill: vec![0; 8], ..padding(9, 9) }).unwrap().epoch(0, 0).unwrap();
     let error = torn.next(Duration::from_secs(30)).unwrap_err();
-    assert!(matches!(&error, Error::Torn { column, width: 8, .. } if column == "tokens"), "{error}");
+    assert!(
+        matches!(&error, Error::Torn { column, width: 8, .. } if column == "tokens"),
+        "{error}"
+    );
     let told = error.to_string();
     assert!(told.contains("in row group ") && told.contains(".parquet"), "{told}");
     assert!(matches!(torn.next(Duration::from_secs(30)), Err(Error::Ended)));
-    let pad = HashMap::from([("tokens".to_owned(), Padding { fixed: true, ..padding(1 << 50, 1) })]);
+    let pad =
+        HashMap::from([("tokens".to_owned(), Padding { fixed: true, ..padding(1 << 50, 1) })]);
     let options = Options { pad, byte_budget: u64::MAX, ..options() };
     let endless = Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0).unwrap();
     let error = endless.next(Duration::from_secs(30)).unwrap_err();
@@ -210,9 +243,11 @@ fn a_budget_that_padded_batches_exceed_is_refused_with_the_least_that_works() {
     };
     // Rows of 4 MiB, whatever they hold: 16 MiB in a batch, one at the consumer and the next one.
     let most = 1 << 20;
-    let cases = [Padding { fixed: true, ..padding(most, 1) }, padding(most, most), padding(2 * most, most)];
+    let cases =
+        [Padding { fixed: true, ..padding(most, 1) }, padding(most, most), padding(2 * most, most)];
     for always in cases {
-        let Err(Error::Budget { needed, batches, .. }) = start(always.clone(), 32 << 20).map(drop) else {
+        let Err(Error::Budget { needed, batches, .. }) = start(always.clone(), 32 << 20).map(drop)
+        else {
             unreachable!("{always:?} fits into 32 MiB")
         };
         assert!((32 << 20..33 << 20).contains(&batches), "{batches} for {always:?}");
@@ -227,10 +262,13 @@ fn a_budget_that_padded_batches_exceed_is_refused_with_the_least_that_works() {
 fn one_value_in_every_row_is_read_until_it_is_too_much_for_batches() {
     let long = vec![7_u8; 1 << 20];
     let write = |url: &str, rows: usize| {
-        let column: ArrayRef = Arc::new(BinaryArray::from_iter_values(std::iter::repeat_n(&long, rows)));
+        let column: ArrayRef =
+            Arc::new(BinaryArray::from_iter_values(std::iter::repeat_n(&long, rows)));
         let batch = RecordBatch::try_from_iter([("x", column)]).unwrap();
-        let properties = WriterProperties::builder().set_dictionary_page_size_limit(4 << 20).build();
-        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
+        let properties =
+            WriterProperties::builder().set_dictionary_page_size_limit(4 << 20).build();
+        let mut writer =
+            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
         writer.write(&batch).unwrap();
         let bytes = writer.into_inner().unwrap();
         assert!(bytes.len() < 2 << 20, "it is in a dictionary");
@@ -239,7 +277,8 @@ fn one_value_in_every_row_is_read_until_it_is_too_much_for_batches() {
     let read = |url: &str| {
         let dataset = Arc::new(Dataset::open(url).unwrap());
         let columns = Some(vec!["x".to_owned()]);
-        let options = Options { columns, batch_size: 1, byte_budget: 32 << 20, ..Options::default() };
+        let options =
+            Options { columns, batch_size: 1, byte_budget: 32 << 20, ..Options::default() };
         let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
         let mut rows = 0;
         loop {

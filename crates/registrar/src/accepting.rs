@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream};
 
-/// Between two attempts to accept, after one that failed: descriptors that ran out do not come back by asking, and
-/// without the pause the loop would take a whole core.
+/// Between two attempts to accept, after one that failed: descriptors that ran out do not come back
+/// by asking, and without the pause the loop would take a whole core.
 const RETRY: Duration = Duration::from_millis(100);
 /// Between two messages about that.
 const AGAIN: Duration = Duration::from_secs(10);
@@ -29,7 +29,8 @@ impl Failing {
 
     /// Says it, once in a while; how long to wait before the next attempt.
     pub(crate) fn met(&mut self, error: &io::Error, now: Instant) -> Duration {
-        if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
+        if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset)
+        {
             // Only that caller is gone.
             return Duration::ZERO;
         }

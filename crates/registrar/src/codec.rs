@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Messages of prost in buffers that begin small, because most of ten thousand streams carry only heartbeats.
+//! Messages of prost in buffers that begin small, because most of ten thousand streams carry only
+//! heartbeats.
 
 use std::marker::PhantomData;
 

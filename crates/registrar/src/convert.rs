@@ -21,8 +21,8 @@ const MOST: usize = 1 << 20;
 /// Hexadecimal digits that end the hash of a host.
 const DIGITS: usize = 16;
 
-/// Returns a world as every task of it may be told: hosts and their tasks. The receiver numbers them by the same
-/// rule.
+/// Returns a world as every task of it may be told: hosts and their tasks. The receiver numbers
+/// them by the same rule.
 pub(crate) fn encode_world(world: &World) -> Bytes {
     let mut hosts: BTreeMap<&HostHash, Vec<u32>> = BTreeMap::new();
     for seat in &world.seats {
@@ -41,14 +41,18 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
     // Where both rules give this order they give one world.
     let in_order = world.seats.is_sorted_by_key(|seat| seat.task);
     let kept = !in_order && !follows_rule(world);
-    let order = if kept { world.seats.iter().map(|seat| seat.task.0).collect() } else { Vec::new() };
+    let order =
+        if kept { world.seats.iter().map(|seat| seat.task.0).collect() } else { Vec::new() };
     wire::World { generation: world.generation.0, hosts, in_order, order }.encode_to_vec().into()
 }
 
 /// Returns whether the ranks are those of the rule of assignment.
 fn follows_rule(world: &World) -> bool {
-    let places: Vec<TaskPlace> =
-        world.seats.iter().map(|seat| TaskPlace { task: seat.task, host: seat.host.clone() }).collect();
+    let places: Vec<TaskPlace> = world
+        .seats
+        .iter()
+        .map(|seat| TaskPlace { task: seat.task, host: seat.host.clone() })
+        .collect();
     assign(world.generation, &places).is_ok_and(|ruled| ruled.seats == world.seats)
 }
 
@@ -58,8 +62,9 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
     let mut places = Vec::new();
     let mut name = String::new();
     for host in message.hosts {
-        let shared =
-            name.get(..host.shared as usize).ok_or("a host's name does not continue another host's name")?;
+        let shared = name
+            .get(..host.shared as usize)
+            .ok_or("a host's name does not continue another host's name")?;
         name = format!("{shared}{}", host.rest);
         let hash = HostHash(match host.digest {
             Some(digest) => format!("{name}-{digest:0DIGITS$x}"),
@@ -67,16 +72,18 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
         });
         let mut next = 0u32;
         for run in host.runs.chunks(2) {
-            let &[left_out, taken] = run else { return Err("a run of tasks has no length".to_owned()) };
+            let &[left_out, taken] = run else {
+                return Err("a run of tasks has no length".to_owned());
+            };
             if places.len().saturating_add(taken as usize) > MOST {
                 return Err(format!("more than {MOST} tasks"));
             }
             let first = next.wrapping_add(left_out);
             next = first.wrapping_add(taken);
-            places.extend(
-                (0..taken)
-                    .map(|index| TaskPlace { task: TaskId(first.wrapping_add(index)), host: hash.clone() }),
-            );
+            places.extend((0..taken).map(|index| TaskPlace {
+                task: TaskId(first.wrapping_add(index)),
+                host: hash.clone(),
+            }));
         }
     }
     let rule = match (message.order.is_empty(), message.in_order) {
@@ -106,7 +113,9 @@ fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, Str
     order
         .iter()
         .map(|task| {
-            by_task.remove(&TaskId(*task)).ok_or_else(|| format!("task {task} has no place of its own"))
+            by_task
+                .remove(&TaskId(*task))
+                .ok_or_else(|| format!("task {task} has no place of its own"))
         })
         .collect()
 }
@@ -160,7 +169,11 @@ impl From<wire::HostFacts> for HostFacts {
 
 impl From<Verdict> for wire::Verdict {
     fn from(verdict: Verdict) -> Self {
-        Self { reason: verdict.reason, cause: verdict.cause.map(|task| task.0), retry: verdict.retry }
+        Self {
+            reason: verdict.reason,
+            cause: verdict.cause.map(|task| task.0),
+            retry: verdict.retry,
+        }
     }
 }
 
@@ -229,8 +242,9 @@ mod tests {
 
     #[test]
     fn hosts_of_one_kind_are_sent_in_few_bytes() {
-        let hash =
-            |host: u32| HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.hash();
+        let hash = |host: u32| {
+            HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.hash()
+        };
         let places: Vec<TaskPlace> =
             (0..8_000).map(|task| TaskPlace { task: TaskId(task), host: hash(task / 8) }).collect();
         let encoded = encode_world(&assign(Generation(1), &places).unwrap());
@@ -240,9 +254,16 @@ mod tests {
 
     #[test]
     fn hashes_of_any_form_come_back() {
-        for hash in
-            ["a", "a-", "-0123456789abcdef", "a-0123456789ABCDEF", "a-+123456789abcdef", "é-b", "è-b", "è-bc"]
-        {
+        for hash in [
+            "a",
+            "a-",
+            "-0123456789abcdef",
+            "a-0123456789ABCDEF",
+            "a-+123456789abcdef",
+            "é-b",
+            "è-b",
+            "è-bc",
+        ] {
             let places = [TaskPlace { task: TaskId(0), host: HostHash(hash.to_owned()) }];
             let world = assign(Generation(1), &places).unwrap();
             assert_eq!(decode_world(encode_world(&world), TaskId(0)).unwrap(), world, "{hash}");
@@ -250,7 +271,10 @@ mod tests {
     }
 
     /// Returns the ranks that no rule gives.
-    fn backwards(generation: Generation, places: &[TaskPlace]) -> Result<World, farandole_world::Error> {
+    fn backwards(
+        generation: Generation,
+        places: &[TaskPlace],
+    ) -> Result<World, farandole_world::Error> {
         let places: Vec<TaskPlace> = places.iter().rev().cloned().collect();
         assign_as_listed(generation, &places)
     }

@@ -31,8 +31,9 @@ pub enum Error {
     Config(#[from] farandole_config::Error),
     /// The process may not open as many descriptors as the job has connections.
     #[error(
-        "a job of this size needs {needed} open files in this process, {connections} of them for connections of \
-         agents and workers, and the limit is {limit}: raise it (ulimit -n {needed}), also the hard one"
+        "a job of this size needs {needed} open files in this process, {connections} of them for \
+         connections of agents and workers, and the limit is {limit}: raise it (ulimit -n \
+         {needed}), also the hard one"
     )]
     Descriptors {
         /// Connections of agents and workers.
@@ -132,7 +133,8 @@ pub enum Error {
     },
     /// The other end runs another version.
     #[error(
-        "protocol versions differ: this process speaks {ours}, the registrar {theirs}; install one version of farandole everywhere"
+        "protocol versions differ: this process speaks {ours}, the registrar {theirs}; install one \
+         version of farandole everywhere"
     )]
     Version {
         /// Ours.
@@ -152,7 +154,8 @@ pub enum Error {
     },
     /// The process was forked after the connection was made; a connection belongs to one process.
     #[error(
-        "made in process {made_in} and used in its fork {used_in}: start processes by spawn or forkserver"
+        "made in process {made_in} and used in its fork {used_in}: start processes by spawn or \
+         forkserver"
     )]
     Forked {
         /// The process that made the connection.
@@ -192,6 +195,7 @@ impl Error {
 }
 
 fn list(tried: &[(String, String)]) -> String {
-    let each: Vec<String> = tried.iter().map(|(address, reason)| format!("{address}: {reason}")).collect();
+    let each: Vec<String> =
+        tried.iter().map(|(address, reason)| format!("{address}: {reason}")).collect();
     if each.is_empty() { "the ticket has no address".to_owned() } else { each.join("; ") }
 }

@@ -95,7 +95,8 @@ impl Weight for Event {
         }
     }
 
-    /// Records may be dropped when the driver does not keep up; what the job's life hangs on may not.
+    /// Records may be dropped when the driver does not keep up; what the job's life hangs on may
+    /// not.
     fn droppable(&self) -> bool {
         matches!(self, Self::Record(_))
     }

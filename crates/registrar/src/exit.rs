@@ -39,7 +39,8 @@ pub struct Verdict {
     pub reason: String,
     /// Its task.
     pub cause: Option<TaskId>,
-    /// No worker failed: an agent was lost or started again, and the tasks may form another generation.
+    /// No worker failed: an agent was lost or started again, and the tasks may form another
+    /// generation.
     pub retry: bool,
 }
 

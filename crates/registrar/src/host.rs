@@ -27,8 +27,8 @@ pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// This host's addresses: IPv4, then IPv6, then loopback. Link-local ones are left out: they need a scope that
-/// another host cannot know.
+/// This host's addresses: IPv4, then IPv6, then loopback. Link-local ones are left out: they need a
+/// scope that another host cannot know.
 pub fn addresses() -> Vec<IpAddr> {
     let four = fs::read_to_string("/proc/net/fib_trie").unwrap_or_default();
     let six = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
@@ -36,14 +36,17 @@ pub fn addresses() -> Vec<IpAddr> {
     if found.is_empty() {
         found.push(Ipv4Addr::LOCALHOST);
     }
-    let mut all: Vec<IpAddr> =
-        found.into_iter().map(IpAddr::V4).chain(local_ipv6(&six).into_iter().map(IpAddr::V6)).collect();
+    let mut all: Vec<IpAddr> = found
+        .into_iter()
+        .map(IpAddr::V4)
+        .chain(local_ipv6(&six).into_iter().map(IpAddr::V6))
+        .collect();
     all.sort_by_key(|address| (address.is_loopback(), address.is_ipv6()));
     all
 }
 
-/// Returns the address of this host that `wish` means: an address, or a network such as `10.0.0.0/8`, of which every
-/// host has an address of its own; `None` for an empty wish.
+/// Returns the address of this host that `wish` means: an address, or a network such as
+/// `10.0.0.0/8`, of which every host has an address of its own; `None` for an empty wish.
 ///
 /// # Errors
 /// `Options` for a text that is neither, or that is not of this host.
@@ -54,9 +57,9 @@ pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
     among(wish, &addresses()).map(Some)
 }
 
-/// Returns the network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a wish for
-/// [`bound`] that holds on every host of that network, whatever its interface is called. IPv6 where an interface has
-/// no IPv4.
+/// Returns the network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a
+/// wish for [`bound`] that holds on every host of that network, whatever its interface is called.
+/// IPv6 where an interface has no IPv4.
 ///
 /// # Errors
 /// `Options` naming the interfaces when none has a network.
@@ -73,7 +76,10 @@ fn network_in(four: &str, six: &str, interfaces: &[String]) -> Result<String> {
     };
     interfaces.iter().find_map(network).ok_or_else(|| {
         let names = |routes: &str, field: usize| -> Vec<String> {
-            routes.lines().filter_map(|line| line.split_whitespace().nth(field).map(str::to_owned)).collect()
+            routes
+                .lines()
+                .filter_map(|line| line.split_whitespace().nth(field).map(str::to_owned))
+                .collect()
         };
         let mut known = names(four, 0);
         known.extend(names(six, 9));
@@ -89,24 +95,29 @@ fn network_in(four: &str, six: &str, interfaces: &[String]) -> Result<String> {
     })
 }
 
-/// Returns the network that an interface reaches without a gateway, from the kernel's table of routes.
+/// Returns the network that an interface reaches without a gateway, from the kernel's table of
+/// routes.
 fn on_link(routes: &str, name: &str) -> Option<String> {
     let number = |text: &str| u32::from_str_radix(text, 16).ok().map(u32::swap_bytes);
     routes.lines().skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        let [interface, destination, gateway, _, _, _, _, mask, ..] = fields[..] else { return None };
+        let [interface, destination, gateway, _, _, _, _, mask, ..] = fields[..] else {
+            return None;
+        };
         let (network, mask) = (number(destination)?, number(mask)?);
         let own = interface == name && number(gateway)? == 0 && mask != 0;
         own.then(|| format!("{}/{}", Ipv4Addr::from(network), mask.count_ones()))
     })
 }
 
-/// Like [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are left out, as are single
-/// addresses.
+/// Like [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are
+/// left out, as are single addresses.
 fn on_link_six(routes: &str, name: &str) -> Option<String> {
     routes.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        let [destination, bits, _, _, gateway, _, _, _, _, interface] = fields[..] else { return None };
+        let [destination, bits, _, _, gateway, _, _, _, _, interface] = fields[..] else {
+            return None;
+        };
         let network = Ipv6Addr::from(u128::from_str_radix(destination, 16).ok()?);
         let bits = u32::from_str_radix(bits, 16).ok()?;
         let is_single = bits == 0 || bits == 128;
@@ -122,7 +133,8 @@ fn among(wish: &str, own: &[IpAddr]) -> Result<IpAddr> {
     let most = network.map_or(0, |address| if address.is_ipv4() { 32 } else { 128 });
     let bits = bits.map_or(Some(most), |bits| bits.parse().ok().filter(|bits: &u32| *bits <= most));
     let (Some(network), Some(bits)) = (network, bits) else {
-        let reason = format!("a bind address is an address or a network such as 10.0.0.0/8: {wish}");
+        let reason =
+            format!("a bind address is an address or a network such as 10.0.0.0/8: {wish}");
         return Err(Error::Options { reason });
     };
     let head = |address: IpAddr| {
@@ -136,7 +148,9 @@ fn among(wish: &str, own: &[IpAddr]) -> Result<IpAddr> {
     if bits == most && network.is_loopback() {
         return Ok(network);
     }
-    let fits = |address: &&IpAddr| address.is_ipv4() == network.is_ipv4() && head(**address) == head(network);
+    let fits = |address: &&IpAddr| {
+        address.is_ipv4() == network.is_ipv4() && head(**address) == head(network)
+    };
     own.iter().find(fits).copied().ok_or_else(|| Error::Options {
         reason: format!("no address of this host is in {wish}: it has {own:?}"),
     })
@@ -188,8 +202,9 @@ mod tests {
 
     #[test]
     fn a_network_means_the_address_that_this_host_has_in_it() {
-        let own: Vec<IpAddr> =
-            ["10.1.2.3", "192.168.0.7", "2001:db8::2", "127.0.0.1"].map(|text| text.parse().unwrap()).into();
+        let own: Vec<IpAddr> = ["10.1.2.3", "192.168.0.7", "2001:db8::2", "127.0.0.1"]
+            .map(|text| text.parse().unwrap())
+            .into();
         for (wish, found) in [
             ("192.168.0.0/16", "192.168.0.7"),
             ("10.1.2.3", "10.1.2.3"),
@@ -222,7 +237,10 @@ mod tests {
         assert_eq!(on_link(routes, "eth1"), None);
         assert_eq!(network_of(&["none0".to_owned(), "lo".to_owned()]).unwrap(), "127.0.0.0/8");
         let error = network_in(routes, "", &["none0".to_owned()]).unwrap_err().to_string();
-        assert!(error.ends_with("has a network on this host: none0 (those with one: eth0, ib0)"), "{error}");
+        assert!(
+            error.ends_with("has a network on this host: none0 (those with one: eth0, ib0)"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -230,7 +248,8 @@ mod tests {
         let nothing = "00000000000000000000000000000000";
         let line = |network: &str, bits: &str, gateway: &str, interface: &str| {
             format!(
-                "{network} {bits} {nothing} 00 {gateway} 00000100 00000001 00000000 00000001 {interface}\n"
+                "{network} {bits} {nothing} 00 {gateway} 00000100 00000001 00000000 00000001 \
+                 {interface}\n"
             )
         };
         let gateway = "fd000000000000000000000000000001";
@@ -245,14 +264,19 @@ mod tests {
         ]
         .concat();
         assert_eq!(network_in("", &routes, &["eth0".to_owned()]).unwrap(), "fd00::/64");
-        assert_eq!(network_in("", &routes, &["x".to_owned(), "ib0".to_owned()]).unwrap(), "2001:db8::/64");
+        assert_eq!(
+            network_in("", &routes, &["x".to_owned(), "ib0".to_owned()]).unwrap(),
+            "2001:db8::/64"
+        );
         let error = network_in("", &routes, &["x".to_owned()]).unwrap_err().to_string();
         assert!(error.ends_with("(those with one: eth0, ib0)"), "{error}");
     }
 
     #[test]
     fn only_local_addresses_are_taken_from_the_routing_trie() {
-        let trie = "Main:\n  |-- 127.0.0.0\n   /8 host LOCAL\n  |-- 127.0.0.1\n   /32 host LOCAL\n  |-- 10.0.0.7\n   /32 host LOCAL\n  |-- 10.0.0.255\n   /32 link BROADCAST\n";
+        let trie = "Main:\n  |-- 127.0.0.0\n   /8 host LOCAL\n  |-- 127.0.0.1\n   /32 host \
+                    LOCAL\n  |-- 10.0.0.7\n   /32 host LOCAL\n  |-- 10.0.0.255\n   /32 link \
+                    BROADCAST\n";
         assert_eq!(local_ipv4(trie), [Ipv4Addr::LOCALHOST, Ipv4Addr::new(10, 0, 0, 7)]);
     }
 

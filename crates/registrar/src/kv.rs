@@ -60,8 +60,8 @@ pub(crate) struct KeyValues {
 }
 
 impl KeyValues {
-    /// Forgets everything when `generation` is a new one. Waiters of an older one learn by their channel's end. False
-    /// for an older one, which changes nothing.
+    /// Forgets everything when `generation` is a new one. Waiters of an older one learn by their
+    /// channel's end. False for an older one, which changes nothing.
     fn enter(&mut self, generation: Generation) -> bool {
         if self.generation < generation {
             *self = Self { generation, ..Self::default() };
@@ -70,7 +70,12 @@ impl KeyValues {
     }
 
     /// Sets `key`; the last value wins. Wakes all that wait for it.
-    pub(crate) fn put(&mut self, generation: Generation, key: String, value: Bytes) -> Result<(), Full> {
+    pub(crate) fn put(
+        &mut self,
+        generation: Generation,
+        key: String,
+        value: Bytes,
+    ) -> Result<(), Full> {
         if !self.enter(generation) {
             return Err(Full::Over);
         }
@@ -80,8 +85,11 @@ impl KeyValues {
         if value.len() > MAX_VALUE {
             return Err(Full::Value { length: value.len() });
         }
-        let old =
-            self.slots.get(&key).and_then(|slot| slot.value.as_ref()).map_or(0, |old| old.len() + key.len());
+        let old = self
+            .slots
+            .get(&key)
+            .and_then(|slot| slot.value.as_ref())
+            .map_or(0, |old| old.len() + key.len());
         let total = self.bytes - old + key.len() + value.len();
         if total > MAX_TOTAL {
             return Err(Full::Total);
@@ -180,9 +188,15 @@ mod tests {
     fn the_first_claim_of_a_key_holds() {
         let mut kv = KeyValues::default();
         let Lookup::Wait(mut waiter) = kv.get(ONE, "a".into()) else { panic!("found") };
-        assert_eq!(kv.put_if_absent(ONE, "a".into(), Bytes::from_static(b"1")), Ok(Bytes::from_static(b"1")));
+        assert_eq!(
+            kv.put_if_absent(ONE, "a".into(), Bytes::from_static(b"1")),
+            Ok(Bytes::from_static(b"1"))
+        );
         assert_eq!(waiter.try_recv().unwrap(), "1");
-        assert_eq!(kv.put_if_absent(ONE, "a".into(), Bytes::from_static(b"2")), Ok(Bytes::from_static(b"1")));
+        assert_eq!(
+            kv.put_if_absent(ONE, "a".into(), Bytes::from_static(b"2")),
+            Ok(Bytes::from_static(b"1"))
+        );
         assert_eq!(kv.put_if_absent(Generation(2), "a".into(), Bytes::new()), Ok(Bytes::new()));
     }
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranks of a generation that ask for a world with each other. Each asks once, with its card, and gets one answer:
-//! the cards of all ranks, or the reason why the world cannot form. So a world of N costs N calls.
+//! Ranks of a generation that ask for a world with each other. Each asks once, with its card, and
+//! gets one answer: the cards of all ranks, or the reason why the world cannot form. So a world of
+//! N costs N calls.
 //!
-//! A rank's worlds are counted here and not in its process, and all members of a world count it together. Ranks whose
-//! `init` failed on some of them therefore meet again when they try again.
+//! A rank's worlds are counted here and not in its process, and all members of a world count it
+//! together. Ranks whose `init` failed on some of them therefore meet again when they try again.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -121,7 +122,8 @@ pub(crate) struct Meetings {
 }
 
 impl Meetings {
-    /// Forgets everything when `generation` is a new one, which ends the waits of older ones. False for an older one.
+    /// Forgets everything when `generation` is a new one, which ends the waits of older ones. False
+    /// for an older one.
     fn enter(&mut self, generation: Generation) -> bool {
         if self.generation < generation {
             *self = Self { generation, note: self.note.take(), ..Self::default() };
@@ -139,7 +141,8 @@ impl Meetings {
         &self.formed
     }
 
-    /// Takes in a world that formed before the registrar started again: ranks that have not heard of it ask again.
+    /// Takes in a world that formed before the registrar started again: ranks that have not heard
+    /// of it ask again.
     pub(crate) fn restore(&mut self, formed: Formed) {
         if !self.enter(formed.generation) {
             return;
@@ -200,18 +203,24 @@ impl Meetings {
     fn form(&mut self, members: &Members) -> Arc<Met> {
         let group = self.waiting.remove(members).unwrap_or_default();
         let cards = wire::Cards { cards: group.cards.into_values().collect() };
-        let met = Arc::new(Met { members: Arc::clone(members), cards: cards.encode_to_vec().into() });
+        let met =
+            Arc::new(Met { members: Arc::clone(members), cards: cards.encode_to_vec().into() });
         let mut named = Vec::new();
         for rank in members.iter() {
             let asker = self.ranks.entry(*rank).or_default();
             asker.worlds.push(Arc::clone(members));
             if let Some((attempt, _)) = asker.asks.take() {
                 asker.met = Some((attempt, Arc::clone(&met)));
-                named.push(Member { rank: *rank, attempt, holder: asker.holder.clone().unwrap_or_default() });
+                named.push(Member {
+                    rank: *rank,
+                    attempt,
+                    holder: asker.holder.clone().unwrap_or_default(),
+                });
             }
         }
         if let Some(note) = &self.note {
-            let formed = Formed { generation: self.generation, members: named, cards: met.cards.clone() };
+            let formed =
+                Formed { generation: self.generation, members: named, cards: met.cards.clone() };
             note(&formed);
             self.formed.push(formed);
         }
@@ -219,7 +228,8 @@ impl Meetings {
         met
     }
 
-    /// Returns the reason why the `first`th world of the asking rank cannot be this one, if it cannot.
+    /// Returns the reason why the `first`th world of the asking rank cannot be this one, if it
+    /// cannot.
     fn obstacle(&self, ask: &Ask, first: usize) -> Option<Apart> {
         ask.members.iter().filter(|rank| **rank != ask.rank).find_map(|rank| {
             let other = self.ranks.get(rank)?;
@@ -235,7 +245,8 @@ impl Meetings {
             if let Some(members) = other.worlds.get(first) {
                 return (*members != ask.members).then(|| elsewhere(members));
             }
-            let same_turn = |members: &Members| other.worlds.len() == first || members.contains(&ask.rank);
+            let same_turn =
+                |members: &Members| other.worlds.len() == first || members.contains(&ask.rank);
             asks.filter(|members| same_turn(members)).map(elsewhere)
         })
     }
@@ -410,7 +421,8 @@ mod tests {
                     Answer::Known(outcome) => outcome,
                     Answer::Wait(outcome) => told(&outcome).unwrap(),
                 };
-                let expected = if rank == 0 { elsewhere(1, &[0, 1, 2]) } else { elsewhere(0, &[0, 1]) };
+                let expected =
+                    if rank == 0 { elsewhere(1, &[0, 1, 2]) } else { elsewhere(0, &[0, 1]) };
                 assert_eq!(outcome, Err(expected), "rank {rank} in {order:?}");
             }
         }
@@ -481,9 +493,16 @@ mod tests {
         for formed in serde_json::from_str::<Vec<Formed>>(&text).unwrap() {
             after.restore(formed);
         }
-        assert_eq!(known(after.ask(ONE, ask(1, 7, &[0, 1])).unwrap()), met, "rank 1 had not heard of it");
+        assert_eq!(
+            known(after.ask(ONE, ask(1, 7, &[0, 1])).unwrap()),
+            met,
+            "rank 1 had not heard of it"
+        );
         let stranger = Ask { holder: "child".to_owned(), ..ask(0, 9, &[0, 1]) };
-        assert_eq!(known(after.ask(ONE, stranger).unwrap()), Err(Apart::Taken("process 0".to_owned())));
+        assert_eq!(
+            known(after.ask(ONE, stranger).unwrap()),
+            Err(Apart::Taken("process 0".to_owned()))
+        );
         drop(waits(after.ask(ONE, ask(0, 4, &[0, 1])).unwrap()));
         assert_eq!(cards(&known(after.ask(ONE, ask(1, 8, &[0, 1])).unwrap())), ["0.4", "1.8"]);
     }

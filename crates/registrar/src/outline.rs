@@ -10,8 +10,8 @@ use farandole_world::{HostHash, TaskId, World};
 use crate::convert;
 use crate::membership::{Decision, Liveness, Membership, Options};
 
-/// Calls that a rank of a job makes at the registrar until it has its links: it registers, begins its heartbeat, waits
-/// for its rank, and meets the others.
+/// Calls that a rank of a job makes at the registrar until it has its links: it registers, begins
+/// its heartbeat, waits for its rank, and meets the others.
 pub const CALLS: u64 = 4;
 /// Connections that a rank of a job opens to the registrar: its agent's and its worker's.
 pub const CONNECTIONS: u64 = 2;
@@ -30,7 +30,10 @@ pub struct Formed {
 }
 
 /// Registers tasks in the membership of a job as they arrive; `None` when not all `tasks` come.
-pub fn form(tasks: u32, arrivals: impl IntoIterator<Item = (Duration, TaskId, HostHash)>) -> Option<Formed> {
+pub fn form(
+    tasks: u32,
+    arrivals: impl IntoIterator<Item = (Duration, TaskId, HostHash)>,
+) -> Option<Formed> {
     let liveness = Liveness { heartbeat_timeout: Duration::MAX, disconnect_grace: Duration::MAX };
     let options = Options { tasks, liveness, failure_grace: Duration::ZERO, in_order: false };
     let mut membership = Membership::new(options);

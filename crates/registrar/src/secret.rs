@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Token and certificate of a job from a secret that all its processes were given: each makes the same ticket by itself,
-//! and only the registrar's address is left to find.
+//! Token and certificate of a job from a secret that all its processes were given: each makes the
+//! same ticket by itself, and only the registrar's address is left to find.
 //!
-//! Everything is HMAC-SHA256 of a label and the job's name under the secret, so jobs with one secret have nothing in
-//! common. The certificate holds nothing of its own: key, serial number and dates are fixed, and an Ed25519 signature
-//! over the same bytes is the same signature. Whoever can connect to the registrar can use its public key to try
-//! secrets, so a secret must be random, not a password.
+//! Everything is HMAC-SHA256 of a label and the job's name under the secret, so jobs with one
+//! secret have nothing in common. The certificate holds nothing of its own: key, serial number and
+//! dates are fixed, and an Ed25519 signature over the same bytes is the same signature. Whoever can
+//! connect to the registrar can use its public key to try secrets, so a secret must be random, not
+//! a password.
 
 use std::fmt;
 
@@ -22,8 +23,9 @@ use crate::ticket::{Ticket, Token};
 use crate::tls::{Identity, SERVER_NAME};
 
 /// A private key of Ed25519 in PKCS #8, up to its 32 bytes.
-const PKCS8: [u8; 16] =
-    [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
+const PKCS8: [u8; 16] = [
+    0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
+];
 
 /// The secret from which a job's token, certificate and port are made. Never printed.
 #[derive(Clone)]
@@ -67,7 +69,8 @@ impl Secret {
     pub(crate) fn identity(&self) -> Result<Identity> {
         let tls = |error: rcgen::Error| Error::Tls { reason: error.to_string() };
         let der = [&PKCS8[..], &self.derive("certificate")].concat();
-        let key = KeyPair::from_pkcs8_der_and_sign_algo(&PrivatePkcs8KeyDer::from(der), &PKCS_ED25519);
+        let key =
+            KeyPair::from_pkcs8_der_and_sign_algo(&PrivatePkcs8KeyDer::from(der), &PKCS_ED25519);
         let key = key.map_err(tls)?;
         let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).map_err(tls)?;
         params.serial_number = Some(SerialNumber::from(1u64));
@@ -116,7 +119,8 @@ mod tests {
         let other = secret("sixteen letters.", "slurm-7.0").identity().unwrap();
         assert_eq!(one.certificate_pem, other.certificate_pem);
         assert_eq!(one.fingerprint, other.fingerprint);
-        // Written down once: another release of the certificate's maker must not part hosts that differ in it.
+        // Written down once: another release of the certificate's maker must not part hosts that
+        // differ in it.
         let hex: String = one.fingerprint.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, "a85e46b0890d67b0e5e74b62013d8c57684b443097c8f2925133f43da4b21459");
     }

@@ -3,9 +3,10 @@
 
 //! The ticket that admits a task.
 //!
-//! Text form: `frn1.` and, in unpadded URL-safe base64: token (32 bytes), SHA-256 of the certificate (32), then
-//! length-prefixed (u16, big endian) job id and addresses up to four bytes from the end, which are the first four of
-//! the SHA-256 of everything before them, so that a truncated ticket is seen for what it is.
+//! Text form: `frn1.` and, in unpadded URL-safe base64: token (32 bytes), SHA-256 of the
+//! certificate (32), then length-prefixed (u16, big endian) job id and addresses up to four bytes
+//! from the end, which are the first four of the SHA-256 of everything before them, so that a
+//! truncated ticket is seen for what it is.
 
 use std::fmt;
 use std::str::FromStr;
@@ -41,7 +42,8 @@ impl Token {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Returns whether `hex` is this token's text, in a time that does not depend on where they differ.
+    /// Returns whether `hex` is this token's text, in a time that does not depend on where they
+    /// differ.
     pub(crate) fn matches(&self, hex: &[u8]) -> bool {
         self.hex().as_bytes().ct_eq(hex).into()
     }
@@ -50,7 +52,8 @@ impl Token {
 /// SHA-256 of a certificate.
 pub(crate) type Fingerprint = [u8; 32];
 
-/// The address of a job's registrar, its identity, and the secret it asks for. Whoever holds it may join the job.
+/// The address of a job's registrar, its identity, and the secret it asks for. Whoever holds it may
+/// join the job.
 #[derive(Clone)]
 pub struct Ticket {
     pub(crate) token: Token,
@@ -60,7 +63,12 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    pub(crate) fn new(token: Token, fingerprint: Fingerprint, job_id: JobId, addresses: Vec<String>) -> Self {
+    pub(crate) fn new(
+        token: Token,
+        fingerprint: Fingerprint,
+        job_id: JobId,
+        addresses: Vec<String>,
+    ) -> Self {
         Self { token, fingerprint, job_id, addresses }
     }
 
@@ -74,7 +82,8 @@ impl Ticket {
         &self.addresses
     }
 
-    /// Returns the key that ranks of this job prove to each other: HMAC-SHA256 of `links` under the token.
+    /// Returns the key that ranks of this job prove to each other: HMAC-SHA256 of `links` under the
+    /// token.
     pub fn link_key(&self) -> [u8; 32] {
         // HMAC takes keys of any length, so the error arm cannot be reached.
         match Hmac::<Sha256>::new_from_slice(&self.token.0) {
@@ -98,7 +107,8 @@ impl Ticket {
         Self { addresses: addresses.to_vec(), ..self.clone() }
     }
 
-    /// Returns the secret text. `Display` is left out on purpose: a ticket in a log lets its readers in.
+    /// Returns the secret text. `Display` is left out on purpose: a ticket in a log lets its
+    /// readers in.
     pub fn encode(&self) -> String {
         let mut bytes = Vec::with_capacity(256);
         bytes.extend_from_slice(&self.token.0);
@@ -125,20 +135,29 @@ impl FromStr for Ticket {
         if Sha256::digest(bytes)[..CHECK_LEN] != check[..] {
             return Err(bad("it is damaged or cut off"));
         }
-        let (token, rest) = bytes.split_first_chunk::<SECRET_LEN>().ok_or(bad("it has no token"))?;
-        let (fingerprint, mut rest) = rest.split_first_chunk::<32>().ok_or(bad("it has no fingerprint"))?;
+        let (token, rest) =
+            bytes.split_first_chunk::<SECRET_LEN>().ok_or(bad("it has no token"))?;
+        let (fingerprint, mut rest) =
+            rest.split_first_chunk::<32>().ok_or(bad("it has no fingerprint"))?;
         let mut texts = Vec::new();
         while !rest.is_empty() {
-            let (length, tail) = rest.split_first_chunk::<2>().ok_or(bad("it ends within a length"))?;
+            let (length, tail) =
+                rest.split_first_chunk::<2>().ok_or(bad("it ends within a length"))?;
             let (text, tail) = tail
                 .split_at_checked(usize::from(u16::from_be_bytes(*length)))
                 .ok_or(bad("it ends within an address"))?;
-            texts.push(String::from_utf8(text.to_vec()).map_err(|_| bad("an address is not text"))?);
+            texts
+                .push(String::from_utf8(text.to_vec()).map_err(|_| bad("an address is not text"))?);
             rest = tail;
         }
         let mut texts = texts.into_iter();
         let job_id = JobId(texts.next().ok_or(bad("it has no job id"))?);
-        Ok(Self { token: Token(*token), fingerprint: *fingerprint, job_id, addresses: texts.collect() })
+        Ok(Self {
+            token: Token(*token),
+            fingerprint: *fingerprint,
+            job_id,
+            addresses: texts.collect(),
+        })
     }
 }
 

@@ -39,7 +39,8 @@ pub(crate) fn identity() -> Result<Identity> {
     })
 }
 
-/// Accepts the one certificate with the digest from the ticket, and only from a peer that holds its key.
+/// Accepts the one certificate with the digest from the ticket, and only from a peer that holds its
+/// key.
 pub(crate) struct Pinned {
     fingerprint: Fingerprint,
     algorithms: WebPkiSupportedAlgorithms,

@@ -18,7 +18,8 @@ pub(crate) const PROTOCOL: &str = "farandole-protocol";
 /// Metadata of the word that a generation is over: its tasks may form another.
 pub(crate) const RETRY: &str = "farandole-retry";
 
-/// Metadata of a dismissal of a worker of an elastic job: its host was removed, or it asked to leave.
+/// Metadata of a dismissal of a worker of an elastic job: its host was removed, or it asked to
+/// leave.
 pub(crate) const DISMISSED: &str = "farandole-dismissed";
 
 /// Largest result that passes through the registrar; larger ones go through a store.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A crowd of tasks, each with connections of its own, against a registrar in another process whose descriptors are
-//! limited.
+//! A crowd of tasks, each with connections of its own, against a registrar in another process whose
+//! descriptors are limited.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -30,7 +30,8 @@ fn limit(soft: u64, hard: Option<u64>) {
     setrlimit(Resource::Nofile, Rlimit { current: Some(soft), maximum }).unwrap();
 }
 
-/// The registrar's process. Starts under the limits `soft:hard:tasks`, prints its ticket and does as it is told.
+/// The registrar's process. Starts under the limits `soft:hard:tasks`, prints its ticket and does
+/// as it is told.
 #[test]
 #[ignore = "started by the other tests, in a process of its own"]
 fn driver() {
@@ -40,10 +41,11 @@ fn driver() {
     tracing::subscriber::set_global_default(Errors).unwrap();
     limit(soft, Some(hard));
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-    let registrar = match Registrar::start(Options::from_config(u32::try_from(tasks).unwrap(), &config)) {
-        Ok(registrar) => registrar,
-        Err(error) => return println!("\nrefused {error}"),
-    };
+    let registrar =
+        match Registrar::start(Options::from_config(u32::try_from(tasks).unwrap(), &config)) {
+            Ok(registrar) => registrar,
+            Err(error) => return println!("\nrefused {error}"),
+        };
     println!("\nticket {}", registrar.ticket().encode());
     let raised = getrlimit(Resource::Nofile).current.unwrap();
     for line in std::io::stdin().lines() {
@@ -165,7 +167,8 @@ fn crowd(ticket: &Ticket, tasks: u32) -> Vec<(Client, Client)> {
             let generation = agent.register(0, &host::facts(), deadline).unwrap();
             let world = agent.await_assignment(deadline).unwrap();
             assert!(world.generation >= generation);
-            let worker = Client::connect(&ticket, TaskId(task), Some(world.generation), deadline).unwrap();
+            let worker =
+                Client::connect(&ticket, TaskId(task), Some(world.generation), deadline).unwrap();
             worker.put(&format!("card/{task}"), b"here").unwrap();
             (agent, worker)
         }
@@ -180,7 +183,10 @@ fn crowd(ticket: &Ticket, tasks: u32) -> Vec<(Client, Client)> {
 fn allow_all() {
     let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(1 << 20);
     limit(hard, None);
-    assert!(hard > 2 * CONNECTIONS * u64::from(TASKS), "the hard limit of this machine is too low: {hard}");
+    assert!(
+        hard > 2 * CONNECTIONS * u64::from(TASKS),
+        "the hard limit of this machine is too low: {hard}"
+    );
 }
 
 #[test]
@@ -193,7 +199,10 @@ fn six_hundred_tasks_connect_at_once_where_the_soft_limit_is_low_and_where_it_is
         assert!(raised >= soft.max(CONNECTIONS * u64::from(TASKS)), "{raised}");
         let started = Instant::now();
         let held = crowd(&ticket, TASKS);
-        println!("{TASKS} tasks under ulimit -n {soft}: all connected after {:.1?}", started.elapsed());
+        println!(
+            "{TASKS} tasks under ulimit -n {soft}: all connected after {:.1?}",
+            started.elapsed()
+        );
         assert!(started.elapsed() < Duration::from_secs(30), "{:?}", started.elapsed());
         drop(held);
         assert_eq!(driver.end(), "");
@@ -206,7 +215,8 @@ fn a_job_whose_connections_cannot_be_had_is_refused_with_the_number_that_is_need
     let text = driver.read("refused");
     assert!(text.contains("1200 of them for connections"), "{text}");
     assert!(text.contains("the limit is 512"), "{text}");
-    let needed: u64 = text.split_once("needs ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
+    let needed: u64 =
+        text.split_once("needs ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
     assert!((1200..1400).contains(&needed), "{needed}");
     assert!(text.contains(&format!("ulimit -n {needed}")), "{text}");
 }
@@ -223,7 +233,8 @@ fn the_limit_that_a_refusal_names_is_enough_for_the_crowd_beside_idle_strangers(
     let mut driver = Driver::start(256, needed() + 8, TASKS);
     let ticket = driver.ticket();
     let address = ticket.addresses().last().unwrap().clone();
-    let strangers: Vec<TcpStream> = (0..1500).map(|_| TcpStream::connect(&address).unwrap()).collect();
+    let strangers: Vec<TcpStream> =
+        (0..1500).map(|_| TcpStream::connect(&address).unwrap()).collect();
     let started = Instant::now();
     let held = crowd(&ticket, TASKS);
     assert!(started.elapsed() < Duration::from_secs(30), "{:?}", started.elapsed());

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! An elastic job over real connections: workers join, one dies, one is added, a host is removed, and the job ends.
+//! An elastic job over real connections: workers join, one dies, one is added, a host is removed,
+//! and the job ends.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -18,7 +19,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 fn registrar(first: u32, most: u32) -> Registrar {
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-    let options = Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
+    let options =
+        Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
     let second = Duration::from_secs(1);
     let elastic = Elastic {
         first,
@@ -66,7 +68,9 @@ fn join(workers: &[&Client], after: u64, suspects: &[TaskId]) -> Vec<Result<Worl
     thread::scope(|scope| {
         let asking: Vec<_> = workers
             .iter()
-            .map(|worker| scope.spawn(|| worker.join(Generation(after), suspects, Instant::now() + PATIENCE)))
+            .map(|worker| {
+                scope.spawn(|| worker.join(Generation(after), suspects, Instant::now() + PATIENCE))
+            })
             .collect();
         asking.into_iter().map(|asked| asked.join().unwrap()).collect()
     })
@@ -105,7 +109,10 @@ fn workers_come_and_go_until_all_of_the_last_world_have_returned() {
     assert!(matches!(over, Error::Aborted { retry: true, .. }), "{over}");
     let worlds = join(&[first, third], 1, &[tasks[1]]);
     assert_eq!(ranks(&worlds), [(2, 0, 2), (2, 1, 2)]);
-    assert!(second.join(Generation(1), &[], Instant::now() + PATIENCE).is_err(), "the dead stay dead");
+    assert!(
+        second.join(Generation(1), &[], Instant::now() + PATIENCE).is_err(),
+        "the dead stay dead"
+    );
 
     // Its successor is announced when it is ready, and taken in at the next chance.
     let [task] = started(&registrar)[..] else { panic!() };
@@ -149,7 +156,8 @@ fn numbers_of_workers_that_contradict_each_other_are_refused() {
             reset_limit: None,
             cooldown: (second, second),
         };
-        let refused = Registrar::start_elastic(Options::from_config(1, &config), &elastic).err().unwrap();
+        let refused =
+            Registrar::start_elastic(Options::from_config(1, &config), &elastic).err().unwrap();
         assert!(matches!(refused, Error::Options { .. }), "{refused}");
     }
 }

@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use farandole_config::PortRange;
-use farandole_registrar::{Client, Error, Event, Exit, How, Meet, Options, Registrar, Ticket, host};
+use farandole_registrar::{
+    Client, Error, Event, Exit, How, Meet, Options, Registrar, Ticket, host,
+};
 use farandole_telemetry::{Record, Stream};
 use farandole_world::{Generation, HostFacts, Rank, TaskId};
 
@@ -109,7 +111,8 @@ fn tasks_of_two_hosts_get_ranks_by_host_and_task() {
 fn a_worker_meets_its_agents_assignment_and_its_peers_keys() {
     let registrar = registrar(2);
     let agents = agents(&registrar, 2);
-    let worker = Client::connect(registrar.ticket(), TaskId(1), Some(Generation(1)), soon()).unwrap();
+    let worker =
+        Client::connect(registrar.ticket(), TaskId(1), Some(Generation(1)), soon()).unwrap();
     assert_eq!(worker.await_assignment(soon()).unwrap().rank, Rank(1));
     let (ready, waiting) = mpsc::channel();
     let waiter = thread::spawn({
@@ -130,7 +133,8 @@ fn a_worker_meets_its_agents_assignment_and_its_peers_keys() {
 fn the_first_claim_of_a_key_holds_and_every_later_one_sees_it() {
     let registrar = registrar(1);
     let agents = agents(&registrar, 1);
-    let parent = Client::connect(registrar.ticket(), TaskId(0), Some(Generation(1)), soon()).unwrap();
+    let parent =
+        Client::connect(registrar.ticket(), TaskId(0), Some(Generation(1)), soon()).unwrap();
     assert_eq!(parent.put_if_absent("session/1/0", b"parent").unwrap(), b"parent");
     assert_eq!(agents[0].put_if_absent("session/1/0", b"child").unwrap(), b"parent");
     assert_eq!(parent.put_if_absent("session/1/0", b"parent").unwrap(), b"parent");
@@ -292,7 +296,10 @@ fn agents_are_served_while_strangers_flood_the_registrar() {
         let made = made.load(Ordering::Relaxed);
         assert!(made >= 1000, "only {made} strangers came");
         println!("{AGENTS} agents: {alone:?} alone, {flooded:?} beside {made} strangers");
-        assert!(flooded < Duration::from_secs(15), "{alone:?} alone, {flooded:?} beside {made} strangers");
+        assert!(
+            flooded < Duration::from_secs(15),
+            "{alone:?} alone, {flooded:?} beside {made} strangers"
+        );
     });
 }
 
@@ -322,7 +329,9 @@ fn an_end_and_a_result_that_are_sent_twice_are_one_event_each() {
     let count = |fits: fn(&Event) -> bool| events.iter().filter(|event| fits(event)).count();
     assert_eq!(count(|event| matches!(event, Event::Result { .. })), 1);
     assert_eq!(
-        count(|event| matches!(event, Event::Exited { exit, .. } if exit.stderr_tail == ["last", "words"])),
+        count(
+            |event| matches!(event, Event::Exited { exit, .. } if exit.stderr_tail == ["last", "words"])
+        ),
         1
     );
     assert_eq!(count(|event| matches!(event, Event::Exited { .. })), 1);
@@ -332,8 +341,13 @@ fn an_end_and_a_result_that_are_sent_twice_are_one_event_each() {
 fn meet(client: &Client, ranks: Option<&[u32]>) -> Result<Meet, Error> {
     let ranks: Option<Vec<Rank>> = ranks.map(|ranks| ranks.iter().copied().map(Rank).collect());
     let holder = format!("process of {}", client.task());
-    client
-        .meet(ranks.as_deref(), &holder, format!("card {}", client.task()).as_bytes(), soon(), &mut || false)
+    client.meet(
+        ranks.as_deref(),
+        &holder,
+        format!("card {}", client.task()).as_bytes(),
+        soon(),
+        &mut || false,
+    )
 }
 
 #[test]
@@ -378,7 +392,10 @@ fn a_task_that_gives_up_or_leaves_is_awaited_again_and_named() {
     assert_eq!(given_up, Meet::Interrupted);
     let short = Instant::now() + Duration::from_millis(300);
     let late = agents[1].meet(None, "two", b"", short, &mut || false).unwrap_err();
-    assert!(matches!(&late, Error::Timeout { what, .. } if what == "ranks 0, 2 to call init()"), "{late}");
+    assert!(
+        matches!(&late, Error::Timeout { what, .. } if what == "ranks 0, 2 to call init()"),
+        "{late}"
+    );
     let wrong = meet(&agents[1], Some(&[0, 2])).unwrap_err().to_string();
     assert!(wrong.contains("the members of a world are ranks of 0 to 2, ascending"), "{wrong}");
 }
@@ -395,7 +412,8 @@ fn a_missing_task_is_named_at_the_deadline() {
 #[test]
 fn a_start_that_takes_too_long_aborts_the_job() {
     let registrar =
-        Registrar::start(Options { start_timeout: Duration::from_millis(200), ..options(2) }).unwrap();
+        Registrar::start(Options { start_timeout: Duration::from_millis(200), ..options(2) })
+            .unwrap();
     let client = connect(registrar.ticket(), 1);
     client.register(0, &host::facts(), soon()).unwrap();
     let error = client.await_assignment(soon()).unwrap_err();
@@ -431,7 +449,11 @@ fn lines_metrics_and_results_reach_the_driver_in_order() {
     assert_eq!(lines, expected);
     let metric = |event: &Event| matches!(event, Event::Record(Record::Metric(metric)) if metric.kind == "progress" && metric.rank == Some(0));
     assert!(events.iter().any(metric));
-    assert!(events.iter().any(|event| matches!(event, Event::Result { data, .. } if data.len() == 3 << 20)));
+    assert!(
+        events
+            .iter()
+            .any(|event| matches!(event, Event::Result { data, .. } if data.len() == 3 << 20))
+    );
 }
 
 #[test]
@@ -442,7 +464,8 @@ fn a_flood_of_lines_that_the_driver_leaves_lying_does_not_hold_up_its_agents_sig
     agent.watch(Duration::from_secs(10), |_| ());
     let text = "x".repeat(64 << 10);
     let began = Instant::now();
-    // More than the registrar keeps: then it takes nothing for a while, which is longer than an agent may be silent.
+    // More than the registrar keeps: then it takes nothing for a while, which is longer than an
+    // agent may be silent.
     for _ in 0..1_000 {
         agent.log(Stream::Stdout, &text).unwrap();
     }
@@ -450,7 +473,8 @@ fn a_flood_of_lines_that_the_driver_leaves_lying_does_not_hold_up_its_agents_sig
     agent.flush(soon()).unwrap();
     assert!(agent.exit(&failed(How::Code(0)), soon()).unwrap().is_none());
     let events = until(&registrar, |event| matches!(event, Event::Exited { .. }));
-    let lost = events.iter().any(|event| matches!(event, Event::Lost { .. } | Event::Aborted { .. }));
+    let lost =
+        events.iter().any(|event| matches!(event, Event::Lost { .. } | Event::Aborted { .. }));
     assert!(!lost, "an agent that went on beating was lost");
 }
 
@@ -500,7 +524,9 @@ fn an_agent_that_vanishes_is_lost_within_two_seconds() {
     let events = until(&registrar, |event| matches!(event, Event::Aborted { .. }));
     assert!(gone.elapsed() < Duration::from_secs(3), "{:?}", gone.elapsed());
     assert!(
-        events.iter().any(|event| matches!(event, Event::Lost { task: TaskId(1), rank: Some(Rank(1)), .. }))
+        events
+            .iter()
+            .any(|event| matches!(event, Event::Lost { task: TaskId(1), rank: Some(Rank(1)), .. }))
     );
 }
 
@@ -516,7 +542,12 @@ fn an_abort_reaches_agents_and_a_close_frees_the_port() {
     registrar.close();
     assert!(closing.elapsed() < Duration::from_secs(3), "{:?}", closing.elapsed());
     let ticket = registrar.ticket().clone();
-    let error = match Client::connect(&ticket, TaskId(0), None, Instant::now() + Duration::from_millis(500)) {
+    let error = match Client::connect(
+        &ticket,
+        TaskId(0),
+        None,
+        Instant::now() + Duration::from_millis(500),
+    ) {
         Ok(_) => panic!("something still listens"),
         Err(error) => error,
     };
@@ -528,7 +559,8 @@ fn a_client_that_waits_is_ended_by_its_cancel() {
     let registrar = registrar(2);
     let cancel = farandole_registrar::Cancel::new();
     let client =
-        Client::connect_or_cancel(registrar.ticket(), TaskId(0), None, soon(), cancel.clone()).unwrap();
+        Client::connect_or_cancel(registrar.ticket(), TaskId(0), None, soon(), cancel.clone())
+            .unwrap();
     client.register(0, &host::facts(), soon()).unwrap();
     thread::scope(|scope| {
         let waiter = scope.spawn(|| client.await_assignment(soon()));

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A registrar that is gone, and one that continues from its journal: the workers notice nothing but a pause.
+//! A registrar that is gone, and one that continues from its journal: the workers notice nothing
+//! but a pause.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -18,7 +19,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 fn registrar(journal: &Path) -> Registrar {
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-    let options = Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
+    let options =
+        Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
     let second = Duration::from_secs(1);
     let elastic = Elastic {
         first: 2,
@@ -64,7 +66,8 @@ fn worker(registrar: &Registrar, task: TaskId) -> (Client, Client) {
 /// Calls all workers at once.
 fn all<T: Send>(workers: &[(Client, Client)], act: impl Fn(&Client) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
-        let acting: Vec<_> = workers.iter().map(|(_, worker)| scope.spawn(|| act(worker))).collect();
+        let acting: Vec<_> =
+            workers.iter().map(|(_, worker)| scope.spawn(|| act(worker))).collect();
         acting.into_iter().map(|acted| acted.join().unwrap()).collect()
     })
 }
@@ -88,7 +91,8 @@ fn a_registrar_that_starts_again_from_its_journal_has_the_same_world_and_all_val
     let [left, path] = ["left", "journal"].map(|name| folder.path().join(name));
     let first = registrar(&path);
     first.hosts(&[("a".to_owned(), 2)]).unwrap();
-    let crew: Vec<(Client, Client)> = started(&first).iter().map(|task| worker(&first, *task)).collect();
+    let crew: Vec<(Client, Client)> =
+        started(&first).iter().map(|task| worker(&first, *task)).collect();
     assert_eq!(ranks(&join(&crew, 0)), [(1, 0, 2), (1, 1, 2)]);
     crew[0].1.put("key", b"value").unwrap();
     assert_eq!(crew[0].1.put_if_absent("claim", b"first").unwrap(), b"first");
@@ -105,7 +109,11 @@ fn a_registrar_that_starts_again_from_its_journal_has_the_same_world_and_all_val
     assert_eq!(resumed.world.as_ref().map(|world| world.generation), Some(Generation(1)));
     assert_eq!(crew[1].1.get("key", Instant::now() + PATIENCE).unwrap(), b"value");
     assert_eq!(crew[1].1.put_if_absent("claim", b"second").unwrap(), b"first");
-    assert_eq!(ranks(&join(&crew, 0)), [(1, 0, 2), (1, 1, 2)], "who has not heard of the world hears of it");
+    assert_eq!(
+        ranks(&join(&crew, 0)),
+        [(1, 0, 2), (1, 1, 2)],
+        "who has not heard of the world hears of it"
+    );
     // And the job continues.
     assert_eq!(ranks(&join(&crew, 1)), [(2, 0, 2), (2, 1, 2)]);
     assert!(all(&crew, meet).iter().all(|met| matches!(met, Meet::All(_))));
@@ -119,7 +127,8 @@ fn a_journal_that_is_shortened_while_workers_put_values_has_the_last_of_each() {
     let [left, path] = ["left", "journal"].map(|name| folder.path().join(name));
     let first = registrar(&path);
     first.hosts(&[("a".to_owned(), 2)]).unwrap();
-    let crew: Vec<(Client, Client)> = started(&first).iter().map(|task| worker(&first, *task)).collect();
+    let crew: Vec<(Client, Client)> =
+        started(&first).iter().map(|task| worker(&first, *task)).collect();
     join(&crew, 0);
     let length = || std::fs::metadata(&path).unwrap().len();
     let (mut longest, mut puts) = (0, 0_u32);

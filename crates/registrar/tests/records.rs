@@ -21,7 +21,8 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
-/// Between a task and its registrar: forwards, until its connections are cut; one way is cut before the other.
+/// Between a task and its registrar: forwards, until its connections are cut; one way is cut before
+/// the other.
 struct Cable {
     address: SocketAddr,
     connections: Arc<Mutex<Vec<TcpStream>>>,
@@ -51,7 +52,9 @@ impl Cable {
                 let far = TcpStream::connect(&target).unwrap();
                 for (from, to) in [(&near, &far), (&far, &near)] {
                     let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-                    thread::spawn(move || io::copy(&mut from, &mut to).map(|_| to.shutdown(Shutdown::Write)));
+                    thread::spawn(move || {
+                        io::copy(&mut from, &mut to).map(|_| to.shutdown(Shutdown::Write))
+                    });
                 }
                 connections.lock().unwrap().extend([near, far]);
             }
@@ -84,7 +87,8 @@ impl Drop for Cable {
 fn connected() -> (Registrar, Cable, Client) {
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
     let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
-    let target = registrar.ticket().addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
+    let target =
+        registrar.ticket().addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
     let cable = Cable::new(target);
     let ticket = registrar.ticket().readdressed(&[cable.address.to_string()]);
     let client = Client::connect(&ticket, TaskId(0), None, soon()).unwrap();
@@ -110,7 +114,8 @@ fn a_flush_waits_for_a_driver_that_may_come_back_and_gives_up_one_that_may_not()
     });
     assert!(mended.elapsed() < Duration::from_secs(10), "{:?}", mended.elapsed());
     let records = registrar.events(Instant::now()).unwrap().records;
-    let kept = |event: &Event| matches!(event, Event::Record(Record::Log(line)) if line.text == "kept");
+    let kept =
+        |event: &Event| matches!(event, Event::Record(Record::Log(line)) if line.text == "kept");
     assert!(records.iter().any(kept), "what is flushed has arrived");
 }
 

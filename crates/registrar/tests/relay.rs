@@ -151,7 +151,8 @@ fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
     assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
 }
 
-/// Another user's process: a shell that dials `port` of the loopback again and again, and says so once it has.
+/// Another user's process: a shell that dials `port` of the loopback again and again, and says so
+/// once it has.
 fn stranger(port: u16) -> Child {
     const NOBODY: u32 = 65_534;
     let dials = format!(

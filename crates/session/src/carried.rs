@@ -3,9 +3,10 @@
 
 //! Process sets of an elastic job, from one world to the next.
 //!
-//! A set is carried over with its number and those of its members that are in the next world; one without any is gone.
-//! Workers that are new are in none of them. Every rank says what it knows of the world that it has left, and the word
-//! of the lowest rank that has left one counts: so a change that broke off in the middle stands or falls on all ranks.
+//! A set is carried over with its number and those of its members that are in the next world; one
+//! without any is gone. Workers that are new are in none of them. Every rank says what it knows of
+//! the world that it has left, and the word of the lowest rank that has left one counts: so a
+//! change that broke off in the middle stands or falls on all ranks.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Instant;
@@ -30,7 +31,8 @@ pub(crate) struct Carried {
 }
 
 impl Carried {
-    /// A line with `dynamic` and `next`, then one for each set: its number, whether it was given, and its members.
+    /// A line with `dynamic` and `next`, then one for each set: its number, whether it was given,
+    /// and its members.
     fn spelled(&self) -> String {
         let mut text = format!("{} {}", u8::from(self.dynamic), self.next);
         for (set, members) in &self.sets {
@@ -42,9 +44,11 @@ impl Carried {
 
     /// `None` for what is no record.
     fn read(text: &str) -> Option<Self> {
-        let mut lines = text.lines().map(|line| line.split(' ').map(|word| word.parse::<u32>().ok()));
+        let mut lines =
+            text.lines().map(|line| line.split(' ').map(|word| word.parse::<u32>().ok()));
         let mut first = lines.next()?;
-        let mut carried = Self { dynamic: first.next()?? == 1, next: first.next()??, ..Self::default() };
+        let mut carried =
+            Self { dynamic: first.next()?? == 1, next: first.next()??, ..Self::default() };
         for mut line in lines {
             let set = ProcessSetId(line.next()??);
             if line.next()?? == 1 {
@@ -59,7 +63,10 @@ impl Carried {
     pub(crate) fn ranks(&self, world: &World) -> BTreeMap<ProcessSetId, Vec<Rank>> {
         let seats = || (0u32..).zip(&world.seats);
         let found = |members: &Vec<TaskId>| -> Vec<Rank> {
-            seats().filter(|(_, seat)| members.contains(&seat.task)).map(|(rank, _)| Rank(rank)).collect()
+            seats()
+                .filter(|(_, seat)| members.contains(&seat.task))
+                .map(|(rank, _)| Rank(rank))
+                .collect()
         };
         let left = self.sets.iter().map(|(set, members)| (*set, found(members)));
         left.filter(|(_, ranks)| !ranks.is_empty()).collect()
@@ -135,7 +142,8 @@ mod tests {
     #[test]
     fn sets_are_formed_of_the_members_that_are_left_under_their_numbers() {
         let place = |task| TaskPlace { task: TaskId(task), host: HostHash("a".to_owned()) };
-        let world = assign(Generation(2), &[0, 2, 3, 7].map(place)).unwrap().seen_from(Rank(0)).unwrap();
+        let world =
+            assign(Generation(2), &[0, 2, 3, 7].map(place)).unwrap().seen_from(Rank(0)).unwrap();
         let ranks = carried().ranks(&world);
         let rank = |task| world.seats.iter().position(|seat| seat.task == TaskId(task)).unwrap();
         let of = |tasks: &[u32]| {
@@ -144,7 +152,10 @@ mod tests {
             ranks.sort_unstable();
             ranks
         };
-        assert_eq!(ranks, BTreeMap::from([(ProcessSetId(1), of(&[0, 2])), (ProcessSetId(4), of(&[2, 3]))]));
+        assert_eq!(
+            ranks,
+            BTreeMap::from([(ProcessSetId(1), of(&[0, 2])), (ProcessSetId(4), of(&[2, 3]))])
+        );
         assert_eq!(carried().free(&ranks), [ProcessSetId(2), ProcessSetId(3)]);
     }
 }

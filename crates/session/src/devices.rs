@@ -72,8 +72,8 @@ impl Session {
         self.gpu_tensors != GpuTensors::Copied
     }
 
-    /// The GPU of this number among those that the process sees; from here on operations may name its memory. CUDA's
-    /// libraries are also looked for in the wheels in `packages`.
+    /// The GPU of this number among those that the process sees; from here on operations may name
+    /// its memory. CUDA's libraries are also looked for in the wheels in `packages`.
     ///
     /// # Errors
     /// `Forked`; `Cuda` when there is no such GPU, or no driver.
@@ -86,12 +86,17 @@ impl Session {
         Ok(gpu)
     }
 
-    /// Memory of a GPU that communicators of NCCL register, for work in the order of this stream; nothing where none is to
-    /// be, or there is none.
+    /// Memory of a GPU that communicators of NCCL register, for work in the order of this stream;
+    /// nothing where none is to be, or there is none.
     ///
     /// # Errors
     /// `Forked`; `Cuda` when there is none left.
-    pub fn device_memory(&self, ordinal: u32, stream: usize, bytes: usize) -> Result<Option<NcclMemory>> {
+    pub fn device_memory(
+        &self,
+        ordinal: u32,
+        stream: usize,
+        bytes: usize,
+    ) -> Result<Option<NcclMemory>> {
         self.check_process()?;
         Ok(self.gpus.memory(ordinal, stream, bytes)?)
     }
@@ -120,8 +125,10 @@ mod tests {
     #[test]
     fn kernels_are_kept_in_the_users_cache_or_nowhere() {
         let folder = |known: &[(&str, &str)]| {
-            let known: BTreeMap<String, String> =
-                known.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+            let known: BTreeMap<String, String> = known
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+                .collect();
             kernels(|name| known.get(name).cloned()).map(|folder| folder.display().to_string())
         };
         let both = [("XDG_CACHE_HOME", "/cache"), ("HOME", "/home/a")];

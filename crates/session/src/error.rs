@@ -11,9 +11,10 @@ use farandole_world::{Fault, ProcessSetId, Rank};
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Ways in which ranks that others have started meet.
-const WAYS: &str = "ranks on one host meet in a file of the user's, those of several in ~/.farandole, if they share it, \
-    in the directory that FARANDOLE_RENDEZVOUS names, or at FARANDOLE_RENDEZVOUS=host:port of rank 0 with the same \
-    FARANDOLE_JOB_SECRET everywhere; the starter must forward these variables (mpirun -x, srun --export)";
+const WAYS: &str = "ranks on one host meet in a file of the user's, those of several in \
+    ~/.farandole, if they share it, in the directory that FARANDOLE_RENDEZVOUS names, or at \
+    FARANDOLE_RENDEZVOUS=host:port of rank 0 with the same FARANDOLE_JOB_SECRET everywhere; the \
+    starter must forward these variables (mpirun -x, srun --export)";
 
 /// A session that could not begin, or is not there.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +28,8 @@ pub enum Error {
     Interrupted,
     /// This process was forked from one that runs a session.
     #[error(
-        "process {pid} was forked from process {parent}, which had called init(); start workers with the spawn or forkserver method"
+        "process {pid} was forked from process {parent}, which had called init(); start workers \
+         with the spawn or forkserver method"
     )]
     Forked {
         /// The process that called.
@@ -54,7 +56,10 @@ pub enum Error {
         ranks: Vec<Rank>,
     },
     /// Ranks asked `init` for different worlds.
-    #[error("ranks must ask init for the same world: rank {rank} asked for {theirs}, rank {own} for {ours}")]
+    #[error(
+        "ranks must ask init for the same world: rank {rank} asked for {theirs}, rank {own} for \
+         {ours}"
+    )]
     Worlds {
         /// The rank that asked for another one.
         rank: Rank,
@@ -67,7 +72,8 @@ pub enum Error {
     },
     /// A rank that the world needs will not come any more.
     #[error(
-        "rank {rank} on {host} has ended, and no world can form without it: all of its ranks must call init() before they end"
+        "rank {rank} on {host} has ended, and no world can form without it: all of its ranks must \
+         call init() before they end"
     )]
     Ended {
         /// The rank.
@@ -77,7 +83,8 @@ pub enum Error {
     },
     /// Another process has this rank.
     #[error(
-        "rank {rank} is already {holder}: a process that a worker starts is no worker; remove FARANDOLE_JOB from its environment to have it form a world of its own"
+        "rank {rank} is already {holder}: a process that a worker starts is no worker; remove \
+         FARANDOLE_JOB from its environment to have it form a world of its own"
     )]
     Taken {
         /// The rank.
@@ -103,7 +110,8 @@ pub enum Error {
     },
     /// Ranks that a starter has made did not all meet in time.
     #[error(
-        "timed out after {elapsed:.1?}: rank {rank} of {size}, started by {starter}, waited for {what}; {WAYS}"
+        "timed out after {elapsed:.1?}: rank {rank} of {size}, started by {starter}, waited for \
+         {what}; {WAYS}"
     )]
     Missed {
         /// The calling rank.
@@ -119,7 +127,8 @@ pub enum Error {
     },
     /// A parent of this process has its rank.
     #[error(
-        "rank {rank} is already {holder}: a process that a rank starts is no rank; remove {variable} from its environment to have it form a world of its own"
+        "rank {rank} is already {holder}: a process that a rank starts is no rank; remove \
+         {variable} from its environment to have it form a world of its own"
     )]
     Held {
         /// The rank.
@@ -131,7 +140,8 @@ pub enum Error {
     },
     /// Process sets may not be changed.
     #[error(
-        "process sets are fixed: call init(process_sets=\"dynamic\") or set FARANDOLE_DYNAMIC_PROCESS_SETS=1 on all ranks"
+        "process sets are fixed: call init(process_sets=\"dynamic\") or set \
+         FARANDOLE_DYNAMIC_PROCESS_SETS=1 on all ranks"
     )]
     Fixed,
     /// There is a set of these ranks.

@@ -24,11 +24,13 @@ pub(crate) const CONTROL_CAPACITY: usize = 64 << 10;
 /// Fewer bytes make a transfer wait for every chunk; more leave the cache.
 const LEAST: u64 = 64 << 10;
 const MOST: u64 = 4 << 20;
-/// Bytes of all rings of a host that stay in the cache of its processor, half of what those of servers have: 4 ranks
-/// on 2 cores with 32 MiB took 79 ms of processor time for 64 MiB with rings of 4 MiB, and 48 ms with rings of 1 MiB.
+/// Bytes of all rings of a host that stay in the cache of its processor, half of what those of
+/// servers have: 4 ranks on 2 cores with 32 MiB took 79 ms of processor time for 64 MiB with rings
+/// of 4 MiB, and 48 ms with rings of 1 MiB.
 const CACHED: u64 = 16 << 20;
-/// Rings as short as that, and shorter, let ranks that share a core take turns too often: 2 ranks were slower with them
-/// than with rings of 4 MiB, which still fit, and 8 ranks than with rings of 2 MiB, which did not fit either.
+/// Rings as short as that, and shorter, let ranks that share a core take turns too often: 2 ranks
+/// were slower with them than with rings of 4 MiB, which still fit, and 8 ranks than with rings of
+/// 2 MiB, which did not fit either.
 const SHORT: u64 = 1 << 20;
 
 /// Ranks of the fullest machine.
@@ -38,8 +40,9 @@ fn fullest(world: &World) -> u64 {
     ranks.into_values().max().unwrap_or(1)
 }
 
-/// Bytes of shared memory that a host's links may take: the configured value, or else enough for the smallest rings
-/// of the world and of a set of all its ranks. Memory is taken when first touched.
+/// Bytes of shared memory that a host's links may take: the configured value, or else enough for
+/// the smallest rings of the world and of a set of all its ranks. Memory is taken when first
+/// touched.
 pub(crate) fn budget(world: &World, config: &Config) -> u64 {
     if config.given.contains(&"shared_memory_bytes") {
         return config.shared_memory_bytes;
@@ -57,14 +60,17 @@ fn rings(world: &World) -> u64 {
 
 /// Bytes of each ring when the world's share half of a host's `budget`; `most` of them.
 fn fair(world: &World, budget: u64, most: u64) -> usize {
-    // The control link that a process dials comes out of the same share; without this the last data link had no room.
+    // The control link that a process dials comes out of the same share; without this the last data
+    // link had no room.
     let controls = fullest(world) * CONTROL_CAPACITY as u64;
     let fair = ((budget / 2).saturating_sub(controls) / rings(world)).clamp(LEAST, most);
-    usize::try_from(fair.next_power_of_two() >> u32::from(!fair.is_power_of_two())).unwrap_or(1 << 20)
+    usize::try_from(fair.next_power_of_two() >> u32::from(!fair.is_power_of_two()))
+        .unwrap_or(1 << 20)
 }
 
-/// Bytes of each ring between two ranks of the world, whose rings take half of a host's `budget`: equal on all ranks,
-/// as both ends of a link must agree. Bytes go round in a ring, so all of it passes through the cache.
+/// Bytes of each ring between two ranks of the world, whose rings take half of a host's `budget`:
+/// equal on all ranks, as both ends of a link must agree. Bytes go round in a ring, so all of it
+/// passes through the cache.
 pub(crate) fn data_capacity(world: &World, budget: u64) -> usize {
     let cached = CACHED / rings(world);
     fair(world, budget, if cached >= SHORT { cached.min(MOST) } else { MOST })
@@ -75,23 +81,28 @@ pub fn ring_bytes(world: &World, config: &Config) -> usize {
     data_capacity(world, budget(world, config))
 }
 
-/// As [`data_capacity`], in a process set besides the world: the other half of the budget holds several.
+/// As [`data_capacity`], in a process set besides the world: the other half of the budget holds
+/// several.
 pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
     (fair(world, budget, MOST) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
 }
 
-/// The other ranks among the members, ascending: those to which this world's rank opens its link for data at the start,
-/// and those to which it opens it at its first use. If members of the fullest machine have at most `most` members on
-/// other machines, it opens all at the start. With more it opens those on its machine, and those that exchange
-/// heartbeats in a world of the members. These connect all members, whose communicators greet each other over them.
+/// The other ranks among the members, ascending: those to which this world's rank opens its link
+/// for data at the start, and those to which it opens it at its first use. If members of the
+/// fullest machine have at most `most` members on other machines, it opens all at the start. With
+/// more it opens those on its machine, and those that exchange heartbeats in a world of the
+/// members. These connect all members, whose communicators greet each other over them.
 pub fn at_start(world: &World, members: &[Rank], most: u64) -> (Vec<Rank>, Vec<Rank>) {
     let others = members.iter().copied().filter(|rank| *rank != world.rank);
-    let machine = |rank: &Rank| world.seats.get(rank.index()).map_or("", |seat| seat.host.machine());
+    let machine =
+        |rank: &Rank| world.seats.get(rank.index()).map_or("", |seat| seat.host.machine());
     let machines: Vec<&str> = members.iter().map(machine).collect();
     let mut ranks = BTreeMap::<&str, usize>::new();
     machines.iter().for_each(|machine| *ranks.entry(machine).or_default() += 1);
     let fullest = ranks.into_values().max().unwrap_or(0);
-    let Some(own) = members.iter().position(|rank| *rank == world.rank) else { return Default::default() };
+    let Some(own) = members.iter().position(|rank| *rank == world.rank) else {
+        return Default::default();
+    };
     if (members.len() - fullest) as u64 <= most {
         return (others.collect(), Vec::new());
     }
@@ -141,7 +152,8 @@ pub fn crossover(config: &Config) -> Result<Crossover, farandole_config::Error> 
     };
     read.and_then(|text| text.parse()).map_err(|reason: String| farandole_config::Error {
         name: "FARANDOLE_ALLREDUCE_ALGORITHM".to_owned(),
-        expected: "auto, rules such as direct:4096,doubling:65536,hierarchy, or @ and a file of them",
+        expected: "auto, rules such as direct:4096,doubling:65536,hierarchy, or @ and a file of \
+                   them",
         value: if value.starts_with('@') { format!("{value}: {reason}") } else { value.to_owned() },
     })
 }
@@ -184,7 +196,10 @@ mod tests {
     fn world(hosts: &[&str]) -> World {
         let places: Vec<TaskPlace> = (0u32..)
             .zip(hosts)
-            .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash((*host).to_owned()) })
+            .map(|(task, host)| TaskPlace {
+                task: TaskId(task),
+                host: HostHash((*host).to_owned()),
+            })
             .collect();
         assign(Generation(0), &places).unwrap()
     }
@@ -199,7 +214,8 @@ mod tests {
 
     #[test]
     fn containers_of_a_machine_share_its_budget() {
-        let (containers, host) = (world(&["m/1", "m/2", "m/3", "n/4"]), world(&["m", "m", "m", "n"]));
+        let (containers, host) =
+            (world(&["m/1", "m/2", "m/3", "n/4"]), world(&["m", "m", "m", "n"]));
         for budget in [14 << 20, 256 << 20] {
             assert_eq!(data_capacity(&containers, budget), data_capacity(&host, budget));
             assert_eq!(share(&containers, budget), share(&host, budget));
@@ -218,7 +234,11 @@ mod tests {
     fn rings_stay_in_the_cache_together_where_they_need_not_be_short_for_that() {
         let ring = |ranks| data_capacity(&world(&vec!["a"; ranks]), 256 << 20);
         assert_eq!([2, 3, 4, 5, 8].map(ring), [4 << 20, 2 << 20, 1 << 20, 4 << 20, 2 << 20]);
-        assert_eq!(set_capacity(&world(&["a"; 4]), 256 << 20), 1 << 20, "sets do not all work at once");
+        assert_eq!(
+            set_capacity(&world(&["a"; 4]), 256 << 20),
+            1 << 20,
+            "sets do not all work at once"
+        );
     }
 
     #[test]
@@ -265,7 +285,10 @@ mod tests {
             let budget = budget(&world, &config);
             let dialled = (ranks - 1) * data_capacity(&world, budget) + CONTROL_CAPACITY;
             let set = (ranks - 1) * set_capacity(&world, budget) + CONTROL_CAPACITY;
-            assert!((dialled + set) as u64 <= share(&world, budget), "{ranks} ranks: {dialled}, {set} bytes");
+            assert!(
+                (dialled + set) as u64 <= share(&world, budget),
+                "{ranks} ranks: {dialled}, {set} bytes"
+            );
         }
     }
 
@@ -312,14 +335,16 @@ mod tests {
         assert_eq!(count(&[8; 512], 77), 7 + 17);
     }
 
-    /// Otherwise one end would wait for the other, or the greeting of communicators would not reach all members.
+    /// Otherwise one end would wait for the other, or the greeting of communicators would not reach
+    /// all members.
     #[test]
     fn links_that_are_opened_at_the_start_are_so_for_both_ends_and_connect_all_members() {
         for ranks in [&[2, 2][..], &[1; 9], &[3, 1, 2, 5, 1, 1, 4], &[8; 12], &[1, 20, 1]] {
             let world = hosts(ranks);
             let size: usize = ranks.iter().sum();
             for step in [1, 2, 3] {
-                let members: Vec<Rank> = (0..).step_by(step).take(size.div_ceil(step)).map(Rank).collect();
+                let members: Vec<Rank> =
+                    (0..).step_by(step).take(size.div_ceil(step)).map(Rank).collect();
                 for most in [0, 3, 16, 1000] {
                     let first = |own| first(&world, &members, own, most);
                     let (mut seen, mut next) = (BTreeSet::from([members[0]]), vec![members[0]]);
@@ -337,26 +362,34 @@ mod tests {
         }
     }
 
-    /// Connections of each rank to other hosts: heartbeats, negotiation, and links for data that were open at the start or
-    /// that the barrier at the end of `init` and allreduces of these bytes have opened.
+    /// Connections of each rank to other hosts: heartbeats, negotiation, and links for data that
+    /// were open at the start or that the barrier at the end of `init` and allreduces of these
+    /// bytes have opened.
     fn sockets(ranks: &[usize], rules: &str, bytes: &[usize]) -> Vec<usize> {
         let (world, size) = (hosts(ranks), ranks.iter().sum::<usize>());
         let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
         let places = world.machines();
         let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
         let (rules, ring) = (rules.parse().unwrap(), ring_bytes(&world, &config));
-        let plans: Vec<Plan> =
-            bytes.iter().map(|bytes| Plan::new(&places, *bytes, 1, ring, &rules).unwrap()).collect();
+        let plans: Vec<Plan> = bytes
+            .iter()
+            .map(|bytes| Plan::new(&places, *bytes, 1, ring, &rules).unwrap())
+            .collect();
         let parents = farandole_engine::outline::parents(&world, &members);
         let machines: Vec<&str> = world.seats.iter().map(|seat| seat.host.machine()).collect();
         let sockets = |own: &Rank| {
             let is_far = |peer: &usize| places[*peer] != places[own.index()];
-            let mut data: BTreeSet<usize> =
-                first(&world, &members, *own, 16).into_iter().map(Rank::index).filter(is_far).collect();
+            let mut data: BTreeSet<usize> = first(&world, &members, *own, 16)
+                .into_iter()
+                .map(Rank::index)
+                .filter(is_far)
+                .collect();
             for plan in &plans {
                 let program = plan.program(own.index());
                 let peers = program.actions().filter_map(|action| match action {
-                    Action::Send(transfer) | Action::Receive(transfer) => Some(transfer.member as usize),
+                    Action::Send(transfer) | Action::Receive(transfer) => {
+                        Some(transfer.member as usize)
+                    }
                     Action::Reduce { .. } => None,
                 });
                 data.extend(peers.filter(is_far));
@@ -383,7 +416,8 @@ mod tests {
         let most = |ranks: &[usize], rules: &str| {
             sockets(ranks, rules, &[4, 64 << 10, 1 << 20, 64 << 20]).into_iter().max().unwrap()
         };
-        // The first and the last rank of a host exchange tokens of the barrier with three more ranks.
+        // The first and the last rank of a host exchange tokens of the barrier with three more
+        // ranks.
         assert_eq!(most(&[8; 64], "doubling:65536,hierarchy"), 63 + 3 + 11 + 6);
         assert_eq!(most(&[8; 64], "auto"), 11 + 3 + 11 + 6);
         assert_eq!(most(&[8; 64], "doubling:65536,halving"), 11 + 3 + 11 + 6);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The ranks' meeting point, which the registrar holds: each asks once for a world, and gets the cards of all ranks.
+//! The ranks' meeting point, which the registrar holds: each asks once for a world, and gets the
+//! cards of all ranks.
 
 use std::fs;
 use std::process;
@@ -42,7 +43,8 @@ impl<'a, 'b> Meeting<'a, 'b> {
         Self { client, own: whole.rank, part, failure: Mutex::new(None), interrupted }
     }
 
-    /// Waits until all ranks have asked for this world, and returns their cards in the order of the ranks.
+    /// Waits until all ranks have asked for this world, and returns their cards in the order of the
+    /// ranks.
     ///
     /// # Errors
     /// `Taken`, `Worlds`, `Ended`, `Interrupted`; what the registrar says.
@@ -62,14 +64,20 @@ impl<'a, 'b> Meeting<'a, 'b> {
         }
     }
 
-    /// Returns the reason why this rank has not met the others, where it is more than transport's error says.
+    /// Returns the reason why this rank has not met the others, where it is more than transport's
+    /// error says.
     pub(crate) fn failure(self) -> Option<Error> {
         self.failure.into_inner()
     }
 }
 
 impl Rendezvous for Meeting<'_, '_> {
-    fn meet(&self, _place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, TransportError> {
+    fn meet(
+        &self,
+        _place: Place,
+        card: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>, TransportError> {
         self.ask(card, deadline).map_err(|error| match error {
             Error::Registrar(RegistrarError::Timeout { what, elapsed }) => {
                 TransportError::Timeout { what, elapsed }
@@ -90,11 +98,12 @@ fn asked(part: Option<&[Rank]>) -> String {
     format!("ranks {}", ranks.join(", "))
 }
 
-/// Tells this process from every other of its host: a number is used again one day, but not at the same tick. A program
-/// that replaces itself (`exec`) stays the same process.
+/// Tells this process from every other of its host: a number is used again one day, but not at the
+/// same tick. A program that replaces itself (`exec`) stays the same process.
 pub(crate) fn identity() -> String {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // Counting starts behind the name, which may hold anything: field 3 is the state, field 22 the start.
+    // Counting starts behind the name, which may hold anything: field 3 is the state, field 22 the
+    // start.
     let started = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(19));
     format!("process {} (started at tick {})", process::id(), started.unwrap_or_default())
 }

@@ -23,13 +23,15 @@ pub fn init(interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
     begin(&Wishes::default(), interrupted)
 }
 
-/// Joins the world this process was launched into, or a world of one. True when this call began the session.
+/// Joins the world this process was launched into, or a world of one. True when this call began the
+/// session.
 ///
-/// `interrupted` is asked every quarter of a second at least while others are waited for; when it says yes, `init`
-/// gives up.
+/// `interrupted` is asked every quarter of a second at least while others are waited for; when it
+/// says yes, `init` gives up.
 ///
 /// # Errors
-/// `Forked` in a child of a process with a session, `Interrupted`, and whatever keeps the world from forming.
+/// `Forked` in a child of a process with a session, `Interrupted`, and whatever keeps the world
+/// from forming.
 pub fn begin(wishes: &Wishes, interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
     if let Some(session) = SESSION.read().as_ref() {
         return session.check_process().map(|()| false);
@@ -43,11 +45,12 @@ pub fn begin(wishes: &Wishes, interrupted: &mut (dyn FnMut() -> bool + Send)) ->
     Ok(true)
 }
 
-/// Leaves the world: operations in progress fail, here and at the peers. Does nothing without a session. In a forked
-/// child it only forgets the parent's session.
+/// Leaves the world: operations in progress fail, here and at the peers. Does nothing without a
+/// session. In a forked child it only forgets the parent's session.
 pub fn shutdown() {
     if let Some(session) = forked() {
-        // Its threads and links are the parent's: running their destructors here would end them there.
+        // Its threads and links are the parent's: running their destructors here would end them
+        // there.
         *SESSION.write() = None;
         std::mem::forget(session);
         return;

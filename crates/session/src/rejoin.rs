@@ -3,8 +3,9 @@
 
 //! Elastic jobs: several worlds, one after the other, in one process.
 //!
-//! Each time the registrar gets the world that this process leaves and the lost members, and gives it a place in the
-//! next world. There is no limit to that wait but the registrar's own: a spare waits for as long as the job lasts.
+//! Each time the registrar gets the world that this process leaves and the lost members, and gives
+//! it a place in the next world. There is no limit to that wait but the registrar's own: a spare
+//! waits for as long as the job lasts.
 
 use std::time::Instant;
 
@@ -28,11 +29,13 @@ struct Left {
     sets: Option<Carried>,
 }
 
-static LEFT: Mutex<Left> = Mutex::new(Left { generation: Generation(0), lost: Vec::new(), sets: None });
+static LEFT: Mutex<Left> =
+    Mutex::new(Left { generation: Generation(0), lost: Vec::new(), sets: None });
 /// Changes of hosts that were not fetched yet.
 static CHANGES: Mutex<Vec<HostChange>> = Mutex::new(Vec::new());
 
-/// Notes what the next world is asked for with. Before the engine ends: its peers leave in answer to that.
+/// Notes what the next world is asked for with. Before the engine ends: its peers leave in answer
+/// to that.
 pub(crate) fn left(session: &Session) {
     let world = session.world();
     let lost = session.rest.mesh().map(farandole_transport::Mesh::lost).unwrap_or_default();
@@ -52,8 +55,8 @@ fn tasks(world: &World, ranks: &[Rank]) -> Vec<TaskId> {
 /// Forms the next session of this process.
 ///
 /// # Errors
-/// `Registrar` with `Dismissed` when this worker is not wanted any more, or with `Aborted` when the job has ended; what
-/// keeps this process, and not a peer, from joining a world.
+/// `Registrar` with `Dismissed` when this worker is not wanted any more, or with `Aborted` when the
+/// job has ended; what keeps this process, and not a peer, from joining a world.
 pub(crate) fn form(
     config: &Config,
     client: &Client,
@@ -69,7 +72,8 @@ pub(crate) fn form(
         let seats = whole.clone();
         match linked(config, client.clone(), whole, wishes, deadline, interrupted) {
             Err(error) if is_a_peers(&error) => {
-                tracing::warn!(%generation, %error, "a world broke while it formed; waiting for the next one");
+                tracing::warn!(%generation, %error, "a world broke while it formed; waiting for \
+                                                     the next one");
                 *LEFT.lock() = Left { generation, lost: blamed(&seats, &error), sets: left.sets };
             }
             formed => return formed,
@@ -92,7 +96,9 @@ fn is_a_peers(error: &Error) -> bool {
     match error {
         Error::Registrar(RegistrarError::Aborted { retry, .. }) => *retry,
         Error::Registrar(_) => false,
-        Error::Transport(TransportError::Unreachable { .. } | TransportError::Rendezvous { .. }) => true,
+        Error::Transport(
+            TransportError::Unreachable { .. } | TransportError::Rendezvous { .. },
+        ) => true,
         other => matches!(other.fault(), Fault::Peer | Fault::Membership),
     }
 }
@@ -107,13 +113,14 @@ fn blamed(world: &World, error: &Error) -> Vec<TaskId> {
     }
 }
 
-/// Takes the changes of hosts that the registrar has told since the last call, or since the present world began.
+/// Takes the changes of hosts that the registrar has told since the last call, or since the present
+/// world began.
 pub fn host_changes() -> Vec<HostChange> {
     std::mem::take(&mut *CHANGES.lock())
 }
 
-/// Says that this worker of an elastic job will end at its next chance, which is no failure. False where the job is not
-/// elastic, or there is none.
+/// Says that this worker of an elastic job will end at its next chance, which is no failure. False
+/// where the job is not elastic, or there is none.
 ///
 /// # Errors
 /// `Registrar`.

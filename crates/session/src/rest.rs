@@ -40,7 +40,8 @@ impl ProgressHost for Rest {
     }
 
     fn park(&self, limit: Duration) {
-        // A parker that cannot sleep makes the engine spin; its failure ends the links, too, which report it.
+        // A parker that cannot sleep makes the engine spin; its failure ends the links, too, which
+        // report it.
         drop(self.parker.park(Instant::now() + limit));
     }
 

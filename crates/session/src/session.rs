@@ -18,7 +18,8 @@ use crate::sets::Sets;
 use crate::stalls::Stacks;
 use crate::{Error, Result};
 
-/// This process's membership in a world. The engine owns the links and the mesh, and takes them down with itself.
+/// This process's membership in a world. The engine owns the links and the mesh, and takes them
+/// down with itself.
 pub struct Session {
     engine: Engine,
     client: Option<Client>,
@@ -46,7 +47,18 @@ impl Session {
         // A value that is none was refused before.
         let gpu_tensors = GpuTensors::of(config).unwrap_or(GpuTensors::Auto);
         let process = process::id();
-        Self { engine, client, world, process, stacks, gpus, gpu_tensors, shares_memory, rest, sets }
+        Self {
+            engine,
+            client,
+            world,
+            process,
+            stacks,
+            gpus,
+            gpu_tensors,
+            shares_memory,
+            rest,
+            sets,
+        }
     }
 
     /// Returns this process's place in the world.

@@ -3,9 +3,10 @@
 
 //! Process sets of a session: all ranks change them together, in one order.
 //!
-//! A change is agreed on by an operation over all ranks that fails when they do not ask for the same. Members of a
-//! new set then open their own links; in a second agreement all learn whether all could. So numbers and members are
-//! equal on all ranks at any time, and what one rank cannot do no rank has.
+//! A change is agreed on by an operation over all ranks that fails when they do not ask for the
+//! same. Members of a new set then open their own links; in a second agreement all learn whether
+//! all could. So numbers and members are equal on all ranks at any time, and what one rank cannot
+//! do no rank has.
 //!
 //! In an elastic job sets continue in the next world (`carried`).
 
@@ -116,8 +117,9 @@ impl Session {
         self.sets.table.read().sets.clone()
     }
 
-    /// Returns the sets that this world has taken over from the world before, of those that `init` was asked for when
-    /// the job began; `None` if it has started with those that `init` was asked for.
+    /// Returns the sets that this world has taken over from the world before, of those that `init`
+    /// was asked for when the job began; `None` if it has started with those that `init` was asked
+    /// for.
     pub fn carried_sets(&self) -> Option<BTreeSet<ProcessSetId>> {
         let table = self.sets.table.read();
         table.carried.as_ref().map(|_| table.given.clone())
@@ -127,7 +129,11 @@ impl Session {
     pub(crate) fn carried(&self) -> Carried {
         let (world, table) = (self.world(), self.sets.table.read());
         let members = |ranks: &Vec<Rank>| {
-            ranks.iter().filter_map(|rank| world.seats.get(rank.index())).map(|seat| seat.task).collect()
+            ranks
+                .iter()
+                .filter_map(|rank| world.seats.get(rank.index()))
+                .map(|seat| seat.task)
+                .collect()
         };
         let sets = table.sets.iter().filter(|(set, _)| **set != ProcessSetId::GLOBAL);
         Carried {
@@ -138,15 +144,20 @@ impl Session {
         }
     }
 
-    /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls it, members or
-    /// not, with the same ranks, and waits until all have. `interrupted` is asked every quarter of a second while
-    /// others are waited for; after an interruption the same call continues the wait. A set of these ranks that comes
-    /// from the world before is that set, at once.
+    /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls
+    /// it, members or not, with the same ranks, and waits until all have. `interrupted` is asked
+    /// every quarter of a second while others are waited for; after an interruption the same call
+    /// continues the wait. A set of these ranks that comes from the world before is that set, at
+    /// once.
     ///
     /// # Errors
-    /// `Fixed`, `Ranks`, `SetExists`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when other ranks ask for
-    /// another change, or one of them cannot open its links.
-    pub fn add_process_set(&self, ranks: &[u32], interrupted: &mut Interrupted<'_>) -> Result<ProcessSetId> {
+    /// `Fixed`, `Ranks`, `SetExists`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when
+    /// other ranks ask for another change, or one of them cannot open its links.
+    pub fn add_process_set(
+        &self,
+        ranks: &[u32],
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<ProcessSetId> {
         self.check_changeable()?;
         let what = "a process set";
         let ranks = ascending(what, ranks, self.world().size())?;
@@ -159,15 +170,26 @@ impl Session {
             self.sets.table.read().check(what, &ranks)?;
         }
         self.agree(CHANGE, change, &mut changes.pending, interrupted)?;
-        self.open_set(None, ranks, &mut changes.channel, Instant::now() + self.sets.patience, interrupted)
+        self.open_set(
+            None,
+            ranks,
+            &mut changes.channel,
+            Instant::now() + self.sets.patience,
+            interrupted,
+        )
     }
 
-    /// Ends a process set; every rank of the world calls it, and waits until all have. What is in flight in it fails.
+    /// Ends a process set; every rank of the world calls it, and waits until all have. What is in
+    /// flight in it fails.
     ///
     /// # Errors
-    /// `Fixed`, `NoSuchSet`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when other ranks ask for another
-    /// change.
-    pub fn remove_process_set(&self, set: ProcessSetId, interrupted: &mut Interrupted<'_>) -> Result<()> {
+    /// `Fixed`, `NoSuchSet`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when other ranks
+    /// ask for another change.
+    pub fn remove_process_set(
+        &self,
+        set: ProcessSetId,
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<()> {
         self.check_changeable()?;
         let mut changes = self.sets.changes.lock();
         if set == ProcessSetId::GLOBAL || !self.sets.table.read().sets.contains_key(&set) {
@@ -202,11 +224,14 @@ impl Session {
         };
         let mut changes = self.sets.changes.lock();
         if let Some(carried) = self.agreed_sets(wishes, deadline, &mut ask).map_err(late)? {
-            return self.take_over(&carried, &mut changes.channel, deadline, &mut ask).map_err(late);
+            return self
+                .take_over(&carried, &mut changes.channel, deadline, &mut ask)
+                .map_err(late);
         }
         let begin = Change::Begin { sets: wishes.len(), dynamic: self.sets.table.read().dynamic };
         self.agree("process_sets", begin, &mut None, &mut ask).map_err(late)?;
-        // What was given is compared as it is, then judged: so all ranks come to the same judgement.
+        // What was given is compared as it is, then judged: so all ranks come to the same
+        // judgement.
         for (index, ranks) in wishes.iter().enumerate() {
             let what = format!("process_sets[{index}]");
             let given = ranks.iter().copied().map(Rank).collect();
@@ -216,13 +241,16 @@ impl Session {
             let what = format!("process_sets[{index}]");
             let ranks = ascending(&what, ranks, self.world().size())?;
             self.sets.table.read().check(&what, &ranks)?;
-            let set = self.open_set(None, ranks, &mut changes.channel, deadline, &mut ask).map_err(late)?;
+            let set = self
+                .open_set(None, ranks, &mut changes.channel, deadline, &mut ask)
+                .map_err(late)?;
             self.sets.table.write().given.insert(set);
         }
         Ok(())
     }
 
-    /// The sets of the world before, if this one is not the job's first and not the first of all its ranks.
+    /// The sets of the world before, if this one is not the job's first and not the first of all
+    /// its ranks.
     fn agreed_sets(
         &self,
         wishes: &[Vec<u32>],
@@ -292,7 +320,8 @@ impl Session {
         Ok(())
     }
 
-    /// All ranks have agreed on a set of these ranks: makes it if all members can, under this number or the next one.
+    /// All ranks have agreed on a set of these ranks: makes it if all members can, under this
+    /// number or the next one.
     fn open_set(
         &self,
         number: Option<ProcessSetId>,
@@ -304,7 +333,8 @@ impl Session {
         let first = *channel;
         *channel += 2;
         let member = ranks.contains(&self.world().rank);
-        let opened = member.then(|| self.open_links(&ranks, first, deadline, interrupted)).transpose();
+        let opened =
+            member.then(|| self.open_links(&ranks, first, deadline, interrupted)).transpose();
         // From here to the outcome only others' deadlines and deaths are waited for.
         let outcome = Change::Outcome(opened.as_ref().err().map(ToString::to_string));
         let agreed = self.agree(OUTCOME, outcome, &mut None, &mut || false);
@@ -328,15 +358,22 @@ impl Session {
         channel: u32,
         deadline: Instant,
         interrupted: &mut Interrupted<'_>,
-    ) -> Result<(Vec<farandole_transport::Link>, Box<dyn farandole_collectives::Communicator>)> {
+    ) -> Result<(Vec<farandole_transport::Link>, Box<dyn farandole_collectives::Communicator>)>
+    {
         let world = self.world();
-        let fallen = || self.rest.mesh().map(farandole_transport::Mesh::fallbacks).unwrap_or_default();
+        let fallen =
+            || self.rest.mesh().map(farandole_transport::Mesh::fallbacks).unwrap_or_default();
         let known = fallen().len();
         let (mut control, mut data) = (Vec::new(), Vec::new());
         if let Some(mesh) = self.rest.mesh() {
             let neighbours = control_peers(world, ranks);
-            control =
-                mesh.open_until(channel, &neighbours, links::CONTROL_CAPACITY, deadline, interrupted)?;
+            control = mesh.open_until(
+                channel,
+                &neighbours,
+                links::CONTROL_CAPACITY,
+                deadline,
+                interrupted,
+            )?;
             let wanted = links::Data {
                 world,
                 members: ranks,
@@ -351,6 +388,9 @@ impl Session {
             let ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
             tracing::warn!("in the process set of ranks {ranks:?}: {warning}");
         }
-        Ok((control, Box::new(links::communicator(world, ranks, data, self.sets.crossover.clone())?)))
+        Ok((
+            control,
+            Box::new(links::communicator(world, ranks, data, self.sets.crossover.clone())?),
+        ))
     }
 }

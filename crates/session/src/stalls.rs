@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Says which ranks are waited for, and has this process's interpreter asked what it does when it is one of them.
+//! Says which ranks are waited for, and has this process's interpreter asked what it does when it
+//! is one of them.
 
 use std::io::{self, PipeReader, PipeWriter, Write, pipe};
 use std::sync::Arc;
@@ -37,8 +38,9 @@ impl Observer for Events {
     }
 }
 
-/// A desk at which a thread of the interpreter waits for requests of the other threads' stacks. It sleeps in `read`
-/// and costs nothing; no thread of the engine ever waits for it, nor for the interpreter's lock.
+/// A desk at which a thread of the interpreter waits for requests of the other threads' stacks. It
+/// sleeps in `read` and costs nothing; no thread of the engine ever waits for it, nor for the
+/// interpreter's lock.
 #[derive(Debug, Default)]
 pub struct Stacks(Mutex<Desk>);
 
@@ -49,8 +51,8 @@ struct Desk {
 }
 
 impl Stacks {
-    /// A pipe whose reader gets a byte for every question: `1` asks for [`Stacks::answer`], `0` or the end says that
-    /// no more questions come. An earlier listener is dismissed.
+    /// A pipe whose reader gets a byte for every question: `1` asks for [`Stacks::answer`], `0` or
+    /// the end says that no more questions come. An earlier listener is dismissed.
     ///
     /// # Errors
     /// When there is no pipe to be had.
@@ -93,9 +95,15 @@ pub(crate) fn contradiction(config: &Config) -> Option<String> {
     let off = config.stall_check_disable || check.is_zero();
     let ignored = shutdown > Duration::ZERO && (shutdown < check || off);
     ignored.then(|| match off {
-        true => format!("the stall check is off, so the stall shutdown time is ignored: {shutdown:?}"),
+        true => format!(
+            "the stall check is off, so the stall shutdown time is ignored: \
+                         {shutdown:?}"
+        ),
         false => {
-            format!("the stall shutdown time is below the check time of {check:?} and ignored: {shutdown:?}")
+            format!(
+                "the stall shutdown time is below the check time of {check:?} and ignored: \
+                     {shutdown:?}"
+            )
         }
     })
 }

@@ -18,7 +18,8 @@ pub struct Wishes {
     pub process_sets: Vec<Vec<u32>>,
     /// Whether process sets may be added and removed later.
     pub dynamic: bool,
-    /// The world and this process's rank in it, where they are known otherwise than by the environment.
+    /// The world and this process's rank in it, where they are known otherwise than by the
+    /// environment.
     pub told: Option<Told>,
 }
 
@@ -90,7 +91,10 @@ mod tests {
     #[test]
     fn a_rank_that_is_left_out_and_ranks_that_do_not_exist_are_named() {
         let message = |rank, ranks: &[u32]| part(rank, ranks).unwrap_err().to_string();
-        assert_eq!(message(1, &[2, 0]), "rank 1 is not among the ranks that init was asked for: 0, 2");
+        assert_eq!(
+            message(1, &[2, 0]),
+            "rank 1 is not among the ranks that init was asked for: 0, 2"
+        );
         let wrong = "the ranks of a world must be at least one rank of 0 to 2, each once: ";
         assert_eq!(message(0, &[0, 3]), format!("{wrong}[0, 3]"));
         assert_eq!(message(0, &[0, 0]), format!("{wrong}[0, 0]"));

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The doorbell of a process: a page that shows whether it sleeps and is alive, and an eventfd that wakes it.
+//! The doorbell of a process: a page that shows whether it sleeps and is alive, and an eventfd that
+//! wakes it.
 
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
@@ -46,8 +47,8 @@ impl Bell {
     /// `System`.
     pub fn create() -> Result<Self> {
         let memory = sealed("farandole-bell", page() as u64)?;
-        let event =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::of("eventfd"))?;
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(Error::of("eventfd"))?;
         Self::adopt(memory, event)
     }
 
@@ -90,7 +91,8 @@ impl Bell {
         self.page().parked.0.is_set()
     }
 
-    /// Rings if the owner asked for it; call after publishing what it should see. One of many callers rings.
+    /// Rings if the owner asked for it; call after publishing what it should see. One of many
+    /// callers rings.
     ///
     /// # Errors
     /// `System` when the eventfd refuses.

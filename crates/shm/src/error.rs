@@ -62,7 +62,8 @@ pub enum Error {
     },
     /// The process forked after this was created; the child may not use it.
     #[error(
-        "shared memory of the parent process was used in a forked child: use spawn or forkserver, or create it after the fork"
+        "shared memory of the parent process was used in a forked child: use spawn or forkserver, \
+         or create it after the fork"
     )]
     Forked,
     /// A message with descriptors did not arrive whole.

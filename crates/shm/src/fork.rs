@@ -3,8 +3,9 @@
 
 //! Detects a fork at the cost of one load.
 //!
-//! A page that the kernel wipes in forked children holds a token; an object that remembers another token was created
-//! in another process. Where the kernel cannot wipe (old sandboxes) the process id is asked for each time instead.
+//! A page that the kernel wipes in forked children holds a token; an object that remembers another
+//! token was created in another process. Where the kernel cannot wipe (old sandboxes) the process
+//! id is asked for each time instead.
 
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
@@ -36,8 +37,9 @@ fn token() -> u64 {
     if current != 0 {
         return current;
     }
-    let clock =
-        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| u64::from(since.subsec_nanos()));
+    let clock = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| u64::from(since.subsec_nanos()));
     let fresh = (pid() << 32) ^ clock | 1;
     match page.token.compare_exchange(0, fresh, Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => fresh,

@@ -27,8 +27,8 @@ pub(crate) struct Mapping {
     len: usize,
 }
 
-// SAFETY: the mapping is plain memory owned by this value; what lies in it is only reached through atomics or through
-// the pointers of `Mapping::pointer`, whose users argue for themselves.
+// SAFETY: the mapping is plain memory owned by this value; what lies in it is only reached through
+// atomics or through the pointers of `Mapping::pointer`, whose users argue for themselves.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; a shared reference gives out atomics only.
 unsafe impl Sync for Mapping {}
@@ -36,12 +36,13 @@ unsafe impl Sync for Mapping {}
 /// Types that may lie in memory which other processes write at any time.
 ///
 /// # Safety
-/// Only atomics (and arrays and `repr(C)` structs of them), for which every bit pattern is valid; at most one page.
+/// Only atomics (and arrays and `repr(C)` structs of them), for which every bit pattern is valid;
+/// at most one page.
 pub(crate) unsafe trait Shared {}
 
 fn owned(base: *mut c_void, len: usize) -> Result<Mapping> {
-    let base =
-        NonNull::new(base.cast()).ok_or(Error::System { call: "mmap", source: rustix::io::Errno::FAULT })?;
+    let base = NonNull::new(base.cast())
+        .ok_or(Error::System { call: "mmap", source: rustix::io::Errno::FAULT })?;
     Ok(Mapping { base, len })
 }
 
@@ -55,7 +56,8 @@ impl Mapping {
         owned(base.map_err(Error::of("mmap"))?, len)
     }
 
-    /// Returns one private page that reads as zeros in a forked child; fails where the kernel cannot.
+    /// Returns one private page that reads as zeros in a forked child; fails where the kernel
+    /// cannot.
     pub(crate) fn wiped_on_fork() -> Result<Self> {
         let len = page();
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -69,17 +71,24 @@ impl Mapping {
     }
 
     /// Maps the page at `control`, then the `capacity` bytes at `data` twice, back to back.
-    pub(crate) fn mirrored(fd: BorrowedFd<'_>, control: u64, data: u64, capacity: usize) -> Result<Self> {
+    pub(crate) fn mirrored(
+        fd: BorrowedFd<'_>,
+        control: u64,
+        data: u64,
+        capacity: usize,
+    ) -> Result<Self> {
         let len = page() + 2 * capacity;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a fresh reservation at an address of the kernel's choice touches no existing memory.
+        // SAFETY: a fresh reservation at an address of the kernel's choice touches no existing
+        // memory.
         let base = unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), reserve) };
         let mapping = owned(base.map_err(Error::of("mmap"))?, len)?;
         for (at, bytes, offset) in
             [(0, page(), control), (page(), capacity, data), (page() + capacity, capacity, data)]
         {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
-            // SAFETY: MAP_FIXED replaces a part of the reservation above, which this value owns and nobody uses yet.
+            // SAFETY: MAP_FIXED replaces a part of the reservation above, which this value owns and
+            // nobody uses yet.
             unsafe {
                 let target = mapping.base.as_ptr().add(at).cast();
                 mmap(target, bytes, protection, MapFlags::SHARED | MapFlags::FIXED, fd, offset)
@@ -92,24 +101,28 @@ impl Mapping {
     /// Returns the atomics at the start of the first page.
     pub(crate) fn head<T: Shared>(&self) -> &T {
         const { assert!(size_of::<T>() <= 4096 && align_of::<T>() <= 4096) };
-        // SAFETY: every mapping starts on a page boundary and has at least one page, `T` fits in it (asserted) and is
-        // made of atomics, valid for every bit pattern; the reference lives no longer than the mapping.
+        // SAFETY: every mapping starts on a page boundary and has at least one page, `T` fits in it
+        // (asserted) and is made of atomics, valid for every bit pattern; the reference lives no
+        // longer than the mapping.
         unsafe { self.base.cast::<T>().as_ref() }
     }
 
-    /// Puts private copies in the place of all pages but the first. Nobody may write to them meanwhile.
+    /// Puts private copies in the place of all pages but the first. Nobody may write to them
+    /// meanwhile.
     pub(crate) fn privatize(&self) -> Result<()> {
         let len = self.len - page();
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe { mmap_anonymous(ptr::null_mut(), len, protection, MapFlags::PRIVATE) };
         let copy = owned(base.map_err(Error::of("mmap"))?, len)?;
-        // SAFETY: `len` bytes of this mapping follow its first page, the other one has as many and is new.
+        // SAFETY: `len` bytes of this mapping follow its first page, the other one has as many and
+        // is new.
         unsafe { ptr::copy_nonoverlapping(self.data(0), copy.base.as_ptr(), len) };
         let (from, to) = (copy.base.as_ptr().cast(), self.data(0).cast());
-        // SAFETY: replaces pages of this mapping by others with the same bytes, in one step; from the place they come
-        // from they are gone.
-        unsafe { mremap_fixed(from, len, len, MremapFlags::MAYMOVE, to) }.map_err(Error::of("mremap"))?;
+        // SAFETY: replaces pages of this mapping by others with the same bytes, in one step; from
+        // the place they come from they are gone.
+        unsafe { mremap_fixed(from, len, len, MremapFlags::MAYMOVE, to) }
+            .map_err(Error::of("mremap"))?;
         std::mem::forget(copy);
         Ok(())
     }

@@ -7,8 +7,9 @@
 //! memfd    | nonce, retired | data ......... |
 //! ```
 //!
-//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of
-//! the same user only. Process numbers differ between containers; so opened memory counts only if it holds the nonce.
+//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows
+//! to processes of the same user only. Process numbers differ between containers; so opened memory
+//! counts only if it holds the nonce.
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -49,15 +50,16 @@ impl RegionCard {
     fn file_bytes(&self) -> Result<u64> {
         let absurd = Error::System { call: "memfd_create", source: rustix::io::Errno::FBIG };
         let page = page() as u64;
-        let data = self.bytes.max(1).checked_next_multiple_of(page).filter(|bytes| *bytes < 1 << 48);
+        let data =
+            self.bytes.max(1).checked_next_multiple_of(page).filter(|bytes| *bytes < 1 << 48);
         data.map(|bytes| page + bytes).ok_or(absurd)
     }
 
     fn map(&self, file: &OwnedFd) -> Result<Mapping> {
         let bytes = self.file_bytes()?;
         verify(file.as_fd(), bytes)?;
-        let len =
-            usize::try_from(bytes).map_err(|_| Error::NotASegment { expected: bytes, actual: bytes })?;
+        let len = usize::try_from(bytes)
+            .map_err(|_| Error::NotASegment { expected: bytes, actual: bytes })?;
         Mapping::shared(file.as_fd(), len)
     }
 }
@@ -78,8 +80,12 @@ impl Region {
     /// # Errors
     /// `System`.
     pub fn create(bytes: usize) -> Result<Self> {
-        let mut card =
-            RegionCard { pid: std::process::id(), descriptor: 0, bytes: bytes as u64, nonce: nonce()? };
+        let mut card = RegionCard {
+            pid: std::process::id(),
+            descriptor: 0,
+            bytes: bytes as u64,
+            nonce: nonce()?,
+        };
         let file = sealed("farandole-region", card.file_bytes()?)?;
         // Descriptors are not negative.
         card.descriptor = u32::try_from(file.as_raw_fd()).unwrap_or(u32::MAX);
@@ -94,18 +100,22 @@ impl Region {
     /// Maps the region of another process.
     ///
     /// # Errors
-    /// `System` when this process may not, or finds nothing; `NotASegment`, `AnotherRegion` when it finds something else.
+    /// `System` when this process may not, or finds nothing; `NotASegment`, `AnotherRegion` when it
+    /// finds something else.
     pub fn open(card: &RegionCard) -> Result<Self> {
         let RegionCard { pid, descriptor, .. } = *card;
-        // Looked at before it is opened: opening whatever else has this number could block or do something.
+        // Looked at before it is opened: opening whatever else has this number could block or do
+        // something.
         let place = format!("/proc/{pid}/fd/{descriptor}");
-        let found = open(place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(Error::of("open"))?;
+        let found = open(place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+            .map_err(Error::of("open"))?;
         let kind = fstat(&found).map_err(Error::of("fstat"))?.st_mode;
         if FileType::from_raw_mode(kind) != FileType::RegularFile {
             return Err(Error::AnotherRegion { pid, descriptor });
         }
         let place = format!("/proc/self/fd/{}", found.as_raw_fd());
-        let file = open(place, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(Error::of("open"))?;
+        let file = open(place, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(Error::of("open"))?;
         let mapping = card.map(&file)?;
         let region = Self { card: *card, mapping, file: None, guard: Guard::new() };
         let nonce = region.head().nonce.each_ref().map(|word| word.load(Ordering::Relaxed));
@@ -141,8 +151,9 @@ impl Region {
         self.guard.intact()
     }
 
-    /// Owner: takes the memory away from all others, where it is and with what it holds. What they still write is not
-    /// seen here, and what they read does not change any more. Nobody here may write to it meanwhile.
+    /// Owner: takes the memory away from all others, where it is and with what it holds. What they
+    /// still write is not seen here, and what they read does not change any more. Nobody here may
+    /// write to it meanwhile.
     ///
     /// # Errors
     /// `System`; it is shared as before, but must not be used.
@@ -159,7 +170,8 @@ impl Drop for Region {
     fn drop(&mut self) {
         let Some(file) = self.file.as_ref().filter(|_| self.guard.intact()) else { return };
         if self.head().retired.swap(1, Ordering::AcqRel) == 0 {
-            // Others unmap it when they look; its memory is free now. Where that is refused, it is so then.
+            // Others unmap it when they look; its memory is free now. Where that is refused, it is
+            // so then.
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let bytes = self.card.file_bytes().unwrap_or_default().saturating_sub(page() as u64);
             let _ = fallocate(file, hole, page() as u64, bytes);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Rings for one producer and one consumer, mapped twice back to back so that every window is contiguous.
+//! Rings for one producer and one consumer, mapped twice back to back so that every window is
+//! contiguous.
 //!
-//! Positions count bytes since the beginning and wrap with the word; used space is `tail - head`. Each side keeps its
-//! own position privately and only publishes it, so that a peer can confuse only itself (`SHM-3`).
+//! Positions count bytes since the beginning and wrap with the word; used space is `tail - head`.
+//! Each side keeps its own position privately and only publishes it, so that a peer can confuse
+//! only itself (`SHM-3`).
 
 #![expect(unsafe_code, reason = "hands out windows of mapped memory as slices")]
 
@@ -17,7 +19,8 @@ use crate::memory::{Mapping, Shared};
 use crate::signals::{Cursors, Line};
 use crate::{Error, Result, Segment};
 
-const _: () = assert!(size_of::<usize>() == 8, "the layout of control pages is that of 64-bit machines");
+const _: () =
+    assert!(size_of::<usize>() == 8, "the layout of control pages is that of 64-bit machines");
 
 /// First page of a ring.
 #[repr(C)]
@@ -68,12 +71,19 @@ impl Ring {
         if self.half(half).taken.swap(1, Ordering::AcqRel) == 0 {
             return Ok(());
         }
-        Err(Error::Taken { half: if half == PRODUCER { "producer" } else { "consumer" }, ring: self.number })
+        Err(Error::Taken {
+            half: if half == PRODUCER { "producer" } else { "consumer" },
+            ring: self.number,
+        })
     }
 
     fn used(&self, tail: usize, head: usize) -> Result<usize> {
         let used = tail.wrapping_sub(head);
-        if used > self.capacity { Err(Error::Corrupt { capacity: self.capacity, used }) } else { Ok(used) }
+        if used > self.capacity {
+            Err(Error::Corrupt { capacity: self.capacity, used })
+        } else {
+            Ok(used)
+        }
     }
 
     fn close(&self, half: usize) {
@@ -99,8 +109,9 @@ pub fn private(capacity: usize) -> Result<(Producer, Consumer)> {
     Ok((Producer::over(Arc::clone(&ring)), Consumer::over(ring)))
 }
 
-/// Makes an empty ring of [`private`] begin at its start again, so that little of it is used while little is in it.
-/// Windows handed out before are over. Does nothing when bytes are left, or when these are not halves of one ring.
+/// Makes an empty ring of [`private`] begin at its start again, so that little of it is used while
+/// little is in it. Windows handed out before are over. Does nothing when bytes are left, or when
+/// these are not halves of one ring.
 pub fn rewind(producer: &mut Producer, consumer: &mut Consumer) {
     if Arc::ptr_eq(&producer.ring, &consumer.ring) && producer.tail == consumer.head {
         (producer.offset, producer.granted) = (0, 0);
@@ -132,7 +143,8 @@ impl Producer {
         self.ring.capacity
     }
 
-    /// Returns all free space. If the ring is not empty, the consumer is asked to signal its next release.
+    /// Returns all free space. If the ring is not empty, the consumer is asked to signal its next
+    /// release.
     ///
     /// # Errors
     /// `Corrupt`, `Forked`.
@@ -144,10 +156,11 @@ impl Producer {
             used = self.ring.used(self.tail, cursors.want())?;
         }
         self.granted = self.ring.capacity - used;
-        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the
-        // mapping, which lives as long as `self`. The consumer reads only up to the published tail, and there is one
-        // producer (SHM-2), so no other code touches these bytes while `self` is borrowed; no two of them are the
-        // same memory, because the mirror repeats only after `capacity`.
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled
+        // data of the mapping, which lives as long as `self`. The consumer reads only up to the
+        // published tail, and there is one producer (SHM-2), so no other code touches these bytes
+        // while `self` is borrowed; no two of them are the same memory, because the mirror repeats
+        // only after `capacity`.
         Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), self.granted) })
     }
 
@@ -157,8 +170,10 @@ impl Producer {
     /// `Overrun`, `Forked`.
     pub fn commit(&mut self, bytes: usize) -> Result<()> {
         self.ring.guard.check()?;
-        self.granted =
-            self.granted.checked_sub(bytes).ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
+        self.granted = self
+            .granted
+            .checked_sub(bytes)
+            .ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.tail = self.tail.wrapping_add(bytes);
         self.offset = self.ring.advanced(self.offset, bytes);
         self.ring.cursors().commit(self.tail);
@@ -223,21 +238,22 @@ impl Consumer {
     pub fn window(&mut self) -> Result<&[u8]> {
         self.ring.guard.check()?;
         self.granted = self.ring.used(self.ring.cursors().committed(), self.head)?;
-        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the mapping,
-        // which lives as long as `self`. The producer writes only beyond the published tail until we release, and
-        // there is one consumer (SHM-2).
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled
+        // data of the mapping, which lives as long as `self`. The producer writes only beyond the
+        // published tail until we release, and there is one consumer (SHM-2).
         Ok(unsafe { slice::from_raw_parts(self.ring.mapping.data(self.offset), self.granted) })
     }
 
-    /// Like [`window`](Self::window), to change the bytes where they lie: they are the consumer's until it releases them.
+    /// Like [`window`](Self::window), to change the bytes where they lie: they are the consumer's
+    /// until it releases them.
     ///
     /// # Errors
     /// Like `window`.
     pub fn window_mut(&mut self) -> Result<&mut [u8]> {
         let bytes = self.window()?.len();
-        // SAFETY: the range of `window`, borrowed from `self` alone. The producer of this process never touches what it
-        // has published, no two of the bytes are the same memory (the mirror repeats only after `capacity`), and there is
-        // one consumer (SHM-2).
+        // SAFETY: the range of `window`, borrowed from `self` alone. The producer of this process
+        // never touches what it has published, no two of the bytes are the same memory (the mirror
+        // repeats only after `capacity`), and there is one consumer (SHM-2).
         Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), bytes) })
     }
 
@@ -247,8 +263,10 @@ impl Consumer {
     /// `Overrun`, `Forked`.
     pub fn release(&mut self, bytes: usize) -> Result<bool> {
         self.ring.guard.check()?;
-        self.granted =
-            self.granted.checked_sub(bytes).ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
+        self.granted = self
+            .granted
+            .checked_sub(bytes)
+            .ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.head = self.head.wrapping_add(bytes);
         self.offset = self.ring.advanced(self.offset, bytes);
         Ok(self.ring.cursors().release(self.head))
@@ -316,7 +334,9 @@ mod tests {
             producer.commit(4096).unwrap();
             assert!(producer.window().unwrap().is_empty());
             let seen = consumer.window().unwrap();
-            assert!(seen.iter().enumerate().all(|(at, byte)| usize::from(*byte) == (at + offset) % 251));
+            assert!(
+                seen.iter().enumerate().all(|(at, byte)| usize::from(*byte) == (at + offset) % 251)
+            );
             assert!(consumer.release(4096).unwrap(), "the producer had seen a full ring");
             // Shift by one byte.
             producer.window().unwrap();
@@ -347,7 +367,10 @@ mod tests {
         producer.commit(4000).unwrap();
         assert_eq!(producer.commit(97).unwrap_err(), Error::Overrun { granted: 96, asked: 97 });
         consumer.window().unwrap();
-        assert_eq!(consumer.release(4001).unwrap_err(), Error::Overrun { granted: 4000, asked: 4001 });
+        assert_eq!(
+            consumer.release(4001).unwrap_err(),
+            Error::Overrun { granted: 4000, asked: 4001 }
+        );
     }
 
     #[test]

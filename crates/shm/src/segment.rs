@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Anonymous files that hold rings: they vanish with the last process that has them, however it ends.
+//! Anonymous files that hold rings: they vanish with the last process that has them, however it
+//! ends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+};
 use rustix::io::Errno;
 
 use crate::memory::{Mapping, page};
@@ -52,7 +55,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Creates a segment; `capacity` is rounded up to whole pages. Memory is taken when first touched.
+    /// Creates a segment; `capacity` is rounded up to whole pages. Memory is taken when first
+    /// touched.
     ///
     /// # Errors
     /// `System`, also when rings or capacity are absurdly many.
@@ -64,19 +68,22 @@ impl Segment {
     /// Adopts a descriptor that a peer handed over, made with the same arguments.
     ///
     /// # Errors
-    /// `NotASegment` when size or seals are not those of [`Segment::create`]; `System` for what it would refuse.
+    /// `NotASegment` when size or seals are not those of [`Segment::create`]; `System` for what it
+    /// would refuse.
     pub fn adopt(fd: OwnedFd, rings: usize, capacity: usize) -> Result<Self> {
         let capacity = checked(rings, capacity)?;
         verify(fd.as_fd(), Self::size(rings, capacity))?;
         Ok(Self { fd, rings, capacity })
     }
 
-    /// Rounds a capacity up to whole pages, at least one. A capacity that no segment can have stays unchanged.
+    /// Rounds a capacity up to whole pages, at least one. A capacity that no segment can have stays
+    /// unchanged.
     pub fn round(capacity: usize) -> usize {
         capacity.max(1).checked_next_multiple_of(page()).unwrap_or(capacity)
     }
 
-    /// Returns the bytes of a whole segment; the largest number there is for what no segment can have.
+    /// Returns the bytes of a whole segment; the largest number there is for what no segment can
+    /// have.
     pub fn size(rings: usize, capacity: usize) -> u64 {
         (page() as u64).saturating_add(Self::round(capacity) as u64).saturating_mul(rings as u64)
     }
@@ -108,7 +115,11 @@ impl Segment {
         }
         let control = (ring * page()) as u64;
         let data = (self.rings * page() + ring * self.capacity) as u64;
-        Ok(Ring::new(Mapping::mirrored(self.fd.as_fd(), control, data, self.capacity)?, ring, self.capacity))
+        Ok(Ring::new(
+            Mapping::mirrored(self.fd.as_fd(), control, data, self.capacity)?,
+            ring,
+            self.capacity,
+        ))
     }
 }
 
@@ -133,9 +144,14 @@ mod tests {
     #[test]
     fn capacities_near_the_end_of_numbers_are_refused_and_do_not_wrap() {
         for capacity in [usize::MAX, usize::MAX - page(), 1 << 63, (1 << 44) + 1] {
-            assert!(matches!(Segment::create(2, capacity), Err(Error::System { source: Errno::FBIG, .. })));
+            assert!(matches!(
+                Segment::create(2, capacity),
+                Err(Error::System { source: Errno::FBIG, .. })
+            ));
             let own = Segment::create(2, 1).unwrap();
-            assert!(Segment::adopt(own.as_fd().try_clone_to_owned().unwrap(), 2, capacity).is_err());
+            assert!(
+                Segment::adopt(own.as_fd().try_clone_to_owned().unwrap(), 2, capacity).is_err()
+            );
             assert!(Segment::round(capacity) >= capacity);
             assert!(Segment::size(usize::MAX, capacity) >= capacity as u64);
         }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The control words of shared memory through which both sides report their progress and request wake-ups.
+//! The control words of shared memory through which both sides report their progress and request
+//! wake-ups.
 //!
 //! Nothing here knows where the words lie, so that loom can try every order of what both sides do
 //! (`make loom`): a ring's words in `SHM-2`'s roles, a bell's word in `SHM-4`'s.
@@ -21,7 +22,8 @@ pub(crate) struct Cursors {
     pub(crate) tail: Line<AtomicUsize>,
     /// Bytes ever released; written by the consumer.
     pub(crate) head: Line<AtomicUsize>,
-    /// The producer saw a ring that was not empty and would like to hear of space; cleared by the consumer.
+    /// The producer saw a ring that was not empty and would like to hear of space; cleared by the
+    /// consumer.
     wanted: Line<AtomicU32>,
 }
 

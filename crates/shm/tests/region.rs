@@ -31,7 +31,8 @@ fn get(region: &Region, at: usize) -> u8 {
 /// Descriptors of this process that lead to regions.
 fn descriptors() -> usize {
     let entries = std::fs::read_dir("/proc/self/fd").unwrap();
-    let target = |entry: std::io::Result<std::fs::DirEntry>| std::fs::read_link(entry.unwrap().path());
+    let target =
+        |entry: std::io::Result<std::fs::DirEntry>| std::fs::read_link(entry.unwrap().path());
     entries
         .filter_map(|entry| target(entry).ok())
         .filter(|to| to.to_string_lossy().contains("farandole-region"))

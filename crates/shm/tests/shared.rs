@@ -63,7 +63,9 @@ fn a_stream_through_a_small_ring_keeps_its_order() {
     let mut seen = 0;
     while seen < TOTAL {
         let window = consumer.window().unwrap();
-        assert!(window.iter().enumerate().all(|(at, byte)| usize::from(*byte) == (seen + at) % 251));
+        assert!(
+            window.iter().enumerate().all(|(at, byte)| usize::from(*byte) == (seen + at) % 251)
+        );
         let bytes = window.len();
         seen += bytes;
         consumer.release(bytes).unwrap();
@@ -112,7 +114,8 @@ fn shm_5_a_forked_child_cannot_use_a_ring_of_its_parent() {
         producer.close();
         Err(std::io::Error::from_raw_os_error(if refused { FORKED } else { 0 }))
     };
-    // SAFETY: the closure runs in the forked child before exec; it reads atomics and allocates nothing.
+    // SAFETY: the closure runs in the forked child before exec; it reads atomics and allocates
+    // nothing.
     unsafe { command.pre_exec(probe) };
     assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(FORKED));
     assert!(!consumer.closed(), "the child changed the parent's ring");
@@ -120,7 +123,8 @@ fn shm_5_a_forked_child_cannot_use_a_ring_of_its_parent() {
     assert!(guard.intact());
 }
 
-/// Waits without sleeping, so that two threads meet within nanoseconds; gives way when the other is not running.
+/// Waits without sleeping, so that two threads meet within nanoseconds; gives way when the other is
+/// not running.
 fn meet(at: &AtomicU64, round: u64) {
     let mut spins = 0_u32;
     while at.load(Ordering::Acquire) < round {

@@ -3,7 +3,8 @@
 
 //! Times of an allreduce across hosts by algorithm, for the table of algorithms.
 //!
-//! `cargo run --release -p farandole-simulator --example across -- 8` prints milliseconds for hosts of 8 ranks.
+//! `cargo run --release -p farandole-simulator --example across -- 8` prints milliseconds for hosts
+//! of 8 ranks.
 #![expect(clippy::print_stdout, reason = "prints a table")]
 
 use std::collections::BTreeMap;
@@ -26,13 +27,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let latency = Duration::from_micros(latency);
             let bandwidth = gigabits * 1e9 / 8.0;
             let cluster = Cluster { bandwidth, latency, ..Cluster::new(*hosts, hosts * local)? };
-            println!("{hosts} hosts of {local}, {gigabits} Gbit/s, {latency:?}: {}", ALGORITHMS.join(" "));
+            println!(
+                "{hosts} hosts of {local}, {gigabits} Gbit/s, {latency:?}: {}",
+                ALGORITHMS.join(" ")
+            );
             for bytes in SIZES {
                 let time = |algorithm: &str| {
                     let config = Config::read(|_| None, &BTreeMap::new());
-                    let config =
-                        config.map(|config| Config { allreduce_algorithm: algorithm.to_owned(), ..config });
-                    let found = Collective::new(&cluster, &config.ok()?).ok()?.simulate(bytes).ok()?;
+                    let config = config.map(|config| Config {
+                        allreduce_algorithm: algorithm.to_owned(),
+                        ..config
+                    });
+                    let found =
+                        Collective::new(&cluster, &config.ok()?).ok()?.simulate(bytes).ok()?;
                     Some(format!(
                         "{:10.3}{}",
                         found.time.as_secs_f64() * 1e3,

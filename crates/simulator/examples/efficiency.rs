@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Scaling efficiency of three models at 25 and 100 Gbit/s, next to the project's goals and to published numbers.
+//! Scaling efficiency of three models at 25 and 100 Gbit/s, next to the project's goals and to
+//! published numbers.
 //!
 //! `cargo run --release -p farandole-simulator --example efficiency`
 
@@ -58,7 +59,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for published in PUBLISHED {
         println!("published: {} {:.0} %", published.model, published.efficiency * 100.0);
     }
-    println!("\n512 ranks on 64 hosts, 25 Gbit/s: milliseconds of 64 MiB; efficiency of resnet50 and vgg16");
+    println!(
+        "\n512 ranks on 64 hosts, 25 Gbit/s: milliseconds of 64 MiB; efficiency of resnet50 and \
+         vgg16"
+    );
     for (what, change) in LIMITS {
         let mut cluster = Cluster::new(64, 512)?;
         change(&mut cluster);
@@ -75,7 +79,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("\nforming a world, 1 ms");
     for ranks in [512, 4096] {
         let latency = Duration::from_millis(1);
-        let forming = Forming::simulate(&Cluster { latency, ..Cluster::new(ranks / 8, ranks)? }, &config)?;
+        let forming =
+            Forming::simulate(&Cluster { latency, ..Cluster::new(ranks / 8, ranks)? }, &config)?;
         println!("{ranks} ranks: {forming:?}");
     }
     Ok(())

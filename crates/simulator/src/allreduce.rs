@@ -103,8 +103,11 @@ impl<'a> Collective<'a> {
         }
         let plan = self.plan(bytes)?;
         let folded = plan.folds() && plan.messages() > EACH;
-        let found =
-            if folded { self.simulate_one_host(bytes, &plan) } else { self.simulate_each(bytes, &plan) }?;
+        let found = if folded {
+            self.simulate_one_host(bytes, &plan)
+        } else {
+            self.simulate_each(bytes, &plan)
+        }?;
         self.known.insert(bytes, found);
         Ok(found)
     }

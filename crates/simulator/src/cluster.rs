@@ -60,9 +60,9 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Returns a cluster of 25 Gbit/s with a latency of 20 us. The rates of cores are those of `docs/performance.md`
-    /// and
-    /// `docs/developer-guide/network-security.md`; the others are assumptions.
+    /// Returns a cluster of 25 Gbit/s with a latency of 20 us. The rates of cores are those of
+    /// `docs/performance.md` and `docs/developer-guide/network-security.md`; the others are
+    /// assumptions.
     ///
     /// # Errors
     /// `Cluster` when ranks cannot be dealt out evenly, or there are too many or none.
@@ -79,7 +79,8 @@ impl Cluster {
             slowdown: 1.0,
             copy_rate: 6e9,
             memory_rate: 100e9,
-            // 7 GB/s through the kernel, and half of 0.06 s for each gigabyte that is sealed and opened.
+            // 7 GB/s through the kernel, and half of 0.06 s for each gigabyte that is sealed and
+            // opened.
             socket_rate: 1.0 / (1.0 / 7e9 + 0.03e-9),
             message: Duration::from_micros(2),
             near: Duration::from_nanos(1500),
@@ -100,13 +101,21 @@ impl Cluster {
             return wrong("the number of ranks", "1 to 4096", self.ranks.to_string());
         }
         if self.hosts == 0 || !self.ranks.is_multiple_of(self.hosts) {
-            return wrong("the number of hosts", "a divisor of the number of ranks", self.hosts.to_string());
+            return wrong(
+                "the number of hosts",
+                "a divisor of the number of ranks",
+                self.hosts.to_string(),
+            );
         }
         if self.local() > MOST_LOCAL {
             return wrong("the number of ranks of a host", "at most 128", self.local().to_string());
         }
         if self.stragglers > self.hosts {
-            return wrong("the number of stragglers", "at most that of hosts", self.stragglers.to_string());
+            return wrong(
+                "the number of stragglers",
+                "at most that of hosts",
+                self.stragglers.to_string(),
+            );
         }
         if !(0.0..=0.5).contains(&self.loss) {
             return wrong("the share of lost packets", "from 0 to 0.5", self.loss.to_string());
@@ -156,9 +165,13 @@ impl Cluster {
 
     /// Returns the world that forms on it, seen from rank 0; nothing when there is no rank.
     pub(crate) fn formed(&self, arrival: impl Fn(u32) -> Duration) -> Option<outline::Formed> {
-        let host =
-            |task: u32| HostHash(format!("node-{:04}-{:016x}", task / self.local(), task / self.local()));
-        outline::form(self.ranks, (0..self.ranks).map(|task| (arrival(task), TaskId(task), host(task))))
+        let host = |task: u32| {
+            HostHash(format!("node-{:04}-{:016x}", task / self.local(), task / self.local()))
+        };
+        outline::form(
+            self.ranks,
+            (0..self.ranks).map(|task| (arrival(task), TaskId(task), host(task))),
+        )
     }
 
     /// See `formed`.

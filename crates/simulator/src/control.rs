@@ -10,7 +10,8 @@ use farandole_world::Rank;
 
 use crate::{Cluster, Result};
 
-/// Processor time of a control message between processes of a host, as part of that of one between hosts.
+/// Processor time of a control message between processes of a host, as part of that of one between
+/// hosts.
 const NEAR: f64 = 0.1;
 
 /// The time of a round in which all ranks announce at the same time.
@@ -49,7 +50,8 @@ impl Control {
             }
         }
         let edges = parents.iter().flatten().count() as u64;
-        let degree = |member: usize| children[member].len() + usize::from(parents[member].is_some());
+        let degree =
+            |member: usize| children[member].len() + usize::from(parents[member].is_some());
         let busiest = (0..parents.len()).map(degree).max().unwrap_or_default();
         let tree = Tree { cluster, places: cluster.places(), children };
         Ok(Self {
@@ -72,7 +74,8 @@ impl Tree<'_> {
         }
     }
 
-    /// Returns the time at which member 0 has heard of all: a parent takes in one announcement after the other.
+    /// Returns the time at which member 0 has heard of all: a parent takes in one announcement
+    /// after the other.
     fn up(&self) -> f64 {
         let mut ready = vec![0.0f64; self.children.len()];
         // A parent's number is lower than its children's.
@@ -83,13 +86,14 @@ impl Tree<'_> {
             };
             let mut arrivals: Vec<(f64, f64)> = self.children[member].iter().map(arrival).collect();
             arrivals.sort_by(|one, other| one.0.total_cmp(&other.0));
-            ready[member] = arrivals.iter().fold(0.0, |free: f64, (time, work)| free.max(*time) + work);
+            ready[member] =
+                arrivals.iter().fold(0.0, |free: f64, (time, work)| free.max(*time) + work);
         }
         ready.first().copied().unwrap_or_default()
     }
 
-    /// Returns the time at which the last member has the list: each parent sends it first, to one child after the
-    /// other.
+    /// Returns the time at which the last member has the list: each parent sends it first, to one
+    /// child after the other.
     fn down(&self) -> f64 {
         let mut have = vec![0.0f64; self.children.len()];
         for member in 0..self.children.len() {
@@ -111,11 +115,13 @@ mod tests {
     #[test]
     fn rounds_grow_with_the_logarithm_of_the_hosts() {
         let round = |hosts: u32| {
-            let cluster = Cluster { message: Duration::ZERO, ..Cluster::new(hosts, hosts * 8).unwrap() };
+            let cluster =
+                Cluster { message: Duration::ZERO, ..Cluster::new(hosts, hosts * 8).unwrap() };
             let control = Control::simulate(&cluster).unwrap();
             (control.up + control.down).as_secs_f64() / cluster.latency.as_secs_f64()
         };
-        // A binomial tree of 2^k hosts has k levels; what processes of a host add is less than one of them.
+        // A binomial tree of 2^k hosts has k levels; what processes of a host add is less than one
+        // of them.
         for levels in [1u32, 3, 6, 9] {
             let found = round(1 << levels);
             assert!(

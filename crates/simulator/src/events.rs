@@ -19,7 +19,8 @@ pub(crate) struct Scene<'a> {
     pub(crate) places: Vec<u32>,
     /// Hosts from this one on are slow.
     pub(crate) slow_from: u32,
-    /// Whether transfers to the sender itself stand for transfers to other hosts: see `Plan::folded`.
+    /// Whether transfers to the sender itself stand for transfers to other hosts: see
+    /// `Plan::folded`.
     pub(crate) folded: bool,
 }
 
@@ -246,7 +247,8 @@ impl<'a> Run<'a> {
         let Action::Send(transfer) = self.actions[step] else { return };
         let (bytes, host) = (float(transfer.bytes), self.host(transfer.member));
         self.outcome.arrived += transfer.bytes;
-        let late = self.network.retransmission(bytes, transfer.messages.into(), chance(step as u64));
+        let late =
+            self.network.retransmission(bytes, transfer.messages.into(), chance(step as u64));
         let end = self.network.arrive(now, host, bytes) + late;
         self.at(end, What::Here(self.partner[step] as usize));
     }
@@ -279,8 +281,13 @@ fn followers(scene: &Scene<'_>, starts: &[u32]) -> Vec<u32> {
     next
 }
 
-/// Returns the receiver of each send: the first send from one rank to another by the first receive, and so on.
-fn partners(actions: &[Action], ranks: &[u32], receives: &HashMap<(u32, u32), Vec<usize>>) -> Vec<u32> {
+/// Returns the receiver of each send: the first send from one rank to another by the first receive,
+/// and so on.
+fn partners(
+    actions: &[Action],
+    ranks: &[u32],
+    receives: &HashMap<(u32, u32), Vec<usize>>,
+) -> Vec<u32> {
     let mut sent: HashMap<(u32, u32), usize> = HashMap::new();
     let mut partner = |rank: u32, to: u32| {
         let number = sent.entry((rank, to)).or_default();

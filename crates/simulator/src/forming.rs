@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The forming of a world: from agents that begin to connect until every rank has the links that are opened at the start.
+//! The forming of a world: from agents that begin to connect until every rank has the links that
+//! are opened at the start.
 
 use std::time::Duration;
 
@@ -44,7 +45,8 @@ pub struct Forming {
 }
 
 impl Forming {
-    /// Returns a world with these settings on a cluster whose registrar runs on one core of a host of its own.
+    /// Returns a world with these settings on a cluster whose registrar runs on one core of a host
+    /// of its own.
     ///
     /// # Errors
     /// `Cluster`.
@@ -55,9 +57,11 @@ impl Forming {
         let (call, handshake) = (cluster.call.as_secs_f64(), cluster.handshake.as_secs_f64());
         // All agents come at once; the registrar takes one after the other.
         let first = (CONNECT + 1.0) * round_trip;
-        let arrival =
-            |task: u32| Duration::from_secs_f64(first + float(u64::from(task) + 1) * (handshake + call));
-        let formed = cluster.formed(arrival).ok_or(Error::Stuck { left: cluster.ranks as usize })?;
+        let arrival = |task: u32| {
+            Duration::from_secs_f64(first + float(u64::from(task) + 1) * (handshake + call))
+        };
+        let formed =
+            cluster.formed(arrival).ok_or(Error::Stuck { left: cluster.ranks as usize })?;
         let sending = |bytes: f64| bytes / cluster.payload_rate() * ranks;
         let answers = sending(float(formed.answer));
         // Agents hear of their ranks and start workers, which connect and ask for theirs.
@@ -84,14 +88,15 @@ struct Links {
     seconds: f64,
 }
 
-/// Every rank has links for data to those to which they are opened at the start, links for control to its neighbours in
-/// the tree, and connections for heartbeats with few ranks of other hosts: as many as rank 0, because hosts are equal. The
-/// higher rank dials, several peers at once, so the last rank takes longest; each connection takes time of one core at
-/// both ends.
+/// Every rank has links for data to those to which they are opened at the start, links for control
+/// to its neighbours in the tree, and connections for heartbeats with few ranks of other hosts: as
+/// many as rank 0, because hosts are equal. The higher rank dials, several peers at once, so the
+/// last rank takes longest; each connection takes time of one core at both ends.
 fn links(cluster: &Cluster, config: &Config, formed: &outline::Formed) -> Links {
     let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
     let parents = parents(&formed.world, &members);
-    let children = |rank: u32| parents.iter().filter(|parent| **parent == Some(rank)).count() as u64;
+    let children =
+        |rank: u32| parents.iter().filter(|parent| **parent == Some(rank)).count() as u64;
     let control = children(0);
     let near = u64::from(cluster.local()) - 1;
     let machines: Vec<&str> = formed.world.seats.iter().map(|seat| seat.host.machine()).collect();
@@ -114,7 +119,8 @@ mod tests {
     use super::*;
 
     fn forming(hosts: u32, ranks: u32) -> Forming {
-        let cluster = Cluster { latency: Duration::from_millis(1), ..Cluster::new(hosts, ranks).unwrap() };
+        let cluster =
+            Cluster { latency: Duration::from_millis(1), ..Cluster::new(hosts, ranks).unwrap() };
         let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
         Forming::simulate(&cluster, &Config { links_at_start: 16, ..config }).unwrap()
     }
@@ -131,7 +137,9 @@ mod tests {
         for (hosts, ranks) in [(1, 1), (1, 8), (2, 2), (64, 512), (512, 4096)] {
             let found = forming(hosts, ranks);
             assert!(
-                found.registered < found.assigned && found.assigned < found.met && found.met <= found.time
+                found.registered < found.assigned
+                    && found.assigned < found.met
+                    && found.met <= found.time
             );
             assert!(found.links >= u64::from(ranks / hosts) - 1);
         }

@@ -13,8 +13,8 @@
 //! }
 //! ```
 //!
-//! `calc` is in nanoseconds of a core that copies at the cluster's rate. The tag of a message is its number among those
-//! from one rank to another, as links keep their order.
+//! `calc` is in nanoseconds of a core that copies at the cluster's rate. The tag of a message is
+//! its number among those from one rank to another, as links keep their order.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -57,11 +57,19 @@ fn steps(out: &mut dyn Write, program: &Program, copy_rate: f64) -> Result<()> {
         match action {
             Action::Send(transfer) => {
                 let tag = next(&mut sent, transfer.member);
-                writeln!(out, "l{step}: send {}b to {} tag {tag}", transfer.bytes, transfer.member)?;
+                writeln!(
+                    out,
+                    "l{step}: send {}b to {} tag {tag}",
+                    transfer.bytes, transfer.member
+                )?;
             }
             Action::Receive(transfer) => {
                 let tag = next(&mut received, transfer.member);
-                writeln!(out, "l{step}: recv {}b from {} tag {tag}", transfer.bytes, transfer.member)?;
+                writeln!(
+                    out,
+                    "l{step}: recv {}b from {} tag {tag}",
+                    transfer.bytes, transfer.member
+                )?;
             }
             Action::Reduce { bytes } => {
                 writeln!(out, "l{step}: calc {:.0}", float(bytes) / 2.0 / copy_rate * 1e9)?;

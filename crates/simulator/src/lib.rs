@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Computes times on a cluster that does not exist: to form a world, for an allreduce, for a training step.
+//! Computes times on a cluster that does not exist: to form a world, for an allreduce, for a
+//! training step.
 //!
-//! Owns a model of hosts and their network. What goes over it is decided by the code that runs in a job: the schedules of
-//! `collectives`, the tree and the fusion of `engine`, the membership of `registrar`, the ring sizes of `session`. It
-//! opens no socket and reads no clock: the same question has the same answer.
+//! Owns a model of hosts and their network. What goes over it is decided by the code that runs in a
+//! job: the schedules of `collectives`, the tree and the fusion of `engine`, the membership of
+//! `registrar`, the ring sizes of `session`. It opens no socket and reads no clock: the same
+//! question has the same answer.
 //!
 //! ```text
 //! Cluster                                              hosts, ranks, bandwidth, latency, loss, stragglers
@@ -20,8 +22,8 @@
 //!
 //! Invariants:
 //! - `SM-1`: every byte that a schedule sends arrives once, and is counted once.
-//! - `SM-2`: nothing gets faster by less bandwidth, more latency, slower cores or a straggler; within an algorithm, nothing
-//!   by more bytes.
+//! - `SM-2`: nothing gets faster by less bandwidth, more latency, slower cores or a straggler;
+//!   within an algorithm, nothing by more bytes.
 //! - `SM-3`: the same question has the same answer.
 
 #![forbid(unsafe_code)]

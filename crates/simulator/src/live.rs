@@ -3,15 +3,16 @@
 
 //! Real communicators over modelled links: bytes go into real windows, time is that of the model.
 //!
-//! Cores and memory take no time here, so it shows what the schedules make of the network. Worlds must be small: every
-//! rank has all its tensors, and rings to all others.
+//! Cores and memory take no time here, so it shows what the schedules make of the network. Worlds
+//! must be small: every rank has all its tensors, and rings to all others.
 
 use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_collectives::{
-    Communicator as _, Crossover, DataType, HostCommunicator, Memory, Operation, ReduceOp, Segment, Token,
+    Communicator as _, Crossover, DataType, HostCommunicator, Memory, Operation, ReduceOp, Segment,
+    Token,
 };
 use farandole_transport::{Link, LinkKind, LinkReceiver, LinkSender, Result as TransportResult};
 use farandole_world::Rank;
@@ -181,11 +182,17 @@ impl LinkReceiver for Receiver {
     }
 }
 
-/// Returns an allreduce of `float32` zeros by real communicators, whose rings hold `capacity` bytes.
+/// Returns an allreduce of `float32` zeros by real communicators, whose rings hold `capacity`
+/// bytes.
 ///
 /// # Errors
 /// `Collectives` when one fails, `Stuck` when all wait for each other.
-pub fn allreduce(cluster: &Cluster, bytes: usize, capacity: usize, crossover: &Crossover) -> Result<Live> {
+pub fn allreduce(
+    cluster: &Cluster,
+    bytes: usize,
+    capacity: usize,
+    crossover: &Crossover,
+) -> Result<Live> {
     cluster.check()?;
     let places = cluster.places();
     let ranks = places.len();
@@ -201,8 +208,9 @@ pub fn allreduce(cluster: &Cluster, bytes: usize, capacity: usize, crossover: &C
     let wires = Arc::new(Mutex::new(wires));
     let mut communicators = Vec::with_capacity(ranks);
     for rank in 0..ranks {
-        let links =
-            (0..ranks).filter(|peer| *peer != rank).map(|peer| link(&wires, &places, (rank, peer), capacity));
+        let links = (0..ranks)
+            .filter(|peer| *peer != rank)
+            .map(|peer| link(&wires, &places, (rank, peer), capacity));
         let communicator = HostCommunicator::over(number(rank), links.collect(), &places)?;
         communicators.push(communicator.with_crossover(crossover.clone()));
     }
@@ -217,8 +225,10 @@ pub fn allreduce(cluster: &Cluster, bytes: usize, capacity: usize, crossover: &C
         let segment = Segment { input: tensor.buffer(), output: tensor.buffer() };
         let (dtype, op) = (DataType::F32, ReduceOp::Sum);
         let segments = vec![segment];
-        communicator
-            .submit(Token(1), Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments })?;
+        communicator.submit(
+            Token(1),
+            Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments },
+        )?;
     }
     drive(&mut communicators, &wires)?;
     let left = communicators.iter().map(|communicator| communicator.pending()).sum::<usize>();
@@ -230,7 +240,9 @@ pub fn allreduce(cluster: &Cluster, bytes: usize, capacity: usize, crossover: &C
     Ok(Live {
         time: Duration::from_secs_f64(wires.now - began),
         sent: sent
-            .map(|(all, before)| all.into_iter().zip(before).map(|(all, before)| all - before).collect())
+            .map(|(all, before)| {
+                all.into_iter().zip(before).map(|(all, before)| all - before).collect()
+            })
             .collect(),
     })
 }
@@ -243,8 +255,15 @@ fn link(wires: &Shared, places: &[u32], (rank, peer): (usize, usize), capacity: 
     let kind = if places[rank] == places[peer] { LinkKind::Loopback } else { LinkKind::Tcp };
     let (out, back) = (rank * places.len() + peer, peer * places.len() + rank);
     let sender = Sender { wires: Arc::clone(wires), wire: out, window: vec![0; capacity] };
-    let receiver = Receiver { wires: Arc::clone(wires), wire: back, window: Vec::new(), released: 0 };
-    Link { peer: number(peer), kind, capacity, sender: Box::new(sender), receiver: Box::new(receiver) }
+    let receiver =
+        Receiver { wires: Arc::clone(wires), wire: back, window: Vec::new(), released: 0 };
+    Link {
+        peer: number(peer),
+        kind,
+        capacity,
+        sender: Box::new(sender),
+        receiver: Box::new(receiver),
+    }
 }
 
 /// Polls all members until none moves, then lets time pass, until no message is on its way.

@@ -82,8 +82,8 @@ impl Stack {
     }
 }
 
-/// Returns the time of a step of so many examples at a rate: a third of it is the forward pass, as the backward pass
-/// computes gradients of inputs and of weights.
+/// Returns the time of a step of so many examples at a rate: a third of it is the forward pass, as
+/// the backward pass computes gradients of inputs and of weights.
 fn timing(examples: f64, rate: f64) -> Timing {
     let step = examples / rate;
     Timing {
@@ -103,8 +103,8 @@ fn resnet50() -> Model {
     {
         for block in 0..blocks {
             let name = |part: &str| format!("layer{}.{block}.{part}", stage + 1);
-            // The first block of a stage halves the image in its second convolution (version 1.5); its first one sees the
-            // larger image.
+            // The first block of a stage halves the image in its second convolution (version 1.5);
+            // its first one sees the larger image.
             let before = if block == 0 && stage > 0 { 2 * size } else { size };
             stack.convolution(&name("conv1"), 1, width, inner, before);
             stack.normalization(&name("bn1"), inner);
@@ -124,16 +124,20 @@ fn resnet50() -> Model {
         name: "resnet50",
         layers: stack.0,
         timing: timing(64.0, 219.0),
-        source: "64 images at 219 images/s: one P100 in TensorFlow's benchmarks of May 2017, synthetic data",
+        source: "64 images at 219 images/s: one P100 in TensorFlow's benchmarks of May 2017, \
+                 synthetic data",
     }
 }
 
-/// Simonyan and Zisserman, "Very Deep Convolutional Networks", configuration D; images of 224 x 224.
+/// Simonyan and Zisserman, "Very Deep Convolutional Networks", configuration D; images of 224
+/// x 224.
 fn vgg16() -> Model {
     let mut stack = Stack::default();
     let mut from = 3;
     for (stage, (convolutions, to, size)) in
-        [(2, 64, 224), (2, 128, 112), (3, 256, 56), (3, 512, 28), (3, 512, 14)].into_iter().enumerate()
+        [(2, 64, 224), (2, 128, 112), (3, 256, 56), (3, 512, 28), (3, 512, 14)]
+            .into_iter()
+            .enumerate()
     {
         for number in 0..convolutions {
             let name = format!("conv{}_{}", stage + 1, number + 1);
@@ -149,11 +153,13 @@ fn vgg16() -> Model {
         name: "vgg16",
         layers: stack.0,
         timing: timing(64.0, 154.0),
-        source: "64 images at 154 images/s: one P100 in TensorFlow's benchmarks of May 2017, synthetic data",
+        source: "64 images at 154 images/s: one P100 in TensorFlow's benchmarks of May 2017, \
+                 synthetic data",
     }
 }
 
-/// Devlin et al., "BERT", the large model with its pooler and without heads; sequences of 512 tokens.
+/// Devlin et al., "BERT", the large model with its pooler and without heads; sequences of 512
+/// tokens.
 fn bert_large() -> Model {
     let (width, inner, tokens) = (1024, 4096, 512);
     let mut stack = Stack::default();
@@ -172,14 +178,15 @@ fn bert_large() -> Model {
         stack.normalization(&name("norm"), width);
     }
     stack.linear("pooler", width, width, 1);
-    // 6 operations for each parameter and token, at half of what a P100 does at most in single precision.
+    // 6 operations for each parameter and token, at half of what a P100 does at most in single
+    // precision.
     let sequence = 6.0 * 335.1e6 * 512.0;
     Model {
         name: "bert-large",
         layers: stack.0,
         timing: timing(8.0, 0.5 * 10.6e12 / sequence),
-        source: "an estimate: 8 sequences of 512 tokens, 6 operations for each parameter and token, half of a P100's \
-                 10.6 Tflop/s",
+        source: "an estimate: 8 sequences of 512 tokens, 6 operations for each parameter and \
+                 token, half of a P100's 10.6 Tflop/s",
     }
 }
 
@@ -197,14 +204,19 @@ mod tests {
         assert_eq!(parameters("resnet50"), (161, 25_557_032));
         assert_eq!(parameters("vgg16"), (32, 138_357_544));
         assert_eq!(parameters("bert-large"), (391, 335_141_888));
-        assert!(Model::NAMES.iter().all(|name| Model::named(name).is_some_and(|model| model.name == *name)));
+        assert!(
+            Model::NAMES
+                .iter()
+                .all(|name| Model::named(name).is_some_and(|model| model.name == *name))
+        );
         assert!(Model::named("alexnet").is_none());
     }
 
     #[test]
     fn images_take_the_multiplications_that_are_published() {
-        let work =
-            |name: &str| Model::named(name).unwrap().layers.iter().map(|layer| layer.work).sum::<u64>();
+        let work = |name: &str| {
+            Model::named(name).unwrap().layers.iter().map(|layer| layer.work).sum::<u64>()
+        };
         // 4.1 and 15.5 thousand millions.
         assert!((4_000_000_000..4_200_000_000).contains(&work("resnet50")), "{}", work("resnet50"));
         assert!((15_300_000_000..15_600_000_000).contains(&work("vgg16")), "{}", work("vgg16"));

@@ -7,7 +7,8 @@ use crate::Cluster;
 
 /// The least time after which Linux sends an unacknowledged lone packet again.
 const TIMEOUT: f64 = 0.2;
-/// The time that Linux waits, besides two round trips, before it probes for the loss of the last of several packets.
+/// The time that Linux waits, besides two round trips, before it probes for the loss of the last of
+/// several packets.
 const PROBE: f64 = 0.008;
 
 /// Memory and interfaces. Callers must come in the order of time.
@@ -44,7 +45,8 @@ impl Network {
         Cost { core: bytes / 2.0 / self.cluster.copy_rate, memory: bytes / 2.0 }
     }
 
-    /// Sending or receiving messages between hosts: the kernel copies, and the interface reads or writes memory.
+    /// Sending or receiving messages between hosts: the kernel copies, and the interface reads or
+    /// writes memory.
     pub(crate) fn socket(&self, bytes: f64, messages: f64) -> Cost {
         let core = bytes / self.cluster.socket_rate + messages * self.cluster.message.as_secs_f64();
         Cost { core, memory: bytes }
@@ -65,8 +67,8 @@ impl Network {
         start + self.cluster.latency.as_secs_f64()
     }
 
-    /// The head of a message has arrived: returns the time at which all of it has. Messages of several senders wait
-    /// for each other.
+    /// The head of a message has arrived: returns the time at which all of it has. Messages of
+    /// several senders wait for each other.
     pub(crate) fn arrive(&mut self, now: f64, host: usize, bytes: f64) -> f64 {
         let end = self.incoming[host].max(now) + self.airtime(bytes);
         self.incoming[host] = end;
@@ -77,7 +79,8 @@ impl Network {
         bytes / self.cluster.payload_rate() / (1.0 - self.cluster.loss)
     }
 
-    /// Returns the delay of a message whose packets were lost; `chance` is a number for it from 0 to 1.
+    /// Returns the delay of a message whose packets were lost; `chance` is a number for it from 0
+    /// to 1.
     pub(crate) fn retransmission(&self, bytes: f64, messages: f64, chance: f64) -> f64 {
         let arrives = 1.0 - self.cluster.loss;
         if arrives >= 1.0 {
@@ -86,7 +89,11 @@ impl Network {
         let packets = (bytes / self.cluster.segment()).ceil().max(messages);
         if chance < 1.0 - arrives.powf(messages) {
             // No packet after the last one would show its loss.
-            if packets > messages { PROBE + 4.0 * self.cluster.latency.as_secs_f64() } else { TIMEOUT }
+            if packets > messages {
+                PROBE + 4.0 * self.cluster.latency.as_secs_f64()
+            } else {
+                TIMEOUT
+            }
         } else if chance < 1.0 - arrives.powf(packets) {
             2.0 * self.cluster.latency.as_secs_f64()
         } else {
@@ -126,7 +133,9 @@ mod tests {
         let cluster = Cluster { loss: 0.01, ..Cluster::new(2, 2).unwrap() };
         let network = Network::new(&cluster, 2);
         let late = |bytes: f64| {
-            (0..20_000).filter(|message| network.retransmission(bytes, 1.0, chance(*message)) > 0.0).count()
+            (0..20_000)
+                .filter(|message| network.retransmission(bytes, 1.0, chance(*message)) > 0.0)
+                .count()
         };
         assert!((150..250).contains(&late(100.0)), "{}", late(100.0));
         // 100 packets.

@@ -14,8 +14,8 @@ pub struct Published {
     pub efficiency: f64,
 }
 
-/// Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow" (2018), on 128 hosts with four
-/// Pascal GPUs each and RDMA over 25 Gbit/s.
+/// Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow" (2018),
+/// on 128 hosts with four Pascal GPUs each and RDMA over 25 Gbit/s.
 pub const PUBLISHED: [Published; 3] = [
     Published { model: "Inception V3", ranks: 512, efficiency: 0.90 },
     Published { model: "ResNet-101", ranks: 512, efficiency: 0.90 },

@@ -96,8 +96,9 @@ impl Step {
     }
 }
 
-/// Returns the time at which each gradient is ready, from the beginning of the backward pass, and its bytes: the last
-/// layers come first, and each takes its share of the pass by its multiplications.
+/// Returns the time at which each gradient is ready, from the beginning of the backward pass, and
+/// its bytes: the last layers come first, and each takes its share of the pass by its
+/// multiplications.
 fn gradients(model: &Model, backward: f64) -> Vec<(f64, u64)> {
     let all = float(model.layers.iter().map(|layer| layer.work).sum::<u64>().max(1));
     let mut done = 0;

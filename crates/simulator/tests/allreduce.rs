@@ -11,7 +11,8 @@ use farandole_collectives::{Algorithm, Crossover};
 use farandole_config::Config;
 use farandole_simulator::{Allreduce, Cluster, Collective, Control, Model, Step, live};
 
-/// Permitted gain of something slower, because events come in another order: steps queue at cores and interfaces.
+/// Permitted gain of something slower, because events come in another order: steps queue at cores
+/// and interfaces.
 const ANOMALY: f64 = 0.9;
 
 fn config() -> Config {
@@ -61,7 +62,8 @@ fn a_long_hierarchy_takes_the_time_of_its_bytes() {
         let part = f64::from(hosts - 1) / f64::from(hosts);
         let ratio = found.time.as_secs_f64() / wire(&cluster, 2.0 * part * f64::from(64 << 20));
         println!("{ranks} ranks on {hosts} hosts: {ratio:.3} of the time of the bytes");
-        // Carriers of all hosts send the parts of a chunk in one order, so messages to one host come at the same time.
+        // Carriers of all hosts send the parts of a chunk in one order, so messages to one host
+        // come at the same time.
         assert!((1.0..1.5).contains(&ratio), "{hosts} hosts: {ratio}");
     }
 }
@@ -73,7 +75,10 @@ fn a_small_allreduce_takes_a_latency_for_each_doubling() {
         let found = allreduce(&cluster, 4);
         assert_eq!(found.algorithm, Some(Algorithm::Doubling));
         let latencies = found.time.as_secs_f64() / cluster.latency.as_secs_f64();
-        assert!((f64::from(doublings)..1.01 * f64::from(doublings)).contains(&latencies), "{latencies}");
+        assert!(
+            (f64::from(doublings)..1.01 * f64::from(doublings)).contains(&latencies),
+            "{latencies}"
+        );
     }
 }
 
@@ -124,7 +129,8 @@ fn nothing_gets_faster_on_a_worse_cluster() {
 
 #[test]
 fn one_host_stands_for_all_that_are_like_it() {
-    for (hosts, ranks, bytes) in [(8, 32, 16 << 20), (16, 64, 64 << 20), (16, 16, 32 << 20), (4, 32, 3 << 20)]
+    for (hosts, ranks, bytes) in
+        [(8, 32, 16 << 20), (16, 64, 64 << 20), (16, 16, 32 << 20), (4, 32, 3 << 20)]
     {
         let cluster = Cluster::new(hosts, ranks).unwrap();
         let collective = Collective::new(&cluster, &config()).unwrap();
@@ -143,12 +149,18 @@ fn one_host_stands_for_all_that_are_like_it() {
     }
 }
 
-/// SM-1: real communicators send what the programs say, byte for byte, and need the same time on the same network.
+/// SM-1: real communicators send what the programs say, byte for byte, and need the same time on
+/// the same network.
 #[test]
 fn real_communicators_take_the_time_of_their_programs() {
-    for (hosts, ranks, bytes) in
-        [(1, 4, 1000), (2, 2, 1 << 20), (4, 4, 1000), (3, 3, 3 << 20), (2, 4, 2 << 20), (4, 8, 4 << 20)]
-    {
+    for (hosts, ranks, bytes) in [
+        (1, 4, 1000),
+        (2, 2, 1 << 20),
+        (4, 4, 1000),
+        (3, 3, 3 << 20),
+        (2, 4, 2 << 20),
+        (4, 8, 4 << 20),
+    ] {
         let cluster = network(hosts, ranks);
         let collective = Collective::new(&cluster, &config()).unwrap();
         let plan = collective.plan(bytes).unwrap();
@@ -184,10 +196,12 @@ fn the_same_question_has_the_same_answer() {
 fn steps_are_no_faster_than_their_passes_and_scale_worse_with_less_bandwidth() {
     let model = Model::named("vgg16").unwrap();
     let efficiency = |hosts: u32, gigabits: f64| {
-        let cluster = Cluster { bandwidth: gigabits * 1e9 / 8.0, ..Cluster::new(hosts, 8 * hosts).unwrap() };
+        let cluster =
+            Cluster { bandwidth: gigabits * 1e9 / 8.0, ..Cluster::new(hosts, 8 * hosts).unwrap() };
         let mut collective = Collective::new(&cluster, &config()).unwrap();
         let control = Control::simulate(&cluster).unwrap();
-        let step = Step::simulate(&mut collective, &control, &model, model.timing, 128 << 20).unwrap();
+        let step =
+            Step::simulate(&mut collective, &control, &model, model.timing, 128 << 20).unwrap();
         assert!(step.time >= step.alone && step.operations >= step.lists);
         step.efficiency()
     };

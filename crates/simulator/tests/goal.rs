@@ -41,7 +41,12 @@ fn every_send_has_its_receive_and_every_label_comes_before_its_use() {
                     assert!(label(after) < known && label(before) < label(after), "{line}");
                 }
                 [_, "send", bytes, "to", to, "tag", tag] => {
-                    assert!(sent.insert((rank.clone(), to.to_owned(), tag.to_owned(), bytes.to_owned())));
+                    assert!(sent.insert((
+                        rank.clone(),
+                        to.to_owned(),
+                        tag.to_owned(),
+                        bytes.to_owned()
+                    )));
                     known += 1;
                 }
                 [_, "recv", bytes, "from", from, "tag", tag] => {

@@ -19,12 +19,13 @@ use crate::wait::Waiter;
 /// The memory stores of this process, by name.
 static MEMORY: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> = LazyLock::new(Mutex::default);
 
-/// The identity of a remote backend: two stores with the same one share connections. The process is part of it, since
-/// a forked child can use none of its parent's connections.
+/// The identity of a remote backend: two stores with the same one share connections. The process is
+/// part of it, since a forked child can use none of its parent's connections.
 type Recipe = (u32, String, Options);
 
 /// The remote backends of this process.
-static REMOTE: LazyLock<Mutex<HashMap<Recipe, Arc<dyn ObjectStore>>>> = LazyLock::new(Mutex::default);
+static REMOTE: LazyLock<Mutex<HashMap<Recipe, Arc<dyn ObjectStore>>>> =
+    LazyLock::new(Mutex::default);
 
 /// The backend that a store reads from and writes to.
 #[derive(Clone, Debug)]
@@ -49,8 +50,8 @@ impl Backend {
             }
             Location::Remote { service, root, .. } => {
                 let backend = Self::Remote(*service, root.clone(), options::of(&location.url()));
-                // Wrong options are said here, not at the first read somewhere else. HDFS looks for its name node
-                // when it opens, so only readers and writers open it.
+                // Wrong options are said here, not at the first read somewhere else. HDFS looks for
+                // its name node when it opens, so only readers and writers open it.
                 if *service != Service::Hdfs {
                     backend.get()?;
                 }

@@ -20,7 +20,8 @@ pub enum Error {
     },
     /// A scheme that this build does not know.
     #[error(
-        "no store for the scheme {scheme}, known are file, dbfs, hdfs, s3, gs, abfss, az and memory: {url}"
+        "no store for the scheme {scheme}, known are file, dbfs, hdfs, s3, gs, abfss, az and \
+         memory: {url}"
     )]
     Scheme {
         /// The scheme.
@@ -107,7 +108,9 @@ impl Error {
     /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
-            Self::Url { .. } | Self::Scheme { .. } | Self::Option { .. } | Self::Ended { .. } => Fault::Usage,
+            Self::Url { .. } | Self::Scheme { .. } | Self::Option { .. } | Self::Ended { .. } => {
+                Fault::Usage
+            }
             Self::Runtime { .. }
             | Self::Missing { .. }
             | Self::Refused { .. }
@@ -122,12 +125,14 @@ impl Error {
         match (&source, io_kind(&source)) {
             (object_store::Error::NotFound { .. }, _) => Self::Missing { path },
             (
-                object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. },
+                object_store::Error::PermissionDenied { .. }
+                | object_store::Error::Unauthenticated { .. },
                 _,
             )
-            | (_, Some(std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem)) => {
-                Self::Refused { action, path, source: Box::new(source) }
-            }
+            | (
+                _,
+                Some(std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem),
+            ) => Self::Refused { action, path, source: Box::new(source) },
             _ => Self::Backend { action, path, source: Box::new(source) },
         }
     }

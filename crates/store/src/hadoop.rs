@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! HDFS as patient as the other services: what passes (name nodes that change places, connections that break) is
-//! asked again with growing pauses, every answer has a deadline, and refusals name the service without a Java stack.
+//! HDFS as patient as the other services: what passes (name nodes that change places, connections
+//! that break) is asked again with growing pauses, every answer has a deadline, and refusals name
+//! the service without a Java stack.
 
 use std::fmt;
 use std::ops::Range;
@@ -17,8 +18,9 @@ use futures::{StreamExt, TryStreamExt};
 use hdfs_native::HdfsError;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    RenameOptions, Result,
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -38,21 +40,23 @@ const SLOWEST: u64 = 256 << 10;
 const AT_ONCE: usize = 10;
 
 /// Temporary errors of name nodes.
-const PASSING: [&str; 4] = ["StandbyException", "RetriableException", "SafeModeException", "RetryCacheEntry"];
+const PASSING: [&str; 4] =
+    ["StandbyException", "RetriableException", "SafeModeException", "RetryCacheEntry"];
 /// Errors of name nodes about missing permissions.
 const REFUSALS: [&str; 2] = ["AccessControlException", "AuthorizationException"];
 
-/// The process whose reads have left connections to data nodes behind, which the client keeps for a while and gives
-/// to the next reader, in forked children, too; 0 before the first.
+/// The process whose reads have left connections to data nodes behind, which the client keeps for a
+/// while and gives to the next reader, in forked children, too; 0 before the first.
 static READER: AtomicU32 = AtomicU32::new(0);
 
-/// Refuses to read by connections that belong to the process this one was forked from: both would wait for ever.
+/// Refuses to read by connections that belong to the process this one was forked from: both would
+/// wait for ever.
 fn check_reader() -> Result<()> {
     let me = std::process::id();
     match READER.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed) {
         Err(reader) if reader != me => Err(generic(
-            "this process was forked from one that had read from HDFS, whose connections cannot be shared: \
-             start it by spawn or forkserver",
+            "this process was forked from one that had read from HDFS, whose connections cannot be \
+             shared: start it by spawn or forkserver",
         )),
         Ok(_) | Err(_) => Ok(()),
     }
@@ -60,8 +64,11 @@ fn check_reader() -> Result<()> {
 
 /// Returns whether a file is called as uploads to HDFS are before their end: `.name.tmp.1`.
 pub(crate) fn is_leaving(name: &str) -> bool {
-    let number = name.strip_prefix('.').and_then(|name| name.rsplit_once(".tmp.")).map(|(_, number)| number);
-    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    let number =
+        name.strip_prefix('.').and_then(|name| name.rsplit_once(".tmp.")).map(|(_, number)| number);
+    number.is_some_and(|number| {
+        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    })
 }
 
 /// A backend that is asked again.
@@ -170,9 +177,9 @@ pub(crate) fn told(error: Error) -> Error {
         Some(error @ (HdfsError::SASLError(_) | HdfsError::NoSASLMechanism)) => {
             Error::Unauthenticated { path, source: error.to_string().into() }
         }
-        Some(HdfsError::InvalidArgument(text)) if text.contains("NameNode") => {
-            generic("no name nodes are known by this name: HADOOP_CONF_DIR or storage options tell of them")
-        }
+        Some(HdfsError::InvalidArgument(text)) if text.contains("NameNode") => generic(
+            "no name nodes are known by this name: HADOOP_CONF_DIR or storage options tell of them",
+        ),
         _ => error,
     }
 }
@@ -189,7 +196,12 @@ fn length(range: &Range<u64>) -> u64 {
 
 #[async_trait]
 impl<S: ObjectStore> ObjectStore for Patient<S> {
-    async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Result<PutResult> {
         let bytes = payload.content_length() as u64;
         let mut asked = 0;
         let put = || {
@@ -201,7 +213,8 @@ impl<S: ObjectStore> ObjectStore for Patient<S> {
         if opts.mode == PutMode::Create
             && asked > 1
             && matches!(result, Err(Error::AlreadyExists { .. }))
-            && self.get_opts(location, GetOptions::default()).await?.bytes().await? == Bytes::from(payload)
+            && self.get_opts(location, GetOptions::default()).await?.bytes().await?
+                == Bytes::from(payload)
         {
             return Ok(PutResult { e_tag: None, version: None });
         }
@@ -229,7 +242,10 @@ impl<S: ObjectStore> ObjectStore for Patient<S> {
         self.ask(bytes, || self.inner.get_ranges(location, ranges)).await
     }
 
-    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
         let this = self.clone();
         let delete = move |location: Result<Path>| {
             let this = this.clone();
@@ -245,7 +261,8 @@ impl<S: ObjectStore> ObjectStore for Patient<S> {
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         let (this, prefix) = (self.clone(), prefix.cloned());
         let found = async move {
-            let found = this.ask(0, || this.inner.list(prefix.as_ref()).try_collect::<Vec<_>>()).await?;
+            let found =
+                this.ask(0, || this.inner.list(prefix.as_ref()).try_collect::<Vec<_>>()).await?;
             Ok::<_, Error>(stream::iter(found.into_iter().map(Ok)))
         };
         stream::once(found).try_flatten().boxed()
@@ -295,7 +312,12 @@ mod tests {
 
     #[async_trait]
     impl ObjectStore for Moody {
-        async fn put_opts(&self, at: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+        async fn put_opts(
+            &self,
+            at: &Path,
+            payload: PutPayload,
+            opts: PutOptions,
+        ) -> Result<PutResult> {
             if self.after {
                 let result = self.inner.put_opts(at, payload, opts).await;
                 return self.mood().and(result);
@@ -318,7 +340,10 @@ mod tests {
             self.inner.get_opts(at, options).await
         }
 
-        fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        fn delete_stream(
+            &self,
+            at: BoxStream<'static, Result<Path>>,
+        ) -> BoxStream<'static, Result<Path>> {
             match self.mood() {
                 Ok(()) => self.inner.delete_stream(at),
                 Err(error) => stream::once(async { Err(error) }).boxed(),
@@ -328,7 +353,9 @@ mod tests {
         fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
             match self.mood() {
                 Ok(()) => self.inner.list(prefix),
-                Err(error) => self.inner.list(prefix).chain(stream::once(async { Err(error) })).boxed(),
+                Err(error) => {
+                    self.inner.list(prefix).chain(stream::once(async { Err(error) })).boxed()
+                }
             }
         }
 
@@ -344,7 +371,10 @@ mod tests {
     }
 
     fn standby() -> HdfsError {
-        HdfsError::RPCError("org.apache.hadoop.ipc.StandbyException".into(), "not me\n\tat Java".into())
+        HdfsError::RPCError(
+            "org.apache.hadoop.ipc.StandbyException".into(),
+            "not me\n\tat Java".into(),
+        )
     }
 
     fn refused() -> HdfsError {
@@ -380,7 +410,10 @@ mod tests {
     async fn a_lasting_error_is_returned_after_the_retries() {
         let told = |root| Patient::new(Moody::default(), root).patience;
         assert!(told("hdfs://service") > told("hdfs://node:8020"), "one of several takes over");
-        let store = Patient { patience: FIRST_PAUSE * 8, ..Patient::new(Moody::default(), "hdfs://service") };
+        let store = Patient {
+            patience: FIRST_PAUSE * 8,
+            ..Patient::new(Moody::default(), "hdfs://service")
+        };
         says(&store, std::iter::repeat_with(standby).take(1000));
         let started = Instant::now();
         let error = store.head(&Path::from("x")).await.unwrap_err().to_string();
@@ -406,7 +439,8 @@ mod tests {
         let store = Patient::new(Moody::default(), "hdfs://service");
         let at = Path::from("x");
         let class = "org.apache.hadoop.security.AccessControlException";
-        let denied = || HdfsError::RPCError(class.into(), "Permission denied: user=a\n\tat Java".into());
+        let denied =
+            || HdfsError::RPCError(class.into(), "Permission denied: user=a\n\tat Java".into());
         says(&store, [HdfsError::NoSASLMechanism, HdfsError::NoSASLMechanism, denied()]);
         let error = store.head(&at).await.unwrap_err();
         assert!(
@@ -432,6 +466,9 @@ mod tests {
         let error = store.ask(0, std::future::pending::<Result<()>>).await.unwrap_err();
         assert!(error.to_string().contains("no answer within 50ms"), "{error}");
         let error = store.ask(SLOWEST, std::future::pending::<Result<()>>).await.unwrap_err();
-        assert!(error.to_string().contains("no answer within 1.05s"), "data may take longer: {error}");
+        assert!(
+            error.to_string().contains("no answer within 1.05s"),
+            "data may take longer: {error}"
+        );
     }
 }

@@ -39,7 +39,8 @@ impl Layout {
             "" => prefix.to_owned(),
             trimmed => trimmed.to_owned(),
         };
-        let below = |chosen: Option<String>, name: &str| chosen.unwrap_or_else(|| join(&prefix, name));
+        let below =
+            |chosen: Option<String>, name: &str| chosen.unwrap_or_else(|| join(&prefix, name));
         Self {
             train: below(places.train, "intermediate_train_data"),
             val: below(places.val, "intermediate_val_data"),

@@ -3,9 +3,9 @@
 
 //! The users of a directory of prepared data.
 //!
-//! Small files in the directory itself say so, each naming a process: `_lease-<n>.json` for the one that writes,
-//! `_use-<name>.json` for any number that read. A file counts as long as its process lives; what cannot be seen from here
-//! (another host, another container) counts for a week.
+//! Small files in the directory itself say so, each naming a process: `_lease-<n>.json` for the one
+//! that writes, `_use-<name>.json` for any number that read. A file counts as long as its process
+//! lives; what cannot be seen from here (another host, another container) counts for a week.
 //!
 //! ```text
 //! take:   no lease lives -> create lease n + 1, which one process alone can -> no use and no later lease lives, else
@@ -14,10 +14,11 @@
 //! settle: create a use -> delete the own lease
 //! ```
 //!
-//! A writer and a reader each leave their mark first and then look for the other's, so that of two at the
-//! same time one sees the other. Leases are numbered because deleting a dead one and creating a new one are two steps:
-//! two that find the same dead lease both want the same next number. A directory that is listed while another process
-//! takes it may show neither the dead lease nor the new one: then the number is too low, and a second look finds the new one.
+//! A writer and a reader each leave their mark first and then look for the other's, so that of two
+//! at the same time one sees the other. Leases are numbered because deleting a dead one and
+//! creating a new one are two steps: two that find the same dead lease both want the same next
+//! number. A directory that is listed while another process takes it may show neither the dead
+//! lease nor the new one: then the number is too low, and a second look finds the new one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -82,17 +83,19 @@ impl Holder {
     /// Returns whether this is the present process.
     fn is_this_process(&self) -> bool {
         let me = Self::here(SystemTime::UNIX_EPOCH, None);
-        (&self.boot, self.pid, &self.namespace, self.started) == (&me.boot, me.pid, &me.namespace, me.started)
+        (&self.boot, self.pid, &self.namespace, self.started)
+            == (&me.boot, me.pid, &me.namespace, me.started)
     }
 
-    /// Returns whether another process of the same job left it, and so gives way to a process of `job`.
+    /// Returns whether another process of the same job left it, and so gives way to a process of
+    /// `job`.
     fn gives_way_to(&self, job: Option<&str>) -> bool {
         job.is_some() && self.job.as_deref() == job && !self.is_this_process()
     }
 
     fn lives(&self, now: SystemTime) -> bool {
-        // Another boot id is another host, or an earlier boot of this one, whose processes are gone. The two cannot
-        // be distinguished, because hosts may have equal names.
+        // Another boot id is another host, or an earlier boot of this one, whose processes are
+        // gone. The two cannot be distinguished, because hosts may have equal names.
         let elsewhere = match (&self.boot, boot()) {
             (Some(theirs), Some(ours)) => *theirs != ours,
             _ => self.host != host(),
@@ -144,20 +147,26 @@ fn counts(store: &Store, item: &Item, now: SystemTime, job: Option<&str>) -> Res
     Ok(match serde_json::from_slice::<Holder>(&text) {
         Ok(holder) => holder.lives(now) && !holder.gives_way_to(job),
         // Another clock may be ahead of ours.
-        Err(_) => {
-            item.modified.is_some_and(|time| now.duration_since(time).map_or(true, |age| age < WRITING))
-        }
+        Err(_) => item
+            .modified
+            .is_some_and(|time| now.duration_since(time).map_or(true, |age| age < WRITING)),
     })
 }
 
 /// Files of some kinds, and whether they count for a process of `job`.
-fn marks(store: &Store, kinds: &[&str], now: SystemTime, job: Option<&str>) -> Result<Vec<(String, bool)>> {
+fn marks(
+    store: &Store,
+    kinds: &[&str],
+    now: SystemTime,
+    job: Option<&str>,
+) -> Result<Vec<(String, bool)>> {
     let items = match store.look("") {
         Ok(items) => items,
         Err(Error::Missing { .. }) => Vec::new(),
         Err(error) => return Err(error),
     };
-    let named = |name: &str| name.ends_with(".json") && kinds.iter().any(|kind| name.starts_with(kind));
+    let named =
+        |name: &str| name.ends_with(".json") && kinds.iter().any(|kind| name.starts_with(kind));
     let ours = |item: &Item| !item.is_directory && named(&item.name);
     items
         .into_iter()
@@ -172,14 +181,17 @@ fn number(name: &str) -> u64 {
 }
 
 fn here(now: SystemTime, lasts: Option<Duration>, job: Option<&str>) -> Result<Bytes> {
-    let text = serde_json::to_vec(&Holder { job: job.map(str::to_owned), ..Holder::here(now, lasts) });
+    let text =
+        serde_json::to_vec(&Holder { job: job.map(str::to_owned), ..Holder::here(now, lasts) });
     text.map(Bytes::from).map_err(|source| Error::Runtime { source: source.into() })
 }
 
-/// Takes the directory for this process alone: the name of its lease, or `None` if the directory is in use.
+/// Takes the directory for this process alone: the name of its lease, or `None` if the directory is
+/// in use.
 ///
-/// Where the process cannot be seen, the lease counts for `lasts` after it was last renewed, or for a week. A process of
-/// a `job` takes the lease of another process of the same job, even of a living one.
+/// Where the process cannot be seen, the lease counts for `lasts` after it was last renewed, or for
+/// a week. A process of a `job` takes the lease of another process of the same job, even of a
+/// living one.
 ///
 /// # Errors
 /// A backend that cannot be asked, or does not write.
@@ -199,7 +211,10 @@ pub fn take(
         return Ok(None);
     }
     let others = marks(store, &[LEASE, USE], now, job)?;
-    if others.iter().any(|(other, lives)| *lives && (other.starts_with(USE) || number(other) > next)) {
+    if others
+        .iter()
+        .any(|(other, lives)| *lives && (other.starts_with(USE) || number(other) > next))
+    {
         store.delete(&name)?;
         return Ok(None);
     }
@@ -241,7 +256,8 @@ pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
     Ok(name)
 }
 
-/// Says in a mark of this process that the process still lives; false when the mark is gone, or is another's.
+/// Says in a mark of this process that the process still lives; false when the mark is gone, or is
+/// another's.
 ///
 /// # Errors
 /// A backend that cannot be asked, or does not write.
@@ -255,7 +271,8 @@ pub fn renew(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
     if !found.is_this_process() {
         return Ok(false);
     }
-    store.write(mark, here(now, found.lasts.map(Duration::from_secs_f64), found.job.as_deref())?)?;
+    store
+        .write(mark, here(now, found.lasts.map(Duration::from_secs_f64), found.job.as_deref())?)?;
     Ok(true)
 }
 
@@ -306,8 +323,9 @@ mod tests {
         for _ in 0..200 {
             left(&store, "_lease-7.json", &dead);
             let taken: Vec<String> = std::thread::scope(|scope| {
-                let threads: Vec<_> =
-                    (0..4).map(|_| scope.spawn(|| take(&store, now, None, None).unwrap())).collect();
+                let threads: Vec<_> = (0..4)
+                    .map(|_| scope.spawn(|| take(&store, now, None, None).unwrap()))
+                    .collect();
                 threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
             });
             assert_eq!(taken.len(), 1, "{taken:?}");
@@ -327,7 +345,8 @@ mod tests {
         );
         assert!(is_free(&store, now).unwrap());
         assert_eq!(take(&store, now, None, None).unwrap().as_deref(), Some("_lease-4.json"));
-        let names: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
+        let names: Vec<String> =
+            store.look("").unwrap().into_iter().map(|item| item.name).collect();
         assert_eq!(names, ["_lease-4.json"], "what the dead left goes");
         store.delete("_lease-4.json").unwrap();
 
@@ -335,7 +354,11 @@ mod tests {
             Holder { host: "elsewhere".to_owned(), boot: None, ..Holder::here(now, None) },
             // A host with the same name, in which no process has that number here.
             Holder { boot: Some("another".to_owned()), pid: u32::MAX, ..Holder::here(now, None) },
-            Holder { namespace: Some("pid:[1]".to_owned()), pid: u32::MAX, ..Holder::here(now, None) },
+            Holder {
+                namespace: Some("pid:[1]".to_owned()),
+                pid: u32::MAX,
+                ..Holder::here(now, None)
+            },
         ] {
             left(&store, "_use-y.json", &unseen);
             assert_eq!(take(&store, now, None, None).unwrap(), None);

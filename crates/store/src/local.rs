@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Abilities of local files that other backends lack: ranges into buffers that are used again (fresh ones cost more
-//! in page faults and clearing than the copy out of the page cache), files that one process alone creates, and the
-//! leavings of killed uploads.
+//! Abilities of local files that other backends lack: ranges into buffers that are used again
+//! (fresh ones cost more in page faults and clearing than the copy out of the page cache), files
+//! that one process alone creates, and the leavings of killed uploads.
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read as _, Result, Seek as _, SeekFrom, Write as _};
@@ -49,8 +49,9 @@ impl Drop for Pooled {
 fn buffer(bytes: usize) -> Vec<u8> {
     let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
-    let best =
-        (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
+    let best = (0..free.len())
+        .filter(|index| fits(&free[*index]))
+        .min_by_key(|index| free[*index].capacity());
     match best {
         Some(index) => free.swap_remove(index),
         None => Vec::with_capacity(bytes),
@@ -135,8 +136,8 @@ pub(crate) fn create(path: &Path, data: &[u8]) -> Result<bool> {
 /// Tells the files apart that this process has begun.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 
-/// Writes a file, with its directories, that is seen whole or not at all, also after a loss of power: the content is on
-/// the disk before the name is, and the name when this returns.
+/// Writes a file, with its directories, that is seen whole or not at all, also after a loss of
+/// power: the content is on the disk before the name is, and the name when this returns.
 ///
 /// # Errors
 /// The system's; the earlier content is then unchanged.
@@ -187,10 +188,13 @@ pub(crate) fn sync(path: &Path) -> Result<()> {
     path.parent().map_or(Ok(()), sync_directory)
 }
 
-/// Syncs the names in a directory, so that they survive a loss of power, on file systems that can do so.
+/// Syncs the names in a directory, so that they survive a loss of power, on file systems that can
+/// do so.
 fn sync_directory(directory: &Path) -> Result<()> {
     match File::open(directory)?.sync_all() {
-        Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(()),
+        Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => {
+            Ok(())
+        }
         done => done,
     }
 }
@@ -209,8 +213,9 @@ pub(crate) fn tidy(directory: &Path) -> Result<()> {
         let (name, path) = entry.map(|entry| (entry.file_name(), entry.path()))?;
         let name = name.to_string_lossy().into_owned();
         let number = name.rsplit_once('#').map(|(_, number)| number);
-        if number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
-        {
+        if number.is_some_and(|number| {
+            !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+        }) {
             std::fs::remove_file(path)?;
         }
     }
@@ -233,8 +238,10 @@ mod tests {
         }
         tidy(&directory.path().join("a")).unwrap();
         tidy(&directory.path().join("nowhere")).unwrap();
-        let mut left: Vec<_> =
-            std::fs::read_dir(directory.path().join("a")).unwrap().map(|e| e.unwrap().file_name()).collect();
+        let mut left: Vec<_> = std::fs::read_dir(directory.path().join("a"))
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
         left.sort();
         assert_eq!(left, ["b.json", "y#z", "z#"]);
     }
@@ -256,13 +263,16 @@ mod tests {
     #[test]
     fn ranges_come_back_in_the_order_asked_whatever_is_joined() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let data: Vec<u8> = (0..600_000_u32).map(|index| u8::try_from(index % 251).unwrap()).collect();
+        let data: Vec<u8> =
+            (0..600_000_u32).map(|index| u8::try_from(index % 251).unwrap()).collect();
         std::fs::write(file.path(), &data).unwrap();
-        let ranges = [500_000..500_010, 0..70_000, 70_100..70_100, 69_000..80_000, 300_000..600_000];
+        let ranges =
+            [500_000..500_010, 0..70_000, 70_100..70_100, 69_000..80_000, 300_000..600_000];
         for _ in 0..3 {
             let found = read_ranges(file.path(), &ranges).unwrap();
             for (range, bytes) in ranges.iter().zip(found) {
-                let (from, to) = (usize::try_from(range.start).unwrap(), usize::try_from(range.end).unwrap());
+                let (from, to) =
+                    (usize::try_from(range.start).unwrap(), usize::try_from(range.end).unwrap());
                 assert_eq!(bytes, data[from..to]);
             }
         }

@@ -74,14 +74,17 @@ impl Location {
         match scheme {
             "file" => {
                 let path = rest.strip_prefix("//").unwrap_or(rest);
-                let path = path.strip_prefix("localhost").filter(|p| p.starts_with('/')).unwrap_or(path);
+                let path =
+                    path.strip_prefix("localhost").filter(|p| p.starts_with('/')).unwrap_or(path);
                 if path.starts_with('/') {
                     Ok(Self::Local(mounted(absolute(path)?)))
                 } else {
                     Err(refuse("a file URL needs an absolute path"))
                 }
             }
-            "dbfs" if rest.starts_with("//") => Err(refuse("DBFS paths have one slash: dbfs:/path")),
+            "dbfs" if rest.starts_with("//") => {
+                Err(refuse("DBFS paths have one slash: dbfs:/path"))
+            }
             // Volumes of Unity Catalog are mounted at the root.
             "dbfs" if rest == "/Volumes" || rest.starts_with("/Volumes/") => {
                 Ok(Self::Local(mounted(absolute(rest)?)))
@@ -93,10 +96,13 @@ impl Location {
                 Ok(Self::Memory { name: name.to_owned(), path: path.trim_matches('/').to_owned() })
             }
             other => {
-                let service = Service::of(other)
-                    .ok_or_else(|| Error::Scheme { scheme: other.to_owned(), url: url.to_owned() })?;
-                let rest =
-                    rest.strip_prefix("//").ok_or_else(|| refuse("two slashes come after the scheme"))?;
+                let service = Service::of(other).ok_or_else(|| Error::Scheme {
+                    scheme: other.to_owned(),
+                    url: url.to_owned(),
+                })?;
+                let rest = rest
+                    .strip_prefix("//")
+                    .ok_or_else(|| refuse("two slashes come after the scheme"))?;
                 let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
                 // Hadoop's configuration names the default name node.
                 if authority.is_empty() && service != Service::Hdfs {
@@ -120,8 +126,8 @@ impl Location {
     }
 }
 
-/// Returns the path with its scheme: `/tmp/x` and `x` become `file:///...`, `dbfs:/x` becomes `file:///dbfs/x`; what
-/// else has a scheme stays as it is.
+/// Returns the path with its scheme: `/tmp/x` and `x` become `file:///...`, `dbfs:/x` becomes
+/// `file:///dbfs/x`; what else has a scheme stays as it is.
 ///
 /// # Errors
 /// An empty path, or a relative one when the working directory is gone.
@@ -133,15 +139,17 @@ pub fn full(path: &str) -> Result<String> {
     }
 }
 
-/// Returns the path without its scheme, as the file system behind it knows it: with the bucket in front for object
-/// stores, without the name node for HDFS.
+/// Returns the path without its scheme, as the file system behind it knows it: with the bucket in
+/// front for object stores, without the name node for HDFS.
 ///
 /// # Errors
 /// Like [`full`], or an unknown scheme.
 pub fn localized(url: &str) -> Result<String> {
     Ok(match Location::parse(url)? {
         Location::Local(path) => path.display().to_string(),
-        Location::Memory { name, path } => format!("/{name}/{path}").trim_end_matches('/').to_owned(),
+        Location::Memory { name, path } => {
+            format!("/{name}/{path}").trim_end_matches('/').to_owned()
+        }
         Location::Remote { service: Service::Hdfs, path, .. } => format!("/{path}"),
         Location::Remote { root, path, .. } => {
             let (_, bucket) = root.split_once("://").unwrap_or(("", &root));
@@ -150,7 +158,8 @@ pub fn localized(url: &str) -> Result<String> {
     })
 }
 
-/// Scheme and rest of a URL; `None` for a path. A scheme has letters, digits, `+`, `-`, `.`, and two at least.
+/// Scheme and rest of a URL; `None` for a path. A scheme has letters, digits, `+`, `-`, `.`, and
+/// two at least.
 fn split(url: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = url.split_once(':')?;
     let named = scheme.len() > 1
@@ -159,14 +168,16 @@ fn split(url: &str) -> Option<(&str, &str)> {
     (named && rest.starts_with('/')).then_some((scheme, rest))
 }
 
-/// Returns the part of a URL with a password or a signature that may be shown; `None` for other URLs.
+/// Returns the part of a URL with a password or a signature that may be shown; `None` for other
+/// URLs.
 fn without_secret(scheme: &str, rest: &str) -> Option<String> {
     let rest = rest.strip_prefix("//").filter(|_| scheme != "file")?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let (user, host) = authority.rsplit_once('@').unwrap_or(("", authority));
     let (place, query) = path.split_once('?').unwrap_or((path, ""));
-    let signed =
-        query.split('&').any(|part| part.starts_with("sig=") || part.starts_with("X-Amz-Signature="));
+    let signed = query
+        .split('&')
+        .any(|part| part.starts_with("sig=") || part.starts_with("X-Amz-Signature="));
     match (user.split_once(':'), signed) {
         (Some((name, _)), _) => Some(format!("{scheme}://{name}:***@{host}/{place}")),
         (None, true) => Some(format!("{scheme}://{authority}/{place}?***")),
@@ -185,8 +196,8 @@ fn mounted(path: PathBuf) -> PathBuf {
 /// Absolute, with `.` and `..` resolved by name alone: the directory need not exist.
 fn absolute(path: &str) -> Result<PathBuf> {
     let refuse = |reason| Error::Url { url: path.to_owned(), reason };
-    let whole =
-        std::path::absolute(path).map_err(|_| refuse("empty, or relative to a directory that is gone"))?;
+    let whole = std::path::absolute(path)
+        .map_err(|_| refuse("empty, or relative to a directory that is gone"))?;
     let mut clean = PathBuf::new();
     for part in whole.components() {
         match part {
@@ -219,10 +230,19 @@ mod tests {
 
     #[test]
     fn the_forms_of_a_local_path_are_one_place() {
-        for form in
-            ["/tmp/x", "file:/tmp/x", "file:///tmp/x", "file://localhost/tmp/x", "/tmp/y/../x/", "/tmp/./x"]
-        {
-            assert_eq!(Location::parse(form).unwrap(), Location::Local(PathBuf::from("/tmp/x")), "{form}");
+        for form in [
+            "/tmp/x",
+            "file:/tmp/x",
+            "file:///tmp/x",
+            "file://localhost/tmp/x",
+            "/tmp/y/../x/",
+            "/tmp/./x",
+        ] {
+            assert_eq!(
+                Location::parse(form).unwrap(),
+                Location::Local(PathBuf::from("/tmp/x")),
+                "{form}"
+            );
         }
         assert_eq!(Location::parse("memory://a/b/c/").unwrap().url(), "memory://a/b/c");
     }
@@ -230,8 +250,15 @@ mod tests {
     #[test]
     fn the_forms_of_a_databricks_path_are_one_place() {
         for form in ["dbfs:/x/y", "/dbfs/x/y", "file:///dbfs/x/y", "file:/dbfs/x/y"] {
-            assert_eq!(Location::parse(form).unwrap(), Location::Local(PathBuf::from("/dbfs/x/y")), "{form}");
-            assert_eq!(full(form).unwrap().replace("file:/dbfs", "file:///dbfs"), "file:///dbfs/x/y");
+            assert_eq!(
+                Location::parse(form).unwrap(),
+                Location::Local(PathBuf::from("/dbfs/x/y")),
+                "{form}"
+            );
+            assert_eq!(
+                full(form).unwrap().replace("file:/dbfs", "file:///dbfs"),
+                "file:///dbfs/x/y"
+            );
         }
         assert_eq!(localized("dbfs:/Volumes/main/x").unwrap(), "/Volumes/main/x");
         assert!(Location::parse("dbfs://x").unwrap_err().to_string().contains("one slash"));
@@ -239,9 +266,12 @@ mod tests {
 
     #[test]
     fn remote_urls_keep_their_scheme() {
-        for url in
-            ["s3://bucket/a/b", "gs://bucket", "abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x"]
-        {
+        for url in [
+            "s3://bucket/a/b",
+            "gs://bucket",
+            "abfss://data@account.dfs.core.windows.net/x",
+            "hdfs://n:1/x",
+        ] {
             let location = Location::parse(url).unwrap();
             assert_eq!(location.url(), url);
             assert!(matches!(location, Location::Remote { .. }), "{url}");
@@ -260,7 +290,9 @@ mod tests {
             let error = Location::parse(url).unwrap_err().to_string();
             assert!(error.ends_with(shown) && !error.contains("hid"), "{error}");
         }
-        for fine in ["abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x@y:z", "s3://bucket/a?b=c"] {
+        for fine in
+            ["abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x@y:z", "s3://bucket/a?b=c"]
+        {
             assert_eq!(Location::parse(fine).unwrap().url(), fine);
         }
     }
@@ -268,7 +300,10 @@ mod tests {
     #[test]
     fn an_unknown_scheme_is_named() {
         let error = Location::parse("ftp://host/x").unwrap_err().to_string();
-        assert!(error.contains("no store for the scheme ftp") && error.ends_with("ftp://host/x"), "{error}");
+        assert!(
+            error.contains("no store for the scheme ftp") && error.ends_with("ftp://host/x"),
+            "{error}"
+        );
         assert!(
             Location::parse("file:x").is_ok_and(|l| matches!(l, Location::Local(_))),
             "a relative name with a colon"

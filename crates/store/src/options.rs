@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
-/// Key and value as the user wrote them: the names of fsspec's file systems and of `object_store` both work.
+/// Key and value as the user wrote them: the names of fsspec's file systems and of `object_store`
+/// both work.
 #[derive(Clone, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Options(pub BTreeMap<String, String>);
 
@@ -20,8 +21,9 @@ impl fmt::Debug for Options {
 /// The options from `configure`, by URL prefix.
 static CONFIGURED: LazyLock<Mutex<BTreeMap<String, Options>>> = LazyLock::new(Mutex::default);
 
-/// From now on this process opens every store at or below `prefix` with `options`; the longest prefix counts, the last
-/// word about a prefix too. Stores are opened by URL in many places and processes: this is the one way options travel.
+/// From now on this process opens every store at or below `prefix` with `options`; the longest
+/// prefix counts, the last word about a prefix too. Stores are opened by URL in many places and
+/// processes: this is the one way options travel.
 pub fn configure(prefix: &str, options: Options) {
     let mut configured = CONFIGURED.lock().unwrap_or_else(PoisonError::into_inner);
     configured.insert(prefix.trim_end_matches('/').to_owned(), options);
@@ -30,10 +32,13 @@ pub fn configure(prefix: &str, options: Options) {
 /// Returns the options of `url`; empty if none were set.
 pub(crate) fn of(url: &str) -> Options {
     let configured = CONFIGURED.lock().unwrap_or_else(PoisonError::into_inner);
-    let holds =
-        |prefix: &str| url.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-    let longest =
-        configured.iter().filter(|(prefix, _)| holds(prefix)).max_by_key(|(prefix, _)| prefix.len());
+    let holds = |prefix: &str| {
+        url.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    };
+    let longest = configured
+        .iter()
+        .filter(|(prefix, _)| holds(prefix))
+        .max_by_key(|(prefix, _)| prefix.len());
     longest.map(|(_, options)| options.clone()).unwrap_or_default()
 }
 

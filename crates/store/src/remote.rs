@@ -58,8 +58,13 @@ fn retry() -> RetryConfig {
 }
 
 /// Returns the backend of `root`, scheme and bucket.
-pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Arc<dyn ObjectStore>> {
-    let refuse = |source: object_store::Error| Error::of("open", root.to_owned(), hiding(options, source));
+pub(crate) fn open(
+    service: Service,
+    root: &str,
+    options: &Options,
+) -> Result<Arc<dyn ObjectStore>> {
+    let refuse =
+        |source: object_store::Error| Error::of("open", root.to_owned(), hiding(options, source));
     Ok(match service {
         Service::S3 => Arc::new(s3(root, options)?.build().map_err(refuse)?),
         Service::Gcs => Arc::new(gcs(root, options)?.build().map_err(refuse)?),
@@ -74,11 +79,15 @@ pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Ar
     })
 }
 
-/// Returns the error without what a user gave as an option: it may be a secret where a name of a file was expected.
+/// Returns the error without what a user gave as an option: it may be a secret where a name of a
+/// file was expected.
 fn hiding(options: &Options, error: object_store::Error) -> object_store::Error {
     let text = error.to_string();
     let known = |value: &&String| value.starts_with("http") || std::path::Path::new(value).exists();
-    let given = options.0.values().filter(|value| value.len() > 3 && text.contains(*value) && !known(value));
+    let given = options
+        .0
+        .values()
+        .filter(|value| value.len() > 3 && text.contains(*value) && !known(value));
     let hidden = given.fold(text.clone(), |text, value| text.replace(value, "***"));
     if hidden == text {
         error
@@ -104,7 +113,8 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
         }
     }
     let name = |(key, value): (String, String)| {
-        let ours = names.iter().find(|(theirs, _)| *theirs == key).map_or(key.as_str(), |(_, ours)| ours);
+        let ours =
+            names.iter().find(|(theirs, _)| *theirs == key).map_or(key.as_str(), |(_, ours)| ours);
         // Other libraries take a file's name where this option takes its content.
         let content = ours == "google_service_account" && value.trim_start().starts_with('{');
         let ours = if content { "google_service_account_key" } else { ours };
@@ -118,7 +128,9 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
 /// # Errors
 /// Like [`Location::parse`].
 pub fn options_of(url: &str) -> Result<BTreeMap<String, String>> {
-    let Location::Remote { service, .. } = Location::parse(url)? else { return Ok(BTreeMap::new()) };
+    let Location::Remote { service, .. } = Location::parse(url)? else {
+        return Ok(BTreeMap::new());
+    };
     let mut named = named(service, &options::of(url));
     if named.iter().any(|(key, value)| key.ends_with("endpoint") && is_plain(Some(value))) {
         named.entry("allow_http".to_owned()).or_insert_with(|| "true".to_owned());
@@ -205,7 +217,8 @@ mod tests {
     #[test]
     fn a_value_that_was_parsed_as_a_file_name_is_not_in_the_message() {
         for secret in ["ya29.hidden-token", r#"{"private_key": "hidden-token"}"#] {
-            let error = open(Service::Gcs, "gs://data", &options(&[("token", secret)])).unwrap_err();
+            let error =
+                open(Service::Gcs, "gs://data", &options(&[("token", secret)])).unwrap_err();
             let mut shown = format!("{error} {error:?}");
             let mut source = std::error::Error::source(&error);
             while let Some(error) = source {
@@ -218,22 +231,34 @@ mod tests {
 
     #[test]
     fn other_readers_get_options_by_names_they_know() {
-        options::configure("s3://told", options(&[("key", "id"), ("endpoint_url", "http://host:1")]));
+        options::configure(
+            "s3://told",
+            options(&[("key", "id"), ("endpoint_url", "http://host:1")]),
+        );
         let told = options_of("s3://told/x").unwrap();
-        let expected =
-            [("allow_http", "true"), ("aws_access_key_id", "id"), ("aws_endpoint", "http://host:1")];
+        let expected = [
+            ("allow_http", "true"),
+            ("aws_access_key_id", "id"),
+            ("aws_endpoint", "http://host:1"),
+        ];
         assert_eq!(told, options(&expected).0);
         assert!(options_of("/tmp/x").unwrap().is_empty());
     }
 
     #[test]
     fn fsspecs_names_are_understood() {
-        let given = options(&[("key", "id"), ("endpoint_url", "http://host:1"), ("aws_region", "here")]);
+        let given =
+            options(&[("key", "id"), ("endpoint_url", "http://host:1"), ("aws_region", "here")]);
         let builder = s3("s3://bucket", &given).unwrap();
         assert_eq!(builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).unwrap(), "id");
-        assert_eq!(builder.get_config_value(&AmazonS3ConfigKey::Endpoint).unwrap(), "http://host:1");
-        let given =
-            options(&[("connection_string", "AccountName=a;AccountKey=b==;BlobEndpoint=http://h:1/a")]);
+        assert_eq!(
+            builder.get_config_value(&AmazonS3ConfigKey::Endpoint).unwrap(),
+            "http://host:1"
+        );
+        let given = options(&[(
+            "connection_string",
+            "AccountName=a;AccountKey=b==;BlobEndpoint=http://h:1/a",
+        )]);
         let builder = azure("az://data", &given).unwrap();
         assert_eq!(builder.get_config_value(&AzureConfigKey::AccountName).unwrap(), "a");
         assert_eq!(builder.get_config_value(&AzureConfigKey::AccessKey).unwrap(), "b==");

@@ -3,10 +3,11 @@
 
 //! The deletion of unused prepared data.
 //!
-//! Only directories that a preparation has named are looked at, `intermediate_*_data[.N]` below a store's prefix. A
-//! directory is deleted if its lease is free and its newest file is old enough, or if it is among the oldest of a store
-//! that has too many bytes of prepared data; the training data of a set decides for all three of its directories. Runs,
-//! checkpoints and files of others are never touched.
+//! Only directories that a preparation has named are looked at, `intermediate_*_data[.N]` below a
+//! store's prefix. A directory is deleted if its lease is free and its newest file is old enough,
+//! or if it is among the oldest of a store that has too many bytes of prepared data; the training
+//! data of a set decides for all three of its directories. Runs, checkpoints and files of others
+//! are never touched.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
@@ -23,7 +24,8 @@ const PLANS: &str = "plans";
 pub struct Limits {
     /// Data whose newest file is at least as old as this.
     pub older_than: Option<Duration>,
-    /// The oldest data, until prepared data takes no more bytes than this. Data in use counts, and stays.
+    /// The oldest data, until prepared data takes no more bytes than this. Data in use counts, and
+    /// stays.
     pub larger_than: Option<u64>,
 }
 
@@ -43,8 +45,8 @@ fn parse(name: &str) -> Option<&str> {
     let rest = name.strip_prefix("intermediate_")?;
     let (role, number) = rest.split_once("_data")?;
     let known = matches!(role, "train" | "val" | "test");
-    let numbered =
-        number.is_empty() || number.strip_prefix('.').is_some_and(|digits| digits.parse::<u64>().is_ok());
+    let numbered = number.is_empty()
+        || number.strip_prefix('.').is_some_and(|digits| digits.parse::<u64>().is_ok());
     (known && numbered).then_some(number)
 }
 
@@ -81,7 +83,10 @@ pub fn stale(store: &Store, limits: Limits, now: SystemTime) -> Result<Vec<Swept
         }
     }
     // Plans have no lease and next to no size: they go by age alone.
-    for item in store.look(PLANS)?.into_iter().filter(|item| item.is_directory && limits.older_than.is_some())
+    for item in store
+        .look(PLANS)?
+        .into_iter()
+        .filter(|item| item.is_directory && limits.older_than.is_some())
     {
         let (plan, newest) = measure(store, format!("{PLANS}/{}", item.name), now)?;
         if old(newest.unwrap_or(SystemTime::UNIX_EPOCH)) {
@@ -140,8 +145,8 @@ fn delete(store: &Store, found: Vec<Swept>, now: SystemTime) -> Result<Vec<Swept
     }
     let mut gone = Vec::new();
     for mut set in sets.into_values() {
-        // Since the look, another process may have begun to use it: deletion takes the lease first, as a writer does.
-        // The lease is in the training data, which goes last.
+        // Since the look, another process may have begun to use it: deletion takes the lease first,
+        // as a writer does. The lease is in the training data, which goes last.
         set.sort_by_key(|one| is_train(&one.path));
         if let Some(train) = set.last().filter(|one| is_train(&one.path))
             && lease::take(&store.child(&train.path)?, now, None, None)?.is_none()
@@ -192,7 +197,8 @@ mod tests {
         ] {
             let file = format!("{path}/file");
             store.write(&file, Bytes::from_static(&[0; 100])).unwrap();
-            let written = std::fs::File::options().write(true).open(directory.path().join(file)).unwrap();
+            let written =
+                std::fs::File::options().write(true).open(directory.path().join(file)).unwrap();
             written.set_modified(now - Duration::from_secs(days * 86_400)).unwrap();
         }
         let used = store.child("intermediate_train_data.1").unwrap();
@@ -203,7 +209,11 @@ mod tests {
         assert_eq!(stale(&store, most(500), now).unwrap(), [], "as large as it may be");
         let second = ["intermediate_train_data.2", "intermediate_val_data.2"];
         for bytes in [499, 300] {
-            assert_eq!(names(&stale(&store, most(bytes), now).unwrap()), second, "the oldest is in use");
+            assert_eq!(
+                names(&stale(&store, most(bytes), now).unwrap()),
+                second,
+                "the oldest is in use"
+            );
         }
         let both = Limits { older_than: Some(Duration::from_secs(5 * 86_400 / 2)), ..most(299) };
         let expected = [second[0], second[1], "intermediate_train_data.3", "plans/p"];
@@ -244,7 +254,9 @@ mod tests {
         put("intermediate_train_data.1/part.parquet", "123");
         let now = SystemTime::now();
         assert!(
-            lease::share(&store.child("intermediate_train_data.1").unwrap(), now, None).unwrap().is_some()
+            lease::share(&store.child("intermediate_train_data.1").unwrap(), now, None)
+                .unwrap()
+                .is_some()
         );
         put("intermediate_train_dataset/mine.parquet", "x");
         put("runs/r/checkpoint", "x");
@@ -253,11 +265,18 @@ mod tests {
         let later = now + Duration::from_secs(3600);
         assert_eq!(stale(&store, older(60), later).unwrap().len(), 3);
         let swept = sweep(&store, older(60), later).unwrap();
-        let all: Vec<_> = swept.iter().map(|one| (one.path.as_str(), one.files, one.bytes)).collect();
-        let expected =
-            [("intermediate_train_data.0", 1, 5), ("intermediate_val_data.0", 1, 1), ("plans/p", 1, 2)];
+        let all: Vec<_> =
+            swept.iter().map(|one| (one.path.as_str(), one.files, one.bytes)).collect();
+        let expected = [
+            ("intermediate_train_data.0", 1, 5),
+            ("intermediate_val_data.0", 1, 1),
+            ("plans/p", 1, 2),
+        ];
         assert_eq!(all, expected);
         let left: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
-        assert_eq!(left, ["intermediate_train_data.1", "intermediate_train_dataset", "plans", "runs"]);
+        assert_eq!(
+            left,
+            ["intermediate_train_data.1", "intermediate_train_dataset", "plans", "runs"]
+        );
     }
 }

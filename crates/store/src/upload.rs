@@ -19,7 +19,8 @@ const PART: usize = 8 << 20;
 /// Parts on their way at once over a network: the writer continues meanwhile.
 const AHEAD: usize = 4;
 
-/// A file being written. It is invisible before [`Upload::finish`]; dropping it leaves nothing behind.
+/// A file being written. It is invisible before [`Upload::finish`]; dropping it leaves nothing
+/// behind.
 pub struct Upload {
     inner: Option<Box<dyn MultipartUpload>>,
     waiter: Waiter,
@@ -112,7 +113,8 @@ impl Upload {
     pub fn finish(mut self) -> Result<u64> {
         self.flush()?;
         self.settle(0)?;
-        let mut inner = self.inner.take().ok_or_else(|| Error::Ended { path: self.path.clone() })?;
+        let mut inner =
+            self.inner.take().ok_or_else(|| Error::Ended { path: self.path.clone() })?;
         match self.waiter.wait(inner.complete())? {
             Ok(_) => {
                 // Manifests name such files: what they name must outlast a loss of power.
@@ -144,6 +146,9 @@ impl Drop for Upload {
 
 impl std::fmt::Debug for Upload {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Upload").field("path", &self.path).field("bytes", &self.bytes).finish_non_exhaustive()
+        f.debug_struct("Upload")
+            .field("path", &self.path)
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
     }
 }

@@ -15,8 +15,9 @@ use crate::error::{Error, Result};
 /// Threads that drive connections; requests themselves wait on the threads that ask.
 const THREADS: usize = 2;
 
-/// The runtime of this process, made when a store over the network is first used. A forked child has none of its
-/// parent's threads and makes its own; the parent's is never dropped there, since dropping would wait for them.
+/// The runtime of this process, made when a store over the network is first used. A forked child
+/// has none of its parent's threads and makes its own; the parent's is never dropped there, since
+/// dropping would wait for them.
 static RUNTIME: Mutex<Option<(u32, std::mem::ManuallyDrop<Runtime>)>> = Mutex::new(None);
 
 /// A way to wait for a backend.
@@ -72,8 +73,9 @@ impl Wake for Unpark {
     }
 }
 
-/// Runs `future` to its end without a runtime. The backends here are ready at once, unless the caller is itself a
-/// runtime's thread: then their work runs on that runtime's blocking pool, and this thread is parked meanwhile.
+/// Runs `future` to its end without a runtime. The backends here are ready at once, unless the
+/// caller is itself a runtime's thread: then their work runs on that runtime's blocking pool, and
+/// this thread is parked meanwhile.
 fn here<T>(future: impl Future<Output = T>) -> T {
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
     let mut context = Context::from_waker(&waker);

@@ -46,7 +46,8 @@ fn main() {
     let kept = best(FEW, |index| {
         tracing::trace!(target: "farandole_engine", rank = index, tensor = "gradient", "submitted");
     });
-    let taken = log::take(Duration::ZERO).map_or(0, |taken| taken.events.len() as u64 + taken.dropped);
+    let taken =
+        log::take(Duration::ZERO).map_or(0, |taken| taken.events.len() as u64 + taken.dropped);
     println!("nothing          {nothing:.2} ns");
     println!("a relaxed load   {load:.2} ns");
     println!("a disabled event {disabled:.2} ns");

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranges for NVIDIA's profilers, when the process can load their annotation library. Without it nothing is done.
+//! Ranges for NVIDIA's profilers, when the process can load their annotation library. Without it
+//! nothing is done.
 //!
-//! The library's C interface, as far as it is used: `nvtxDomainCreateA(name)`, `nvtxDomainRangeStartEx(domain,
-//! attributes)`, which returns a number, and `nvtxDomainRangeEnd(domain, number)`. All are cheap while no tool listens.
+//! The library's C interface, as far as it is used: `nvtxDomainCreateA(name)`,
+//! `nvtxDomainRangeStartEx(domain, attributes)`, which returns a number, and
+//! `nvtxDomainRangeEnd(domain, number)`. All are cheap while no tool listens.
 
 #![expect(unsafe_code, reason = "a C library that is loaded at run time")]
 
@@ -61,13 +63,15 @@ unsafe impl Sync for Nvtx {}
 pub struct Range(u64);
 
 impl Nvtx {
-    /// Returns the domain `Farandole` of the annotation library, if there is one. It is loaded for good.
+    /// Returns the domain `Farandole` of the annotation library, if there is one. It is loaded for
+    /// good.
     pub fn load() -> Option<Self> {
         LIBRARIES.iter().find_map(|library| Self::from_library(library))
     }
 
     fn from_library(library: &CStr) -> Option<Self> {
-        // SAFETY: the name ends with a zero; the library is one that is made to be loaded into any process.
+        // SAFETY: the name ends with a zero; the library is one that is made to be loaded into any
+        // process.
         let library = NonNull::new(unsafe { dlopen(library.as_ptr(), RTLD_NOW) })?;
         // SAFETY: the handle is valid and the names end with a zero.
         let symbol = |name: &CStr| NonNull::new(unsafe { dlsym(library.as_ptr(), name.as_ptr()) });
@@ -104,8 +108,8 @@ impl Nvtx {
             message_type: ASCII,
             message: message.as_ptr(),
         };
-        // SAFETY: the domain is the library's own; the attributes and the message live across the call, and NVTX
-        // keeps neither.
+        // SAFETY: the domain is the library's own; the attributes and the message live across the
+        // call, and NVTX keeps neither.
         Range(unsafe { (self.start)(self.domain, &raw const attributes) })
     }
 
@@ -140,13 +144,19 @@ mod tests {
     #[test]
     fn the_library_is_called_as_its_headers_say() {
         let folder = tempfile::tempdir().unwrap();
-        let (source, library, calls) =
-            (folder.path().join("fake.c"), folder.path().join("fake.so"), folder.path().join("calls"));
+        let (source, library, calls) = (
+            folder.path().join("fake.c"),
+            folder.path().join("fake.so"),
+            folder.path().join("calls"),
+        );
         std::fs::write(&source, FAKE).unwrap();
         let define = format!("-DOUT=\"{}\"", calls.display());
         let mut compiler = Command::new("cc");
         compiler.args(["-shared", "-fPIC", &define, "-o"]).args([&library, &source]);
-        assert!(compiler.status().unwrap().success(), "this test needs a C compiler, as linking does");
+        assert!(
+            compiler.status().unwrap().success(),
+            "this test needs a C compiler, as linking does"
+        );
         let name = CString::new(library.to_str().unwrap()).unwrap();
         let nvtx = Nvtx::from_library(&name).unwrap();
         let range = nvtx.start("ALLREDUCE gradient");

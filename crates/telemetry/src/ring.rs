@@ -51,7 +51,8 @@ impl<T: Weight> Ring<T> {
         Self { budget, inner: Mutex::new(inner), arrived: Condvar::new() }
     }
 
-    /// Adds a record, dropping the oldest droppable ones until it fits. Nothing is added after [`Ring::close`].
+    /// Adds a record, dropping the oldest droppable ones until it fits. Nothing is added after
+    /// [`Ring::close`].
     pub fn push(&self, record: T) {
         let mut inner = self.inner.lock();
         if inner.closed {
@@ -70,7 +71,8 @@ impl<T: Weight> Ring<T> {
         self.arrived.notify_one();
     }
 
-    /// Waits until something waits here, or the ring is closed, or `deadline` passes; then takes everything.
+    /// Waits until something waits here, or the ring is closed, or `deadline` passes; then takes
+    /// everything.
     pub fn drain(&self, deadline: Instant) -> Drained<T> {
         let mut inner = self.inner.lock();
         while inner.records.is_empty() && !inner.closed {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Events from where they are emitted to where they are read. The subscriber is the process's: each test has a process.
+//! Events from where they are emitted to where they are read. The subscriber is the process's: each
+//! test has a process.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 
@@ -26,10 +27,12 @@ fn is_alone() -> bool {
 fn emit() {
     tracing::trace!(target: "farandole_engine::set", tensor = "a", "a trace");
     tracing::debug!(target: "farandole_engine::set", rank = 3, "a detail");
-    tracing::warn!(target: "farandole_engine::set", peer = 1, tensor = "a b", error = %"line 1\nline 2", "a warning");
+    tracing::warn!(target: "farandole_engine::set", peer = 1, tensor = "a b", error = %"line \
+                                                                                        1\nline 2", "a warning");
     tracing::debug!(target: "h2::client", "a library's detail");
     tracing::error!(target: "h2::client", "a library's failure");
-    tracing::info_span!("a span", rank = 1).in_scope(|| tracing::info!(target: "farandole", rank = 1));
+    tracing::info_span!("a span", rank = 1)
+        .in_scope(|| tracing::info!(target: "farandole", rank = 1));
 }
 
 #[test]
@@ -64,7 +67,10 @@ fn events_are_kept_until_the_end_and_then_go_to_stderr() {
         assert_eq!(kept[2..4], [(LogLevel::Trace, false), (LogLevel::Debug, true)]);
         assert_eq!((kept.len(), taken.dropped), (8, 0));
         let (first, thread) = (&taken.events[0], std::thread::current().name().map(str::to_owned));
-        assert!(first.file.unwrap().ends_with("tests/log.rs") && first.thread == thread, "{first:?}");
+        assert!(
+            first.file.unwrap().ends_with("tests/log.rs") && first.thread == thread,
+            "{first:?}"
+        );
         log::end();
         assert!(log::take(Duration::from_secs(60)).is_none());
         tracing::warn!(target: "farandole_store", "too late");

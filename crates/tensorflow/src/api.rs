@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! TensorFlow's C API as function pointers, looked up in the library that the process already holds.
+//! TensorFlow's C API as function pointers, looked up in the library that the process already
+//! holds.
 #![expect(unsafe_code, reason = "symbols are looked up by name and given their declared types")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -13,7 +14,8 @@ pub(crate) type Opaque = *mut c_void;
 /// Makes a kernel of a node; null after a failure.
 pub(crate) type Create = unsafe extern "C" fn(construction: Opaque) -> *mut c_void;
 /// Runs a kernel; the last argument is the callback of an asynchronous one.
-pub(crate) type ComputeAsync = unsafe extern "C" fn(kernel: *mut c_void, context: Opaque, done: Opaque);
+pub(crate) type ComputeAsync =
+    unsafe extern "C" fn(kernel: *mut c_void, context: Opaque, done: Opaque);
 /// Runs a synchronous kernel.
 pub(crate) type Compute = unsafe extern "C" fn(kernel: *mut c_void, context: Opaque);
 /// Destroys a kernel.
@@ -21,7 +23,8 @@ pub(crate) type Delete = unsafe extern "C" fn(kernel: *mut c_void);
 /// Infers shapes of outputs.
 pub(crate) type Infer = unsafe extern "C" fn(context: Opaque, status: Opaque);
 /// Frees the memory of a tensor.
-pub(crate) type Deallocate = unsafe extern "C" fn(data: *mut c_void, length: usize, argument: *mut c_void);
+pub(crate) type Deallocate =
+    unsafe extern "C" fn(data: *mut c_void, length: usize, argument: *mut c_void);
 
 unsafe extern "C" {
     fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
@@ -60,7 +63,8 @@ macro_rules! api {
                         .map(|library| unsafe { dlsym(*library, name.as_ptr().cast()) })
                         .find(|address| !address.is_null())
                         .ok_or(concat!("this TensorFlow lacks ", stringify!($symbol)))?;
-                    // SAFETY: the function has this type in the headers of TensorFlow's stable C API.
+                    // SAFETY: the function has this type in the headers of TensorFlow's stable C
+                    // API.
                     let $field = unsafe {
                         std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) $(-> $result)?>(address)
                     };

@@ -3,9 +3,10 @@
 
 //! The callback of an asynchronous kernel, moved out of the caller's stack.
 //!
-//! TensorFlow hands `compute` the address of a `std::function<void()>` that lives on its stack and dies when `compute`
-//! returns, long before the operation has ended. The C API has no way to keep it, so it is moved here, by the layout
-//! of libstdc++: two words of functor, the manager, the invoker.
+//! TensorFlow hands `compute` the address of a `std::function<void()>` that lives on its stack and
+//! dies when `compute` returns, long before the operation has ended. The C API has no way to keep
+//! it, so it is moved here, by the layout of libstdc++: two words of functor, the manager, the
+//! invoker.
 #![expect(unsafe_code, reason = "moves a C++ object by its layout")]
 
 use std::ffi::{c_int, c_void};
@@ -42,7 +43,8 @@ impl Callback {
     /// `done` is what TensorFlow passed to an asynchronous `compute` that has not returned.
     pub(crate) unsafe fn take(api: &'static Api, done: Opaque) -> Self {
         let original = done.cast::<Function>();
-        // SAFETY: by the caller's promise a live `std::function` is there; emptying it is what its move constructor does.
+        // SAFETY: by the caller's promise a live `std::function` is there; emptying it is what its
+        // move constructor does.
         let function = unsafe {
             let moved = std::ptr::read(original);
             (*original).manager = None;

@@ -87,7 +87,9 @@ impl Tensor {
     ) -> Self {
         let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
         // SAFETY: the caller's promise.
-        let raw = unsafe { (api.new_tensor)(dtype, dims.as_ptr(), rank, data, bytes, deallocate, argument) };
+        let raw = unsafe {
+            (api.new_tensor)(dtype, dims.as_ptr(), rank, data, bytes, deallocate, argument)
+        };
         Self { api, raw }
     }
 
@@ -98,7 +100,11 @@ impl Tensor {
 
     pub(crate) fn dims(&self) -> Vec<i64> {
         // SAFETY: the tensor lives, and indices are below its rank.
-        unsafe { (0..(self.api.num_dims)(self.raw)).map(|index| (self.api.dim)(self.raw, index)).collect() }
+        unsafe {
+            (0..(self.api.num_dims)(self.raw))
+                .map(|index| (self.api.dim)(self.raw, index))
+                .collect()
+        }
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -135,7 +141,8 @@ pub(crate) struct Context {
     raw: Opaque,
 }
 
-// SAFETY: TensorFlow lets an asynchronous kernel use its context on any thread until the callback has run.
+// SAFETY: TensorFlow lets an asynchronous kernel use its context on any thread until the callback
+// has run.
 unsafe impl Send for Context {}
 
 impl Context {
@@ -150,7 +157,8 @@ impl Context {
         unsafe { (self.api.num_inputs)(self.raw) }
     }
 
-    /// Returns an input; `status` is one that holds no failure, as it does afterwards if all goes well.
+    /// Returns an input; `status` is one that holds no failure, as it does afterwards if all goes
+    /// well.
     pub(crate) fn input(self, index: c_int, status: &Status) -> Result<Tensor, Failure> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: as above.
@@ -171,14 +179,22 @@ impl Context {
         let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
         // SAFETY: as above.
         let raw = unsafe {
-            (self.api.allocate_output)(self.raw, index, dtype, dims.as_ptr(), rank, bytes, status.raw)
+            (self.api.allocate_output)(
+                self.raw,
+                index,
+                dtype,
+                dims.as_ptr(),
+                rank,
+                bytes,
+                status.raw,
+            )
         };
         status.check()?;
         Ok(Tensor { api: self.api, raw })
     }
 
-    /// Returns the output with this index on the memory of the input with the same index if it is not needed
-    /// otherwise, else on new memory; `status` as for [`Self::input`].
+    /// Returns the output with this index on the memory of the input with the same index if it is
+    /// not needed otherwise, else on new memory; `status` as for [`Self::input`].
     pub(crate) fn forward(
         self,
         index: c_int,

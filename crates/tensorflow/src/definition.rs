@@ -13,8 +13,8 @@ use crate::api::{Api, Compute, ComputeAsync, Create, Infer, api};
 use crate::context::Status;
 use crate::{kernel, probe, shapes, world};
 
-/// Every element type that crosses the door, but floats of eight bits: in lists of types, names have letters and digits
-/// only, and theirs an underscore.
+/// Every element type that crosses the door, but floats of eight bits: in lists of types, names
+/// have letters and digits only, and theirs an underscore.
 macro_rules! types {
     ($prefix:literal) => {
         concat!(
@@ -25,14 +25,18 @@ macro_rules! types {
     };
 }
 
-const ONE: &str = "T: {uint8, int8, uint16, int16, uint32, int32, uint64, int64, half, bfloat16, float, double, bool, \
-                   complex64, complex128}";
+const ONE: &str = "T: \
+                   {uint8, int8, uint16, int16, uint32, int32, uint64, int64, half, bfloat16, float, double, bool, complex64, complex128}";
 const MANY: &str = types!("Ts: list");
 /// The arguments of every collective.
-const COMMON: [&str; 3] = ["tensor_name: string = ''", "process_set: int = 0", "attended: bool = false"];
+const COMMON: [&str; 3] =
+    ["tensor_name: string = ''", "process_set: int = 0", "attended: bool = false"];
 /// Factors are doubles by their bits, for attributes are singles: 1.0.
-const REDUCTION: [&str; 3] =
-    ["reduce_op: int = 0", "prescale: int = 4607182418800017408", "postscale: int = 4607182418800017408"];
+const REDUCTION: [&str; 3] = [
+    "reduce_op: int = 0",
+    "prescale: int = 4607182418800017408",
+    "postscale: int = 4607182418800017408",
+];
 
 enum Body {
     Asynchronous(Create, ComputeAsync),
@@ -92,7 +96,8 @@ fn definitions() -> Vec<Definition> {
     let part: (&[&str], Infer) = (&["output: T"], shapes::other_rows);
     let all_part: (&[&str], Infer) = (&["outputs: Ts"], shapes::other_rows);
     let gathered: (&[&str], Infer) = (&["output: T", "rows: int64"], shapes::other_rows_and_matrix);
-    let all_gathered: (&[&str], Infer) = (&["outputs: Ts", "rows: int64"], shapes::other_rows_and_matrix);
+    let all_gathered: (&[&str], Infer) =
+        (&["outputs: Ts", "rows: int64"], shapes::other_rows_and_matrix);
     let mut all = Vec::new();
     all.extend(collective!("Allreduce", O::Allreduce, same, all_same, &REDUCTION));
     all.extend(collective!("Broadcast", O::Broadcast, same, all_same, &["root_rank: int = 0"]));
@@ -169,7 +174,8 @@ fn one(api: &'static Api, definition: &Definition) -> Result<(), String> {
         for attribute in definition.attributes.iter().copied().flatten() {
             (api.add_attr)(op, terminated(attribute).as_ptr().cast());
         }
-        // Not folded, not merged, not pruned, and run in the order of the program: as on every other rank.
+        // Not folded, not merged, not pruned, and run in the order of the program: as on every
+        // other rank.
         (api.set_stateful)(op, true);
         (api.set_shapes)(op, definition.shapes);
         (api.register_op)(op, status.raw);

@@ -31,7 +31,8 @@ pub(crate) fn door() -> Result<&'static Door, Failure> {
 pub(crate) fn place(set: u32) -> Result<Place, Failure> {
     let (mut place, mut message) = (Place::default(), [0u8; 512]);
     // SAFETY: both have room.
-    let code = unsafe { (door()?.place)(set, &raw mut place, message.as_mut_ptr().cast(), message.len()) };
+    let code =
+        unsafe { (door()?.place)(set, &raw mut place, message.as_mut_ptr().cast(), message.len()) };
     refused(code, &message).map(|()| place)
 }
 

@@ -42,7 +42,9 @@ struct Pair {
 /// Hands the operation to the engine; failures go through the callback, too.
 pub(crate) fn begin(node: &Arc<Node>, context: Context, callback: Callback) {
     match prepare(node, context) {
-        Ok((door, tensors)) => submit(Job { door, node: Arc::clone(node), context, callback, tensors }),
+        Ok((door, tensors)) => {
+            submit(Job { door, node: Arc::clone(node), context, callback, tensors })
+        }
         Err(failure) => end(node.operation, context, callback, Err(failure)),
     }
 }
@@ -62,11 +64,13 @@ fn prepare(node: &Node, context: Context) -> Result<(&'static Door, Vec<Pair>), 
         _ => context.num_inputs(),
     };
     if node.operation == Operation::Join {
-        let nothing = Pair { input: None, output: None, shape: vec![0], dtype: INT64, splits: None };
+        let nothing =
+            Pair { input: None, output: None, shape: vec![0], dtype: INT64, splits: None };
         return Ok((door, vec![nothing]));
     }
     let status = Status::new(context.api);
-    let tensors = (0..count).map(|index| pair(node, context, index, &status)).collect::<Result<_, _>>()?;
+    let tensors =
+        (0..count).map(|index| pair(node, context, index, &status)).collect::<Result<_, _>>()?;
     Ok((door, tensors))
 }
 
@@ -90,7 +94,8 @@ fn pair(node: &Node, context: Context, index: c_int, status: &Status) -> Result<
             };
             let whole = usize::try_from(*rows).unwrap_or(0);
             *rows = part(node.call.process_set, *rows)?;
-            let bytes = input.bytes().checked_div(whole).unwrap_or(0) * usize::try_from(*rows).unwrap_or(0);
+            let bytes =
+                input.bytes().checked_div(whole).unwrap_or(0) * usize::try_from(*rows).unwrap_or(0);
             pair.output = Some(context.allocate(index, dtype, &share, bytes)?);
             pair.input = Some(input);
         }
@@ -112,9 +117,11 @@ fn part(process_set: u32, rows: i64) -> Result<i64, Failure> {
 }
 
 fn non_negative(splits: &[i64]) -> Result<Vec<u64>, Failure> {
-    splits.iter().map(|split| u64::try_from(*split)).collect::<Result<_, _>>().map_err(|_| Failure {
-        code: Code::InvalidArgument,
-        text: format!("splits must not be negative: {splits:?}"),
+    splits.iter().map(|split| u64::try_from(*split)).collect::<Result<_, _>>().map_err(|_| {
+        Failure {
+            code: Code::InvalidArgument,
+            text: format!("splits must not be negative: {splits:?}"),
+        }
     })
 }
 
@@ -126,11 +133,19 @@ fn submit(job: Job) {
     let (submit, call) = (job.door.submit, job.node.call);
     let context = Box::into_raw(Box::new(job));
     let mut message = [0u8; 1024];
-    // SAFETY: names outlive the call, as do shapes until the engine has read them; the tensors live in the job until
-    // `done` has taken it.
+    // SAFETY: names outlive the call, as do shapes until the engine has read them; the tensors live
+    // in the job until `done` has taken it.
     let code = unsafe {
         let message: *mut [u8; 1024] = &raw mut message;
-        submit(&raw const call, requests.as_ptr(), requests.len(), done, context.cast(), message.cast(), 1024)
+        submit(
+            &raw const call,
+            requests.as_ptr(),
+            requests.len(),
+            done,
+            context.cast(),
+            message.cast(),
+            1024,
+        )
     };
     if let Err(failure) = refused(code, &message) {
         // SAFETY: `done` does not run for what was refused (DO-2).
@@ -180,7 +195,8 @@ pub(crate) static EMPTY: Empty = Empty(std::cell::UnsafeCell::new([0; 64]));
 /// The door calls it once with the job of `submit`.
 unsafe extern "C" fn done(context: *mut c_void, outcome: *const Outcome) {
     // SAFETY: boxed by `submit`, and given up to this one call.
-    let Job { door, node, context, callback, tensors } = *unsafe { Box::from_raw(context.cast::<Job>()) };
+    let Job { door, node, context, callback, tensors } =
+        *unsafe { Box::from_raw(context.cast::<Job>()) };
     // SAFETY: the outcome and what it points at live for this call.
     let result = unsafe {
         let outcome = &*outcome;
@@ -209,7 +225,9 @@ fn finish(
     let mut all_rows = Vec::new();
     for (index, (pair, output)) in (0..).zip(tensors.iter().zip(outputs)) {
         match operation {
-            Operation::Join => return scalar(context, 0, i32::try_from(output.number()).unwrap_or(-1)),
+            Operation::Join => {
+                return scalar(context, 0, i32::try_from(output.number()).unwrap_or(-1));
+            }
             Operation::Allgather | Operation::Alltoall => {
                 let mut dims = pair.shape.clone();
                 if let Some(first) = dims.first_mut() {
@@ -237,7 +255,11 @@ fn matrix(context: Context, tensors: usize, rows: &[u64]) -> Result<(), Failure>
     let tensor = context.allocate(index, INT64, &dims, size_of_val(rows))?;
     // SAFETY: allocated with room for all of them.
     unsafe {
-        std::ptr::copy_nonoverlapping(rows.as_ptr().cast::<u8>(), tensor.data().cast(), size_of_val(rows))
+        std::ptr::copy_nonoverlapping(
+            rows.as_ptr().cast::<u8>(),
+            tensor.data().cast(),
+            size_of_val(rows),
+        )
     };
     Ok(())
 }
@@ -261,14 +283,18 @@ fn numbered(rows: &[u64]) -> Result<Vec<i32>, Failure> {
     let number = |(rank, rows): (usize, &u64)| {
         i32::try_from(*rows).map_err(|_| Failure {
             code: Code::InvalidArgument,
-            text: format!("alltoall received {rows} rows from rank {rank}; received_splits holds int32: send at most {} rows to a rank", i32::MAX),
+            text: format!(
+                "alltoall received {rows} rows from rank {rank}; received_splits holds \
+                           int32: send at most {} rows to a rank",
+                i32::MAX
+            ),
         })
     };
     rows.iter().enumerate().map(number).collect()
 }
 
-/// Returns the number on the wire of a TensorFlow element type. A type that the ops do not take gets an unused
-/// number.
+/// Returns the number on the wire of a TensorFlow element type. A type that the ops do not take
+/// gets an unused number.
 pub(crate) fn wire(dtype: c_int) -> u32 {
     match dtype {
         1 => 7,

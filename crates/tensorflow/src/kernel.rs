@@ -25,8 +25,8 @@ pub(crate) struct Node {
     pub(crate) call: Call,
 }
 
-/// Name of a tensor of a group; the first one's does not tell how many there are, so ranks whose groups differ meet in
-/// it, and hear of that.
+/// Name of a tensor of a group; the first one's does not tell how many there are, so ranks whose
+/// groups differ meet in it, and hear of that.
 pub(crate) fn member(base: &str, index: usize, count: usize) -> String {
     match index {
         0 => base.to_owned(),
@@ -37,7 +37,8 @@ pub(crate) fn member(base: &str, index: usize, count: usize) -> String {
 impl Node {
     /// Names of so many tensors, which are as many in every run.
     pub(crate) fn names(&self, count: usize) -> &[String] {
-        self.names.get_or_init(|| (0..count).map(|index| member(&self.base, index, count)).collect())
+        self.names
+            .get_or_init(|| (0..count).map(|index| member(&self.base, index, count)).collect())
     }
 }
 
@@ -95,7 +96,10 @@ pub(crate) unsafe extern "C" fn compute(kernel: *mut c_void, context: Opaque, do
     match unsafe { kernel.cast::<Kernel>().as_ref() } {
         Some(Kernel::Node(node)) => job::begin(node, context, callback),
         _ => {
-            context.fail(&Failure { code: Code::Internal, text: "the kernel was not made".to_owned() });
+            context.fail(&Failure {
+                code: Code::Internal,
+                text: "the kernel was not made".to_owned(),
+            });
             callback.run();
         }
     }
@@ -104,8 +108,10 @@ pub(crate) unsafe extern "C" fn compute(kernel: *mut c_void, context: Opaque, do
 /// # Safety
 /// `construction` is TensorFlow's, of this call.
 unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Result<Node, Failure> {
-    let operation = Operation::from_number(operation)
-        .ok_or_else(|| Failure { code: Code::Internal, text: format!("no such operation: {operation}") })?;
+    let operation = Operation::from_number(operation).ok_or_else(|| Failure {
+        code: Code::Internal,
+        text: format!("no such operation: {operation}"),
+    })?;
     let reduces = matches!(operation, Operation::Allreduce | Operation::Reducescatter);
     // SAFETY: the caller's promise, for all of these.
     unsafe {
@@ -116,7 +122,8 @@ unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Resul
                 Ok(1.0)
             }
         };
-        let number = |name, wanted: bool| if wanted { small(api, construction, name) } else { Ok(0) };
+        let number =
+            |name, wanted: bool| if wanted { small(api, construction, name) } else { Ok(0) };
         let name = string(api, construction, c"tensor_name")?;
         let numbered = name.is_empty();
         // Not told apart by operation: ranks that issue different ones meet, and hear of it.
@@ -140,7 +147,11 @@ unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Resul
 ///
 /// # Safety
 /// Like [`read`].
-pub(crate) unsafe fn small(api: &'static Api, construction: Opaque, name: &CStr) -> Result<u32, Failure> {
+pub(crate) unsafe fn small(
+    api: &'static Api,
+    construction: Opaque,
+    name: &CStr,
+) -> Result<u32, Failure> {
     // SAFETY: the caller's promise.
     let value = unsafe { integer(api, construction, name) }?;
     u32::try_from(value).map_err(|_| Failure {
@@ -176,7 +187,13 @@ unsafe fn string(api: &'static Api, construction: Opaque, name: &CStr) -> Result
         (api.attr_size)(construction, name.as_ptr(), &raw mut list, &raw mut bytes, status.raw);
         status.check()?;
         let mut text = vec![0u8; usize::try_from(bytes).unwrap_or(0)];
-        (api.attr_string)(construction, name.as_ptr(), text.as_mut_ptr().cast(), text.len(), status.raw);
+        (api.attr_string)(
+            construction,
+            name.as_ptr(),
+            text.as_mut_ptr().cast(),
+            text.len(),
+            status.raw,
+        );
         status.check()?;
         Ok(String::from_utf8_lossy(&text).into_owned())
     }

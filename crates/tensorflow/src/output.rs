@@ -22,8 +22,13 @@ impl<'a> Brought<'a> {
     /// Returns all outputs of an outcome.
     ///
     /// # Safety
-    /// `first` and `count` are the outcome's of a `done` that has not returned, and no other code frees them.
-    pub(crate) unsafe fn all(door: &'static Door, first: *const Output, count: usize) -> Vec<Brought<'a>> {
+    /// `first` and `count` are the outcome's of a `done` that has not returned, and no other code
+    /// frees them.
+    pub(crate) unsafe fn all(
+        door: &'static Door,
+        first: *const Output,
+        count: usize,
+    ) -> Vec<Brought<'a>> {
         // SAFETY: the caller's promise.
         let outputs = unsafe { slice(first, count) };
         outputs.iter().map(|output| Brought { door, output, taken: false }).collect()
@@ -59,7 +64,8 @@ impl<'a> Brought<'a> {
         let memory = (self.output.address, self.output.bytes);
         self.taken = true;
         // SAFETY: the memory is valid until its owner is freed, which `release` does.
-        let tensor = unsafe { Tensor::over(context.api, dtype, dims, memory, (release, self.output.owner)) };
+        let tensor =
+            unsafe { Tensor::over(context.api, dtype, dims, memory, (release, self.output.owner)) };
         context.set_output(index, &tensor)
     }
 }
@@ -136,7 +142,8 @@ mod tests {
         };
         let outputs = [output(1), output(10), output(100)];
         // SAFETY: the outputs outlive what is made of them.
-        let mut brought = unsafe { Brought::all(&DOOR, outputs.as_ptr(), outputs.len()) }.into_iter();
+        let mut brought =
+            unsafe { Brought::all(&DOOR, outputs.as_ptr(), outputs.len()) }.into_iter();
         let first = brought.next().unwrap();
         assert_eq!((first.rows(), first.number(), first.bytes()), (&rows[..], 5, &[][..]));
         drop(first);

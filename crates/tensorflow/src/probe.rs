@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! An op that ends on another thread well after its `compute` has returned: whether the callback survives that is
-//! asked once, at load. Without a delay it ends at once, and costs what any asynchronous op costs.
+//! An op that ends on another thread well after its `compute` has returned: whether the callback
+//! survives that is asked once, at load. Without a delay it ends at once, and costs what any
+//! asynchronous op costs.
 #![expect(unsafe_code, reason = "TensorFlow calls these through pointers")]
 
 use std::ffi::c_void;
@@ -14,7 +15,8 @@ use crate::callback::Callback;
 use crate::context::{Code, Context, Failure, Status};
 use crate::kernel::{Kernel, small};
 
-/// Reads the delay in microseconds; 2 ms is long enough for the caller's stack to be used by something else.
+/// Reads the delay in microseconds; 2 ms is long enough for the caller's stack to be used by
+/// something else.
 ///
 /// # Safety
 /// TensorFlow calls it with a construction.
@@ -67,10 +69,10 @@ pub(crate) unsafe extern "C" fn compute(kernel: *mut c_void, context: Opaque, do
 fn double(context: Context) -> Result<(), Failure> {
     let input = context.input(0, &Status::new(context.api))?;
     let output = context.allocate(0, input.dtype(), &input.dims(), input.bytes())?;
-    let number = *input
-        .integers()
-        .first()
-        .ok_or_else(|| Failure { code: Code::InvalidArgument, text: "nothing to double".to_owned() })?;
+    let number = *input.integers().first().ok_or_else(|| Failure {
+        code: Code::InvalidArgument,
+        text: "nothing to double".to_owned(),
+    })?;
     // SAFETY: as large as the input, which holds a number.
     unsafe { output.data().cast::<i64>().write_unaligned(2 * number) };
     Ok(())

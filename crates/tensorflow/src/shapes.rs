@@ -31,7 +31,8 @@ impl Drop for Shape {
 /// Outputs have the shapes of the inputs.
 pub(crate) unsafe extern "C" fn same(context: Opaque, status: Opaque) {
     let Ok(api) = api() else { return };
-    // SAFETY: context and status are TensorFlow's, for this call; indices are below the number of inputs.
+    // SAFETY: context and status are TensorFlow's, for this call; indices are below the number of
+    // inputs.
     unsafe {
         for index in 0..inputs(api, context) {
             let shape = Shape::new(api);
@@ -51,13 +52,15 @@ pub(crate) unsafe extern "C" fn other_rows(context: Opaque, status: Opaque) {
 /// Like [`other_rows`], then a matrix.
 pub(crate) unsafe extern "C" fn other_rows_and_matrix(context: Opaque, status: Opaque) {
     let Ok(api) = api() else { return };
-    // SAFETY: as above; a shape function that sets nothing leaves an output unknown, so this comes first.
+    // SAFETY: as above; a shape function that sets nothing leaves an output unknown, so this comes
+    // first.
     unsafe {
         let count = inputs(api, context);
         (api.shape_unknown)(context, status);
         other_rows_of(api, context, status, count);
         let row = Shape(api, (api.shape_vector)(context, UNKNOWN));
-        let column = Shape(api, (api.shape_vector)(context, usize::try_from(count).unwrap_or(UNKNOWN)));
+        let column =
+            Shape(api, (api.shape_vector)(context, usize::try_from(count).unwrap_or(UNKNOWN)));
         let matrix = Shape::new(api);
         (api.shape_concatenate)(context, column.1, row.1, matrix.1, status);
         (api.shape_output)(context, count, matrix.1, status);

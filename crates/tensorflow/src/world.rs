@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Size and rank as ops: asked when the graph runs, not when it is built, so that a graph outlives a world.
+//! Size and rank as ops: asked when the graph runs, not when it is built, so that a graph outlives
+//! a world.
 #![expect(unsafe_code, reason = "TensorFlow calls these through pointers")]
 
 use std::ffi::{c_int, c_void};
@@ -78,5 +79,6 @@ pub(crate) fn answer(question: u32, set: u32) -> Result<i32, Failure> {
             text: format!("this rank is not a member of process set {set}"),
         })?,
     };
-    i32::try_from(number).map_err(|_| Failure { code: Code::Internal, text: format!("too large: {number}") })
+    i32::try_from(number)
+        .map_err(|_| Failure { code: Code::Internal, text: format!("too large: {number}") })
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links that are opened at their first use, in the strictest way: they open only when both ends have asked, and to use one
-//! that was not asked for is a failure.
+//! Links that are opened at their first use, in the strictest way: they open only when both ends
+//! have asked, and to use one that was not asked for is a failure.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,7 +25,13 @@ impl Register {
         let asked = Arc::clone(self.0.entry((own.min(peer), own.max(peer))).or_default());
         let gate = Gate { asked, side: usize::from(own > peer), ends: [own, peer] };
         let sender = Box::new(Sender { inner: sender, gate: gate.clone() });
-        Link { peer, kind, capacity, sender, receiver: Box::new(Receiver { inner: receiver, gate }) }
+        Link {
+            peer,
+            kind,
+            capacity,
+            sender,
+            receiver: Box::new(Receiver { inner: receiver, gate }),
+        }
     }
 
     /// The peers that a rank has asked for, ascending.
@@ -51,7 +57,10 @@ struct Gate {
 impl Gate {
     fn is_open(&self) -> bool {
         let [own, peer] = self.ends;
-        assert!(self.asked[self.side].load(Ordering::Acquire), "rank {own} did not ask for rank {peer}");
+        assert!(
+            self.asked[self.side].load(Ordering::Acquire),
+            "rank {own} did not ask for rank {peer}"
+        );
         self.asked[1 - self.side].load(Ordering::Acquire)
     }
 }

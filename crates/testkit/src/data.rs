@@ -13,8 +13,8 @@ use crate::float8;
 /// The seed of data: equal seeds give equal bytes, everywhere and always.
 pub type Seed = u64;
 
-/// `count` elements of ordinary size, as bytes. Floats spread over a few orders of magnitude, so that the order of
-/// summation shows; integers over their whole range; booleans are 0 or 1.
+/// `count` elements of ordinary size, as bytes. Floats spread over a few orders of magnitude, so
+/// that the order of summation shows; integers over their whole range; booleans are 0 or 1.
 pub fn elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
     let mut random = StdRng::seed_from_u64(seed);
     let mut bytes = Vec::with_capacity(count * dtype.size());
@@ -24,7 +24,8 @@ pub fn elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
     bytes
 }
 
-/// Like [`elements`], with zeros of both signs, infinities, NaNs, subnormals and extremes among the floats.
+/// Like [`elements`], with zeros of both signs, infinities, NaNs, subnormals and extremes among the
+/// floats.
 pub fn special_elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
     let mut random = StdRng::seed_from_u64(seed);
     let mut bytes = Vec::with_capacity(count * dtype.size());
@@ -47,7 +48,9 @@ fn element(dtype: DataType, random: &mut StdRng, bytes: &mut Vec<u8>) {
     match dtype {
         DataType::F16 => bytes.extend(f16::from_f64(float(random)).to_ne_bytes()),
         DataType::Bf16 => bytes.extend(bf16::from_f64(float(random)).to_ne_bytes()),
-        DataType::F8E4M3 | DataType::F8E5M2 => bytes.push(float8::encode(dtype, single(float(random)))),
+        DataType::F8E4M3 | DataType::F8E5M2 => {
+            bytes.push(float8::encode(dtype, single(float(random))))
+        }
         DataType::F32 => bytes.extend(single(float(random)).to_ne_bytes()),
         DataType::F64 => bytes.extend(float(random).to_ne_bytes()),
         DataType::C64 => {
@@ -90,7 +93,10 @@ fn special(dtype: DataType, random: &mut StdRng, bytes: &mut Vec<u8>) {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "a float of another width is what is asked for")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a float of another width is what is asked for"
+)]
 pub(crate) fn single(value: f64) -> f32 {
     value as f32
 }

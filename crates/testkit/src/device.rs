@@ -10,8 +10,8 @@ use std::sync::Arc;
 use farandole_collectives::{Buffer, Device, Error, Event, Memory, Place, Result, Stream};
 use parking_lot::Mutex;
 
-/// A device over host memory. Copies are queued; each is carried out only in its turn and after a number of queries,
-/// so that code that does not wait for its event reads stale bytes.
+/// A device over host memory. Copies are queued; each is carried out only in its turn and after a
+/// number of queries, so that code that does not wait for its event reads stale bytes.
 #[derive(Clone)]
 pub struct HostDevice {
     ordinal: u32,
@@ -61,8 +61,11 @@ impl HostDevice {
     /// A buffer on this device that holds these bytes, and the memory behind it.
     pub fn upload(&self, bytes: &[u8]) -> (Memory, Buffer) {
         let memory = crate::filled(bytes);
-        // SAFETY: the memory is returned with the buffer; tests keep it for as long as they use the buffer.
-        let buffer = unsafe { Buffer::from_raw(memory.address(), memory.len(), Place::Device(self.ordinal)) };
+        // SAFETY: the memory is returned with the buffer; tests keep it for as long as they use the
+        // buffer.
+        let buffer = unsafe {
+            Buffer::from_raw(memory.address(), memory.len(), Place::Device(self.ordinal))
+        };
         (memory, buffer)
     }
 
@@ -111,8 +114,8 @@ impl Event for Late {
             if healthy.is_some_and(|copies| finished >= copies) {
                 return Err(self.device.failure());
             }
-            // SAFETY: both buffers are valid for their equal length until this event is ready, by the promise of
-            // `Buffer::from_raw` or because they own their memory; they may overlap.
+            // SAFETY: both buffers are valid for their equal length until this event is ready, by
+            // the promise of `Buffer::from_raw` or because they own their memory; they may overlap.
             unsafe { std::ptr::copy(copy.from.address(), copy.to.address(), copy.from.len()) }
             queue.waiting.pop_front();
             queue.finished += 1;
@@ -144,7 +147,9 @@ mod tests {
         let second = device.copy(&staging.buffer().slice(0, 3), &back.buffer()).unwrap();
         assert!(!second.is_ready().unwrap());
         assert_eq!(contents(&staging)[..3], [0, 0, 0]);
-        let polls = std::iter::repeat_with(|| second.is_ready().unwrap()).take_while(|ready| !ready).count();
+        let polls = std::iter::repeat_with(|| second.is_ready().unwrap())
+            .take_while(|ready| !ready)
+            .count();
         assert_eq!(polls, 3);
         assert!(first.is_ready().unwrap());
         assert_eq!(contents(&back), [1, 2, 3]);

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use farandole_transport::{Error, Link, LinkReceiver, LinkSender, Result};
 use farandole_world::Rank;
 
-/// A link that carries `bytes` bytes towards its peer and is then lost in both directions, to both ends.
+/// A link that carries `bytes` bytes towards its peer and is then lost in both directions, to both
+/// ends.
 pub fn cut_after(link: Link, bytes: usize) -> Link {
     let Link { peer, kind, capacity, sender, receiver } = link;
     let cut = Arc::new(AtomicBool::new(false));
@@ -17,7 +18,12 @@ pub fn cut_after(link: Link, bytes: usize) -> Link {
         peer,
         kind,
         capacity,
-        sender: Box::new(CutSender { inner: Some(sender), peer, left: bytes, cut: Arc::clone(&cut) }),
+        sender: Box::new(CutSender {
+            inner: Some(sender),
+            peer,
+            left: bytes,
+            cut: Arc::clone(&cut),
+        }),
         receiver: Box::new(CutReceiver { inner: Some(receiver), peer, cut }),
     }
 }

@@ -49,7 +49,8 @@ pub(crate) fn decode(dtype: DataType, code: u8) -> f32 {
     single(if code < 0x80 { value } else { -value })
 }
 
-/// The code of the number that is nearest, of two the even code; of the last one for all that is beyond.
+/// The code of the number that is nearest, of two the even code; of the last one for all that is
+/// beyond.
 pub(crate) fn encode(dtype: DataType, value: f32) -> u8 {
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
     if value.is_nan() {

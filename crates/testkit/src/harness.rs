@@ -36,12 +36,13 @@ pub enum Links {
     SharedMemory,
     /// TCP connections.
     Tcp,
-    /// Shared memory between ranks of one host, TCP between others; ranks of the same parity are on one host, unless the
-    /// world is one of [`Harness::on_hosts`].
+    /// Shared memory between ranks of one host, TCP between others; ranks of the same parity are on
+    /// one host, unless the world is one of [`Harness::on_hosts`].
     TwoHosts,
     /// As `TwoHosts`; the TCP connections are opened at their first use.
     OnDemand,
-    /// Memory of this process. Links between hosts open when both ends have asked: see [`Register`](crate::Register).
+    /// Memory of this process. Links between hosts open when both ends have asked: see
+    /// [`Register`](crate::Register).
     Asked,
 }
 
@@ -66,8 +67,8 @@ impl Harness {
         }
     }
 
-    /// A world of hosts with these many ranks each; members know of them. Over [`Links::TwoHosts`] they have shared
-    /// memory each and TCP in between.
+    /// A world of hosts with these many ranks each; members know of them. Over [`Links::TwoHosts`]
+    /// they have shared memory each and TCP in between.
     pub fn on_hosts(ranks: &[usize]) -> Self {
         let hosts = (0..).zip(ranks).flat_map(|(host, ranks)| std::iter::repeat_n(host, *ranks));
         Self { hosts: Some(hosts.collect()), ..Self::new(ranks.iter().sum()) }
@@ -101,10 +102,12 @@ impl Harness {
         Self { cut: Some(Cut { from, to, bytes }), ..self }
     }
 
-    /// Runs `body` on every rank, each in a thread of its own; returns what they return, in rank order.
+    /// Runs `body` on every rank, each in a thread of its own; returns what they return, in rank
+    /// order.
     ///
     /// # Panics
-    /// When links cannot be made, and when a rank panics: its links close, so that the others end too.
+    /// When links cannot be made, and when a rank panics: its links close, so that the others end
+    /// too.
     #[expect(clippy::expect_used, reason = "a test without its world has failed")]
     pub fn run<T: Send>(&self, body: impl Fn(Rank, HostCommunicator) -> T + Sync) -> Vec<T> {
         // Meshes watch their peers: they live as long as the world.
@@ -148,7 +151,9 @@ impl Harness {
         let mut own = |rank: Rank, links: Vec<Link>| -> Vec<Link> {
             let far = |link: &Link| self.host(rank) != self.host(link.peer);
             let links = links.into_iter();
-            links.map(|link| if far(&link) { register.on_demand(rank, link) } else { link }).collect()
+            links
+                .map(|link| if far(&link) { register.on_demand(rank, link) } else { link })
+                .collect()
         };
         (0..).map(Rank).zip(links).map(|(rank, links)| own(rank, links)).collect()
     }
@@ -171,12 +176,15 @@ impl Harness {
                 scope.spawn(move || {
                     let mesh = Mesh::join(options, &meeting).expect("a mesh");
                     let far = |peer: &Rank| self.host(Rank(rank)) != self.host(*peer);
-                    let (later, first): (Vec<Rank>, Vec<Rank>) =
-                        peers.iter().copied().partition(|peer| self.links == Links::OnDemand && far(peer));
+                    let (later, first): (Vec<Rank>, Vec<Rank>) = peers
+                        .iter()
+                        .copied()
+                        .partition(|peer| self.links == Links::OnDemand && far(peer));
                     let mut links = mesh.open(1, &first, ring).expect("links");
                     let deadline = Instant::now() + DEADLINE;
                     links.extend(
-                        mesh.open_on_demand(1, &later, ring, deadline, &mut || false).expect("heartbeats"),
+                        mesh.open_on_demand(1, &later, ring, deadline, &mut || false)
+                            .expect("heartbeats"),
                     );
                     let kinds = links.iter().map(|link| (link.peer, link.kind));
                     assert!(kinds.into_iter().all(|(peer, kind)| self.expects(rank, peer) == kind));
@@ -196,7 +204,9 @@ impl Harness {
         match self.links {
             Links::Loopback | Links::Asked => LinkKind::Loopback,
             Links::Tcp => LinkKind::Tcp,
-            Links::TwoHosts | Links::OnDemand if self.host(Rank(rank)) != self.host(peer) => LinkKind::Tcp,
+            Links::TwoHosts | Links::OnDemand if self.host(Rank(rank)) != self.host(peer) => {
+                LinkKind::Tcp
+            }
             Links::SharedMemory | Links::TwoHosts | Links::OnDemand => LinkKind::SharedMemory,
         }
     }
@@ -213,7 +223,10 @@ fn join<T>(threads: Vec<ScopedJoinHandle<'_, T>>) -> Vec<T> {
 ///
 /// # Panics
 /// Like [`Harness::run`].
-pub fn run_world<T: Send>(size: usize, body: impl Fn(Rank, HostCommunicator) -> T + Sync) -> Vec<T> {
+pub fn run_world<T: Send>(
+    size: usize,
+    body: impl Fn(Rank, HostCommunicator) -> T + Sync,
+) -> Vec<T> {
     Harness::new(size).run(body)
 }
 
@@ -245,7 +258,11 @@ pub fn complete_all(communicator: &mut dyn Communicator, operations: Vec<Operati
         }
         let elapsed = start.elapsed();
         if elapsed > DEADLINE {
-            let what = format!("{} operations of member {}", communicator.pending(), communicator.member());
+            let what = format!(
+                "{} operations of member {}",
+                communicator.pending(),
+                communicator.member()
+            );
             return Err(Error::Timeout { what, elapsed }.into());
         }
     }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Parts of tests: a world of threads in one process, an oracle that computes every operation in the simplest way,
-//! seeded data, a device in host memory, links that break. For development only: it is in no wheel.
+//! Parts of tests: a world of threads in one process, an oracle that computes every operation in
+//! the simplest way, seeded data, a device in host memory, links that break. For development only:
+//! it is in no wheel.
 //!
 //! ```text
 //! Harness::new(4).run(|rank, communicator| ..)     every rank a thread with a communicator; loopback links, or any other
@@ -10,8 +11,8 @@
 //! oracle::allreduce(..) == the bytes all ranks must hold
 //! ```
 //!
-//! It defines no rule of the product: the oracle computes what `farandole_collectives::kernel` documents, element by
-//! element and in a different way.
+//! It defines no rule of the product: the oracle computes what `farandole_collectives::kernel`
+//! documents, element by element and in a different way.
 
 #![deny(unsafe_code)]
 

@@ -50,14 +50,15 @@ pub fn allreduce_on(hosts: &[usize], call: Allreduce, inputs: &[Vec<u8>]) -> Vec
     let count = inputs.first().map_or(0, |input| input.len() / size);
     let mut out = Vec::new();
     for k in 0..count {
-        let element: Vec<&[u8]> = inputs.iter().map(|input| &input[k * size..(k + 1) * size]).collect();
+        let element: Vec<&[u8]> =
+            inputs.iter().map(|input| &input[k * size..(k + 1) * size]).collect();
         out.extend(reduce_element(call, hosts, &element));
     }
     out
 }
 
-/// Joins each host's values one after the other, then hosts in pairs, of which those that exceed a power of two are
-/// paired first. What a host has is rounded before it goes to others.
+/// Joins each host's values one after the other, then hosts in pairs, of which those that exceed a
+/// power of two are paired first. What a host has is rounded before it goes to others.
 fn join_on<T: Copy>(
     hosts: &[usize],
     values: &[T],
@@ -69,7 +70,10 @@ fn join_on<T: Copy>(
     for members in hosts {
         let (own, others) = rest.split_at(*members);
         level.extend(
-            own.iter().copied().reduce(&join).map(|value| if hosts.len() > 1 { round(value) } else { value }),
+            own.iter()
+                .copied()
+                .reduce(&join)
+                .map(|value| if hosts.len() > 1 { round(value) } else { value }),
         );
         rest = others;
     }
@@ -86,8 +90,9 @@ fn join_on<T: Copy>(
 macro_rules! integer {
     ($type:ty, $call:expr, $element:expr) => {{
         let Allreduce { op, prescale, postscale, .. } = $call;
-        let scale =
-            |value: $type, factor: f64| if factor == 1.0 { value } else { cast!($type, value, factor) };
+        let scale = |value: $type, factor: f64| {
+            if factor == 1.0 { value } else { cast!($type, value, factor) }
+        };
         let values: Vec<$type> = $element
             .iter()
             .map(|bytes| <$type>::from_ne_bytes(array(bytes)))
@@ -128,8 +133,11 @@ macro_rules! float {
     ($type:ty, $factor:path, $call:expr, $hosts:expr, $element:expr, $read:expr, $write:expr, $round:expr) => {{
         let Allreduce { op, prescale, postscale, .. } = $call;
         let (pre, post): ($type, $type) = ($factor(prescale), $factor(postscale));
-        let values: Vec<$type> =
-            $element.iter().map(|bytes| $read(array(bytes))).map(|value: $type| value * pre).collect();
+        let values: Vec<$type> = $element
+            .iter()
+            .map(|bytes| $read(array(bytes)))
+            .map(|value: $type| value * pre)
+            .collect();
         let count = $element.len() as $type;
         let joined = join_on(
             $hosts,
@@ -177,7 +185,16 @@ fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8
         DataType::F16 => {
             let round = |value| if rounds { f16::from_f32(value).to_f32() } else { value };
             let read = |bytes| f16::from_ne_bytes(bytes).to_f32();
-            float!(f32, single, call, hosts, element, read, |value| f16::from_f32(value).to_ne_bytes(), round)
+            float!(
+                f32,
+                single,
+                call,
+                hosts,
+                element,
+                read,
+                |value| f16::from_f32(value).to_ne_bytes(),
+                round
+            )
         }
         DataType::Bf16 => {
             let round = |value| if rounds { bf16::from_f32(value).to_f32() } else { value };
@@ -195,7 +212,9 @@ fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8
         }
         DataType::F8E4M3 | DataType::F8E5M2 => {
             let read = |bytes: [u8; 1]| float8::decode(call.dtype, bytes[0]);
-            float!(f32, single, call, hosts, element, read, |value| [float8::encode(call.dtype, value)])
+            float!(f32, single, call, hosts, element, read, |value| [float8::encode(
+                call.dtype, value
+            )])
         }
         DataType::F32 | DataType::C64 => {
             float!(f32, single, call, hosts, element, f32::from_ne_bytes, f32::to_ne_bytes)
@@ -219,14 +238,16 @@ fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     array
 }
 
-/// Returns the result of an Adasum of these inputs on every rank, in `float64`. Neighbours are combined until one
-/// vector is left; of a number that is no power of two, the first ones are combined before that.
+/// Returns the result of an Adasum of these inputs on every rank, in `float64`. Neighbours are
+/// combined until one vector is left; of a number that is no power of two, the first ones are
+/// combined before that.
 pub fn adasum(inputs: &[Vec<f64>]) -> Vec<f64> {
     let combine = |pair: &[Vec<f64>]| match pair {
         [a, b] => {
             let product = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
             let dot = product(a, b);
-            let factor = |length: f64| if length < 1e-154 { 1.0 } else { 1.0 - dot / (2.0 * length) };
+            let factor =
+                |length: f64| if length < 1e-154 { 1.0 } else { 1.0 - dot / (2.0 * length) };
             let (first, second) = (factor(product(a, a)), factor(product(b, b)));
             a.iter().zip(b).map(|(a, b)| first * a + second * b).collect()
         }
@@ -254,8 +275,8 @@ pub fn floats(dtype: DataType, bytes: &[u8]) -> Vec<f64> {
     bytes.chunks_exact(dtype.size()).map(of).collect()
 }
 
-/// The root mean square of what differs between a sum and that of `inputs` in `float64`, in parts of the sum's own root
-/// mean square.
+/// The root mean square of what differs between a sum and that of `inputs` in `float64`, in parts
+/// of the sum's own root mean square.
 pub fn relative_error(dtype: DataType, sum: &[u8], inputs: &[Vec<u8>]) -> f64 {
     let inputs: Vec<Vec<f64>> = inputs.iter().map(|input| floats(dtype, input)).collect();
     let square = |value: f64| value * value;
@@ -273,13 +294,20 @@ pub fn allgather(inputs: &[Vec<u8>]) -> Vec<u8> {
     inputs.concat()
 }
 
-/// The expected result of `member` after an alltoall, with `blocks[from][to]` from one member to another.
+/// The expected result of `member` after an alltoall, with `blocks[from][to]` from one member to
+/// another.
 pub fn alltoall(blocks: &[Vec<Vec<u8>>], member: usize) -> Vec<u8> {
     blocks.iter().flat_map(|sent| sent[member].iter().copied()).collect()
 }
 
-/// The expected result of `member` after a reduce-scatter of these inputs, cut into parts of these bytes.
-pub fn reducescatter(call: Allreduce, inputs: &[Vec<u8>], bytes: &[usize], member: usize) -> Vec<u8> {
+/// The expected result of `member` after a reduce-scatter of these inputs, cut into parts of these
+/// bytes.
+pub fn reducescatter(
+    call: Allreduce,
+    inputs: &[Vec<u8>],
+    bytes: &[usize],
+    member: usize,
+) -> Vec<u8> {
     let start: usize = bytes[..member].iter().sum();
     allreduce(call, inputs)[start..start + bytes[member]].to_vec()
 }
@@ -329,9 +357,12 @@ mod tests {
         assert_eq!(allreduce(call(DataType::I8, ReduceOp::Average), &of([-1, -1, 0])), [0]);
         assert_eq!(allreduce(call(DataType::I8, ReduceOp::Sum), &of([100, 100, 0])), [200]);
         let floats = [1.5_f32, -4.0, 0.25].map(|value| value.to_ne_bytes().to_vec());
-        let scaled = Allreduce { dtype: DataType::F32, op: ReduceOp::Min, prescale: 2.0, postscale: 0.5 };
+        let scaled =
+            Allreduce { dtype: DataType::F32, op: ReduceOp::Min, prescale: 2.0, postscale: 0.5 };
         assert_eq!(allreduce(scaled, &floats), (-4.0_f32).to_ne_bytes());
-        assert!(compare(DataType::F32, &f32::NAN.to_ne_bytes(), &(-f32::NAN).to_ne_bytes()).is_ok());
+        assert!(
+            compare(DataType::F32, &f32::NAN.to_ne_bytes(), &(-f32::NAN).to_ne_bytes()).is_ok()
+        );
         assert!(compare(DataType::I32, &1_i32.to_ne_bytes(), &2_i32.to_ne_bytes()).is_err());
     }
 }

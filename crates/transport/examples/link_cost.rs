@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Prints the processor time of a TCP link, both ends together, for each gigabyte and for each small message, sealed and
-//! in clear by turns: one thread sends and receives, so that nothing waits and other programs of the machine hardly matter.
-//! `cargo run --release -p farandole-transport --features _test-harness --example link_cost`
+//! Prints the processor time of a TCP link, both ends together, for each gigabyte and for each
+//! small message, sealed and in clear by turns: one thread sends and receives, so that nothing
+//! waits and other programs of the machine hardly matter. `cargo run --release -p
+//! farandole-transport --features _test-harness --example link_cost`
 #![expect(clippy::unwrap_used, reason = "an example")]
 
 use std::time::Duration;
@@ -46,9 +47,13 @@ fn main() {
     let meshes = meshes(2, |options| options.use_shared_memory = false);
     let (mut a, mut b) = open_pair(&meshes, 1, RING);
     let only: Option<usize> = std::env::args().nth(1).and_then(|t| t.parse().ok());
-    for (bytes, total) in
-        [(64, 1 << 21), (1 << 10, 1 << 25), (64 << 10, 1 << 30), (1 << 20, 1 << 30), (4 << 20, 1 << 30)]
-    {
+    for (bytes, total) in [
+        (64, 1 << 21),
+        (1 << 10, 1 << 25),
+        (64 << 10, 1 << 30),
+        (1 << 20, 1 << 30),
+        (4 << 20, 1 << 30),
+    ] {
         if only.is_some_and(|only| only != bytes) {
             continue;
         }
@@ -63,7 +68,8 @@ fn main() {
         let each = |time: Duration| time / u32::try_from(total / bytes).unwrap();
         let gigabyte = |time: Duration| time.as_secs_f64() / (total as f64 / 1e9);
         println!(
-            "messages of {bytes:>8} bytes: sealed {:>10.1?} each, {:.3} s for a gigabyte; in clear {:>10.1?}, {:.3} s; {:.2} x",
+            "messages of {bytes:>8} bytes: sealed {:>10.1?} each, {:.3} s for a gigabyte; in clear \
+             {:>10.1?}, {:.3} s; {:.2} x",
             each(sealed),
             gigabyte(sealed),
             each(clear),

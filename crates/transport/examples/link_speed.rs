@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Prints what a link between two threads of one process costs: latency of 64 bytes there and back, and throughput
-//! in windows of 256 KiB. `cargo run --release -p farandole-transport --features _test-harness --example link_speed`
+//! Prints what a link between two threads of one process costs: latency of 64 bytes there and back,
+//! and throughput in windows of 256 KiB. `cargo run --release -p farandole-transport --features
+//! _test-harness --example link_speed`
 #![expect(clippy::unwrap_used, reason = "an example")]
 
 use std::thread;
@@ -85,7 +86,8 @@ fn drain(mut link: Link, total: usize) {
 
 fn main() {
     for kind in [LinkKind::SharedMemory, LinkKind::Tcp] {
-        let meshes = meshes(2, |options| options.use_shared_memory = kind == LinkKind::SharedMemory);
+        let meshes =
+            meshes(2, |options| options.use_shared_memory = kind == LinkKind::SharedMemory);
         let (park_a, park_b) = (meshes[0].parker(), meshes[1].parker());
         for (channel, spins, how) in [(1, usize::MAX, "spinning"), (2, 0, "sleeping")] {
             let (a, b) = open_pair(&meshes, channel, 4096);
@@ -104,6 +106,9 @@ fn main() {
             stream(a, total);
         });
         let gigabytes = (total >> 20) as f64 / 1024.0 * 1.073_741_824;
-        println!("{kind:?}: {:.1} GB/s, copied in and out", gigabytes / started.elapsed().as_secs_f64());
+        println!(
+            "{kind:?}: {:.1} GB/s, copied in and out",
+            gigabytes / started.elapsed().as_secs_f64()
+        );
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Prints how fast a core of this machine seals and opens records, and authenticates them only, in processor time, as the libraries that
-//! links use does it: the reason why links encrypt everything. `cargo run --release -p farandole-transport --example
-//! seal_speed`
+//! Prints how fast a core of this machine seals and opens records, and authenticates them only, in
+//! processor time, as the libraries that links use does it: the reason why links encrypt
+//! everything. `cargo run --release -p farandole-transport --example seal_speed`
 #![expect(clippy::unwrap_used, reason = "an example")]
 
 use std::hint::black_box;
@@ -40,7 +40,8 @@ fn speed(bytes: usize, mut call: impl FnMut(usize)) -> f64 {
     (records * bytes) as f64 / (0..TURNS).map(turn).fold(f64::INFINITY, f64::min) / 1e9
 }
 
-/// Sealing, opening and authenticating only. What is opened does not open, which is found out at the end only.
+/// Sealing, opening and authenticating only. What is opened does not open, which is found out at
+/// the end only.
 fn of_ring(suite: &'static Algorithm, payload: &mut [u8]) -> [f64; 3] {
     let bytes = payload.len();
     let key = LessSafeKey::new(UnboundKey::new(suite, &vec![7; suite.key_len()]).unwrap());
@@ -49,7 +50,8 @@ fn of_ring(suite: &'static Algorithm, payload: &mut [u8]) -> [f64; 3] {
         black_box(key.seal_in_place_separate_tag(nonce(record), aad(), payload).unwrap().as_ref());
     });
     let open = speed(bytes, |record| {
-        let opened = key.open_in_place_separate_tag(nonce(record), aad(), [0; 16].into(), payload, 0..);
+        let opened =
+            key.open_in_place_separate_tag(nonce(record), aad(), [0; 16].into(), payload, 0..);
         black_box(opened.is_ok());
     });
     let authenticate = speed(bytes, |record| {
@@ -59,7 +61,8 @@ fn of_ring(suite: &'static Algorithm, payload: &mut [u8]) -> [f64; 3] {
     [seal, open, authenticate]
 }
 
-/// The same. What does not open is cleared, which takes time; so here one record is opened again and again.
+/// The same. What does not open is cleared, which takes time; so here one record is opened again
+/// and again.
 #[cfg(target_arch = "x86_64")]
 fn of_aegis(payload: &mut [u8]) -> [f64; 3] {
     use aegis::aegis128x2::{Aegis128X2, Aegis128X2Mac};
@@ -88,7 +91,10 @@ fn of_aegis(payload: &mut [u8]) -> [f64; 3] {
 }
 
 fn main() {
-    println!("{:<18} {:>8} {:>12} {:>12} {:>22}", "GB/s", "bytes", "seal", "open", "authenticate only");
+    println!(
+        "{:<18} {:>8} {:>12} {:>12} {:>22}",
+        "GB/s", "bytes", "seal", "open", "authenticate only"
+    );
     for bytes in [64, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20] {
         let mut payload = vec![1; bytes];
         let mut rows = vec![

@@ -14,8 +14,8 @@ use crate::{Error, Result};
 /// Connections that wait to be accepted, as far as the system lets them.
 const QUEUE: i32 = 4096;
 
-/// Addresses of this host: the one that faces the default route first, loopback last. Link-local ones are left out,
-/// because they mean nothing without an interface.
+/// Addresses of this host: the one that faces the default route first, loopback last. Link-local
+/// ones are left out, because they mean nothing without an interface.
 pub(crate) fn own() -> Vec<IpAddr> {
     let mut found: Vec<IpAddr> = primary().into_iter().collect();
     let table = |path| std::fs::read_to_string(path).unwrap_or_default();
@@ -69,18 +69,22 @@ fn ipv6(table: &str) -> Vec<Ipv6Addr> {
 }
 
 /// Listens on `bind`, or on everything, at the first free port of the range.
-pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListener, Vec<SocketAddr>)> {
+pub(crate) fn listen(
+    bind: Option<IpAddr>,
+    ports: PortRange,
+) -> Result<(TcpListener, Vec<SocketAddr>)> {
     let anywhere = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)];
     // Where an IPv6 socket does not serve IPv4 as well, IPv4 reaches more hosts.
-    let apart = std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "1");
+    let apart = std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only")
+        .is_ok_and(|text| text.trim() == "1");
     let hosts = bind.as_ref().map_or(&anywhere[usize::from(apart)..], std::slice::from_ref);
     let mut last = "no port tried".to_owned();
     for port in ports.first..=ports.last {
         for host in hosts {
             match TcpListener::bind((*host, port)) {
                 Ok(listener) => {
-                    // All ranks of a large job connect at once: a rank that finds the queue full tries again only
-                    // after a second.
+                    // All ranks of a large job connect at once: a rank that finds the queue full
+                    // tries again only after a second.
                     rustix::net::listen(&listener, QUEUE).map_err(Error::of("listen"))?;
                     let port = listener.local_addr().map_err(Error::of("getsockname"))?.port();
                     let mut own = bind.map_or_else(own, |address| vec![address]);
@@ -102,14 +106,16 @@ pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListe
 
 /// Returns the peer's address, for messages.
 pub(crate) fn of_peer(socket: impl AsFd) -> String {
-    let address = getpeername(socket).ok().flatten().and_then(|address| SocketAddr::try_from(address).ok());
+    let address =
+        getpeername(socket).ok().flatten().and_then(|address| SocketAddr::try_from(address).ok());
     address.map_or("an unknown address".to_owned(), |address| address.to_string())
 }
 
-/// The order in which a peer's addresses are tried: loopback first on the same host; elsewhere only if there is no
-/// other address, because two containers of one machine may have it in common.
+/// The order in which a peer's addresses are tried: loopback first on the same host; elsewhere only
+/// if there is no other address, because two containers of one machine may have it in common.
 pub(crate) fn ordered(addresses: &[SocketAddr], same_host: bool) -> Vec<SocketAddr> {
-    let (near, far): (Vec<_>, Vec<_>) = addresses.iter().partition(|address| address.ip().is_loopback());
+    let (near, far): (Vec<_>, Vec<_>) =
+        addresses.iter().partition(|address| address.ip().is_loopback());
     if same_host {
         near.into_iter().chain(far).collect()
     } else if far.is_empty() {
@@ -125,10 +131,12 @@ mod tests {
 
     #[test]
     fn local_addresses_are_read_from_the_kernels_tables() {
-        let trie = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 10.1.2.3\n        /32 host LOCAL\n     |-- 10.1.2.255\n        \
-                    /32 link BROADCAST\n     |-- 169.254.0.1\n        /32 host LOCAL\n";
+        let trie = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 10.1.2.3\n        /32 host LOCAL\n     \
+                    |-- 10.1.2.255\n        /32 link BROADCAST\n     |-- 169.254.0.1\n        /32 \
+                    host LOCAL\n";
         assert_eq!(ipv4(trie), [Ipv4Addr::new(10, 1, 2, 3)]);
-        let inet6 = "fd000000000000000000000000000001 02 40 00 80 eth0\nfe800000000000000000000000000001 02 40 20 80 eth0\n";
+        let inet6 = "fd000000000000000000000000000001 02 40 00 80 \
+                     eth0\nfe800000000000000000000000000001 02 40 20 80 eth0\n";
         assert_eq!(ipv6(inet6), ["fd00::1".parse::<Ipv6Addr>().unwrap()]);
     }
 

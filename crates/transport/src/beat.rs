@@ -59,7 +59,8 @@ impl Word {
             0 => Some(Self::Goodbye),
             1 => Some(Self::Beat),
             2 => {
-                let reason = std::str::from_utf8(text.get(..usize::from(*length))?).ok()?.to_owned();
+                let reason =
+                    std::str::from_utf8(text.get(..usize::from(*length))?).ok()?.to_owned();
                 Some(Self::Lost { rank: Rank(u32::from_le_bytes(*rank)), reason })
             }
             _ => None,
@@ -103,13 +104,15 @@ impl Beats {
         &self.secured.socket
     }
 
-    /// Says a word after those before it. One for which the socket has no room is sent by a later call.
+    /// Says a word after those before it. One for which the socket has no room is sent by a later
+    /// call.
     pub(crate) fn say(&mut self, word: Word) {
         self.queue.push_back(word);
         self.push();
     }
 
-    /// Shows that this process lives. Where the socket has no room, what waits there shows it as well.
+    /// Shows that this process lives. Where the socket has no room, what waits there shows it as
+    /// well.
     pub(crate) fn beat(&mut self) {
         self.push();
         if self.sent == RECORD && self.queue.is_empty() {
@@ -130,7 +133,8 @@ impl Beats {
             }
             let Some(word) = self.queue.pop_front() else { return };
             let mut payload = word.encode();
-            let Some((header, tag)) = self.secured.keys.sending.seal(Kind::Word, &mut payload) else {
+            let Some((header, tag)) = self.secured.keys.sending.seal(Kind::Word, &mut payload)
+            else {
                 return;
             };
             self.unsent[..HEADER].copy_from_slice(&header.0);
@@ -143,7 +147,11 @@ impl Beats {
     /// The next word.
     pub(crate) fn hear(&mut self) -> Heard {
         while self.arrived < RECORD {
-            match recv(&self.secured.socket, &mut self.arriving[self.arrived..], RecvFlags::DONTWAIT) {
+            match recv(
+                &self.secured.socket,
+                &mut self.arriving[self.arrived..],
+                RecvFlags::DONTWAIT,
+            ) {
                 Ok((0, _)) => return Heard::End,
                 Ok((received, _)) => self.arrived += received,
                 Err(Errno::INTR) => {}
@@ -165,7 +173,8 @@ impl Beats {
         let (header, mut payload) = (Header(*header), *payload);
         header.promises().filter(|(kind, _)| *kind == Kind::Word)?;
         self.secured.keys.receiving.open(header, &mut payload, tag.try_into().ok()?).ok()?;
-        let unknown = || Heard::Broken("it sent an unknown message on its heartbeat connection".to_owned());
+        let unknown =
+            || Heard::Broken("it sent an unknown message on its heartbeat connection".to_owned());
         Some(Word::decode(&payload).map_or_else(unknown, Heard::Word))
     }
 }
@@ -178,7 +187,9 @@ mod tests {
     fn words_survive_encoding_and_long_reasons_are_cut_between_characters() {
         let lost = |reason: &str| Word::Lost { rank: Rank(0x0102_0304), reason: reason.to_owned() };
         let longest = "x".repeat(WORD - REASON);
-        for word in [Word::Goodbye, Word::Beat, lost(""), lost("its process 7 ended"), lost(&longest)] {
+        for word in
+            [Word::Goodbye, Word::Beat, lost(""), lost("its process 7 ended"), lost(&longest)]
+        {
             assert_eq!(Word::decode(&word.encode()), Some(word));
         }
         let long = Word::decode(&lost(&"\u{20ac}".repeat(100)).encode());

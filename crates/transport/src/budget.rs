@@ -30,7 +30,9 @@ impl Budget {
         // Only a count: the code that allocates the memory enforces the limit.
         match self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within) {
             Ok(_) => Ok(Lease { bytes, taken: Arc::clone(&self.taken) }),
-            Err(_) => Err(format!("{bytes} bytes more than this process may take of {}", self.bytes)),
+            Err(_) => {
+                Err(format!("{bytes} bytes more than this process may take of {}", self.bytes))
+            }
         }
     }
 }

@@ -9,7 +9,8 @@ use farandole_world::HostHash;
 
 use crate::handshake::VERSION;
 
-/// Addresses that a card may have: a node of a cluster may have one for each of its services, and the first are its own.
+/// Addresses that a card may have: a node of a cluster may have one for each of its services, and
+/// the first are its own.
 const MOST: usize = 256;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,8 +27,10 @@ pub(crate) struct Card {
 impl Card {
     /// One fact a line.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut text =
-            format!("farandole {VERSION}\nhost {}\npid {}\nlocal {}\n", self.host, self.pid, self.local);
+        let mut text = format!(
+            "farandole {VERSION}\nhost {}\npid {}\nlocal {}\n",
+            self.host, self.pid, self.local
+        );
         if self.door > 0 {
             text.push_str(&format!("door {}\n", self.door));
         }
@@ -52,14 +55,18 @@ impl Card {
             addresses: Vec::new(),
         };
         for line in lines {
-            let (name, value) = line.split_once(' ').ok_or_else(|| format!("not a fact: {line}"))?;
+            let (name, value) =
+                line.split_once(' ').ok_or_else(|| format!("not a fact: {line}"))?;
             match name {
                 "host" => card.host = HostHash(value.to_owned()),
-                "pid" => card.pid = value.parse().map_err(|_| format!("not a process id: {value}"))?,
+                "pid" => {
+                    card.pid = value.parse().map_err(|_| format!("not a process id: {value}"))?
+                }
                 "door" => card.door = value.parse().map_err(|_| format!("not a door: {value}"))?,
                 "local" => value.clone_into(&mut card.local),
                 "address" if card.addresses.len() < MOST => {
-                    card.addresses.push(value.parse().map_err(|_| format!("not an address: {value}"))?);
+                    card.addresses
+                        .push(value.parse().map_err(|_| format!("not an address: {value}"))?);
                 }
                 _ => return Err(format!("an unknown fact, or too many: {name}")),
             }

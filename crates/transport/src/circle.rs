@@ -3,14 +3,15 @@
 
 //! The ranks that exchange heartbeats.
 //!
-//! Ranks of a machine watch each other. Machines form a circle with chords: each machine is joined with those that are
-//! 1, 2, 4, 8, ... places away in both directions. Rank `i` of a machine exchanges heartbeats with rank `i` of each
-//! joined machine. If one of the two machines has fewer ranks, its ranks are counted again from the first. A rank hears
-//! of all other losses from these peers ([`service`](crate::service)).
+//! Ranks of a machine watch each other. Machines form a circle with chords: each machine is joined
+//! with those that are 1, 2, 4, 8, ... places away in both directions. Rank `i` of a machine
+//! exchanges heartbeats with rank `i` of each joined machine. If one of the two machines has fewer
+//! ranks, its ranks are counted again from the first. A rank hears of all other losses from these
+//! peers ([`service`](crate::service)).
 //!
 //! - The number of peers on other machines grows with the logarithm of the number of machines.
-//! - The ranks of the same place on all machines are connected with each other, also after the loss of any three of
-//!   these machines. A tree would fall apart with the first.
+//! - The ranks of the same place on all machines are connected with each other, also after the loss
+//!   of any three of these machines. A tree would fall apart with the first.
 //! - With up to five machines, and with seven, every machine is joined with every other.
 
 use std::collections::{BTreeSet, HashMap};
@@ -44,14 +45,18 @@ impl Circle {
         });
         let Some((place, number, near)) = found else { return BTreeSet::new() };
         let mut peers: BTreeSet<Rank> = near.iter().copied().filter(|rank| *rank != own).collect();
-        for far in chords(self.machines.len(), place).into_iter().map(|place| &self.machines[place]) {
+        for far in chords(self.machines.len(), place).into_iter().map(|place| &self.machines[place])
+        {
             let turns = 0..near.len().max(far.len());
-            peers.extend(turns.filter(|turn| turn % near.len() == number).map(|turn| far[turn % far.len()]));
+            peers.extend(
+                turns.filter(|turn| turn % near.len() == number).map(|turn| far[turn % far.len()]),
+            );
         }
         peers
     }
 
-    /// Returns whether all ranks are each other's peers, so that no rank relies on reports of others.
+    /// Returns whether all ranks are each other's peers, so that no rank relies on reports of
+    /// others.
     pub(crate) fn is_complete(&self) -> bool {
         let count = self.machines.len();
         let shared = self.machines.iter().filter(|ranks| ranks.len() > 1).count();
@@ -61,13 +66,14 @@ impl Circle {
 
 /// The places that one of the places of a circle is joined with.
 fn chords(count: usize, place: usize) -> BTreeSet<usize> {
-    let steps = std::iter::successors(Some(1), |step| Some(step * 2)).take_while(|step| *step < count);
+    let steps =
+        std::iter::successors(Some(1), |step| Some(step * 2)).take_while(|step| *step < count);
     let joined = steps.flat_map(|step| [(place + step) % count, (place + count - step) % count]);
     joined.filter(|other| *other != place).collect()
 }
 
-/// The ranks with which a rank exchanges heartbeats over connections, where ranks of one machine share no memory.
-/// `machines` names the machine of each rank.
+/// The ranks with which a rank exchanges heartbeats over connections, where ranks of one machine
+/// share no memory. `machines` names the machine of each rank.
 pub fn heartbeats(machines: &[&str], own: Rank) -> BTreeSet<Rank> {
     Circle::new(machines.iter().copied()).peers(own)
 }
@@ -79,7 +85,8 @@ mod tests {
     /// A world with this many ranks on each machine.
     fn circle(ranks: &[u32]) -> Circle {
         let mut next = 0..;
-        let machines = ranks.iter().map(|count| next.by_ref().take(*count as usize).map(Rank).collect());
+        let machines =
+            ranks.iter().map(|count| next.by_ref().take(*count as usize).map(Rank).collect());
         Circle { machines: machines.collect() }
     }
 
@@ -87,15 +94,19 @@ mod tests {
         circle.machines.iter().flatten().copied().collect()
     }
 
-    /// The most steps from place 0 to another that is not among `lost`; `None` if one cannot be reached.
+    /// The most steps from place 0 to another that is not among `lost`; `None` if one cannot be
+    /// reached.
     fn hops(count: usize, lost: &[usize]) -> Option<usize> {
         let mut seen: BTreeSet<usize> = lost.iter().copied().collect();
         let start = (0..count).find(|place| !seen.contains(place))?;
         let (mut hops, mut last) = (0, vec![start]);
         seen.insert(start);
         while seen.len() < count {
-            let mut next: Vec<usize> =
-                last.iter().flat_map(|place| chords(count, *place)).filter(|to| !seen.contains(to)).collect();
+            let mut next: Vec<usize> = last
+                .iter()
+                .flat_map(|place| chords(count, *place))
+                .filter(|to| !seen.contains(to))
+                .collect();
             next.sort_unstable();
             next.dedup();
             if next.is_empty() {
@@ -110,7 +121,10 @@ mod tests {
     #[test]
     fn machines_are_distinguished_by_name_wherever_their_ranks_are() {
         let circle = Circle::new(["b", "a", "b", "c", "a"]);
-        assert_eq!(circle.machines, [vec![Rank(0), Rank(2)], vec![Rank(1), Rank(4)], vec![Rank(3)]]);
+        assert_eq!(
+            circle.machines,
+            [vec![Rank(0), Rank(2)], vec![Rank(1), Rank(4)], vec![Rank(3)]]
+        );
         assert_eq!(circle.peers(Rank(2)), [Rank(0), Rank(3), Rank(4)].into());
         assert_eq!(circle.peers(Rank(3)), [0, 1, 2, 4].map(Rank).into());
         assert!(circle.peers(Rank(5)).is_empty());
@@ -118,11 +132,16 @@ mod tests {
 
     #[test]
     fn heartbeats_are_wanted_by_both_ends_and_reach_every_joined_machine() {
-        for ranks in [&[1][..], &[3], &[2, 2], &[4, 1, 2], &[1, 5, 3, 2, 2, 7, 1], &[8; 10], &[1; 23]] {
+        for ranks in
+            [&[1][..], &[3], &[2, 2], &[4, 1, 2], &[1, 5, 3, 2, 2, 7, 1], &[8; 10], &[1; 23]]
+        {
             let circle = circle(ranks);
             for rank in all(&circle) {
                 let peers = circle.peers(rank);
-                assert!(peers.iter().all(|peer| circle.peers(*peer).contains(&rank)), "{ranks:?} {rank}");
+                assert!(
+                    peers.iter().all(|peer| circle.peers(*peer).contains(&rank)),
+                    "{ranks:?} {rank}"
+                );
                 let place = circle.machines.iter().position(|ranks| ranks.contains(&rank)).unwrap();
                 for other in chords(ranks.len(), place) {
                     assert!(
@@ -130,7 +149,9 @@ mod tests {
                         "{ranks:?} {rank}"
                     );
                 }
-                assert!(circle.machines[place].iter().all(|near| *near == rank || peers.contains(near)));
+                assert!(
+                    circle.machines[place].iter().all(|near| *near == rank || peers.contains(near))
+                );
             }
         }
     }
@@ -148,12 +169,22 @@ mod tests {
 
     #[test]
     fn a_rank_that_relies_on_no_report_is_a_peer_of_all() {
-        for ranks in
-            [&[1][..], &[8], &[1, 1], &[8, 1], &[8, 2], &[1; 5], &[1; 6], &[1; 7], &[1; 8], &[1, 1, 3, 1]]
-        {
+        for ranks in [
+            &[1][..],
+            &[8],
+            &[1, 1],
+            &[8, 1],
+            &[8, 2],
+            &[1; 5],
+            &[1; 6],
+            &[1; 7],
+            &[1; 8],
+            &[1, 1, 3, 1],
+        ] {
             let circle = circle(ranks);
             let size = all(&circle).len();
-            let complete = all(&circle).into_iter().all(|rank| circle.peers(rank).len() == size - 1);
+            let complete =
+                all(&circle).into_iter().all(|rank| circle.peers(rank).len() == size - 1);
             assert_eq!(circle.is_complete(), complete, "{ranks:?}");
         }
     }
@@ -164,7 +195,10 @@ mod tests {
             for one in 0..count {
                 for two in 0..one {
                     for three in 0..two {
-                        assert!(hops(count, &[one, two, three]).is_some(), "{count}: {one} {two} {three}");
+                        assert!(
+                            hops(count, &[one, two, three]).is_some(),
+                            "{count}: {one} {two} {three}"
+                        );
                     }
                 }
             }

@@ -14,8 +14,8 @@ use farandole_world::{HostHash, Rank};
 
 use crate::{Error, Link, LinkReceiver, LinkSender, MemoryRendezvous, Mesh, MeshOptions, frames};
 
-/// Returns whether records of this process go in clear, for measurements of what sealing costs; both ends are in this
-/// process.
+/// Returns whether records of this process go in clear, for measurements of what sealing costs;
+/// both ends are in this process.
 pub fn send_in_clear(clear: bool) {
     crate::record::IN_CLEAR.store(clear, std::sync::atomic::Ordering::Relaxed);
 }
@@ -26,13 +26,15 @@ pub type Factory<'a> = &'a mut dyn FnMut(usize) -> (Link, Link);
 /// The longest any wait of the suite lasts.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Joins a mesh of `size` ranks, all in this process on one host, after `adjust` changed their options.
+/// Joins a mesh of `size` ranks, all in this process on one host, after `adjust` changed their
+/// options.
 pub fn meshes(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
     let meeting = MemoryRendezvous::default();
     thread::scope(|scope| {
         let joining: Vec<_> = (0..size)
             .map(|rank| {
-                let mut options = MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [7; 32]);
+                let mut options =
+                    MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [7; 32]);
                 options.patience = PATIENCE;
                 adjust(&mut options);
                 let meeting = meeting.clone();
@@ -46,7 +48,8 @@ pub fn meshes(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
 /// Opens a channel between the first two of some meshes.
 pub fn open_pair(meshes: &[Mesh], channel: u32, capacity: usize) -> (Link, Link) {
     thread::scope(|scope| {
-        let other = scope.spawn(|| meshes[1].open(channel, &[Rank(0)], capacity).unwrap().remove(0));
+        let other =
+            scope.spawn(|| meshes[1].open(channel, &[Rank(0)], capacity).unwrap().remove(0));
         let link = meshes[0].open(channel, &[Rank(1)], capacity).unwrap().remove(0);
         (link, other.join().unwrap())
     })
@@ -155,7 +158,9 @@ pub fn windows_are_contiguous_at_every_offset((mut a, mut b): (Link, Link)) {
                 a.sender.flush().unwrap();
                 let window = b.receiver.window().unwrap();
                 if window.len() == bytes {
-                    assert!(window.iter().enumerate().all(|(at, byte)| *byte == pattern(at + offset)));
+                    assert!(
+                        window.iter().enumerate().all(|(at, byte)| *byte == pattern(at + offset))
+                    );
                     break;
                 }
                 limit.pause("a whole message");

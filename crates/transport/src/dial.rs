@@ -11,12 +11,14 @@ use std::time::{Duration, Instant};
 use farandole_shm::{Error as ShmError, handover};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, recv, shutdown,
-    socket_with, sockopt,
+    AddressFamily, RecvFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, recv,
+    shutdown, socket_with, sockopt,
 };
 
 use crate::handshake::exchange::{Keys, Side};
-use crate::handshake::{self, ACCEPTED, CHALLENGE, Carrier, Hello, OPENING, Offer, Status, VERSION, nonce};
+use crate::handshake::{
+    self, ACCEPTED, CHALLENGE, Carrier, Hello, OPENING, Offer, Status, VERSION, nonce,
+};
 use crate::peer::Peer;
 use crate::race::{Outcome, Race};
 use crate::record::Suite;
@@ -26,8 +28,8 @@ use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Time for which addresses are tried: their rank listened before it published them, so waiting longer changes
-/// nothing.
+/// Time for which addresses are tried: their rank listened before it published them, so waiting
+/// longer changes nothing.
 const REACH: Duration = Duration::from_secs(30);
 
 const LAST_LOOK: Duration = Duration::from_millis(1);
@@ -40,7 +42,8 @@ pub(crate) enum Failure {
     Refused(String),
     /// It may work later.
     Unanswered(String),
-    /// The connection was made, and then nothing was heard: so does the kernel accept for a stopped process.
+    /// The connection was made, and then nothing was heard: so does the kernel accept for a stopped
+    /// process.
     Silent(String),
     /// It hung up, and so has not taken its end.
     Closed(String),
@@ -55,7 +58,8 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
-    /// A failed call of ours. Without free descriptors no peer can be asked, which says nothing about the peer.
+    /// A failed call of ours. Without free descriptors no peer can be asked, which says nothing
+    /// about the peer.
     pub(crate) fn call(what: &'static str, errno: Option<Errno>, reason: String) -> Self {
         match errno {
             Some(Errno::MFILE | Errno::NFILE) => Self::Own(Error::System { what, reason }),
@@ -98,7 +102,8 @@ impl Silence {
         self.attempts += 1;
     }
 
-    /// Returns whether it lasts too long. One attempt is not enough: we may have been stopped ourselves in it.
+    /// Returns whether it lasts too long. One attempt is not enough: we may have been stopped
+    /// ourselves in it.
     pub(crate) fn is_death(&self, timeout: Duration) -> bool {
         self.attempts > 1 && self.since.is_some_and(|since| since.elapsed() >= timeout)
     }
@@ -116,7 +121,8 @@ impl Wait<'_> {
         if (self.give_up)() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// Returns the time at which an attempt to reach a peer ends. A silent peer is met twice within the timeout.
+    /// Returns the time at which an attempt to reach a peer ends. A silent peer is met twice within
+    /// the timeout.
     pub(crate) fn attempt(&self, shared: &Shared) -> Instant {
         self.deadline.min(Instant::now() + self.patience(shared))
     }
@@ -143,13 +149,16 @@ pub(crate) struct Request<'a> {
 pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
     let failed = |error: Errno| Failure::call("socket", Some(error), error.to_string());
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
+    let socket =
+        socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(failed)?;
     loop {
         match connect(&socket, &address) {
             Ok(()) => break,
             // The queue of the listener is full: its thread is about to empty it.
-            Err(Errno::AGAIN) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+            Err(Errno::AGAIN) if Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(1))
+            }
             Err(Errno::AGAIN) => {
                 return Err(Failure::Silent("its queue of connections stays full".to_owned()));
             }
@@ -161,9 +170,10 @@ pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
     Ok(socket)
 }
 
-/// Tries the addresses, the one that led to the peer before first, until one answers as the peer or the deadline
-/// passes. If every address refuses, or answers as another process, twice, the peer is gone: it listened before it
-/// published its addresses. So is one that can be connected to and says nothing for the peer timeout.
+/// Tries the addresses, the one that led to the peer before first, until one answers as the peer or
+/// the deadline passes. If every address refuses, or answers as another process, twice, the peer is
+/// gone: it listened before it published its addresses. So is one that can be connected to and says
+/// nothing for the peer timeout.
 pub(crate) fn any(
     shared: &Shared,
     request: &Request<'_>,
@@ -186,12 +196,13 @@ pub(crate) fn any(
         for Outcome { address, began, socket } in Race::new(&addresses, deadline, patience) {
             wait.ask()?;
             let attempt = deadline.min(Instant::now() + patience);
-            let outcome = socket.and_then(|socket| converse(shared, request, socket, &[], attempt)).and_then(
-                |(socket, keys, _)| {
-                    let keyless = || Failure::Stranger(format!("rank {}: a bad public key", request.to.rank));
+            let outcome = socket
+                .and_then(|socket| converse(shared, request, socket, &[], attempt))
+                .and_then(|(socket, keys, _)| {
+                    let keyless =
+                        || Failure::Stranger(format!("rank {}: a bad public key", request.to.rank));
                     Ok(Secured { socket, keys: Box::new(keys.ok_or_else(keyless)?) })
-                },
-            );
+                });
             match outcome {
                 Ok(secured) => {
                     *request.to.reached.lock() = Some(address);
@@ -214,13 +225,17 @@ pub(crate) fn any(
         if heard {
             silence = Silence::default();
         } else if silence.is_death(shared.peer_timeout) {
-            return Err(request.to.gone(&format!("it accepts connections but does not answer: {last}")));
+            return Err(request
+                .to
+                .gone(&format!("it accepts connections but does not answer: {last}")));
         }
         let settled = final_words && before;
         before = final_words;
         if settled || Instant::now() + PAUSE >= deadline {
             return Err(match last {
-                Failure::Stranger(reason) | Failure::Declined(reason) => Error::Handshake { reason },
+                Failure::Stranger(reason) | Failure::Declined(reason) => {
+                    Error::Handshake { reason }
+                }
                 other => Error::Unreachable {
                     rank: request.to.rank,
                     addresses: addresses.iter().map(ToString::to_string).collect(),
@@ -233,8 +248,9 @@ pub(crate) fn any(
     }
 }
 
-/// Returns whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it: its
-/// service thread then hangs up, which the kernel, accepting for a stopped process, does not.
+/// Returns whether a rank that keeps us waiting still listens; `None` when nothing answers. Says
+/// nothing to it: its service thread then hangs up, which the kernel, accepting for a stopped
+/// process, does not.
 pub(crate) fn listens(
     local_name: Option<&str>,
     addresses: &[SocketAddr],
@@ -256,7 +272,8 @@ pub(crate) fn listens(
 fn hung_up(socket: &OwnedFd, deadline: Instant) -> Attempt<()> {
     let failed = |error: Errno| Failure::Unanswered(error.to_string());
     shutdown(socket, Shutdown::Write).map_err(failed)?;
-    sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(left(deadline)?)).map_err(failed)?;
+    sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(left(deadline)?))
+        .map_err(failed)?;
     recv(socket, &mut [0_u8; 1][..], RecvFlags::empty()).map(drop).map_err(failed)
 }
 
@@ -293,8 +310,9 @@ pub(crate) fn converse(
     match handshake::version(opening) {
         Some(VERSION) => {}
         Some(other) => {
-            let reason =
-                format!("it speaks version {other} of the protocol between ranks, this process {VERSION}");
+            let reason = format!(
+                "it speaks version {other} of the protocol between ranks, this process {VERSION}"
+            );
             return Err(stranger(&reason));
         }
         None => return Err(stranger("what listens there speaks another protocol")),
@@ -308,9 +326,9 @@ pub(crate) fn converse(
         Failure::Silent(reason) | Failure::Unanswered(reason) => Failure::Broken(reason),
         other => other,
     })?;
-    let status = transcript
-        .accepted(&accepted)
-        .ok_or_else(|| Failure::Stranger(format!("rank {}: the last code does not hold", request.to.rank)))?;
+    let status = transcript.accepted(&accepted).ok_or_else(|| {
+        Failure::Stranger(format!("rank {}: the last code does not hold", request.to.rank))
+    })?;
     welcome(request, status)?;
     Ok((socket, transcript.keys(Side::Dialer), arrived))
 }
@@ -318,7 +336,9 @@ pub(crate) fn converse(
 fn welcome(request: &Request<'_>, status: Status) -> Attempt<()> {
     match status {
         Status::Welcome => Ok(()),
-        status => Err(Failure::Declined(format!("rank {} turned us away: {status}", request.to.rank))),
+        status => {
+            Err(Failure::Declined(format!("rank {} turned us away: {status}", request.to.rank)))
+        }
     }
 }
 
@@ -328,7 +348,8 @@ fn left(deadline: Instant) -> Attempt<Duration> {
 }
 
 fn send(socket: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Attempt<()> {
-    handover::send(socket.as_fd(), bytes, descriptors).map_err(|error| Failure::Unanswered(error.to_string()))
+    handover::send(socket.as_fd(), bytes, descriptors)
+        .map_err(|error| Failure::Unanswered(error.to_string()))
 }
 
 fn receive(socket: &OwnedFd, bytes: &mut [u8], deadline: Instant) -> Attempt<Vec<OwnedFd>> {
@@ -336,7 +357,8 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8], deadline: Instant) -> Attempt<Vec
     let mut descriptors = Vec::new();
     let mut filled = 0;
     while filled < bytes.len() {
-        // If we were stopped ourselves the answer may lie here, so there is a look after the deadline too.
+        // If we were stopped ourselves the answer may lie here, so there is a look after the
+        // deadline too.
         let (left, last) = left(deadline).map_or((LAST_LOOK, true), |left| (left, false));
         sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(left))
             .map_err(|error| Failure::Unanswered(error.to_string()))?;

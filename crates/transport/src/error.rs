@@ -25,7 +25,9 @@ pub enum Error {
         reason: String,
     },
     /// Nothing listens, or nothing answers, at any address a peer offered.
-    #[error("cannot reach rank {rank} at any of its addresses {addresses:?} after {elapsed:?}: {reason}")]
+    #[error(
+        "cannot reach rank {rank} at any of its addresses {addresses:?} after {elapsed:?}: {reason}"
+    )]
     Unreachable {
         /// The peer.
         rank: Rank,
@@ -71,7 +73,8 @@ pub enum Error {
     },
     /// The process forked after it joined the mesh; the child has none of it.
     #[error(
-        "the mesh of the parent process was used in a forked child: use spawn or forkserver, or initialise after the fork"
+        "the mesh of the parent process was used in a forked child: use spawn or forkserver, or \
+         initialise after the fork"
     )]
     Forked,
     /// The operating system refused something.

@@ -62,8 +62,8 @@ impl FrameSender {
         self.peer
     }
 
-    /// Sends if the whole frame fits in the ring now and nothing is queued; false, and nothing sent, otherwise.
-    /// A frame larger than the ring never fits: [`FrameSender::queue`] it.
+    /// Sends if the whole frame fits in the ring now and nothing is queued; false, and nothing
+    /// sent, otherwise. A frame larger than the ring never fits: [`FrameSender::queue`] it.
     ///
     /// # Errors
     /// `PeerLost`; `Frame` when the payload is too long.
@@ -81,17 +81,20 @@ impl FrameSender {
         Ok(true)
     }
 
-    /// Takes the frame in any case: what does not fit in the ring is kept for [`FrameSender::flush`].
+    /// Takes the frame in any case: what does not fit in the ring is kept for
+    /// [`FrameSender::flush`].
     ///
     /// # Errors
-    /// `PeerLost`; `Frame` when the payload is too long, or more than [`MAX_QUEUED`] bytes would be kept.
+    /// `PeerLost`; `Frame` when the payload is too long, or more than [`MAX_QUEUED`] bytes would be
+    /// kept.
     pub fn queue(&mut self, kind: u8, payload: &[u8]) -> Result<()> {
         if self.try_send(kind, payload)? {
             return Ok(());
         }
         let kept = self.queue.len() + HEADER + payload.len();
         if kept > MAX_QUEUED {
-            let reason = format!("it does not read, and more than {MAX_QUEUED} bytes would wait: {kept}");
+            let reason =
+                format!("it does not read, and more than {MAX_QUEUED} bytes would wait: {kept}");
             return Err(Error::Frame { rank: self.peer, reason });
         }
         self.queue.extend(header(self.peer, kind, payload)?);
@@ -100,8 +103,9 @@ impl FrameSender {
         Ok(())
     }
 
-    /// As [`FrameSender::queue`], and where that fails, as far as it goes at once also to a peer that is counted as lost:
-    /// that may be a matter of another connection. For saying why this process stops; nothing may be sent after it.
+    /// As [`FrameSender::queue`], and where that fails, as far as it goes at once also to a peer
+    /// that is counted as lost: that may be a matter of another connection. For saying why this
+    /// process stops; nothing may be sent after it.
     pub fn last_words(&mut self, kind: u8, payload: &[u8]) {
         if matches!(self.try_send(kind, payload), Ok(true)) {
             return;
@@ -115,7 +119,8 @@ impl FrameSender {
         }
     }
 
-    /// Moves what is queued as far as it goes; true when nothing is left in this process but what the peer can read.
+    /// Moves what is queued as far as it goes; true when nothing is left in this process but what
+    /// the peer can read.
     ///
     /// # Errors
     /// `PeerLost`.
@@ -142,7 +147,10 @@ impl FrameSender {
 
 impl fmt::Debug for FrameSender {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FrameSender").field("peer", &self.peer).field("queued", &self.queue.len()).finish()
+        f.debug_struct("FrameSender")
+            .field("peer", &self.peer)
+            .field("queued", &self.queue.len())
+            .finish()
     }
 }
 
@@ -180,8 +188,8 @@ impl FrameReceiver {
         Ok(self.try_receive_into(&mut payload)?.map(|kind| Frame { kind, payload }))
     }
 
-    /// As [`FrameReceiver::try_receive`], into a buffer that is reused: returns the kind, and `payload` holds only
-    /// the message. Without a frame `payload` is left alone.
+    /// As [`FrameReceiver::try_receive`], into a buffer that is reused: returns the kind, and
+    /// `payload` holds only the message. Without a frame `payload` is left alone.
     ///
     /// # Errors
     /// As [`FrameReceiver::try_receive`].
@@ -254,7 +262,10 @@ mod tests {
         assert!(sender.try_send(2, b"").unwrap());
         let one = receiver.try_receive().unwrap().unwrap();
         assert_eq!((one.kind, one.payload.as_slice()), (1, &b"one"[..]));
-        assert_eq!(receiver.try_receive().unwrap().unwrap(), Frame { kind: 2, payload: Vec::new() });
+        assert_eq!(
+            receiver.try_receive().unwrap().unwrap(),
+            Frame { kind: 2, payload: Vec::new() }
+        );
         assert_eq!(receiver.try_receive().unwrap(), None);
     }
 

@@ -9,8 +9,9 @@ use farandole_world::Rank;
 
 use crate::Result;
 
-/// Stands between the ranks of different hosts where none of them can be dialled: what it is given on the loopback of
-/// one host it hands out on that of another. `session` has one that goes through the registrar.
+/// Stands between the ranks of different hosts where none of them can be dialled: what it is given
+/// on the loopback of one host it hands out on that of another. `session` has one that goes through
+/// the registrar.
 pub trait Gateway: Send + Sync {
     /// Hands what comes for this rank to `port` of the loopback, from now on.
     ///

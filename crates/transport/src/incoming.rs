@@ -13,7 +13,9 @@ use farandole_world::Rank;
 use rustix::io::Errno;
 
 use crate::handshake::exchange::Side;
-use crate::handshake::{self, CONTROL, Carrier, HELLO, Hello, OPENING, PROOF, Status, Transcript, VERSION};
+use crate::handshake::{
+    self, CONTROL, Carrier, HELLO, Hello, OPENING, PROOF, Status, Transcript, VERSION,
+};
 use crate::peer::Peer;
 use crate::shared::{Arrival, Secured, Shared};
 use crate::tcp::stripes;
@@ -75,8 +77,8 @@ impl Incoming {
         self.source
     }
 
-    /// Returns whether the peer speaks another protocol. Nothing more is awaited then, and a peer of another version
-    /// gets an answer: its messages may have other sizes.
+    /// Returns whether the peer speaks another protocol. Nothing more is awaited then, and a peer
+    /// of another version gets an answer: its messages may have other sizes.
     fn is_foreign(&self) -> bool {
         let Some(opening) = self.buffer[..self.filled].get(..OPENING) else { return false };
         match handshake::version(opening) {
@@ -119,10 +121,12 @@ impl Incoming {
             }
             self.filled = 0;
             self.stage = match self.stage {
-                Stage::Hello => match challenge(&self.socket, self.buffer, self.source.is_none(), shared) {
-                    Some(stage) => stage,
-                    None => return Progress::Refused,
-                },
+                Stage::Hello => {
+                    match challenge(&self.socket, self.buffer, self.source.is_none(), shared) {
+                        Some(stage) => stage,
+                        None => return Progress::Refused,
+                    }
+                }
                 Stage::Proof { hello, transcript, descriptors } => {
                     if !transcript.proved(&self.buffer[..PROOF]) {
                         return Progress::Refused;
@@ -152,11 +156,18 @@ fn judge(hello: &Hello, local: bool, shared: &Shared) -> Status {
         Carrier::Control => !local && hello.channel == CONTROL,
     };
     let connections = if hello.carrier == Carrier::Tcp { stripes::MOST } else { 1 };
-    if hello.version != VERSION || !fitting || hello.streams > connections || hello.stream >= hello.streams {
+    if hello.version != VERSION
+        || !fitting
+        || hello.streams > connections
+        || hello.stream >= hello.streams
+    {
         Status::Version
     } else if hello.generation != shared.generation {
         Status::Generation
-    } else if hello.to != shared.rank || hello.size != shared.size || hello.from >= Rank(shared.size) {
+    } else if hello.to != shared.rank
+        || hello.size != shared.size
+        || hello.from >= Rank(shared.size)
+    {
         Status::World
     } else if hello.from <= hello.to {
         // The higher rank dials.
@@ -191,11 +202,15 @@ fn finish(
             shared.arrive(place, hello.capacity, arrival);
         }
         let end = shared.end_of(pidfd, socket, bell.is_some());
-        // The bell is adopted once for all links, so its watch stays even if this link came to nothing.
-        return bell
-            .map_or(Progress::Linked, |bell| Progress::Watched(Watch::local(Arc::clone(peer), bell, end)));
+        // The bell is adopted once for all links, so its watch stays even if this link came to
+        // nothing.
+        return bell.map_or(Progress::Linked, |bell| {
+            Progress::Watched(Watch::local(Arc::clone(peer), bell, end))
+        });
     }
-    let Some(keys) = transcript.keys(Side::Acceptor).map(Box::new) else { return Progress::Refused };
+    let Some(keys) = transcript.keys(Side::Acceptor).map(Box::new) else {
+        return Progress::Refused;
+    };
     if handover::send(&socket, &transcript.accept(Status::Welcome), &[]).is_err() {
         return Progress::Refused;
     }

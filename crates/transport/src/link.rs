@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A link: one ordered byte stream each way between two ranks, seen through windows so that no byte is copied twice.
+//! A link: one ordered byte stream each way between two ranks, seen through windows so that no byte
+//! is copied twice.
 //!
-//! A sender fills the window and commits; a receiver reads the window and releases. On shared memory the two windows
-//! are the same memory; on TCP they are private rings that a poll of either half pumps. Nothing here blocks.
+//! A sender fills the window and commits; a receiver reads the window and releases. On shared
+//! memory the two windows are the same memory; on TCP they are private rings that a poll of either
+//! half pumps. Nothing here blocks.
 //!
-//! To poll a link is to call `window` of its receiver and, while `flush` of its sender says false, `flush`. A thread
-//! that parks polls all links after `Parker::prepare`: on TCP, bytes move only in a poll.
+//! To poll a link is to call `window` of its receiver and, while `flush` of its sender says false,
+//! `flush`. A thread that parks polls all links after `Parker::prepare`: on TCP, bytes move only in
+//! a poll.
 
 use std::fmt;
 
@@ -26,7 +29,8 @@ pub enum LinkKind {
     Loopback,
 }
 
-/// Alignment of message starts in a data stream: writers pad to it so that elements stay aligned in windows.
+/// Alignment of message starts in a data stream: writers pad to it so that elements stay aligned in
+/// windows.
 pub const ALIGNMENT: usize = 64;
 
 /// The outgoing half.
@@ -49,20 +53,22 @@ pub trait LinkSender: Send {
     /// `PeerLost` when the peer is gone and something is left that it cannot get.
     fn flush(&mut self) -> Result<bool>;
 
-    /// Sends what fits at once, whatever is known of the peer: one that is lost on another connection may hear it. If
-    /// a link ends only with the process behind it, there is no listener.
+    /// Sends what fits at once, whatever is known of the peer: one that is lost on another
+    /// connection may hear it. If a link ends only with the process behind it, there is no
+    /// listener.
     fn last_words(&mut self, bytes: &[u8]) {
         let _ = bytes;
     }
 
-    /// Returns true for a link that is opened at its first use, see [`Mesh::open_on_demand`](crate::Mesh::open_on_demand).
-    /// The value stays true after the link has opened.
+    /// Returns true for a link that is opened at its first use, see
+    /// [`Mesh::open_on_demand`](crate::Mesh::open_on_demand). The value stays true after the link
+    /// has opened.
     fn is_on_demand(&self) -> bool {
         false
     }
 
-    /// Starts to open a link that is opened at its first use, unless its opening has started. Does nothing for other
-    /// links, because they are open.
+    /// Starts to open a link that is opened at its first use, unless its opening has started. Does
+    /// nothing for other links, because they are open.
     fn ask(&mut self) {}
 }
 
@@ -103,6 +109,9 @@ pub struct Link {
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link").field("peer", &self.peer).field("kind", &self.kind).finish_non_exhaustive()
+        f.debug_struct("Link")
+            .field("peer", &self.peer)
+            .field("kind", &self.kind)
+            .finish_non_exhaustive()
     }
 }

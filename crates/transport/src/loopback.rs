@@ -57,7 +57,8 @@ fn pair_with(
     Ok((of_a, of_b))
 }
 
-/// Links between all of `size` ranks: element `r` holds rank `r`'s links to all others, in rank order.
+/// Links between all of `size` ranks: element `r` holds rank `r`'s links to all others, in rank
+/// order.
 ///
 /// # Errors
 /// `System`.
@@ -81,7 +82,8 @@ fn mesh_with(size: usize, capacity: usize, bells: &[Arc<Bell>]) -> Result<Vec<Ve
     for low in 0..size {
         for high in low + 1..size {
             let (bell_low, bell_high) = (bells.get(low).cloned(), bells.get(high).cloned());
-            let (of_low, of_high) = pair_with(rank(low), rank(high), capacity, bell_low, bell_high)?;
+            let (of_low, of_high) =
+                pair_with(rank(low), rank(high), capacity, bell_low, bell_high)?;
             links[low].push(of_low);
             links[high].push(of_high);
         }

@@ -37,7 +37,8 @@ use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, a
 pub use dial_many::dials_at_once;
 use on_demand::{Dials, Way};
 
-/// Time after which a wait for a peer's call probes whether the peer listens, and the limit of the probe.
+/// Time after which a wait for a peer's call probes whether the peer listens, and the limit of the
+/// probe.
 const PROBE: Duration = Duration::from_secs(1);
 /// A shorter silence than this happens on any busy host.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(100);
@@ -59,18 +60,20 @@ pub struct MeshOptions {
     pub bind: Option<IpAddr>,
     /// Ports to listen on.
     pub ports: PortRange,
-    /// The way to ranks of other hosts where hosts open connections and take none; then only the loopback is listened on.
+    /// The way to ranks of other hosts where hosts open connections and take none; then only the
+    /// loopback is listened on.
     pub gateway: Option<Arc<dyn Gateway>>,
     /// Off: TCP everywhere.
     pub use_shared_memory: bool,
     /// Off: as on kernels without pidfds.
     pub use_pidfd: bool,
-    /// Bytes of this process's own rings, the ones towards its peers, that it may have in segments at a time; links
-    /// beyond go over TCP. The host's bytes divided by its ranks.
+    /// Bytes of this process's own rings, the ones towards its peers, that it may have in segments
+    /// at a time; links beyond go over TCP. The host's bytes divided by its ranks.
     pub shared_memory_bytes: u64,
     /// TCP connections of each link, 1 to 16.
     pub streams: u16,
-    /// TCP's congestion control of links, where the system has it and allows it; empty takes the system's own.
+    /// TCP's congestion control of links, where the system has it and allows it; empty takes the
+    /// system's own.
     pub congestion: String,
     /// A peer that shows no life for so long is lost.
     pub peer_timeout: Duration,
@@ -112,8 +115,8 @@ impl std::fmt::Debug for MeshOptions {
     }
 }
 
-/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined. Links outlive it,
-/// but their peers are not watched any more.
+/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined.
+/// Links outlive it, but their peers are not watched any more.
 pub struct Mesh {
     shared: Arc<Shared>,
     options: MeshOptions,
@@ -133,14 +136,19 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// Listens, publishes where, and learns where all other ranks are. Collective: returns when every rank joined.
+    /// Listens, publishes where, and learns where all other ranks are. Collective: returns when
+    /// every rank joined.
     ///
     /// # Errors
-    /// `Rendezvous`; `Timeout` naming the rank that did not come; `System` when nothing can be listened on.
+    /// `Rendezvous`; `Timeout` naming the rank that did not come; `System` when nothing can be
+    /// listened on.
     pub fn join(options: MeshOptions, rendezvous: &dyn Rendezvous) -> Result<Self> {
         let deadline = Instant::now() + options.patience;
         allow_descriptors(&options);
-        let bind = options.gateway.as_ref().map_or(options.bind, |_| Some(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        let bind = options
+            .gateway
+            .as_ref()
+            .map_or(options.bind, |_| Some(IpAddr::V4(Ipv4Addr::LOCALHOST)));
         let (tcp, own) = addresses::listen(bind, options.ports)?;
         let (unix, local) = if options.use_shared_memory { unix() } else { (None, String::new()) };
         let shared = Arc::new(Shared::new(Facts {
@@ -156,7 +164,13 @@ impl Mesh {
         let thread = thread::Builder::new().name("farandole-mesh".to_owned());
         let service = thread.spawn(move || service.run()).map_err(Error::of("clone"))?;
         let door = options.gateway.as_ref().map_or(0, |gateway| gateway.door());
-        let card = Card { host: options.host.clone(), pid: std::process::id(), door, local, addresses: own };
+        let card = Card {
+            host: options.host.clone(),
+            pid: std::process::id(),
+            door,
+            local,
+            addresses: own,
+        };
         let mut mesh = Self {
             shared,
             cards: Vec::new(),
@@ -205,22 +219,30 @@ impl Mesh {
         Ok(())
     }
 
-    /// Opens one link to each of `peers` (the own rank is passed over), in their order. Collective among them: every
-    /// two ranks name each other, with one channel and one capacity. A channel is opened once between two ranks.
+    /// Opens one link to each of `peers` (the own rank is passed over), in their order. Collective
+    /// among them: every two ranks name each other, with one channel and one capacity. A channel is
+    /// opened once between two ranks.
     ///
-    /// Ranks of one machine exchange a segment over an authenticated Unix socket; that both map it is the proof that they
-    /// share memory. Where that fails, and elsewhere, the link is a TCP connection. Memory of `capacity` bytes each
-    /// way (rounded up to pages) is taken when first touched.
+    /// Ranks of one machine exchange a segment over an authenticated Unix socket; that both map it
+    /// is the proof that they share memory. Where that fails, and elsewhere, the link is a TCP
+    /// connection. Memory of `capacity` bytes each way (rounded up to pages) is taken when first
+    /// touched.
     ///
     /// # Errors
-    /// `Timeout` naming the rank that did not open its end; `Unreachable`, `Handshake`, `PeerLost`, `Forked`; `System`
-    /// when this process has no descriptors left.
+    /// `Timeout` naming the rank that did not open its end; `Unreachable`, `Handshake`, `PeerLost`,
+    /// `Forked`; `System` when this process has no descriptors left.
     pub fn open(&self, channel: u32, peers: &[Rank], capacity: usize) -> Result<Vec<Link>> {
-        self.open_until(channel, peers, capacity, Instant::now() + self.options.patience, &mut || false)
+        self.open_until(
+            channel,
+            peers,
+            capacity,
+            Instant::now() + self.options.patience,
+            &mut || false,
+        )
     }
 
-    /// As [`open`](Self::open), at most until `deadline`. Every few seconds it asks whether to give up; after a yes it
-    /// asks no more.
+    /// As [`open`](Self::open), at most until `deadline`. Every few seconds it asks whether to give
+    /// up; after a yes it asks no more.
     ///
     /// # Errors
     /// Those of `open`; `Interrupted` when asked to give up.
@@ -236,7 +258,8 @@ impl Mesh {
         let mut wait = Wait { deadline, give_up };
         let own = self.options.rank;
         let mut links: Vec<(usize, Link)> = Vec::new();
-        // The higher rank dials. Dialling needs the other's service thread only, so no order of ranks can lock up.
+        // The higher rank dials. Dialling needs the other's service thread only, so no order of
+        // ranks can lock up.
         let places = || peers.iter().copied().enumerate();
         links.extend(dial_many::dial_all(&dialled(own, peers), &mut wait, |rank, wait| {
             self.dial(self.peer(rank)?, channel, capacity, wait)
@@ -248,13 +271,15 @@ impl Mesh {
         Ok(links.into_iter().map(|(_, link)| link).collect())
     }
 
-    /// As [`open_until`](Self::open_until), with links over TCP that are opened at their first use: a rank that never
-    /// uses one has no connection for it. So peers should be ranks of other machines. The call itself opens the
-    /// connections for heartbeats with ranks of other machines that this rank dials and that are not open yet.
+    /// As [`open_until`](Self::open_until), with links over TCP that are opened at their first use:
+    /// a rank that never uses one has no connection for it. So peers should be ranks of other
+    /// machines. The call itself opens the connections for heartbeats with ranks of other machines
+    /// that this rank dials and that are not open yet.
     ///
-    /// The windows of a link are empty until it is open. [`LinkSender::ask`](crate::LinkSender::ask) and every call for
-    /// one of its windows ask for it, and it opens when both ends have asked. If the peer cannot be reached, its windows
-    /// are `PeerLost`.
+    /// The windows of a link are empty until it is open.
+    /// [`LinkSender::ask`](crate::LinkSender::ask) and every call for one of its windows ask for
+    /// it, and it opens when both ends have asked. If the peer cannot be reached, its windows are
+    /// `PeerLost`.
     ///
     /// # Errors
     /// Those of `open_until`, for the heartbeats.
@@ -268,7 +293,8 @@ impl Mesh {
     ) -> Result<Vec<Link>> {
         self.claim(channel, peers)?;
         let own = self.options.rank;
-        let far: Vec<Rank> = self.heartbeats.iter().copied().filter(|rank| !self.is_near(*rank)).collect();
+        let far: Vec<Rank> =
+            self.heartbeats.iter().copied().filter(|rank| !self.is_near(*rank)).collect();
         let mut wait = Wait { deadline, give_up };
         dial_many::dial_all(&dialled(own, &far), &mut wait, |rank, wait| {
             let peer = self.peer(rank)?;
@@ -282,7 +308,14 @@ impl Mesh {
                 congestion: self.options.congestion.clone(),
             };
             let capacity = Segment::round(capacity);
-            Ok(on_demand::link(&self.shared, &self.dials, self.peer(*rank)?, channel, capacity, way))
+            Ok(on_demand::link(
+                &self.shared,
+                &self.dials,
+                self.peer(*rank)?,
+                channel,
+                capacity,
+                way,
+            ))
         };
         peers.iter().filter(|rank| **rank != own).map(link).collect()
     }
@@ -321,11 +354,18 @@ impl Mesh {
 
     fn peer(&self, rank: Rank) -> Result<&Arc<Peer>> {
         let size = self.options.size;
-        let unknown = || Error::Handshake { reason: format!("no rank {rank} in a world of {size}") };
+        let unknown =
+            || Error::Handshake { reason: format!("no rank {rank} in a world of {size}") };
         self.shared.peers.get(rank.index()).ok_or_else(unknown)
     }
 
-    fn answer(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, wait: &mut Wait<'_>) -> Result<Link> {
+    fn answer(
+        &self,
+        peer: &Arc<Peer>,
+        channel: u32,
+        capacity: usize,
+        wait: &mut Wait<'_>,
+    ) -> Result<Link> {
         let (theirs, arrival) = self.await_arrival((channel, 0), peer, wait)?;
         let capacity = Segment::round(capacity);
         if theirs != capacity as u64 {
@@ -336,7 +376,11 @@ impl Mesh {
                 peer: peer.rank,
                 kind: LinkKind::SharedMemory,
                 capacity,
-                sender: Box::new(RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)))),
+                sender: Box::new(RingSender::new(
+                    sender,
+                    Arc::clone(peer),
+                    Some(Arc::clone(&bell)),
+                )),
                 receiver: Box::new(RingReceiver::new(receiver, Arc::clone(peer), Some(bell))),
             }),
             Arrival::Tcp { secured, streams } => {
@@ -344,7 +388,9 @@ impl Mesh {
                 for stream in 1..streams {
                     match self.await_arrival((channel, stream), peer, wait)? {
                         (_, Arrival::Tcp { secured, .. }) => connections.push(secured),
-                        (_, Arrival::Shared { .. }) => return Err(peer.gone("it mixed two kinds of links")),
+                        (_, Arrival::Shared { .. }) => {
+                            return Err(peer.gone("it mixed two kinds of links"));
+                        }
                     }
                 }
                 self.over_tcp(peer, channel, connections, capacity)
@@ -352,7 +398,8 @@ impl Mesh {
         }
     }
 
-    /// Waits for the peer to dial. It may be too early for it to be watched, so a long wait asks whether it listens.
+    /// Waits for the peer to dial. It may be too early for it to be watched, so a long wait asks
+    /// whether it listens.
     fn await_arrival(
         &self,
         place: (u32, u16),
@@ -374,7 +421,9 @@ impl Mesh {
             wait.ask()?;
             match self.listens(peer, deadline)? {
                 Some(true) => heard = Instant::now(),
-                Some(false) => return Err(peer.gone("it no longer listens at any of its addresses")),
+                Some(false) => {
+                    return Err(peer.gone("it no longer listens at any of its addresses"));
+                }
                 None if heard.elapsed() > self.shared.peer_timeout => {
                     return Err(peer.gone("nothing answers at any of its addresses"));
                 }
@@ -394,7 +443,13 @@ impl Mesh {
         )
     }
 
-    fn dial(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, wait: &mut Wait<'_>) -> Result<Link> {
+    fn dial(
+        &self,
+        peer: &Arc<Peer>,
+        channel: u32,
+        capacity: usize,
+        wait: &mut Wait<'_>,
+    ) -> Result<Link> {
         let capacity = Segment::round(capacity);
         let card = self.cards.get(peer.rank.index()).ok_or_else(|| peer.gone("it never joined"))?;
         let same_host = card.host.machine() == self.options.host.machine();
@@ -454,8 +509,8 @@ impl Mesh {
         Ok(link)
     }
 
-    /// `None` where shared memory is not to be had; TCP then serves. Once the peer may have taken its end, it must not:
-    /// the two would hold different links.
+    /// `None` where shared memory is not to be had; TCP then serves. Once the peer may have taken
+    /// its end, it must not: the two would hold different links.
     fn dial_shared(
         &self,
         peer: &Arc<Peer>,
@@ -475,7 +530,8 @@ impl Mesh {
             Ok(lease) => Arc::new(lease),
             Err(reason) => return fall_back(reason),
         };
-        // Both ends take the first socket of theirs for the one whose end tells of a death: one after the other.
+        // Both ends take the first socket of theirs for the one whose end tells of a death: one
+        // after the other.
         let _one_at_a_time = peer.handover.lock();
         let mut silence = Silence::default();
         loop {
@@ -487,7 +543,9 @@ impl Mesh {
                 Err(Failure::Stranger(reason)) => return Err(Error::Handshake { reason }),
                 Err(Failure::Own(error)) => return Err(error),
                 Err(Failure::Broken(reason)) => {
-                    return Err(peer.gone(&format!("the handover of shared memory broke off: {reason}")));
+                    return Err(
+                        peer.gone(&format!("the handover of shared memory broke off: {reason}"))
+                    );
                 }
                 Err(Failure::Silent(_)) if Instant::now() < wait.deadline => {
                     silence.goes_on(began);
@@ -511,7 +569,8 @@ impl Mesh {
     ) -> std::result::Result<Link, Failure> {
         let failed = |error: farandole_shm::Error| Failure::Unanswered(error.to_string());
         let segment = Segment::create(2, capacity).map_err(failed)?;
-        let (sender, receiver) = (segment.producer(0).map_err(failed)?, segment.consumer(1).map_err(failed)?);
+        let (sender, receiver) =
+            (segment.producer(0).map_err(failed)?, segment.consumer(1).map_err(failed)?);
         let request = Request {
             to: peer,
             carrier: Carrier::SharedMemory,
@@ -528,7 +587,8 @@ impl Mesh {
         let (Some(memory), Some(event)) = (theirs.next(), theirs.next()) else {
             return Err(Failure::Broken("no bell was handed over".to_owned()));
         };
-        let (bell, first) = peer.adopt(memory, event).map_err(|error| Failure::Own(peer.fault(error)))?;
+        let (bell, first) =
+            peer.adopt(memory, event).map_err(|error| Failure::Own(peer.fault(error)))?;
         let end = self.shared.end_of(theirs.next(), socket, first);
         if first {
             self.shared.watch(Watch::local(Arc::clone(peer), Arc::clone(&bell), end));
@@ -544,7 +604,8 @@ impl Mesh {
         })
     }
 
-    /// Returns whether a peer was lost otherwise than by leaving in order: the first one. Costs two loads.
+    /// Returns whether a peer was lost otherwise than by leaving in order: the first one. Costs two
+    /// loads.
     ///
     /// # Errors
     /// `PeerLost`, `Forked`.
@@ -558,15 +619,16 @@ impl Mesh {
         self.shared.lost()
     }
 
-    /// Shows local peers that this process runs. The service thread does so by itself, so this is for a caller whose
-    /// own progress should count too; it is never needed.
+    /// Shows local peers that this process runs. The service thread does so by itself, so this is
+    /// for a caller whose own progress should count too; it is never needed.
     pub fn beat(&self) {
         if self.shared.guard.intact() {
             self.shared.parker.bell().beat();
         }
     }
 
-    /// Returns the place in which the threads of this process sleep; it is also woken when a peer is lost.
+    /// Returns the place in which the threads of this process sleep; it is also woken when a peer
+    /// is lost.
     pub fn parker(&self) -> Parker {
         self.shared.parker.clone()
     }
@@ -604,12 +666,14 @@ impl Mesh {
 
 /// The rings of the two ends of a link differ.
 fn other_capacity(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
-    let reason = format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {own}");
+    let reason =
+        format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {own}");
     Error::Handshake { reason }
 }
 
-/// The lower ranks among the peers with their places, the nearest first: when all ranks dial at the same time, each step
-/// leads every one of them to another peer. All would begin with the lowest rank otherwise.
+/// The lower ranks among the peers with their places, the nearest first: when all ranks dial at the
+/// same time, each step leads every one of them to another peer. All would begin with the lowest
+/// rank otherwise.
 fn dialled(own: Rank, peers: &[Rank]) -> Vec<(usize, Rank)> {
     let mut lower: Vec<(usize, Rank)> =
         peers.iter().copied().enumerate().filter(|(_, rank)| *rank < own).collect();
@@ -617,7 +681,8 @@ fn dialled(own: Rank, peers: &[Rank]) -> Vec<(usize, Rank)> {
     lower
 }
 
-/// Descriptors for each peer: bell, event, pidfd or socket, heartbeats, connections; some more while they are made.
+/// Descriptors for each peer: bell, event, pidfd or socket, heartbeats, connections; some more
+/// while they are made.
 const EACH: u64 = 8;
 /// Descriptors for all else.
 const SPARE: u64 = 256;

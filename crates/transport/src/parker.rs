@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Sleeping until anything happens: a peer's commit or release, bytes on a socket, a lost peer, a call of this process.
+//! Sleeping until anything happens: a peer's commit or release, bytes on a socket, a lost peer, a
+//! call of this process.
 //!
-//! The dance, which loses no wake-up: `prepare`, poll every link once more, then `park` (or `cancel` if the poll found
-//! something). Links over TCP are watched edge-triggered: a poll reads until nothing is left, as `window` does.
+//! The dance, which loses no wake-up: `prepare`, poll every link once more, then `park` (or
+//! `cancel` if the poll found something). Links over TCP are watched edge-triggered: a poll reads
+//! until nothing is left, as `window` does.
 //!
-//! Several threads may park at once; a wake wakes all of them. A thread that drives while another sleeps calls
-//! `cancel` so that peers need not ring for it, and `Unparker::wake` when it hands the driving over.
+//! Several threads may park at once; a wake wakes all of them. A thread that drives while another
+//! sleeps calls `cancel` so that peers need not ring for it, and `Unparker::wake` when it hands the
+//! driving over.
 
 mod sleepers;
 
@@ -57,11 +60,17 @@ impl Parker {
     /// `System`.
     pub fn new() -> Result<Self> {
         let bell = Bell::create()?;
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
+        let epoll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
         let data = epoll::EventData::new_u64(0);
-        epoll::add(&epoll, bell.event(), data, epoll::EventFlags::IN).map_err(Error::of("epoll_ctl"))?;
-        let shared =
-            Shared { bell: Arc::new(bell), epoll, sleepers: Sleepers::default(), guard: Guard::new() };
+        epoll::add(&epoll, bell.event(), data, epoll::EventFlags::IN)
+            .map_err(Error::of("epoll_ctl"))?;
+        let shared = Shared {
+            bell: Arc::new(bell),
+            epoll,
+            sleepers: Sleepers::default(),
+            guard: Guard::new(),
+        };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -71,8 +80,10 @@ impl Parker {
 
     /// Also wakes for bytes that arrive on, or fit into, a socket.
     pub(crate) fn watch(&self, socket: impl AsFd) -> Result<()> {
-        let flags =
-            epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        let flags = epoll::EventFlags::IN
+            | epoll::EventFlags::OUT
+            | epoll::EventFlags::RDHUP
+            | epoll::EventFlags::ET;
         epoll::add(&self.shared.epoll, socket, epoll::EventData::new_u64(1), flags)
             .map_err(Error::of("epoll_ctl"))
     }
@@ -99,8 +110,8 @@ impl Parker {
         }
     }
 
-    /// Sleeps until woken or `deadline`. Returns at once if there was a ring or a cancellation since
-    /// [`Parker::prepare`]. A signal that is handled in this thread counts as a wake.
+    /// Sleeps until woken or `deadline`. Returns at once if there was a ring or a cancellation
+    /// since [`Parker::prepare`]. A signal that is handled in this thread counts as a wake.
     ///
     /// # Errors
     /// `Forked`, `System`.
@@ -123,7 +134,8 @@ impl Unparker {
     }
 }
 
-/// The bell and everything that is watched, until a deadline; one that is there only to be woken has none.
+/// The bell and everything that is watched, until a deadline; one that is there only to be woken
+/// has none.
 struct Until<'a> {
     shared: &'a Shared,
     deadline: Option<Instant>,
@@ -142,8 +154,8 @@ impl Place for Until<'_> {
     }
 
     fn ring(&self) {
-        // An eventfd of this process is refused only when it is full: then it is rung. No thread sleeps in a forked
-        // child.
+        // An eventfd of this process is refused only when it is full: then it is rung. No thread
+        // sleeps in a forked child.
         let _ = self.shared.bell.ring();
     }
 
@@ -154,10 +166,12 @@ impl Place for Until<'_> {
     fn wait(&self) -> Result<bool, Errno> {
         let deadline = self.deadline.unwrap_or_else(Instant::now);
         let left = deadline.saturating_duration_since(Instant::now());
-        let timeout =
-            Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::from(u32::MAX), tv_nsec: 0 });
-        let mut events =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        let timeout = Timespec::try_from(left)
+            .unwrap_or(Timespec { tv_sec: i64::from(u32::MAX), tv_nsec: 0 });
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 16];
         match epoll::wait(&self.shared.epoll, &mut events[..], Some(&timeout)) {
             Ok(0) => Ok(false),
             Ok(_) | Err(Errno::INTR) => Ok(true),
@@ -260,7 +274,11 @@ mod tests {
                     }
                     own.prepare();
                     if turn.load(Ordering::Acquire) == now {
-                        assert_eq!(own.park(soon()).unwrap(), Wake::Woken, "lost a wake-up in round {now}");
+                        assert_eq!(
+                            own.park(soon()).unwrap(),
+                            Wake::Woken,
+                            "lost a wake-up in round {now}"
+                        );
                     } else {
                         own.cancel();
                     }

@@ -54,7 +54,8 @@ impl Peer {
         Ok((bell, first))
     }
 
-    /// Remembers the first reason only: what follows a death is its consequence. True when it is the first.
+    /// Remembers the first reason only: what follows a death is its consequence. True when it is
+    /// the first.
     pub(crate) fn lose(&self, reason: String) -> bool {
         self.lost.set(reason).is_ok()
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Connections to the addresses of one peer (RFC 8305): after a quarter of a second without an answer, the next
-//! address is tried at the same time; after a refusal, it is tried at once.
+//! Connections to the addresses of one peer (RFC 8305): after a quarter of a second without an
+//! answer, the next address is tried at the same time; after a refusal, it is tried at once.
 
 use std::collections::VecDeque;
 use std::io;
@@ -140,7 +140,8 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// An address that never answers, as that of a host that is down: its queue is full, so the kernel drops calls.
+    /// An address that never answers, as that of a host that is down: its queue is full, so the
+    /// kernel drops calls.
     pub(crate) struct Dead {
         pub(crate) address: SocketAddr,
         _held: (TcpListener, Vec<TcpStream>),
@@ -166,12 +167,14 @@ pub(crate) mod tests {
 
     #[test]
     fn an_address_that_answers_is_not_kept_waiting_by_those_that_do_not() {
-        let (dead, listener) = ([dead(), dead()], TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let (dead, listener) =
+            ([dead(), dead()], TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
         let alive = listener.local_addr().unwrap();
         let began = Instant::now();
         let addresses = [dead[0].address, dead[1].address, alive];
-        let first =
-            Race::new(&addresses, began + Duration::from_secs(20), Duration::from_secs(10)).next().unwrap();
+        let first = Race::new(&addresses, began + Duration::from_secs(20), Duration::from_secs(10))
+            .next()
+            .unwrap();
         assert!(first.address == alive && first.socket.is_ok());
         let took = began.elapsed();
         assert!(took >= 2 * STAGGER && took < Duration::from_millis(1500), "{took:?}");

@@ -23,13 +23,15 @@ pub struct Place {
     pub size: u32,
 }
 
-/// A meeting place at which ranks exchange their cards. `session` has one that asks the registrar; `MemoryRendezvous`
-/// serves tests.
+/// A meeting place at which ranks exchange their cards. `session` has one that asks the registrar;
+/// `MemoryRendezvous` serves tests.
 pub trait Rendezvous: Send + Sync {
-    /// Publishes the card of the rank at `place`, and waits for those of all ranks of its world: by rank.
+    /// Publishes the card of the rank at `place`, and waits for those of all ranks of its world: by
+    /// rank.
     ///
     /// # Errors
-    /// `Rendezvous` when the service cannot be reached, `Timeout` naming a rank that did not come by `deadline`.
+    /// `Rendezvous` when the service cannot be reached, `Timeout` naming a rank that did not come
+    /// by `deadline`.
     fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>>;
 }
 
@@ -64,7 +66,10 @@ impl MemoryRendezvous {
                 return Ok(value.clone());
             }
             if self.shared.changed.wait_until(&mut values, deadline).timed_out() {
-                return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
+                return Err(Error::Timeout {
+                    what: format!("key {key}"),
+                    elapsed: started.elapsed(),
+                });
             }
         }
     }

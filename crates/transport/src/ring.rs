@@ -101,7 +101,8 @@ impl LinkReceiver for RingReceiver {
 
     fn awaits(&mut self) -> Result<()> {
         let seen = self.used()?;
-        let end = self.peer.lost().or_else(|| self.consumer.closed().then(|| self.peer.gone(CLOSED)));
+        let end =
+            self.peer.lost().or_else(|| self.consumer.closed().then(|| self.peer.gone(CLOSED)));
         // What was committed before the end may have become visible only now.
         match end {
             Some(error) if self.used()? == seen => Err(error),

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread of a mesh: accepts peers, shows that this process lives, and notices when others do not.
+//! The thread of a mesh: accepts peers, shows that this process lives, and notices when others do
+//! not.
 //!
-//! Strangers cannot hold it up: it never waits for one connection, drops each after [`PATIENCE`], and one when there are
-//! more than [`MOST`]: of those that have not shown the key's code, the oldest from where most of them come. A rank shows it
-//! in its first message, so a flood unseats its own kind.
+//! Strangers cannot hold it up: it never waits for one connection, drops each after [`PATIENCE`],
+//! and one when there are more than [`MOST`]: of those that have not shown the key's code, the
+//! oldest from where most of them come. A rank shows it in its first message, so a flood unseats
+//! its own kind.
 //!
-//! A rank watches the ranks of its host and few ranks of other hosts. When it sees that one of them is lost, it tells
-//! all ranks with which it exchanges heartbeats, and these pass it on. A rank that watches the lost one itself passes the
-//! news on and does not act on it: if only the network between two other ranks is broken, its engine can still speak
-//! with both.
+//! A rank watches the ranks of its host and few ranks of other hosts. When it sees that one of them
+//! is lost, it tells all ranks with which it exchanges heartbeats, and these pass it on. A rank
+//! that watches the lost one itself passes the news on and does not act on it: if only the network
+//! between two other ranks is broken, its engine can still speak with both.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -41,8 +43,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 const MOST: usize = 128;
 /// Pause after the system had no descriptor for a connection.
 const EXHAUSTED: Duration = Duration::from_millis(20);
-/// A connection is given this time at least: TCP repeats what a lost packet carried after 0.2 to 0.4 s, and one that is
-/// lost again twice as long after that.
+/// A connection is given this time at least: TCP repeats what a lost packet carried after 0.2 to
+/// 0.4 s, and one that is lost again twice as long after that.
 const REPETITIONS: Duration = Duration::from_millis(900);
 /// Bytes read at a time of what nobody wants, and how often before others have their turn.
 const SCRAP: (usize, usize) = (64 << 10, 32);
@@ -84,7 +86,8 @@ pub(crate) struct Service {
 
 impl Service {
     pub(crate) fn new(shared: Arc<Shared>, listeners: Listeners) -> Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
+        let epoll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
         add(&epoll, &shared.event, EVENT)?;
         listeners.tcp.set_nonblocking(true).map_err(Error::of("ioctl"))?;
         add(&epoll, &listeners.tcp, TCP)?;
@@ -92,7 +95,8 @@ impl Service {
             unix.set_nonblocking(true).map_err(Error::of("ioctl"))?;
             add(&epoll, unix, UNIX)?;
         }
-        let interval = (shared.peer_timeout / 10).clamp(Duration::from_millis(5), Duration::from_millis(500));
+        let interval =
+            (shared.peer_timeout / 10).clamp(Duration::from_millis(5), Duration::from_millis(500));
         Ok(Self {
             shared,
             listeners,
@@ -119,7 +123,8 @@ impl Service {
             let lived = last.elapsed();
             if lived >= pause {
                 last = Instant::now();
-                // Whoever was stopped himself must not hold the silence of that time against others.
+                // Whoever was stopped himself must not hold the silence of that time against
+                // others.
                 self.tick(lived.min(2 * pause));
                 // Who looks often can wait for longer before he takes for lost what is only late.
                 let waits = self.paths.values().any(|path| path.silence.lasts());
@@ -134,10 +139,12 @@ impl Service {
 
     fn wait(&self, left: Duration) -> Vec<u64> {
         // Round up: a wait of zero milliseconds before the tick would spin.
-        let left =
-            Timespec::try_from(left + Duration::from_millis(1)).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
-        let mut events =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 64];
+        let left = Timespec::try_from(left + Duration::from_millis(1))
+            .unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 64];
         let found = epoll::wait(&self.epoll, &mut events[..], Some(&left)).unwrap_or(0);
         events[..found].iter().map(|event| event.data.u64()).collect()
     }
@@ -176,7 +183,8 @@ impl Service {
         }
     }
 
-    /// Waits for nothing but an error, and for that once: who uses the link hears of its end by himself.
+    /// Waits for nothing but an error, and for that once: who uses the link hears of its end by
+    /// himself.
     fn follow(&mut self, path: &Weak<Connection>) {
         let Some(connection) = path.upgrade() else { return };
         for (number, socket) in connection.sockets().iter().enumerate() {
@@ -218,7 +226,10 @@ impl Service {
                 Ok((socket, source)) => self.begin(socket, source),
                 Err(error) => {
                     let errno = Errno::from_io_error(&error);
-                    if matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) {
+                    if matches!(
+                        errno,
+                        Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
+                    ) {
                         std::thread::sleep(EXHAUSTED);
                     }
                     return;
@@ -228,7 +239,8 @@ impl Service {
     }
 
     fn begin(&mut self, socket: OwnedFd, source: Option<IpAddr>) {
-        let waiting = self.incoming.iter().map(|(token, one)| (*token, one.vouched(), one.source()));
+        let waiting =
+            self.incoming.iter().map(|(token, one)| (*token, one.vouched(), one.source()));
         if self.incoming.len() >= MOST
             && let Some(unseated) = unseated(waiting).and_then(|token| self.incoming.remove(&token))
         {
@@ -275,7 +287,8 @@ impl Service {
             && let Some(mut watch) = self.watched.remove(&token)
         {
             if !orderly {
-                // Otherwise the peer sees only that the connection ended, and reports that in place of the reason.
+                // Otherwise the peer sees only that the connection ended, and reports that in place
+                // of the reason.
                 watch.tell(watch.peer.rank, &reason);
             }
             if let Some(descriptor) = watch.descriptor() {
@@ -310,27 +323,33 @@ impl Service {
     fn tick(&mut self, lived: Duration) {
         self.shared.parker.bell().beat();
         let timeout = self.shared.longest_silence();
-        let verdicts: Vec<_> =
-            self.watched.iter_mut().map(|(token, watch)| (*token, watch.tick(lived, timeout))).collect();
+        let verdicts: Vec<_> = self
+            .watched
+            .iter_mut()
+            .map(|(token, watch)| (*token, watch.tick(lived, timeout)))
+            .collect();
         for (token, verdict) in verdicts {
             self.settle(token, verdict);
         }
         self.paths.retain(|_, path| path.connection.strong_count() > 0);
         self.retired.retain(|retired| retired.peer.lost().is_none() && is_needed(retired));
         for (peer, silent) in self.silent_paths(lived) {
-            let reason = format!("nothing that was sent to it in the last {silent:.1?} was confirmed");
+            let reason =
+                format!("nothing that was sent to it in the last {silent:.1?} was confirmed");
             self.shared.lose(&peer, reason, false);
         }
         let now = Instant::now();
-        while let Some(oldest) = self.incoming.first_entry().filter(|oldest| oldest.get().deadline <= now) {
+        while let Some(oldest) =
+            self.incoming.first_entry().filter(|oldest| oldest.get().deadline <= now)
+        {
             let oldest = oldest.remove();
             self.refuse(oldest);
         }
     }
 
-    /// Connections that have been silent for too long, or will have been by the next look but one: a thread may be kept
-    /// waiting for its core. A peer that is heard on another connection may be cut off on this one. Those that hear of it
-    /// only from us need some of the time.
+    /// Connections that have been silent for too long, or will have been by the next look but one:
+    /// a thread may be kept waiting for its core. A peer that is heard on another connection may be
+    /// cut off on this one. Those that hear of it only from us need some of the time.
     fn silent_paths(&mut self, lived: Duration) -> Vec<(Arc<Peer>, Duration)> {
         let timeout = self.shared.peer_timeout;
         let limit = (timeout - hearsay(timeout)).max(REPETITIONS);
@@ -349,8 +368,9 @@ impl Service {
     }
 }
 
-/// Chooses the connection that makes way, among connections by age, each with its proof and its source: an unproven one,
-/// and of these the oldest one of the source with most. `None` if there are no connections.
+/// Chooses the connection that makes way, among connections by age, each with its proof and its
+/// source: an unproven one, and of these the oldest one of the source with most. `None` if there
+/// are no connections.
 fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) -> Option<u64> {
     let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
     let candidates = waiting.filter(|(_, vouched, _)| !(strangers && *vouched));
@@ -358,11 +378,14 @@ fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) 
     for (token, _, source) in candidates {
         sources.entry(source).or_insert((0, token)).0 += 1;
     }
-    sources.values().max_by_key(|(count, oldest)| (*count, Reverse(*oldest))).map(|(_, oldest)| *oldest)
+    sources
+        .values()
+        .max_by_key(|(count, oldest)| (*count, Reverse(*oldest)))
+        .map(|(_, oldest)| *oldest)
 }
 
-/// Reads what has come to a socket that nobody uses any more, for the peer may do likewise only when it has sent all;
-/// whether the socket is still needed.
+/// Reads what has come to a socket that nobody uses any more, for the peer may do likewise only
+/// when it has sent all; whether the socket is still needed.
 fn is_needed(retired: &Retired) -> bool {
     let mut scrap = vec![0; SCRAP.0];
     for _ in 0..SCRAP.1 {
@@ -398,7 +421,11 @@ mod tests {
         assert_eq!(unseated(waiting.into_iter()), Some(5));
         // As many from each: the oldest of all.
         assert_eq!(unseated(waiting.into_iter().filter(|one| one.0 != 6)), Some(4));
-        assert_eq!(unseated(waiting.into_iter().filter(|one| one.1)), Some(3), "nobody else is left");
+        assert_eq!(
+            unseated(waiting.into_iter().filter(|one| one.1)),
+            Some(3),
+            "nobody else is left"
+        );
         assert_eq!(unseated(std::iter::empty()), None);
     }
 }

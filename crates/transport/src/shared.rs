@@ -78,7 +78,8 @@ pub(crate) struct Shared {
     /// For the service thread to take. Lock order: as above.
     retired: Mutex<Vec<Retired>>,
     first_loss: OnceLock<Error>,
-    /// Peers that were lost otherwise than by leaving in order. Lock order: nothing is locked while this is held.
+    /// Peers that were lost otherwise than by leaving in order. Lock order: nothing is locked while
+    /// this is held.
     losses: Mutex<BTreeSet<Rank>>,
 }
 
@@ -95,8 +96,10 @@ pub(crate) struct Facts {
 
 impl Shared {
     pub(crate) fn new(facts: Facts) -> Result<Self> {
-        let pidfd =
-            rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
+        let pidfd = rustix::process::pidfd_open(
+            rustix::process::getpid(),
+            rustix::process::PidfdFlags::empty(),
+        );
         Ok(Self {
             rank: facts.rank,
             size: facts.size,
@@ -138,11 +141,14 @@ impl Shared {
         let _ = self.parker.bell().ring();
     }
 
-    /// A link that `peer` has dialled over TCP, with the capacity of its rings. `None` until all its connections are there.
+    /// A link that `peer` has dialled over TCP, with the capacity of its rings. `None` until all
+    /// its connections are there.
     pub(crate) fn take_arrived(&self, channel: u32, peer: &Peer) -> Option<(u64, Vec<Secured>)> {
         let place = |stream| (channel, peer.rank, stream);
         let mut arrivals = self.arrivals.lock();
-        let (capacity, Arrival::Tcp { streams, .. }) = arrivals.get(&place(0))? else { return None };
+        let (capacity, Arrival::Tcp { streams, .. }) = arrivals.get(&place(0))? else {
+            return None;
+        };
         let (capacity, streams) = (*capacity, *streams);
         if !(1..streams).all(|stream| arrivals.contains_key(&place(stream))) {
             return None;
@@ -178,9 +184,14 @@ impl Shared {
         }
     }
 
-    /// Returns the descriptor that shows the end of a local peer: its pidfd, or else the socket of the first
-    /// handshake. If either lacks a pidfd, both keep that socket.
-    pub(crate) fn end_of(&self, pidfd: Option<OwnedFd>, socket: OwnedFd, first: bool) -> Option<End> {
+    /// Returns the descriptor that shows the end of a local peer: its pidfd, or else the socket of
+    /// the first handshake. If either lacks a pidfd, both keep that socket.
+    pub(crate) fn end_of(
+        &self,
+        pidfd: Option<OwnedFd>,
+        socket: OwnedFd,
+        first: bool,
+    ) -> Option<End> {
         match pidfd {
             None if first => Some(End::Socket(socket)),
             pidfd => {
@@ -237,8 +248,8 @@ impl Shared {
         self.wake();
     }
 
-    /// The longest time for which a peer may show no life. If ranks hear of losses from others, that needs some of the
-    /// timeout.
+    /// The longest time for which a peer may show no life. If ranks hear of losses from others,
+    /// that needs some of the timeout.
     pub(crate) fn longest_silence(&self) -> Duration {
         let timeout = self.peer_timeout;
         if self.hearsay.load(Ordering::Relaxed) { timeout - hearsay(timeout) } else { timeout }

@@ -3,11 +3,12 @@
 
 //! Noticing that a peer died, stopped or left.
 //!
-//! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's page. Where the
-//! kernel has no pidfds (before 5.3, some sandboxes) both keep the Unix socket of their handshake, whose end tells the
-//! same, unless a forked child of the peer still holds it: then the heartbeat tells. A remote peer says a word now and
-//! then on a connection of its own, which also ends when the process does. It also tells there
-//! which ranks it has lost, because a rank has such connections with few others ([`circle`](crate::circle)).
+//! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's
+//! page. Where the kernel has no pidfds (before 5.3, some sandboxes) both keep the Unix socket of
+//! their handshake, whose end tells the same, unless a forked child of the peer still holds it:
+//! then the heartbeat tells. A remote peer says a word now and then on a connection of its own,
+//! which also ends when the process does. It also tells there which ranks it has lost, because a
+//! rank has such connections with few others ([`circle`](crate::circle)).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -21,8 +22,8 @@ use crate::beat::{Beats, Heard, Word};
 use crate::peer::Peer;
 use crate::shared::Secured;
 
-/// Returns the longest wait for the reason after a peer ended its links: the part of the peer timeout that is left for
-/// news of a loss.
+/// Returns the longest wait for the reason after a peer ended its links: the part of the peer
+/// timeout that is left for news of a loss.
 #[must_use]
 pub fn hearsay(peer_timeout: Duration) -> Duration {
     (peer_timeout / 5).min(Duration::from_millis(500))
@@ -83,16 +84,25 @@ impl Watch {
     /// Watches a process of this host; by its heartbeat only where nothing tells its end.
     pub(crate) fn local(peer: Arc<Peer>, bell: Arc<Bell>, end: Option<End>) -> Self {
         let pid = end.as_ref().and_then(End::process);
-        Self { peer, life: Life::Local { beats: bell.heartbeat(), bell, end, pid }, silent: Duration::ZERO }
+        Self {
+            peer,
+            life: Life::Local { beats: bell.heartbeat(), bell, end, pid },
+            silent: Duration::ZERO,
+        }
     }
 
     /// Watches through a connection; it must not block.
     pub(crate) fn remote(peer: Arc<Peer>, secured: Secured) -> Self {
         let beats = Box::new(Beats::new(secured));
-        Self { peer, life: Life::Remote { beats, left: false, given_up: None }, silent: Duration::ZERO }
+        Self {
+            peer,
+            life: Life::Remote { beats, left: false, given_up: None },
+            silent: Duration::ZERO,
+        }
     }
 
-    /// Returns the descriptor that becomes readable when there is news; `None` if only the heartbeat shows it.
+    /// Returns the descriptor that becomes readable when there is news; `None` if only the
+    /// heartbeat shows it.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match &self.life {
             Life::Local { end, .. } => end.as_ref().map(|end| match end {
@@ -102,13 +112,15 @@ impl Watch {
         }
     }
 
-    /// The descriptor is readable. Adds the losses that the peer reports. `own` is the rank of this process: a peer that
-    /// counts it as lost closes the connection next, and that end has the peer's reason.
+    /// The descriptor is readable. Adds the losses that the peer reports. `own` is the rank of this
+    /// process: a peer that counts it as lost closes the connection next, and that end has the
+    /// peer's reason.
     pub(crate) fn news(&mut self, own: Rank, losses: &mut Vec<(Rank, String)>) -> Verdict {
         match &mut self.life {
-            Life::Local { bell, pid, .. } if bell.closed() => {
-                Verdict::Lost { reason: format!("it left the job and {} ended", named(*pid)), orderly: true }
-            }
+            Life::Local { bell, pid, .. } if bell.closed() => Verdict::Lost {
+                reason: format!("it left the job and {} ended", named(*pid)),
+                orderly: true,
+            },
             Life::Local { pid, .. } => Verdict::Lost { reason: death(*pid), orderly: false },
             Life::Remote { beats, left, given_up } => {
                 let reason = loop {
@@ -116,12 +128,14 @@ impl Watch {
                         Heard::Word(word) => {
                             self.silent = Duration::ZERO;
                             match word {
-                                // The end would have followed at once. The peer only passed on what others said.
+                                // The end would have followed at once. The peer only passed on what
+                                // others said.
                                 Word::Beat => *given_up = None,
                                 Word::Goodbye => *left = true,
                                 Word::Lost { rank, reason } => {
                                     if rank == own {
-                                        *given_up = Some(format!("it counts this rank as lost: {reason}"));
+                                        *given_up =
+                                            Some(format!("it counts this rank as lost: {reason}"));
                                     }
                                     losses.push((rank, reason));
                                 }
@@ -135,8 +149,11 @@ impl Watch {
                         Heard::Broken(reason) => break reason,
                     }
                 };
-                let reason =
-                    if *left { "it left the job".to_owned() } else { given_up.take().unwrap_or(reason) };
+                let reason = if *left {
+                    "it left the job".to_owned()
+                } else {
+                    given_up.take().unwrap_or(reason)
+                };
                 Verdict::Lost { reason, orderly: *left }
             }
         }
@@ -158,7 +175,8 @@ impl Watch {
                 *pid
             }
             Life::Remote { beats, .. } => {
-                // What cannot be sent now is made up for by the next beat; an end is read by `news`.
+                // What cannot be sent now is made up for by the next beat; an end is read by
+                // `news`.
                 beats.beat();
                 None
             }
@@ -183,7 +201,8 @@ impl Watch {
         }
     }
 
-    /// Tells the peer that a rank was lost; local ones find out by themselves or hear it from others.
+    /// Tells the peer that a rank was lost; local ones find out by themselves or hear it from
+    /// others.
     pub(crate) fn tell(&mut self, rank: Rank, reason: &str) {
         if let Life::Remote { beats, .. } = &mut self.life {
             beats.say(Word::Lost { rank, reason: reason.to_owned() });
@@ -211,7 +230,8 @@ struct Stat {
 /// State and exit code; a process that its parent did not collect yet still has both.
 fn stat(pid: u32) -> Option<Stat> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Counting starts behind the name, which may hold anything: field 3 is the state, field 52 the exit code.
+    // Counting starts behind the name, which may hold anything: field 3 is the state, field 52 the
+    // exit code.
     let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
     Some(Stat { state: (*fields.first()?).to_owned(), exit_code: fields.get(49)?.parse().ok()? })
 }

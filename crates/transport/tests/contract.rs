@@ -3,7 +3,9 @@
 
 //! Every kind of link passes the contract.
 
-use farandole_transport::contract::{all, both_directions_flow_at_the_same_time, meshes, open_pair};
+use farandole_transport::contract::{
+    all, both_directions_flow_at_the_same_time, meshes, open_pair,
+};
 use farandole_transport::{LinkKind, loopback};
 use farandole_world::Rank;
 

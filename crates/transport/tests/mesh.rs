@@ -12,7 +12,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_transport::contract::{PATIENCE, meshes, open_pair};
-use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Wake, frames};
+use farandole_transport::{
+    Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Wake, frames,
+};
 use farandole_world::{Generation, HostHash, Rank};
 
 fn options(rank: u32, size: u32) -> MeshOptions {
@@ -37,7 +39,8 @@ fn join_two(first: MeshOptions, second: MeshOptions) -> (MemoryRendezvous, Mesh,
     (meeting, mesh, joining.join().unwrap())
 }
 
-/// The proof decides: containers are hosts of their own, and those of one machine may share memory or not.
+/// The proof decides: containers are hosts of their own, and those of one machine may share memory
+/// or not.
 #[test]
 fn containers_of_a_machine_share_memory_where_they_can() {
     let in_container = |rank: u32, container: &str| {
@@ -54,7 +57,10 @@ fn containers_of_a_machine_share_memory_where_they_can() {
         assert_eq!(kinds[0], kinds[1]);
         (kinds[0], second.fallbacks().len())
     };
-    assert_eq!(kind_of(in_container(0, "m/1"), in_container(1, "m/2")), (LinkKind::SharedMemory, 0));
+    assert_eq!(
+        kind_of(in_container(0, "m/1"), in_container(1, "m/2")),
+        (LinkKind::SharedMemory, 0)
+    );
     assert_eq!(kind_of(in_container(0, "m/1"), in_container(1, "n/1")), (LinkKind::Tcp, 0));
     let mut poor = in_container(1, "m/2");
     poor.shared_memory_bytes = 0;
@@ -115,7 +121,11 @@ fn memory_of_links_that_were_dropped_may_be_taken_again() {
     let meshes = [zero, one];
     for channel in 0..20 {
         let (a, b) = open_pair(&meshes, channel, 65536);
-        assert_eq!((a.kind, b.kind), (LinkKind::SharedMemory, LinkKind::SharedMemory), "channel {channel}");
+        assert_eq!(
+            (a.kind, b.kind),
+            (LinkKind::SharedMemory, LinkKind::SharedMemory),
+            "channel {channel}"
+        );
     }
     let (_, mut held) = open_pair(&meshes, 20, 65536);
     held.sender = open_pair(&meshes, 21, 4096).1.sender;
@@ -148,7 +158,10 @@ fn tr_2_a_peer_with_another_key_is_refused_by_both_ends() {
         thread::scope(|scope| {
             let waiting = scope.spawn(|| zero.open(0, &[Rank(1)], 4096).unwrap_err());
             let error = one.open(0, &[Rank(0)], 4096).unwrap_err();
-            assert!(matches!(&error, Error::Handshake { reason } if reason.contains("key")), "{error}");
+            assert!(
+                matches!(&error, Error::Handshake { reason } if reason.contains("key")),
+                "{error}"
+            );
             let error = waiting.join().unwrap();
             assert!(matches!(error, Error::Timeout { .. }), "{error}");
         });
@@ -168,7 +181,10 @@ fn a_peer_of_another_generation_is_refused() {
     meeting.put("mesh/0/1", &meeting.get("mesh/1/1", Instant::now() + PATIENCE).unwrap());
     let _zero = zero.join().unwrap();
     let error = one.open(0, &[Rank(0)], 4096).unwrap_err();
-    assert!(matches!(&error, Error::Handshake { reason } if reason.contains("generation")), "{error}");
+    assert!(
+        matches!(&error, Error::Handshake { reason } if reason.contains("generation")),
+        "{error}"
+    );
 }
 
 #[test]
@@ -177,7 +193,8 @@ fn tr_2_strangers_that_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
     let (meeting, zero, one) = join_two(first, second);
     let address = address(&meeting);
-    // More than may be in progress: the oldest are dropped. Each sends a part of a hello and then nothing.
+    // More than may be in progress: the oldest are dropped. Each sends a part of a hello and then
+    // nothing.
     let slow: Vec<TcpStream> = (0..200)
         .map(|_| {
             let mut stream = TcpStream::connect(address).unwrap();
@@ -262,7 +279,9 @@ fn ends_that_disagree_on_the_capacity_get_an_error() {
         let other = scope.spawn(|| meshes[1].open(5, &[Rank(0)], 4096));
         let error = meshes[0].open(5, &[Rank(1)], 8192).unwrap_err();
         assert!(
-            error.to_string().contains("rank 1 opened channel 5 with 4096 bytes a ring, here: 8192"),
+            error
+                .to_string()
+                .contains("rank 1 opened channel 5 with 4096 bytes a ring, here: 8192"),
             "{error}"
         );
         drop(other.join().unwrap());
@@ -299,7 +318,8 @@ fn a_peer_that_left_in_order_is_no_failure_but_ends_its_links() {
     }
 }
 
-/// A process set that ends with a transfer in progress: one rank drops its links before it has read everything.
+/// A process set that ends with a transfer in progress: one rank drops its links before it has read
+/// everything.
 #[test]
 fn a_link_that_is_dropped_with_bytes_unread_does_not_make_its_rank_a_lost_one() {
     let meshes = meshes(2, |options| options.use_shared_memory = false);
@@ -334,7 +354,8 @@ fn a_link_that_is_dropped_with_bytes_unread_does_not_make_its_rank_a_lost_one() 
     meshes[1].check().unwrap();
 }
 
-/// TR-4: its kernel answers for a rank that is busy with other things, and says that it has no room.
+/// TR-4: its kernel answers for a rank that is busy with other things, and says that it has no
+/// room.
 #[test]
 fn tr_4_a_peer_that_reads_nothing_for_longer_than_its_timeout_is_not_lost() {
     let timeout = Duration::from_millis(300);
@@ -442,7 +463,11 @@ fn tr_3_a_sender_that_sleeps_for_space_is_woken_by_a_release() {
             parker.prepare();
             let bytes = a.sender.window().unwrap().len().min(total - sent);
             if bytes == 0 {
-                assert_eq!(parker.park(limit).unwrap(), Wake::Woken, "lost a wake-up after {sent} bytes");
+                assert_eq!(
+                    parker.park(limit).unwrap(),
+                    Wake::Woken,
+                    "lost a wake-up after {sent} bytes"
+                );
                 continue;
             }
             parker.cancel();
@@ -518,8 +543,8 @@ fn tr_6_a_forked_child_can_neither_use_nor_harm_the_mesh() {
         drop(mesh);
         Err(std::io::Error::from_raw_os_error(if refused { REFUSED } else { 0 }))
     };
-    // SAFETY: the closure runs in the forked child before exec, where only this thread exists; the C library keeps its
-    // allocator usable across a fork.
+    // SAFETY: the closure runs in the forked child before exec, where only this thread exists; the
+    // C library keeps its allocator usable across a fork.
     unsafe { command.pre_exec(probe) };
     assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(REFUSED));
     // The parent's mesh is alive in the closure, and so is its link.

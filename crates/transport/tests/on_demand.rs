@@ -71,7 +71,10 @@ fn a_link_is_open_when_both_ends_have_asked_whoever_comes_first() {
     let meshes = far(2, |_| {});
     for (channel, late) in (1..).zip([0, 1, 0, 1]) {
         let (a, b) = pair(&meshes, channel);
-        assert_eq!((a.kind, b.kind, a.peer, b.peer), (LinkKind::Tcp, LinkKind::Tcp, Rank(1), Rank(0)));
+        assert_eq!(
+            (a.kind, b.kind, a.peer, b.peer),
+            (LinkKind::Tcp, LinkKind::Tcp, Rank(1), Rank(0))
+        );
         let (mut early, mut late) = if late == 1 { (a, b) } else { (b, a) };
         assert!(early.sender.is_on_demand() && late.sender.is_on_demand());
         // Asked for by one side alone: nothing to read, nothing lost.
@@ -103,7 +106,9 @@ fn links_that_are_asked_for_keep_the_contract() {
             let end = |own: usize, peer| {
                 let peers = [Rank(peer)];
                 let mesh = &meshes[own];
-                mesh.open_on_demand(channel, &peers, capacity, deadline, &mut || false).unwrap().remove(0)
+                mesh.open_on_demand(channel, &peers, capacity, deadline, &mut || false)
+                    .unwrap()
+                    .remove(0)
             };
             let (mut a, mut b) = (end(0, 1), end(1, 0));
             // A peer that goes before it has asked says nothing.
@@ -153,11 +158,14 @@ fn many_ranks_ask_for_links_in_two_channels_at_once_and_all_hear_each_other() {
                 scope.spawn(move || {
                     let mut links = on_demand(mesh, channel, ranks);
                     assert_eq!(links.len() + 1, ranks.len());
-                    let (mut sent, mut heard) = (vec![false; links.len()], vec![false; links.len()]);
+                    let (mut sent, mut heard) =
+                        (vec![false; links.len()], vec![false; links.len()]);
                     let byte = u8::try_from(mesh.rank().0 + 100 * channel).unwrap();
                     within(|| {
-                        for ((link, sent), heard) in links.iter_mut().zip(&mut sent).zip(&mut heard) {
-                            if !*sent && let Some(place) = link.sender.window().unwrap().first_mut() {
+                        for ((link, sent), heard) in links.iter_mut().zip(&mut sent).zip(&mut heard)
+                        {
+                            if !*sent && let Some(place) = link.sender.window().unwrap().first_mut()
+                            {
                                 *place = byte;
                                 link.sender.commit(1).unwrap();
                                 *sent = true;
@@ -215,13 +223,17 @@ impl Rendezvous for Elsewhere {
     fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         let mut cards = self.0.meet(place, card, deadline)?;
         let first = String::from_utf8(cards[0].clone()).unwrap();
-        let kept = first.lines().filter(|line| !line.starts_with("address ")).map(|line| format!("{line}\n"));
+        let kept = first
+            .lines()
+            .filter(|line| !line.starts_with("address "))
+            .map(|line| format!("{line}\n"));
         cards[0] = kept.chain([format!("address {}\n", self.1)]).collect::<String>().into_bytes();
         Ok(cards)
     }
 }
 
-/// Rank 1 of two machines that exchange no heartbeats, and rank 0, which it looks for at this address.
+/// Rank 1 of two machines that exchange no heartbeats, and rank 0, which it looks for at this
+/// address.
 fn misled(address: &str, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Mesh) {
     let meeting = MemoryRendezvous::default();
     let of = |rank| {
@@ -246,7 +258,10 @@ fn a_dial_that_is_refused_fails_both_halves_with_rank_and_host() {
     let (_first, second) = misled(&gone.to_string(), |_| {});
     let mut link = on_demand(&second, CHANNEL, &[Rank(0)]).remove(0);
     let error = failure(&mut link);
-    assert!(matches!(&error, Error::PeerLost { rank: Rank(0), host, .. } if host == "here"), "{error}");
+    assert!(
+        matches!(&error, Error::PeerLost { rank: Rank(0), host, .. } if host == "here"),
+        "{error}"
+    );
     assert!(error.to_string().contains("no link could be opened: cannot reach rank 0"), "{error}");
     // The peer may have left in order.
     second.check().unwrap();
@@ -269,7 +284,8 @@ fn a_dial_that_is_accepted_and_not_answered_ends_within_the_peer_timeout() {
 fn a_dial_ends_in_time_in_a_process_that_is_stopped_again_and_again() {
     let name = "a_dial_that_is_accepted_and_not_answered_ends_within_the_peer_timeout";
     let mut command = std::process::Command::new("/proc/self/exe");
-    let mut child = command.args(["--exact", name]).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let mut child =
+        command.args(["--exact", name]).stdout(std::process::Stdio::null()).spawn().unwrap();
     let pid = rustix::process::Pid::from_child(&child);
     let status = within(|| {
         for signal in [rustix::process::Signal::STOP, rustix::process::Signal::CONT] {
@@ -293,11 +309,13 @@ fn a_peer_that_is_in_another_world_fails_the_link() {
             options
         };
         let meeting = &meeting;
-        let joining: Vec<_> =
-            (0..2).map(|rank| scope.spawn(move || Mesh::join(of(rank), meeting).unwrap())).collect();
+        let joining: Vec<_> = (0..2)
+            .map(|rank| scope.spawn(move || Mesh::join(of(rank), meeting).unwrap()))
+            .collect();
         joining.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     });
-    let card = String::from_utf8(meeting.get("mesh/9/0", Instant::now() + PATIENCE).unwrap()).unwrap();
+    let card =
+        String::from_utf8(meeting.get("mesh/9/0", Instant::now() + PATIENCE).unwrap()).unwrap();
     let address = card.lines().find_map(|line| line.strip_prefix("address 127.0.0.1:")).unwrap();
     let (_first, second) = misled(&format!("127.0.0.1:{address}"), |_| {});
     let mut link = on_demand(&second, CHANNEL, &[Rank(0)]).remove(0);
@@ -347,7 +365,8 @@ fn links_outlive_the_mesh_only_as_failures() {
 fn heartbeats_are_exchanged_before_any_link_is_asked_for() {
     let mut meshes = far(3, |options| options.peer_timeout = Duration::from_secs(1));
     let ranks = [0, 1, 2].map(Rank);
-    let mut links: Vec<Vec<Link>> = meshes.iter().map(|mesh| on_demand(mesh, CHANNEL, &ranks)).collect();
+    let mut links: Vec<Vec<Link>> =
+        meshes.iter().map(|mesh| on_demand(mesh, CHANNEL, &ranks)).collect();
     // Leaves in order: all hear of it on the connection of heartbeats.
     drop((links.remove(0), meshes.remove(0)));
     for links in &mut links {
@@ -370,8 +389,8 @@ fn a_forked_child_cannot_use_a_link_that_is_not_open() {
             && matches!(link.receiver.window(), Err(Error::Forked));
         Err(std::io::Error::from_raw_os_error(if refused { REFUSED } else { 0 }))
     };
-    // SAFETY: the closure runs in the forked child before exec, where only this thread exists; the C library keeps its
-    // allocator usable across a fork.
+    // SAFETY: the closure runs in the forked child before exec, where only this thread exists; the
+    // C library keeps its allocator usable across a fork.
     unsafe { command.pre_exec(probe) };
     assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(REFUSED));
     assert_eq!(a.receiver.window().unwrap(), []);

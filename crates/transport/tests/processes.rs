@@ -3,8 +3,8 @@
 
 //! Two real processes: streams between them, and one of them dying or stopping.
 //!
-//! The second rank is this test program again, told its role by an environment variable. The two cards travel over
-//! its standard streams.
+//! The second rank is this test program again, told its role by an environment variable. The two
+//! cards travel over its standard streams.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::io::{BufRead, BufReader, Write};
@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 use farandole_transport::contract::{self, PATIENCE};
 use farandole_transport::{
-    Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Place,
-    Rendezvous, Result, frames,
+    Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker,
+    Place, Rendezvous, Result, frames,
 };
 use farandole_world::{HostHash, Rank};
 use rustix::process::{
@@ -64,7 +64,11 @@ impl Rendezvous for Streams {
     }
 }
 
-fn next(receiver: &mut FrameReceiver, sender: &mut FrameSender, parker: &Parker) -> Result<Vec<u8>> {
+fn next(
+    receiver: &mut FrameReceiver,
+    sender: &mut FrameSender,
+    parker: &Parker,
+) -> Result<Vec<u8>> {
     let limit = Instant::now() + PATIENCE;
     loop {
         parker.prepare();
@@ -78,12 +82,14 @@ fn next(receiver: &mut FrameReceiver, sender: &mut FrameSender, parker: &Parker)
     }
 }
 
-/// The other rank; one that opens no link waits for a card that never comes. Does nothing when run as a test.
+/// The other rank; one that opens no link waits for a card that never comes. Does nothing when run
+/// as a test.
 #[test]
 fn other_rank() {
     let Some(role) = farandole_config::environment(ROLE) else { return };
     let Some((rank, kind)) = role.split_once(' ') else { return };
-    let mesh = Mesh::join(options(rank.parse().unwrap(), kind == "shared memory"), &Streams).unwrap();
+    let mesh =
+        Mesh::join(options(rank.parse().unwrap(), kind == "shared memory"), &Streams).unwrap();
     let parker = mesh.parker();
     let (mut sender, mut receiver) = frames(mesh.open(1, &[Rank(0)], 65536).unwrap().remove(0));
     if farandole_config::environment(NO_PIDFD).is_some() {
@@ -166,7 +172,8 @@ impl Peer {
         Self { other, mesh, link: Some(link) }
     }
 
-    /// Measures the time until the link of a sleeping rank fails after `signal`, and returns the error, too.
+    /// Measures the time until the link of a sleeping rank fails after `signal`, and returns the
+    /// error, too.
     fn lost_after(&mut self, signal: Signal) -> (Duration, String) {
         let (mut sender, mut receiver) = frames(self.link.take().unwrap());
         let parker = self.mesh.parker();
@@ -256,20 +263,25 @@ fn tr_4_a_process_stopped_before_its_first_handshake_is_noticed_after_the_peer_t
     for (other, own) in [(0, 1), (1, 0)] {
         for kind in KINDS {
             let other = (Rank(other), Other::start(other, kind));
-            let mesh = Mesh::join(options(own, kind == LinkKind::SharedMemory), &other.1.meeting).unwrap();
+            let mesh =
+                Mesh::join(options(own, kind == LinkKind::SharedMemory), &other.1.meeting).unwrap();
             other.1.stop();
             let started = Instant::now();
             let error = mesh.open(1, &[other.0], 65536).unwrap_err();
             let elapsed = started.elapsed();
             assert!(matches!(&error, Error::PeerLost { rank, .. } if *rank == other.0), "{error}");
             // The acceptor asks only now and then whether the other side listens.
-            assert!(elapsed > TIMEOUT / 2 && elapsed < TIMEOUT * 3 + 2 * PROBE, "{elapsed:?}: {error}");
+            assert!(
+                elapsed > TIMEOUT / 2 && elapsed < TIMEOUT * 3 + 2 * PROBE,
+                "{elapsed:?}: {error}"
+            );
             assert!(mesh.fallbacks().is_empty());
         }
     }
 }
 
-/// A process of its own, since all its threads are left without descriptors. Does nothing when run as a test.
+/// A process of its own, since all its threads are left without descriptors. Does nothing when run
+/// as a test.
 #[test]
 fn two_starved_ranks() {
     if farandole_config::environment(ROLE).as_deref() != Some(STARVED) {
@@ -308,7 +320,8 @@ fn a_rank_without_pidfds() {
         return;
     }
     let mut peer = Peer::start(LinkKind::SharedMemory);
-    // A later link's socket is another one: its end must not be taken for a death, and it is not kept.
+    // A later link's socket is another one: its end must not be taken for a death, and it is not
+    // kept.
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = open();
     for channel in LATER {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// Elements and text. Values come from stores that other people may write to, so they become text nodes, never HTML.
+// Elements and text. Values come from stores that other people may write to, so they become text
+// nodes, never HTML.
 
 /** Makes an element: attributes, functions for events, and children, which are elements or text. */
 function make(tag, attributes, ...children) {
@@ -19,8 +20,9 @@ function make(tag, attributes, ...children) {
 const ACTIVE = "button, input, select, textarea";
 
 /**
- * Gives an element new children. Those that say the same stay, so a click, the focus, a selection and the place to which a
- * table is scrolled outlive a refresh. Sections are found by their names. An element with `data-kept` stays as it is.
+ * Gives an element new children. Those that say the same stay, so a click, the focus, a selection
+ * and the place to which a table is scrolled outlive a refresh. Sections are found by their names.
+ * An element with `data-kept` stays as it is.
  */
 function settle(element, ...fresh) {
   const nodes = fresh.flat().filter((node) => node !== null && node !== undefined);
@@ -47,7 +49,8 @@ function settle(element, ...fresh) {
 /** Makes a node say what a fresh one says, or puts the fresh one in its place. */
 function become(old, node) {
   if (old.dataset?.kept !== undefined || old.isEqualNode(node)) return;
-  const isElsewhere = old.getAttribute?.("href") !== node.getAttribute?.("href"); // a click must not open another page
+  // a click must not open another page
+  const isElsewhere = old.getAttribute?.("href") !== node.getAttribute?.("href");
   if (old.nodeName !== node.nodeName || isElsewhere || old.matches?.(ACTIVE)) {
     old.replaceWith(node);
   } else if (old.nodeType === Node.TEXT_NODE) {
@@ -125,7 +128,9 @@ function badge(state) {
 /** The tag of the last answer by key: an answer that did not change is not sent again. */
 const answers = new Map();
 
-/** Asks the server for JSON. Returns `null` if the answer is the same as the last one for this key. */
+/**
+ * Asks the server for JSON. Returns `null` if the answer is the same as the last one for this key.
+ */
 async function ask(key, address) {
   const known = answers.get(key);
   const headers = known && known.address === address ? { "If-None-Match": known.tag } : {};

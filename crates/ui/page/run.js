@@ -37,7 +37,10 @@ function median(values) {
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
-/** Seconds that a rank computes in a step: what it does not wait. NaN if it does not measure what it waits. */
+/**
+ * Seconds that a rank computes in a step: what it does not wait. NaN if it does not measure what it
+ * waits.
+ */
 function ownWork(rank) {
   const times = [rank.step_seconds, rank.data_seconds, rank.reduce_seconds];
   return times.every((time) => typeof time === "number") ? times[0] - times[1] - times[2] : NaN;
@@ -112,8 +115,8 @@ async function traceAt(address) {
 }
 
 /**
- * Sends a trace to a page of Perfetto by its protocol: the page answers PING when it can take a trace. `late` is called if
- * it does not answer in time, and `taken` when it has the trace.
+ * Sends a trace to a page of Perfetto by its protocol: the page answers PING when it can take a
+ * trace. `late` is called if it does not answer in time, and `taken` when it has the trace.
  */
 function sendToPerfetto(other, address, title, { isGone, isLoaded, late, taken, failed }) {
   const trace = traceAt(address);
@@ -139,7 +142,10 @@ function sendToPerfetto(other, address, title, { isGone, isLoaded, late, taken, 
   trace.catch((error) => { end(); failed(error.message); });
 }
 
-/** Opens a trace in a window of Perfetto. After the deadline the page continues to ask: the network may be slow. */
+/**
+ * Opens a trace in a window of Perfetto. After the deadline the page continues to ask: the network
+ * may be slow.
+ */
 function openPerfetto(address, title) {
   const other = window.open(PERFETTO);
   if (!other) { problem("the browser has blocked the window of Perfetto; download the timeline and open it there"); return; }
@@ -148,7 +154,10 @@ function openPerfetto(address, title) {
   });
 }
 
-/** Shows a trace in a frame of Perfetto. If Perfetto does not answer, a sentence and a link replace the frame. */
+/**
+ * Shows a trace in a frame of Perfetto. If Perfetto does not answer, a sentence and a link replace
+ * the frame.
+ */
 function embedPerfetto(place, address, title) {
   // The frame may not navigate this page.
   const rights = "allow-scripts allow-same-origin allow-downloads allow-forms allow-modals allow-popups allow-popups-to-escape-sandbox";

@@ -55,13 +55,18 @@ impl Site {
     /// Returns the answer to a request for `path` with the parameters `query`.
     pub(crate) fn answer(&self, path: &str, query: &str) -> Reply {
         let Some(place) = self.place(path) else {
-            return Reply::failure(StatusCode::NOT_FOUND, "not found; the link of the viewer has a token");
+            return Reply::failure(
+                StatusCode::NOT_FOUND,
+                "not found; the link of the viewer has a token",
+            );
         };
         let answered = match place {
             // Relative, because a proxy may have removed a prefix of the path.
             None => Ok(Reply::elsewhere(format!("{}/", self.token))),
             Some("") => Ok(Reply::new("text/html; charset=utf-8", PAGE)),
-            Some("viewer.js") => Ok(Reply::new("text/javascript; charset=utf-8", self.script.clone())),
+            Some("viewer.js") => {
+                Ok(Reply::new("text/javascript; charset=utf-8", self.script.clone()))
+            }
             Some("viewer.css") => Ok(Reply::new("text/css; charset=utf-8", self.style.clone())),
             Some("api/runs") => Ok(Reply::json(&self.catalog.list())),
             Some("api/run") => self.run(query),
@@ -81,8 +86,8 @@ impl Site {
         })
     }
 
-    /// Returns the part of the path after the token: `None` without the token, `Some(None)` for a path that ends with
-    /// it.
+    /// Returns the part of the path after the token: `None` without the token, `Some(None)` for a
+    /// path that ends with it.
     ///
     /// Some proxies keep their prefix in the path, so the token may come after other parts.
     pub(crate) fn place<'a>(&self, path: &'a str) -> Option<Option<&'a str>> {
@@ -120,13 +125,17 @@ impl Site {
     fn curves(&self, query: &str) -> Result<Reply> {
         let window = Window::of(|name| parameter(query, name))?;
         let runs = self.several(query)?;
-        let curves = runs.iter().map(|found| self.shelf.curves(found, window)).collect::<Result<Vec<_>>>()?;
+        let curves = runs
+            .iter()
+            .map(|found| self.shelf.curves(found, window))
+            .collect::<Result<Vec<_>>>()?;
         Ok(Reply::json(&json!({ "runs": curves })))
     }
 
     fn csv(&self, query: &str) -> Result<Reply> {
         let runs = self.several(query)?;
-        let series = |found: &Found| Ok((found.summary.name.clone(), self.shelf.series(found, HISTORY)?));
+        let series =
+            |found: &Found| Ok((found.summary.name.clone(), self.shelf.series(found, HISTORY)?));
         let table = table::csv(&runs.iter().map(series).collect::<Result<Vec<_>>>()?);
         Ok(Reply::file("text/csv; charset=utf-8", "history.csv", table))
     }
@@ -147,7 +156,9 @@ impl Site {
     fn timeline(&self, query: &str) -> Result<Reply> {
         let found = self.one(query)?;
         let known = found.files.get(TIMELINE).filter(|(bytes, _)| (1..=LARGEST).contains(bytes));
-        let Some(&(bytes, _)) = known else { return Err(Error::Missing { what: TIMELINE.to_owned() }) };
+        let Some(&(bytes, _)) = known else {
+            return Err(Error::Missing { what: TIMELINE.to_owned() });
+        };
         let read = found.directory.read_ranges(TIMELINE, std::slice::from_ref(&(0..bytes)))?;
         Ok(Reply::file("application/json", TIMELINE, read.into_iter().next().unwrap_or_default()))
     }
@@ -163,7 +174,9 @@ impl Site {
 }
 
 fn parameter(query: &str, name: &str) -> Option<String> {
-    form_urlencoded::parse(query.as_bytes()).find(|(key, _)| key == name).map(|(_, value)| value.into_owned())
+    form_urlencoded::parse(query.as_bytes())
+        .find(|(key, _)| key == name)
+        .map(|(_, value)| value.into_owned())
 }
 
 fn is_text(path: &str) -> bool {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! All runs of all sources. A run is read again only if the size or time of one of its files has changed.
+//! All runs of all sources. A run is read again only if the size or time of one of its files has
+//! changed.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -115,12 +116,13 @@ impl Known {
                 _ => changed.push((id, files, stamps)),
             }
         }
-        let read = |(id, files, stamps): &(String, Files, [Option<Stamp>; 3])| -> Result<(String, Run)> {
-            let directory = root.child(id)?;
-            let summary = record::summary(format!("{index}/{id}"), id, &directory, files);
-            let found = Found { summary, directory, files: Arc::new(files.clone()) };
-            Ok((id.clone(), Run { found, stamps: *stamps }))
-        };
+        let read =
+            |(id, files, stamps): &(String, Files, [Option<Stamp>; 3])| -> Result<(String, Run)> {
+                let directory = root.child(id)?;
+                let summary = record::summary(format!("{index}/{id}"), id, &directory, files);
+                let found = Found { summary, directory, files: Arc::new(files.clone()) };
+                Ok((id.clone(), Run { found, stamps: *stamps }))
+            };
         fresh.extend(together(&changed, source.readers(), read).into_iter().flatten());
         self.runs = fresh;
         self.at = Some(Instant::now());
@@ -129,7 +131,11 @@ impl Known {
 }
 
 /// Calls `work` with every item, on several threads.
-fn together<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+fn together<T: Sync, R: Send>(
+    items: &[T],
+    threads: usize,
+    work: impl Fn(&T) -> R + Sync,
+) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let one = || {
         let mut made = Vec::new();
@@ -165,8 +171,11 @@ mod tests {
     fn a_run_is_found_by_its_name_alone() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(folder.path().join("runs/a")).unwrap();
-        std::fs::write(folder.path().join("runs/a/_record.json"), r#"{"name": "first", "state": "ended"}"#)
-            .unwrap();
+        std::fs::write(
+            folder.path().join("runs/a/_record.json"),
+            r#"{"name": "first", "state": "ended"}"#,
+        )
+        .unwrap();
         std::fs::write(folder.path().join("secret"), "x").unwrap();
         let catalog = Catalog::open(&[folder.path().to_string_lossy().into_owned()]).unwrap();
         let listing = catalog.list();
@@ -180,7 +189,8 @@ mod tests {
     #[test]
     fn a_store_that_is_not_there_has_no_runs() {
         let folder = tempfile::tempdir().unwrap();
-        let catalog = Catalog::open(&[folder.path().join("none").to_string_lossy().into_owned()]).unwrap();
+        let catalog =
+            Catalog::open(&[folder.path().join("none").to_string_lossy().into_owned()]).unwrap();
         assert!(catalog.list().runs.is_empty());
     }
 }

@@ -93,14 +93,16 @@ impl Shelf {
     pub(crate) fn series(&self, found: &Found, file: &'static str) -> Result<Arc<Series>> {
         let Some(&stamp) = found.files.get(file) else { return Ok(Arc::default()) };
         let key = (found.directory.url(), file);
-        if let Some((known, series)) = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&key)
+        if let Some((known, series)) =
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&key)
             && *known == stamp
         {
             return Ok(Arc::clone(series));
         }
         // Without the lock, because a large file takes seconds.
         let text = found.directory.read(file)?;
-        let series = Arc::new(if file == STEPS { series::steps(&text) } else { series::history(&text) });
+        let series =
+            Arc::new(if file == STEPS { series::steps(&text) } else { series::history(&text) });
         let mut shelf = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let held: usize = shelf.values().map(|(_, series)| series.numbers()).sum();
         if held + series.numbers() > MOST {
@@ -123,7 +125,13 @@ impl Shelf {
                 let smoothed = (window.weight > 0.0).then(|| smooth(column, window.weight));
                 let y = smoothed.as_deref().unwrap_or(column);
                 let curve = thin(x, y, window.from, window.to, window.pixels);
-                curves.push(Line { name: name.clone(), of, points: x.len(), x: curve.x, y: curve.y });
+                curves.push(Line {
+                    name: name.clone(),
+                    of,
+                    points: x.len(),
+                    x: curve.x,
+                    y: curve.y,
+                });
             }
         }
         Ok(Curves { run: found.summary.run.clone(), name: found.summary.name.clone(), curves })
@@ -135,7 +143,9 @@ mod tests {
     use super::*;
 
     fn window(pairs: &[(&str, &str)]) -> Result<Window> {
-        Window::of(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()))
+        Window::of(|name| {
+            pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        })
     }
 
     #[test]
@@ -143,7 +153,8 @@ mod tests {
         let plain = window(&[]).unwrap();
         assert_eq!((plain.by_seconds, plain.pixels, plain.weight), (false, 1000, 0.0));
         let given =
-            window(&[("x", "seconds"), ("pixels", "99999999"), ("smooth", "7"), ("from", "-1")]).unwrap();
+            window(&[("x", "seconds"), ("pixels", "99999999"), ("smooth", "7"), ("from", "-1")])
+                .unwrap();
         assert_eq!((given.by_seconds, given.pixels, given.from), (true, WIDEST, -1.0));
         assert!(given.weight < 1.0);
         for wrong in [("pixels", "-1"), ("from", "NaN"), ("to", "x"), ("smooth", "")] {

@@ -16,7 +16,9 @@ pub enum Error {
     #[error("the viewer needs at least one store")]
     NoStore,
     /// A file of the page is not installed.
-    #[error("a file of the viewer's page is not installed (in a checkout, run make viewer): {path}")]
+    #[error(
+        "a file of the viewer's page is not installed (in a checkout, run make viewer): {path}"
+    )]
     Page {
         /// The file.
         path: PathBuf,

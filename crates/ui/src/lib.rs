@@ -3,8 +3,8 @@
 
 //! Shows runs: the run viewer, a page on loopback, and the [`timeline`] of all ranks.
 //!
-//! Owns the viewer's server, its addresses and its answers. The viewer reads the files that estimators write into the
-//! directory of a run, and writes nothing.
+//! Owns the viewer's server, its addresses and its answers. The viewer reads the files that
+//! estimators write into the directory of a run, and writes nothing.
 //!
 //! ```text
 //! _record.json, logs/history.jsonl, logs/steps.jsonl --[store]--> catalog, curves --[thin]--> JSON --> page
@@ -12,11 +12,16 @@
 //!
 //! Invariants:
 //! - `UI-1`: the server listens on loopback only, and answers only addresses that have the token.
-//! - `UI-2`: a request reads no file outside the directories of runs that a listing of the store found.
-//! - `UI-3`: an answer has at most four points for each pixel of a curve; the lowest and the highest value of a pixel are among them.
-//! - `UI-4`: the page may load scripts and styles from this server only, and values arrive as JSON or plain text, never as HTML.
-//! - `UI-5`: all addresses in the page are relative, so that it works behind proxies that add a prefix.
-//! - `UI-6`: connections on which no request had the token end after five seconds, and are closed for newer ones.
+//! - `UI-2`: a request reads no file outside the directories of runs that a listing of the store
+//!   found.
+//! - `UI-3`: an answer has at most four points for each pixel of a curve; the lowest and the
+//!   highest value of a pixel are among them.
+//! - `UI-4`: the page may load scripts and styles from this server only, and values arrive as JSON
+//!   or plain text, never as HTML.
+//! - `UI-5`: all addresses in the page are relative, so that it works behind proxies that add a
+//!   prefix.
+//! - `UI-6`: connections on which no request had the token end after five seconds, and are closed
+//!   for newer ones.
 
 #![forbid(unsafe_code)]
 

@@ -3,8 +3,8 @@
 
 //! The limit of open connections: other users of the host cannot keep the owner of the token out.
 //!
-//! A connection is unproven until a request on it has the token. If all places are taken, the oldest unproven connection
-//! is closed for the new one. A proven connection keeps its place.
+//! A connection is unproven until a request on it has the token. If all places are taken, the
+//! oldest unproven connection is closed for the new one. A proven connection keeps its place.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,8 +32,8 @@ impl Places {
         Arc::new(Self { most, state: Mutex::default() })
     }
 
-    /// Returns a place, unless proven connections have all. The receiver gets a message if the connection is proven,
-    /// and an error if it has to be closed.
+    /// Returns a place, unless proven connections have all. The receiver gets a message if the
+    /// connection is proven, and an error if it has to be closed.
     pub(crate) fn take(self: &Arc<Self>) -> Option<(Place, oneshot::Receiver<()>)> {
         let mut state = self.state();
         if state.unproven.len() + state.proven.len() >= self.most {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The facts about a run: from its `_record.json`, or for a run without one from its history and fingerprint.
+//! The facts about a run: from its `_record.json`, or for a run without one from its history and
+//! fingerprint.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -57,7 +58,8 @@ pub(crate) struct Best {
     pub(crate) epoch: f64,
 }
 
-/// Returns the run's record, as its driver wrote it; empty where there is none or it cannot be read.
+/// Returns the run's record, as its driver wrote it; empty where there is none or it cannot be
+/// read.
 pub(crate) fn read(directory: &Store, files: &Files) -> Map<String, Value> {
     object(directory, files, RECORD)
 }
@@ -137,13 +139,16 @@ fn last(series: &Series) -> BTreeMap<String, f64> {
     let hidden = ["seconds", "rows", "rows_per_second"];
     let columns = series.columns.iter().filter(|(name, _)| !hidden.contains(&name.as_str()));
     columns
-        .filter_map(|(name, column)| Some((name.clone(), *column.last().filter(|value| value.is_finite())?)))
+        .filter_map(|(name, column)| {
+            Some((name.clone(), *column.last().filter(|value| value.is_finite())?))
+        })
         .collect()
 }
 
 fn best(series: &Series) -> Option<Best> {
     let name = ["val_loss", "loss"].into_iter().find(|name| series.columns.contains_key(*name))?;
-    let rows = series.epoch.iter().zip(series.columns.get(name)?).filter(|(_, value)| value.is_finite());
+    let rows =
+        series.epoch.iter().zip(series.columns.get(name)?).filter(|(_, value)| value.is_finite());
     let (epoch, value) = rows.min_by(|a, b| a.1.total_cmp(b.1))?;
     Some(Best { name: name.to_owned(), value: *value, epoch: *epoch })
 }
@@ -203,11 +208,15 @@ mod tests {
         let lines = r#"{"epoch": 0, "train": {"loss": 1.0, "all_metrics": [{"accuracy": 0.5}]}, "validation": {"loss": 0.7, "all_metrics": []}}
 {"epoch": 1, "train": {"loss": 0.5, "all_metrics": []}, "validation": {"loss": 0.9, "all_metrics": []}}"#;
         std::fs::write(folder.path().join(HISTORY), lines).unwrap();
-        let parts = r#"{"version": 1, "parts": [{"name": "model", "digest": "1", "told": "Sequential"}]}"#;
+        let parts =
+            r#"{"version": 1, "parts": [{"name": "model", "digest": "1", "told": "Sequential"}]}"#;
         std::fs::write(folder.path().join(FINGERPRINT), parts).unwrap();
         let store = Store::open(&folder.path().to_string_lossy()).unwrap();
         let told = summary("0/old".to_owned(), "old", &store, &files(&[HISTORY, FINGERPRINT]));
-        assert_eq!((told.name.as_str(), told.state.as_str(), told.model.as_str()), ("old", "", "Sequential"));
+        assert_eq!(
+            (told.name.as_str(), told.state.as_str(), told.model.as_str()),
+            ("old", "", "Sequential")
+        );
         assert_eq!(told.done, Some(2.0));
         assert_eq!(told.best, Some(Best { name: "val_loss".to_owned(), value: 0.7, epoch: 1.0 }));
         assert_eq!(told.last["val_loss"], 0.9);
@@ -222,7 +231,10 @@ mod tests {
         std::fs::write(folder.path().join(RECORD), record).unwrap();
         let store = Store::open(&folder.path().to_string_lossy()).unwrap();
         let told = summary("0/a".to_owned(), "a", &store, &files(&[RECORD]));
-        assert_eq!((told.name.as_str(), told.data.as_str(), told.what.as_str()), ("a", "3 rows", ""));
+        assert_eq!(
+            (told.name.as_str(), told.data.as_str(), told.what.as_str()),
+            ("a", "3 rows", "")
+        );
         assert_eq!((told.epochs, told.last.len()), (None, 1));
         assert_eq!(state_at(&told, UNIX_EPOCH + Duration::from_secs(20)), "running");
         assert_eq!(state_at(&told, UNIX_EPOCH + Duration::from_secs(22)), "silent");

@@ -7,17 +7,19 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper::Response;
 use hyper::header::{
-    CACHE_CONTROL, CONTENT_DISPOSITION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, ETAG, HeaderValue, LOCATION,
-    REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
+    CACHE_CONTROL, CONTENT_DISPOSITION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, ETAG, HeaderValue,
+    LOCATION, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
 };
 use hyper::http::StatusCode;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The page's permissions in the browser: to run its own script, to ask this server, to draw, to embed Perfetto.
-pub(crate) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; \
-                                 connect-src 'self'; frame-src https://ui.perfetto.dev; base-uri 'none'; \
-                                 form-action 'none'; frame-ancestors 'self'";
+/// The page's permissions in the browser: to run its own script, to ask this server, to draw, to
+/// embed Perfetto.
+pub(crate) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src \
+                                 'self' data: blob:; connect-src 'self'; frame-src \
+                                 https://ui.perfetto.dev; base-uri 'none'; form-action 'none'; \
+                                 frame-ancestors 'self'";
 
 /// Status, content and what kind it is of.
 #[derive(Clone, Debug)]

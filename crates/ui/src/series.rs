@@ -71,9 +71,8 @@ struct Scores<'a> {
     all_metrics: Vec<BTreeMap<Cow<'a, str>, Option<f64>>>,
 }
 
-/// Returns the columns of `logs/history.jsonl`: `loss`, each metric, the same with `val_` before it, `seconds`,
-/// `rows` and
-/// `rows_per_second`. Lines that cannot be read are left out.
+/// Returns the columns of `logs/history.jsonl`: `loss`, each metric, the same with `val_` before
+/// it, `seconds`, `rows` and `rows_per_second`. Lines that cannot be read are left out.
 pub(crate) fn history(text: &[u8]) -> Series {
     let mut series = Series::default();
     let mut clock = 0.0;
@@ -85,7 +84,8 @@ pub(crate) fn history(text: &[u8]) -> Series {
         series.seconds.push(clock);
         for (prefix, scores) in [("", entry.train), ("val_", entry.validation)] {
             let Some(scores) = scores else { continue };
-            let metrics = scores.all_metrics.iter().flatten().map(|(name, value)| (name.as_ref(), *value));
+            let metrics =
+                scores.all_metrics.iter().flatten().map(|(name, value)| (name.as_ref(), *value));
             for (name, value) in [("loss", scores.loss)].into_iter().chain(metrics) {
                 let value = value.unwrap_or(f64::NAN);
                 if prefix.is_empty() {
@@ -110,15 +110,18 @@ pub(crate) fn history(text: &[u8]) -> Series {
     series.finish()
 }
 
-/// Returns the columns of `logs/steps.jsonl`, whose lines are flat: `epoch`, `seconds` and further numbers by name.
+/// Returns the columns of `logs/steps.jsonl`, whose lines are flat: `epoch`, `seconds` and further
+/// numbers by name.
 pub(crate) fn steps(text: &[u8]) -> Series {
     let mut series = Series::default();
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
         let plain = without_nan(line);
-        let Ok(mut numbers) = serde_json::from_slice::<BTreeMap<Cow<'_, str>, Option<f64>>>(&plain) else {
+        let Ok(mut numbers) = serde_json::from_slice::<BTreeMap<Cow<'_, str>, Option<f64>>>(&plain)
+        else {
             continue;
         };
-        let (Some(Some(epoch)), Some(Some(seconds))) = (numbers.remove("epoch"), numbers.remove("seconds"))
+        let (Some(Some(epoch)), Some(Some(seconds))) =
+            (numbers.remove("epoch"), numbers.remove("seconds"))
         else {
             continue;
         };
@@ -141,7 +144,8 @@ pub(crate) fn without_nan(text: &[u8]) -> Cow<'_, [u8]> {
     let mut plain = Vec::with_capacity(text.len());
     let (mut quoted, mut at) = (false, 0);
     while let Some(&byte) = text.get(at) {
-        let word = if quoted { None } else { WORDS.iter().find(|word| text[at..].starts_with(word)) };
+        let word =
+            if quoted { None } else { WORDS.iter().find(|word| text[at..].starts_with(word)) };
         if let Some(word) = word {
             plain.extend_from_slice(b"null");
             at += word.len();

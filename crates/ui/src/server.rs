@@ -96,8 +96,10 @@ impl Viewer {
                 }
             });
         };
-        let thread =
-            std::thread::Builder::new().name("farandole-ui".to_owned()).spawn(serve).map_err(refuse)?;
+        let thread = std::thread::Builder::new()
+            .name("farandole-ui".to_owned())
+            .spawn(serve)
+            .map_err(refuse)?;
         Ok(Self { token, address, ends: Some(ends), thread: Some(thread) })
     }
 
@@ -151,14 +153,21 @@ async fn accept(listener: TcpListener, site: Arc<Site>) {
             Ok((stream, _)) => {
                 // A connection without a place is closed.
                 if let Some((place, unseated)) = places.take() {
-                    tokio::spawn(serve(stream, Arc::clone(&site), Arc::clone(&workers), place, unseated));
+                    tokio::spawn(serve(
+                        stream,
+                        Arc::clone(&site),
+                        Arc::clone(&workers),
+                        place,
+                        unseated,
+                    ));
                 }
             }
             // Out of descriptors, or the client has disconnected.
             Err(error) => {
                 if told.is_none_or(|told| told.elapsed() >= AGAIN) {
                     told = Some(Instant::now());
-                    tracing::error!(%error, "the run viewer cannot accept connections; it tries again");
+                    tracing::error!(%error, "the run viewer cannot accept connections; it tries \
+                                             again");
                 }
                 tokio::time::sleep(RETRY).await;
             }
@@ -215,7 +224,8 @@ async fn respond(
         return refused;
     }
     let query = request.uri().query().unwrap_or_default().to_owned();
-    let seen = request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
+    let seen =
+        request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
     let permit = workers.acquire_owned().await;
     let (told, answer) = oneshot::channel();
     // Stores block, and they must not be called on a thread of a runtime.
@@ -230,7 +240,8 @@ async fn respond(
         Ok(_) => answer.await.ok(),
         Err(_) => None,
     };
-    let failed = || Reply::failure(StatusCode::INTERNAL_SERVER_ERROR, "the request could not be answered");
+    let failed =
+        || Reply::failure(StatusCode::INTERNAL_SERVER_ERROR, "the request could not be answered");
     reply.unwrap_or_else(failed).response(seen.as_deref())
 }
 
@@ -270,7 +281,11 @@ mod tests {
     }
 
     fn settings(folder: &Path) -> Settings {
-        Settings { stores: vec![folder.to_string_lossy().into_owned()], page: folder.to_owned(), port: 0 }
+        Settings {
+            stores: vec![folder.to_string_lossy().into_owned()],
+            page: folder.to_owned(),
+            port: 0,
+        }
     }
 
     #[test]
@@ -279,7 +294,9 @@ mod tests {
         assert!(viewer.url().starts_with(&format!("http://127.0.0.1:{}/", viewer.port())));
         assert_eq!(viewer.path().len(), 2 * TOKEN_BYTES + 2);
         assert!(ask(viewer.port(), &format!("GET {}", viewer.path())).starts_with("HTTP/1.1 200"));
-        assert!(ask(viewer.port(), &format!("GET {}api/runs", viewer.path())).contains("\"runs\":[]"));
+        assert!(
+            ask(viewer.port(), &format!("GET {}api/runs", viewer.path())).contains("\"runs\":[]")
+        );
         assert!(ask(viewer.port(), "GET /").starts_with("HTTP/1.1 404"));
         assert!(ask(viewer.port(), &format!("POST {}", viewer.path())).starts_with("HTTP/1.1 405"));
         assert!(ask(viewer.port(), "POST /").starts_with("HTTP/1.1 404"));
@@ -298,7 +315,10 @@ mod tests {
         let started = Instant::now();
         assert!(ask(viewer.port(), &format!("GET {}", viewer.path())).starts_with("HTTP/1.1 200"));
         assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
-        assert!(head(&mut owners, &page).starts_with("HTTP/1.1 200"), "the owner's connection was closed");
+        assert!(
+            head(&mut owners, &page).starts_with("HTTP/1.1 200"),
+            "the owner's connection was closed"
+        );
         drop(strangers);
     }
 
@@ -320,7 +340,11 @@ mod tests {
             match stream.read(&mut [0]) {
                 Ok(read) => assert_eq!(read, 0, "it is answered"),
                 Err(error) => {
-                    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "it is still open")
+                    assert_eq!(
+                        error.kind(),
+                        std::io::ErrorKind::ConnectionReset,
+                        "it is still open"
+                    )
                 }
             }
         }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use crate::series::Series;
 
-/// Returns a line an epoch: the run's name, the epoch, the seconds, and every number that one of the runs has.
+/// Returns a line an epoch: the run's name, the epoch, the seconds, and every number that one of
+/// the runs has.
 pub(crate) fn csv(runs: &[(String, Arc<Series>)]) -> String {
     let names: BTreeSet<&str> =
         runs.iter().flat_map(|(_, series)| series.columns.keys().map(String::as_str)).collect();
@@ -26,7 +27,10 @@ pub(crate) fn csv(runs: &[(String, Arc<Series>)]) -> String {
             number(&mut table, series.epoch[row]);
             number(&mut table, series.seconds[row]);
             for name in &names {
-                number(&mut table, series.columns.get(*name).map_or(f64::NAN, |column| column[row]));
+                number(
+                    &mut table,
+                    series.columns.get(*name).map_or(f64::NAN, |column| column[row]),
+                );
             }
             table.push_str("\r\n");
         }
@@ -41,11 +45,16 @@ fn number(table: &mut String, value: f64) {
     }
 }
 
-/// Returns a text as a field. One that a spreadsheet would take for a formula begins with an apostrophe.
+/// Returns a text as a field. One that a spreadsheet would take for a formula begins with an
+/// apostrophe.
 fn quoted(text: &str) -> String {
     let formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']);
     let text = format!("{}{text}", if formula { "'" } else { "" });
-    if text.contains([',', '"', '\n', '\r']) { format!("\"{}\"", text.replace('"', "\"\"")) } else { text }
+    if text.contains([',', '"', '\n', '\r']) {
+        format!("\"{}\"", text.replace('"', "\"\""))
+    } else {
+        text
+    }
 }
 
 #[cfg(test)]
@@ -55,9 +64,15 @@ mod tests {
 
     #[test]
     fn runs_stand_below_each_other_with_all_columns() {
-        let first = history(br#"{"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "seconds": 2.0}"#);
-        let second = history(br#"{"epoch": 0, "train": {"loss": NaN, "all_metrics": [{"a,b": 1}]}}"#);
-        let table = csv(&[("x".to_owned(), Arc::new(first)), ("=y\"".to_owned(), Arc::new(second))]);
-        assert_eq!(table, "run,epoch,time,\"a,b\",loss,seconds\r\nx,1,2,,0.5,2\r\n\"'=y\"\"\",1,0,1,,\r\n");
+        let first =
+            history(br#"{"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "seconds": 2.0}"#);
+        let second =
+            history(br#"{"epoch": 0, "train": {"loss": NaN, "all_metrics": [{"a,b": 1}]}}"#);
+        let table =
+            csv(&[("x".to_owned(), Arc::new(first)), ("=y\"".to_owned(), Arc::new(second))]);
+        assert_eq!(
+            table,
+            "run,epoch,time,\"a,b\",loss,seconds\r\nx,1,2,,0.5,2\r\n\"'=y\"\"\",1,0,1,,\r\n"
+        );
     }
 }

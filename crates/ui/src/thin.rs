@@ -20,7 +20,8 @@ impl Curve {
     }
 }
 
-/// Returns the points between `from` and `to`, and one on each side, reduced to [`POINTS`] for each of `pixels`.
+/// Returns the points between `from` and `to`, and one on each side, reduced to [`POINTS`] for each
+/// of `pixels`.
 ///
 /// `x` must not fall. Values that are not finite are gaps.
 pub(crate) fn thin(x: &[f64], y: &[f64], from: f64, to: f64, pixels: usize) -> Curve {
@@ -40,7 +41,8 @@ pub(crate) fn thin(x: &[f64], y: &[f64], from: f64, to: f64, pixels: usize) -> C
         right += width;
         let rest = x.len() - start;
         // The last pixel takes what rounding would leave over.
-        let count = if number == pixels { rest } else { x[start..].partition_point(|&at| at < right) };
+        let count =
+            if number == pixels { rest } else { x[start..].partition_point(|&at| at < right) };
         pixel(&mut curve, &x[start..start + count], &y[start..start + count]);
         start += count;
     }
@@ -161,7 +163,9 @@ mod tests {
         assert_eq!(smooth(&[4.0, 0.0, f64::NAN, 1.0], 0.0)[..2], [4.0, 0.0]);
         let smoothed = smooth(&[4.0, 4.0, f64::NAN, 4.0], 0.9);
         assert!(
-            (smoothed[0] - 4.0).abs() < 1e-12 && smoothed[2].is_nan() && (smoothed[3] - 4.0).abs() < 1e-12
+            (smoothed[0] - 4.0).abs() < 1e-12
+                && smoothed[2].is_nan()
+                && (smoothed[3] - 4.0).abs() < 1e-12
         );
     }
 }

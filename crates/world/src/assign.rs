@@ -18,8 +18,8 @@ pub struct TaskPlace {
     pub host: HostHash,
 }
 
-/// Groups tasks by host and hosts by machine, orders machines, hosts and local ranks by their lowest task, and numbers the
-/// result.
+/// Groups tasks by host and hosts by machine, orders machines, hosts and local ranks by their
+/// lowest task, and numbers the result.
 /// The returned world is seen from rank 0.
 ///
 /// # Errors
@@ -70,9 +70,9 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
     Ok(World { generation, rank: Rank(0), seats })
 }
 
-/// Gives every task the rank of its place among the tasks, whichever hosts they are on: for ranks that were given out
-/// before any task registered. Local ranks follow the ranks of a host, and cross ranks those of a local rank. The
-/// returned world is seen from rank 0.
+/// Gives every task the rank of its place among the tasks, whichever hosts they are on: for ranks
+/// that were given out before any task registered. Local ranks follow the ranks of a host, and
+/// cross ranks those of a local rank. The returned world is seen from rank 0.
 ///
 /// # Errors
 /// Like [`assign`].
@@ -88,9 +88,9 @@ pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<W
     Ok(seated(generation, sorted))
 }
 
-/// Gives the tasks ranks in the order of `places`, whichever hosts they are on: for a world that keeps the ranks of the
-/// one before it. Local ranks follow the ranks of a host, and cross ranks those of a local rank.
-/// The returned world is seen from rank 0.
+/// Gives the tasks ranks in the order of `places`, whichever hosts they are on: for a world that
+/// keeps the ranks of the one before it. Local ranks follow the ranks of a host, and cross ranks
+/// those of a local rank. The returned world is seen from rank 0.
 ///
 /// # Errors
 /// Like [`assign`].
@@ -144,7 +144,8 @@ mod tests {
     #[test]
     fn hosts_follow_their_lowest_task_and_local_ranks_follow_task_order() {
         let world =
-            assign(Generation(1), &[place(3, "b"), place(0, "b"), place(1, "a"), place(2, "a")]).unwrap();
+            assign(Generation(1), &[place(3, "b"), place(0, "b"), place(1, "a"), place(2, "a")])
+                .unwrap();
         let tasks: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
         assert_eq!(tasks, [0, 3, 1, 2]);
         assert_eq!(world.seats[3].cross_rank, CrossRank(1));
@@ -162,20 +163,27 @@ mod tests {
     #[test]
     fn containers_of_a_machine_follow_each_other() {
         let hosts = ["m/1", "n/2", "m/3", "n/4", "m/1"];
-        let places: Vec<TaskPlace> = (0u32..).zip(hosts).map(|(task, host)| place(task, host)).collect();
+        let places: Vec<TaskPlace> =
+            (0u32..).zip(hosts).map(|(task, host)| place(task, host)).collect();
         let world = assign(Generation(0), &places).unwrap();
-        let seats = world.seats.iter().map(|seat| (seat.task.0, seat.host.0.as_str(), seat.local_size));
+        let seats =
+            world.seats.iter().map(|seat| (seat.task.0, seat.host.0.as_str(), seat.local_size));
         let expected = [(0, "m/1", 2), (4, "m/1", 2), (2, "m/3", 1), (1, "n/2", 1), (3, "n/4", 1)];
         assert_eq!(seats.collect::<Vec<_>>(), expected);
     }
 
     #[test]
     fn ranks_that_are_given_out_go_round_the_hosts_as_they_did() {
-        let world =
-            assign_in_order(Generation(1), &[place(3, "a"), place(0, "a"), place(1, "b"), place(2, "b")])
-                .unwrap();
-        let seats: Vec<(u32, u32, u32)> =
-            world.seats.iter().map(|seat| (seat.task.0, seat.local_rank.0, seat.cross_rank.0)).collect();
+        let world = assign_in_order(
+            Generation(1),
+            &[place(3, "a"), place(0, "a"), place(1, "b"), place(2, "b")],
+        )
+        .unwrap();
+        let seats: Vec<(u32, u32, u32)> = world
+            .seats
+            .iter()
+            .map(|seat| (seat.task.0, seat.local_rank.0, seat.cross_rank.0))
+            .collect();
         assert_eq!(seats, [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]);
         assert!(assign_in_order(Generation(1), &[]).is_err());
         assert!(assign_in_order(Generation(1), &[place(1, "a"), place(1, "b")]).is_err());

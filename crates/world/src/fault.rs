@@ -3,7 +3,8 @@
 
 //! The reactions to an error that are open to a trainer.
 
-/// The party at fault for an error, and so the possible reaction. Every error of every crate has one.
+/// The party at fault for an error, and so the possible reaction. Every error of every crate has
+/// one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fault {
     /// The caller asked for something wrong: correct the call.

@@ -8,8 +8,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Facts about a host, gathered by code that may do I/O. Two tasks whose facts are equal but for the container may
-/// share memory; transport proves that they do before it uses a shared segment.
+/// Facts about a host, gathered by code that may do I/O. Two tasks whose facts are equal but for
+/// the container may share memory; transport proves that they do before it uses a shared segment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostFacts {
     /// Host name up to the first dot.
@@ -18,13 +18,13 @@ pub struct HostFacts {
     pub boot_id: String,
     /// Identity of the IPC namespace: tells apart containers of one machine.
     pub ipc_namespace: String,
-    /// YARN's `CONTAINER_ID`, empty elsewhere: a container has GPUs of its own, so it is a host of its own, on a machine
-    /// with others.
+    /// YARN's `CONTAINER_ID`, empty elsewhere: a container has GPUs of its own, so it is a host of
+    /// its own, on a machine with others.
     pub container_id: String,
 }
 
-/// Identity of a host: `<hostname>-<first 16 hex digits of SHA-256 over the facts>`, and for a container behind that
-/// `/<first 16 hex digits of SHA-256 over its name>`.
+/// Identity of a host: `<hostname>-<first 16 hex digits of SHA-256 over the facts>`, and for a
+/// container behind that `/<first 16 hex digits of SHA-256 over its name>`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct HostHash(pub String);
@@ -82,6 +82,9 @@ mod tests {
     fn fields_do_not_run_into_each_other() {
         let one = HostFacts { hostname: "ab".into(), boot_id: "c".into(), ..HostFacts::default() };
         let two = HostFacts { hostname: "a".into(), boot_id: "bc".into(), ..HostFacts::default() };
-        assert_ne!(one.hash().0.split_once('-').unwrap().1, two.hash().0.split_once('-').unwrap().1);
+        assert_ne!(
+            one.hash().0.split_once('-').unwrap().1,
+            two.hash().0.split_once('-').unwrap().1
+        );
     }
 }

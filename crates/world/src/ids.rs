@@ -61,7 +61,9 @@ impl ProcessSetId {
 }
 
 /// Counts worlds of one job: an elastic reset or a retried Spark stage makes the next one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[serde(transparent)]
 pub struct Generation(pub u64);
 

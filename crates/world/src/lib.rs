@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The terms of a distributed job: ranks, hosts, slots, topology, generations, process sets, host hash.
+//! The terms of a distributed job: ranks, hosts, slots, topology, generations, process sets, host
+//! hash.
 //!
-//! Owns the types that all other crates use for them, and the pure rule that assigns ranks to registered tasks.
-//! It has no I/O, no clock, no environment and no threads.
+//! Owns the types that all other crates use for them, and the pure rule that assigns ranks to
+//! registered tasks. It has no I/O, no clock, no environment and no threads.
 //!
 //! ```text
 //! TaskPlace of each task: HostHash, number ── assign ──> World: a Seat for each task
@@ -13,8 +14,10 @@
 //!
 //! Invariants:
 //! - `W-1`: equal registrations give equal ranks, whatever the order of arrival.
-//! - `W-2`: rank 0 is on the host of the lowest task; ranks of a host are consecutive, unless ranks were assigned before.
-//! - `W-3`: `local_rank < local_size`, `cross_rank < cross_size`, and both pairs address every rank once.
+//! - `W-2`: rank 0 is on the host of the lowest task; ranks of a host are consecutive, unless ranks
+//!   were assigned before.
+//! - `W-3`: `local_rank < local_size`, `cross_rank < cross_size`, and both pairs address every rank
+//!   once.
 //! - `W-4`: ranks that another launcher has assigned are kept: the task number is the rank.
 
 mod assign;

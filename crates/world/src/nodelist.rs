@@ -20,13 +20,16 @@ pub fn expand(list: &str) -> Option<Vec<String>> {
             }
             prefixes = prefixes
                 .iter()
-                .flat_map(|prefix| numbers.iter().map(move |number| format!("{prefix}{head}{number}")))
+                .flat_map(|prefix| {
+                    numbers.iter().map(move |number| format!("{prefix}{head}{number}"))
+                })
                 .collect();
             rest = tail;
         }
         nodes.extend(prefixes.into_iter().map(|prefix| prefix + rest));
     }
-    (nodes.len() <= MOST && !nodes.is_empty() && nodes.iter().all(|node| is_node(node))).then_some(nodes)
+    (nodes.len() <= MOST && !nodes.is_empty() && nodes.iter().all(|node| is_node(node)))
+        .then_some(nodes)
 }
 
 /// Returns the counts of a list such as `4(x3),1`; `None` where it is none.
@@ -94,15 +97,26 @@ mod tests {
     #[test]
     fn ranges_keep_their_leading_zeros_and_may_stand_anywhere() {
         assert_eq!(expand("n[08-10],m").unwrap(), ["n08", "n09", "n10", "m"]);
-        assert_eq!(expand("r[1-2]n[1,3].org").unwrap(), ["r1n1.org", "r1n3.org", "r2n1.org", "r2n3.org"]);
+        assert_eq!(
+            expand("r[1-2]n[1,3].org").unwrap(),
+            ["r1n1.org", "r1n3.org", "r2n1.org", "r2n3.org"]
+        );
         assert_eq!(repeated("4(x2),1").unwrap(), [4, 4, 1]);
     }
 
     #[test]
     fn invalid_lists_and_lists_that_would_fill_the_memory_are_refused() {
-        for wrong in
-            ["", "a[1", "a]1[", "a[2-1]", "a[x]", "a,,b", "-a", "a[1-99999999999]", "a[1-9999][1-9999]"]
-        {
+        for wrong in [
+            "",
+            "a[1",
+            "a]1[",
+            "a[2-1]",
+            "a[x]",
+            "a,,b",
+            "-a",
+            "a[1-99999999999]",
+            "a[1-9999][1-9999]",
+        ] {
             assert_eq!(expand(wrong), None, "{wrong}");
         }
         for wrong in ["", "x", "4(x", "4(x99999999999)", "4x2"] {

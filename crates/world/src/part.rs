@@ -6,16 +6,18 @@
 use crate::{Error, Rank, TaskId, TaskPlace, World, assign_in_order};
 
 impl World {
-    /// Returns the world of these ranks alone, numbered again in their old order, seen from the same process.
+    /// Returns the world of these ranks alone, numbered again in their old order, seen from the
+    /// same process.
     ///
     /// # Errors
-    /// `RankOutOfRange` for a rank that this world does not have, and when the looking one is not among them;
-    /// `DuplicateTask` when one is named twice.
+    /// `RankOutOfRange` for a rank that this world does not have, and when the looking one is not
+    /// among them; `DuplicateTask` when one is named twice.
     pub fn part(&self, ranks: &[Rank]) -> Result<Self, Error> {
         let size = self.size();
         // By old ranks instead of tasks: that is the order to keep.
         let place = |rank: &Rank| {
-            let seat = self.seats.get(rank.index()).ok_or(Error::RankOutOfRange { rank: *rank, size })?;
+            let seat =
+                self.seats.get(rank.index()).ok_or(Error::RankOutOfRange { rank: *rank, size })?;
             Ok(TaskPlace { task: TaskId(rank.0), host: seat.host.clone() })
         };
         if !ranks.contains(&self.rank) {
@@ -36,7 +38,9 @@ impl World {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Error, Generation, HostHash, Rank, TaskId, TaskPlace, World, assign, assign_in_order};
+    use crate::{
+        Error, Generation, HostHash, Rank, TaskId, TaskPlace, World, assign, assign_in_order,
+    };
 
     /// Hosts a, b, a, b, a: ranks 0 to 2 are on a.
     fn world(rank: u32) -> World {
@@ -54,7 +58,10 @@ mod tests {
         assert_eq!((part.size(), part.rank, part.generation), (3, Rank(1), Generation(3)));
         let tasks: Vec<u32> = part.seats.iter().map(|seat| seat.task.0).collect();
         assert_eq!(tasks, [2, 4, 3]);
-        assert_eq!((part.seat().local_size, part.seat().local_rank.0, part.seat().cross_size), (2, 1, 1));
+        assert_eq!(
+            (part.seat().local_size, part.seat().local_rank.0, part.seat().cross_size),
+            (2, 1, 1)
+        );
         assert_eq!(part.seats[2].cross_rank.0, 1);
     }
 
@@ -74,7 +81,8 @@ mod tests {
 
     #[test]
     fn a_part_needs_the_looking_rank_and_only_ranks_that_exist_once_each() {
-        let of = |ranks: &[u32]| world(0).part(&ranks.iter().copied().map(Rank).collect::<Vec<_>>());
+        let of =
+            |ranks: &[u32]| world(0).part(&ranks.iter().copied().map(Rank).collect::<Vec<_>>());
         assert_eq!(of(&[1, 2]), Err(Error::RankOutOfRange { rank: Rank(0), size: 2 }));
         assert_eq!(of(&[0, 9]), Err(Error::RankOutOfRange { rank: Rank(9), size: 5 }));
         assert!(matches!(of(&[0, 1, 1]), Err(Error::DuplicateTask { .. })));

@@ -10,7 +10,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// Room, and the rooms it may use. The facade and what stands on it are written out, too: the table is the truth.
+/// Room, and the rooms it may use. The facade and what stands on it are written out, too: the table
+/// is the truth.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("world", &[]),
     ("config", &[]),
@@ -23,8 +24,23 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("engine", &["world", "config", "telemetry", "transport", "collectives"]),
     ("registrar", &["world", "config", "telemetry"]),
     ("launcher", &["world", "config", "telemetry", "registrar"]),
-    ("session", &["world", "config", "telemetry", "registrar", "transport", "collectives", "engine", "cuda"]),
-    ("simulator", &["world", "config", "registrar", "transport", "collectives", "engine", "session"]),
+    (
+        "session",
+        &[
+            "world",
+            "config",
+            "telemetry",
+            "registrar",
+            "transport",
+            "collectives",
+            "engine",
+            "cuda",
+        ],
+    ),
+    (
+        "simulator",
+        &["world", "config", "registrar", "transport", "collectives", "engine", "session"],
+    ),
     ("store", &["config"]),
     ("dataset", &["world"]),
     ("prepare", &["config", "store", "dataset"]),
@@ -64,7 +80,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("fuzz", &["config"]),
 ];
 
-/// Fails on the first edge that the table does not have. Dev-dependencies are free, except on xtask.
+/// Fails on the first edge that the table does not have. Dev-dependencies are free, except on
+/// xtask.
 pub(crate) fn check(root: &Path) -> Result<()> {
     let output = Command::new("cargo")
         .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])

@@ -38,7 +38,10 @@ pub(crate) fn check(root: &Path) -> Result<()> {
 
 /// Returns the paths of all files that git tracks.
 pub(crate) fn tracked(root: &Path) -> Result<Vec<PathBuf>> {
-    let output =
-        Command::new("git").args(["ls-files"]).current_dir(root).output().context("run git ls-files")?;
+    let output = Command::new("git")
+        .args(["ls-files"])
+        .current_dir(root)
+        .output()
+        .context("run git ls-files")?;
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(PathBuf::from).collect())
 }

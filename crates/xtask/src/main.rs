@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes generated pages),
-//! `cargo xtask proto` (refreshes generated code).
+//! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes
+//! generated pages), `cargo xtask proto` (refreshes generated code).
 //!
 //! ```text
 //! check ── edges, config_docs, proto, files, openings, width ──> an error that names each file
@@ -42,5 +42,9 @@ fn main() -> Result<()> {
 
 fn root() -> Result<PathBuf> {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    manifest.ancestors().nth(2).map(Path::to_path_buf).context("xtask stands two folders below the root")
+    manifest
+        .ancestors()
+        .nth(2)
+        .map(Path::to_path_buf)
+        .context("xtask stands two folders below the root")
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Doc comments and docstrings begin with a verb or a noun. A question word, as in "What a rank has", makes a noun
-//! clause, and the reader has to find its subject.
+//! Doc comments and docstrings begin with a verb or a noun. A question word, as in "What a rank
+//! has", makes a noun clause, and the reader has to find its subject.
 
 use std::fs;
 use std::path::Path;
@@ -12,39 +12,48 @@ use anyhow::{Result, bail};
 use crate::files::tracked;
 
 const RIDDLES: [&str; 14] = [
-    "What", "Whatever", "Who", "Whoever", "Whom", "Whose", "How", "Which", "Where", "When", "Why", "Of",
-    "That", "Those",
+    "What", "Whatever", "Who", "Whoever", "Whom", "Whose", "How", "Which", "Where", "When", "Why",
+    "Of", "That", "Those",
 ];
 
-/// Fails if a doc comment or a docstring of a tracked file begins with a question word, or if that of a function
-/// begins with `Whether`.
+/// Fails if a doc comment or a docstring of a tracked file begins with a question word, or if that
+/// of a function begins with `Whether`.
 pub(crate) fn check(root: &Path) -> Result<()> {
     let mut wrong = Vec::new();
     for path in tracked(root)? {
-        let find: fn(&[&str]) -> Vec<(usize, String)> = match path.extension().and_then(|end| end.to_str()) {
-            Some("rs") => in_rust,
-            Some("py" | "pyi") => in_python,
-            _ => continue,
-        };
+        let find: fn(&[&str]) -> Vec<(usize, String)> =
+            match path.extension().and_then(|end| end.to_str()) {
+                Some("rs") => in_rust,
+                Some("py" | "pyi") => in_python,
+                _ => continue,
+            };
         let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
         let lines: Vec<&str> = text.lines().collect();
         for (line, word) in find(&lines) {
             let (path, line) = (path.display(), line + 1);
-            wrong.push(format!("{path}:{line}: `{word}`: begin with a verb (a function) or a noun"));
+            wrong
+                .push(format!("{path}:{line}: `{word}`: begin with a verb (a function) or a noun"));
         }
     }
-    if wrong.is_empty() { Ok(()) } else { bail!("first words of documentation:\n  {}", wrong.join("\n  ")) }
+    if wrong.is_empty() {
+        Ok(())
+    } else {
+        bail!("first words of documentation:\n  {}", wrong.join("\n  "))
+    }
 }
 
 fn in_rust(lines: &[&str]) -> Vec<(usize, String)> {
     let opens = |at: usize| {
-        let marker = ["///", "//!"].into_iter().find(|marker| lines[at].trim_start().starts_with(marker))?;
+        let marker =
+            ["///", "//!"].into_iter().find(|marker| lines[at].trim_start().starts_with(marker))?;
         let first = at == 0 || !lines[at - 1].trim_start().starts_with(marker);
         first.then(|| &lines[at].trim_start()[marker.len()..])
     };
     let is_function = |at: usize| {
-        let item =
-            lines[at..].iter().map(|line| line.trim_start()).find(|line| !line.starts_with(['/', '#']));
+        let item = lines[at..]
+            .iter()
+            .map(|line| line.trim_start())
+            .find(|line| !line.starts_with(['/', '#']));
         item.is_some_and(|item| item.starts_with("fn ") || item.contains(" fn "))
     };
     found(lines, opens, is_function)
@@ -73,10 +82,14 @@ fn found<'a>(
     opens: impl Fn(usize) -> Option<&'a str>,
     is_function: impl Fn(usize) -> bool,
 ) -> Vec<(usize, String)> {
-    let word = |at: usize| Some(opens(at)?.split_whitespace().next()?.trim_end_matches(['.', ',', ':']));
-    let is_wrong = |at: usize, word: &str| RIDDLES.contains(&word) || (word == "Whether" && is_function(at));
+    let word =
+        |at: usize| Some(opens(at)?.split_whitespace().next()?.trim_end_matches(['.', ',', ':']));
+    let is_wrong =
+        |at: usize, word: &str| RIDDLES.contains(&word) || (word == "Whether" && is_function(at));
     (0..lines.len())
-        .filter_map(|at| word(at).filter(|word| is_wrong(at, word)).map(|word| (at, word.to_owned())))
+        .filter_map(|at| {
+            word(at).filter(|word| is_wrong(at, word)).map(|word| (at, word.to_owned()))
+        })
         .collect()
 }
 
@@ -90,22 +103,26 @@ mod tests {
 
     #[test]
     fn a_doc_comment_that_begins_with_a_question_word_is_found() {
-        let text = "/// Bytes that are left.\n/// What else.\nconst A: u8 = 1;\n/// What is left.\nconst B: u8 = 1;\n";
+        let text = "/// Bytes that are left.\n/// What else.\nconst A: u8 = 1;\n/// What is \
+                    left.\nconst B: u8 = 1;\n";
         assert_eq!(places(in_rust, text), [3]);
     }
 
     #[test]
     fn whether_is_for_values_and_not_for_functions() {
-        let text = "/// Whether it is open.\nopen: bool,\n/// Whether it is open.\n#[must_use]\npub fn is_open() {}\n";
+        let text = "/// Whether it is open.\nopen: bool,\n/// Whether it is \
+                    open.\n#[must_use]\npub fn is_open() {}\n";
         assert_eq!(places(in_rust, text), [2]);
-        let text = "class A:\n    @property\n    def a(self):\n        \"\"\"Whether it is open.\"\"\"\n\n    def b(self):\n        \
-            \"\"\"Whether it is open.\"\"\"\n    c = True\n    \"\"\"Whether it is open.\"\"\"\n";
+        let text = "class A:\n    @property\n    def a(self):\n        \"\"\"Whether it is \
+            open.\"\"\"\n\n    def b(self):\n        \"\"\"Whether it is open.\"\"\"\n    c = \
+            True\n    \"\"\"Whether it is open.\"\"\"\n";
         assert_eq!(places(in_python, text), [6]);
     }
 
     #[test]
     fn a_docstring_that_begins_with_a_question_word_is_found() {
-        let text = "\"\"\"Whose it is.\"\"\"\n\n\ndef a():\n    \"\"\"Returns what is left.\"\"\"\n";
+        let text =
+            "\"\"\"Whose it is.\"\"\"\n\n\ndef a():\n    \"\"\"Returns what is left.\"\"\"\n";
         assert_eq!(places(in_python, text), [0]);
     }
 }

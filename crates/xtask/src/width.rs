@@ -19,7 +19,8 @@ pub(crate) fn check(root: &Path) -> Result<()> {
     for path in tracked(root)? {
         let name = path.to_string_lossy().into_owned();
         let extension = path.extension().and_then(|end| end.to_str()).unwrap_or_default();
-        let has_comments = ["rs", "proto", "java", "js", "c", "cpp", "h", "cu"].contains(&extension);
+        let has_comments =
+            ["rs", "proto", "java", "js", "c", "cpp", "h", "cu"].contains(&extension);
         if !has_comments || name.contains("generated") {
             continue;
         }
@@ -59,7 +60,8 @@ mod tests {
     fn a_long_comment_is_found_and_a_drawing_is_not() {
         let words = "word ".repeat(20);
         let text = format!(
-            "//! Short.\n/// {words}\n//! ```text\n//! {words}\n//! ```\n// {words}\n// | {words}\nlet x = 1;"
+            "//! Short.\n/// {words}\n//! ```text\n//! {words}\n//! ```\n// {words}\n// | \
+             {words}\nlet x = 1;"
         );
         assert_eq!(long(&text), [2, 6]);
     }

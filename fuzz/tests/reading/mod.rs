@@ -30,7 +30,8 @@ pub(crate) fn read(url: &str, columns: &[&str], random: &mut Random) -> Result<u
 fn rows(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error> {
     let dataset = Arc::new(Dataset::open(url)?);
     let options = Options {
-        columns: (random.below(2) == 0).then(|| columns.iter().map(|name| (*name).to_owned()).collect()),
+        columns: (random.below(2) == 0)
+            .then(|| columns.iter().map(|name| (*name).to_owned()).collect()),
         batch_size: 64,
         threads: 1 + random.below(2),
         shuffle: random.below(2) > 0,
@@ -50,7 +51,8 @@ fn rows(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error
     Ok(rows)
 }
 
-/// The library panics on some files; the reader makes that an error, and its words are of no interest here.
+/// The library panics on some files; the reader makes that an error, and its words are of no
+/// interest here.
 pub(crate) fn hush() {
     std::panic::set_hook(Box::new(|info| {
         if std::thread::current().name().is_some_and(|name| !name.starts_with("fd-")) {

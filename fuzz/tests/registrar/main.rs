@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Garbage for a registrar, on real sockets: from strangers without a token, and from a task of the job, which has
-//! one. The job continues, strangers learn nothing, and nothing panics.
+//! Garbage for a registrar, on real sockets: from strangers without a token, and from a task of the
+//! job, which has one. The job continues, strangers learn nothing, and nothing panics.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod rogue;
@@ -44,7 +44,8 @@ fn watch_panics() {
 fn registrar(tasks: u32) -> Registrar {
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
     let port_range = PortRange { first: 0, last: 0 };
-    Registrar::start(Options { relays: true, port_range, ..Options::from_config(tasks, &config) }).unwrap()
+    Registrar::start(Options { relays: true, port_range, ..Options::from_config(tasks, &config) })
+        .unwrap()
 }
 
 /// One of a job whose workers come and go: a worker that joins may be in the first world.
@@ -179,11 +180,13 @@ fn a_worker_that_sends_garbage_stops_no_registrar_of_an_elastic_job() {
         for agent in &agents {
             agent.register(0, &host::facts(), soon()).unwrap();
         }
-        // In half of the cases there is a world, whose members, keys and meetings the rogue can speak of.
+        // In half of the cases there is a world, whose members, keys and meetings the rogue can
+        // speak of.
         if random.below(2) == 0 {
             let asked = |agent: &Client| agent.join(Generation(0), &[], soon()).map(drop);
             std::thread::scope(|scope| {
-                let all: Vec<_> = agents.iter().map(|agent| scope.spawn(move || asked(agent))).collect();
+                let all: Vec<_> =
+                    agents.iter().map(|agent| scope.spawn(move || asked(agent))).collect();
                 all.into_iter().for_each(|one| one.join().unwrap().unwrap());
             });
         }

@@ -107,7 +107,12 @@ impl ServerCertVerifier for Trusting {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
+        verify_tls12_signature(
+            message,
+            certificate,
+            signature,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn verify_tls13_signature(
@@ -116,7 +121,12 @@ impl ServerCertVerifier for Trusting {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
+        verify_tls13_signature(
+            message,
+            certificate,
+            signature,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -139,13 +149,18 @@ impl Rogue {
         let text = ticket.encode();
         let bytes = URL_SAFE_NO_PAD.decode(text.split_once('.').unwrap().1).unwrap();
         let token = bytes[..32].iter().map(|byte| format!("{byte:02x}")).collect();
-        let address = ticket.addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
+        let address =
+            ticket.addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
         let trusting = Arc::new(Trusting(ring::default_provider()));
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
         let tls = ClientTlsConfig::new().domain_name(NAME);
         let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
-        let endpoint = endpoint.tls_config_with_verifier(tls, Arc::<Trusting>::clone(&trusting)).unwrap();
+        let endpoint =
+            endpoint.tls_config_with_verifier(tls, Arc::<Trusting>::clone(&trusting)).unwrap();
         let channel = runtime.block_on(async { endpoint.connect_lazy() });
         let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
@@ -197,7 +212,8 @@ impl Rogue {
 
     /// A call of messages that are nearly right as `task`; its status, if one comes in time.
     pub(crate) fn call(&self, method: &str, task: usize, random: &mut Random) -> Option<Code> {
-        let path = PathAndQuery::try_from(format!("/farandole.registrar.v1.Registrar/{method}")).unwrap();
+        let path =
+            PathAndQuery::try_from(format!("/farandole.registrar.v1.Registrar/{method}")).unwrap();
         let messages: Vec<Vec<u8>> = (0..=random.below(4)).map(|_| message(random, 2)).collect();
         let mut request = Request::new(tokio_stream::iter(messages));
         let metadata = request.metadata_mut();
@@ -238,8 +254,11 @@ fn message(random: &mut Random, depth: u32) -> Vec<u8> {
         match random.below(8) {
             0..=2 => {
                 varint(field << 3, &mut bytes);
-                let value =
-                    if random.below(2) == 0 { random.word() % 5 } else { random.number(3).cast_unsigned() };
+                let value = if random.below(2) == 0 {
+                    random.word() % 5
+                } else {
+                    random.number(3).cast_unsigned()
+                };
                 varint(value, &mut bytes);
             }
             3 => {

@@ -28,20 +28,23 @@ def in_step(model: Any) -> None:
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Overwrites the model's and the optimizer's variables by those of one rank, once, so that all start alike.
+    """Overwrites the model's and the optimizer's variables by those of one rank, once, so that all
+    start alike.
 
-    That happens when training begins if all ranks have built the model; else at the end of the first batch, whose step
-    the ranks have then taken from different weights.
+    That happens when training begins if all ranks have built the model; else at the end of the
+    first batch, whose step the ranks have then taken from different weights.
 
     Args:
         root_rank: The rank whose values count.
         device: Accepted for compatibility with Horovod.
-        local_variables: Variables that belong to each rank, in addition to those given to the optimizer's
-            `register_local_var`; Horovod's scripts register them with the callback. What the optimizer keeps for them
-            stays with their rank, too.
+        local_variables: Variables that belong to each rank, in addition to those given to the
+            optimizer's `register_local_var`; Horovod's scripts register them with the callback.
+            What the optimizer keeps for them stays with their rank, too.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None
+    ) -> None:
         super().__init__()
         del device
         self.root_rank = root_rank
@@ -77,7 +80,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if optimizer is not None:
             variables += optimizer.variables
             local = local_variables(optimizer, local)
-        broadcast_variables([entry for entry in variables if id(entry) not in local], self.root_rank)
+        broadcast_variables(
+            [entry for entry in variables if id(entry) not in local], self.root_rank
+        )
         self.broadcast_done = True
 
 
@@ -87,7 +92,8 @@ def _on_all_ranks(flag: bool) -> bool:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages metrics over all ranks at the end of every epoch, in place; list it before those that read them.
+    """Averages metrics over all ranks at the end of every epoch, in place; list it before those
+    that read them.
 
     Args:
         device: Accepted for compatibility with Horovod.
@@ -104,7 +110,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         names = sorted(name for name, value in logs.items() if _is_number(value))
         for rank, theirs in enumerate(allgather_plain(names, name="keras.metrics.names")):
             if theirs != names:
-                raise ValueError(f"ranks have different metrics; rank {rank} has {theirs}, this one: {names}")
+                raise ValueError(
+                    f"ranks have different metrics; rank {rank} has {theirs}, this one: {names}"
+                )
         if not names:
             return
         mine = np.array([float(as_array(logs[name])) for name in names], np.float64)
@@ -122,12 +130,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Args:
         initial_lr: The learning rate that is multiplied.
-        multiplier: A function of the epoch, a fraction unless `staircase`; or a number m, for m to the power of the
-            epochs since `start_epoch`.
+        multiplier: A function of the epoch, a fraction unless `staircase`; or a number m, for m to
+            the power of the epochs since `start_epoch`.
         start_epoch: The first epoch in which the callback acts.
         end_epoch: The first in which it no longer does.
         staircase: Whether the rate changes once an epoch rather than with every batch.
-        momentum_correction: Whether the momentum an optimizer has gathered is scaled along when the rate changes.
+        momentum_correction: Whether the momentum an optimizer has gathered is scaled along when the
+            rate changes.
         steps_per_epoch: Batches in an epoch, if Keras does not know.
 
     Raises:
@@ -172,7 +181,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             return
         self.steps_per_epoch = (self.params or {}).get("steps")
         if not self.steps_per_epoch:
-            raise ValueError("steps_per_epoch is needed: Keras does not know how many batches an epoch has")
+            raise ValueError(
+                "steps_per_epoch is needed: Keras does not know how many batches an epoch has"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remembers the epoch."""
@@ -209,11 +220,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         model: Any = self.model
         optimizer = model.optimizer
         optimizer.learning_rate = new
-        # A velocity has the rates of past steps in it. Scaling it once is what multiplying the momentum for one
-        # batch is, and works in compiled steps, too.
+        # A velocity has the rates of past steps in it. Scaling it once is what multiplying the
+        # momentum for one batch is, and works in compiled steps, too.
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if self.momentum_correction and old > 0 and isinstance(getattr(inner, "momentum", None), float):
-            for velocity in getattr(inner, "momentums", None) or getattr(inner, "_momentums", None) or []:
+        if (
+            self.momentum_correction
+            and old > 0
+            and isinstance(getattr(inner, "momentum", None), float)
+        ):
+            for velocity in (
+                getattr(inner, "momentums", None) or getattr(inner, "_momentums", None) or []
+            ):
                 if velocity is not None:
                     velocity.assign(velocity * (new / old))
 
@@ -253,13 +270,19 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def _adjust(self, epoch: float) -> None:
-        # The function of epochs gets all values of this object as arguments, because copies have their own steps.
+        # The function of epochs gets all values of this object as arguments, because copies have
+        # their own steps.
         super()._adjust(min(epoch + 1.0 / (self.steps_per_epoch or 1), self.warmup_epochs))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Does the same as the base class, and prints a message at the end."""
         super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and basics.rank() == 0:
+        if (
+            self.end_epoch is not None
+            and epoch == self.end_epoch - 1
+            and self.verbose > 0
+            and basics.rank() == 0
+        ):
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {self._rate()}.")  # noqa: T201
 
 

@@ -28,7 +28,11 @@ class Compressor:
 def _cast(tensor: Any, dtype: str) -> tuple[Any, Any]:
     """Casts floating tensors wider than `dtype`; others stay as they are."""
     own = keras.backend.standardize_dtype(tensor.dtype)
-    return (keras.ops.cast(tensor, dtype), own) if _BYTES.get(own, 0) > _BYTES[dtype] else (tensor, None)
+    return (
+        (keras.ops.cast(tensor, dtype), own)
+        if _BYTES.get(own, 0) > _BYTES[dtype]
+        else (tensor, None)
+    )
 
 
 class NoneCompressor(Compressor):

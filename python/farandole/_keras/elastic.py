@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic training with Keras: a model's state that survives a failed world, and callbacks that keep it."""
+"""Elastic training with Keras: a model's state that survives a failed world, and callbacks that
+keep it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class KerasState(ObjectState):
     Args:
         model: Built, so that there is something to keep.
         optimizer: The model's own by default.
-        **kwargs: Further attributes and their first values, `epoch` and `batch` for the callbacks here.
+        **kwargs: Further attributes and their first values, `epoch` and `batch` for the callbacks
+            here.
 
     Raises:
         ValueError: When the model has not been built.
@@ -30,7 +33,10 @@ class KerasState(ObjectState):
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ValueError("the model must be built before its state can be kept: call model.build(input_shape)")
+            raise ValueError(
+                "the model must be built before its state can be kept: call "
+                "model.build(input_shape)"
+            )
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and not self.optimizer.built:
@@ -44,10 +50,13 @@ class KerasState(ObjectState):
         return [*self.model.weights, *([] if self.optimizer is None else self.optimizer.variables)]
 
     def _keep(self) -> None:
-        # With what each rank has of its own, as the states of random layers: on JAX a failed step loses what it had.
+        # With what each rank has of its own, as the states of random layers: on JAX a failed step
+        # loses what it had.
         mine = self._variables()
         known = {id(variable) for variable in mine}
-        mine += [variable for variable in self.model.non_trainable_variables if id(variable) not in known]
+        mine += [
+            variable for variable in self.model.non_trainable_variables if id(variable) not in known
+        ]
         self._kept = [(variable, np.array(as_array(variable))) for variable in mine]
 
     def save(self) -> None:
@@ -78,7 +87,8 @@ class KerasState(ObjectState):
 
 
 class TensorFlowKerasState(KerasState):
-    """`KerasState` under the name and with the arguments that it has in Horovod's TensorFlow module.
+    """`KerasState` under the name and with the arguments that it has in Horovod's TensorFlow
+    module.
 
     Args:
         model: As there.
@@ -90,7 +100,9 @@ class TensorFlowKerasState(KerasState):
         ValueError: When the model has not been built.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
         del backend
         super().__init__(model, optimizer, **kwargs)
 

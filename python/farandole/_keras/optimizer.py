@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Keras optimizers whose gradients are those of all ranks.
 
-Gradients are reduced once for every update, after gradient accumulation and before clipping and weight decay. A
-`LossScaleOptimizer` around a distributed optimizer asks all ranks whether gradients are finite, so either all of them
-take a step or none.
+Gradients are reduced once for every update, after gradient accumulation and before clipping and
+weight decay. A `LossScaleOptimizer` around a distributed optimizer asks all ranks whether gradients
+are finite, so either all of them take a step or none.
 """
 
 from __future__ import annotations
@@ -66,9 +66,13 @@ class _Distributed:
             TypeError: When variables are local: a copy has others.
         """
         if self._farandole.reducer.local:
-            raise TypeError("an optimizer with local variables cannot be copied: its copy has other variables")
+            raise TypeError(
+                "an optimizer with local variables cannot be copied: its copy has other variables"
+            )
         plain = object.__new__(self._farandole_kind)
-        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key != "_farandole"})
+        plain.__dict__.update(
+            {key: value for key, value in self.__dict__.items() if key != "_farandole"}
+        )
         return _wrapped, (plain, self._farandole_settings)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
@@ -77,20 +81,29 @@ class _Distributed:
 
     def _clip_gradients(self, grads: Any) -> Any:
         reduced, clip = self._reduced(list(grads)), super()._clip_gradients  # type: ignore[misc]
-        is_local = [self._farandole.reducer.is_local(variable) for variable in self._farandole.variables]
+        is_local = [
+            self._farandole.reducer.is_local(variable) for variable in self._farandole.variables
+        ]
         if not any(is_local):
             return clip(reduced)
-        # Apart: a norm with other gradients in it on every rank would clip what all share differently.
+        # Apart: a norm with other gradients in it on every rank would clip what all share
+        # differently.
         clipped = list(reduced)
         for kind in (False, True):
             places = [place for place, local in enumerate(is_local) if local is kind]
-            for place, grad in zip(places, clip([reduced[place] for place in places]) if places else [], strict=True):
+            for place, grad in zip(
+                places, clip([reduced[place] for place in places]) if places else [], strict=True
+            ):
                 clipped[place] = grad
         return clipped
 
     def _reduced(self, grads: list[Any]) -> list[Any]:
         distribution, steps = self._farandole, self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        reducer, variables, factor = distribution.reducer, distribution.variables, distribution.factor
+        reducer, variables, factor = (
+            distribution.reducer,
+            distribution.variables,
+            distribution.factor,
+        )
 
         def reduce(grads: list[Any]) -> list[Any]:
             if factor != 1.0:
@@ -137,11 +150,14 @@ def is_optimizer(value: Any) -> bool:
 
 def is_distributed(value: Any) -> bool:
     """Returns whether this optimizer, or the one in it, reduces over all ranks."""
-    return isinstance(value, _Distributed) or isinstance(getattr(value, "inner_optimizer", None), _Distributed)
+    return isinstance(value, _Distributed) or isinstance(
+        getattr(value, "inner_optimizer", None), _Distributed
+    )
 
 
 def local_variables(optimizer: Any, others: set[int]) -> set[int]:
-    """Returns the variables of this rank alone: those of `register_local_var`, and the optimizer's slots for them.
+    """Returns the variables of this rank alone: those of `register_local_var`, and the optimizer's
+    slots for them.
 
     Args:
         optimizer: Keras's, built.
@@ -155,23 +171,32 @@ def local_variables(optimizer: Any, others: set[int]) -> set[int]:
     """
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
     trained = list(inner._trainable_variables)  # noqa: SLF001 - what it was built with
-    is_local = inner._farandole.reducer.is_local if isinstance(inner, _Distributed) else lambda _: False  # noqa: SLF001
+    is_local = (
+        inner._farandole.reducer.is_local if isinstance(inner, _Distributed) else lambda _: False  # noqa: SLF001
+    )
     mine = {id(variable) for variable in trained if id(variable) in others or is_local(variable)}
-    return {*others, *mine, *(id(slot) for slot, owner in slots(inner, trained) if owner in mine)} if mine else others
+    return (
+        {*others, *mine, *(id(slot) for slot, owner in slots(inner, trained) if owner in mine)}
+        if mine
+        else others
+    )
 
 
 def distribute(optimizer: Any, settings: Settings) -> Any:
-    """Returns a distributed optimizer with the state of the given one, which is not to be used any more.
+    """Returns a distributed optimizer with the state of the given one, which is not to be used any
+    more.
 
     Args:
         optimizer: Keras's.
         settings: The caller's settings.
 
     Returns:
-        An instance of a subclass of the same name and module, so that saved models load without Farandole.
+        An instance of a subclass of the same name and module, so that saved models load without
+        Farandole.
 
     Raises:
-        ValueError: If arguments contradict each other, or it is not a Keras optimizer, or it is already distributed.
+        ValueError: If arguments contradict each other, or it is not a Keras optimizer, or it is
+            already distributed.
     """
     if not is_optimizer(optimizer):
         raise ValueError(f"optimizer must be one of Keras's: {optimizer!r}")
@@ -186,9 +211,13 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
     target: Any = optimizer.inner_optimizer if scaled else optimizer
     if passes > 1:
         if target.gradient_accumulation_steps:
-            raise ValueError("give either backward_passes_per_step or gradient_accumulation_steps, not both")
+            raise ValueError(
+                "give either backward_passes_per_step or gradient_accumulation_steps, not both"
+            )
         if target.built:
-            raise ValueError("backward_passes_per_step > 1 needs an optimizer that has not been built")
+            raise ValueError(
+                "backward_passes_per_step > 1 needs an optimizer that has not been built"
+            )
         target.gradient_accumulation_steps = passes
     new = _scaling(optimizer, settings) if scaled else _wrapped(optimizer, settings)
     if settings.name is not None:
@@ -199,7 +228,8 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
 def _subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
     """Returns an instance of a subclass that looks like the optimizer's own class.
 
-    It is made without __init__ and given the old one's state: variables, slots and schedules stay what they are.
+    It is made without __init__ and given the old one's state: variables, slots and schedules stay
+    what they are.
     """
     kind = type(optimizer)
     members = {

@@ -17,10 +17,11 @@ _installed = False
 def install() -> None:
     """Patches Keras, once; models and optimizers that are not distributed behave as before.
 
-    - `LossScaleOptimizer.check_finite`: one rank's inf must skip the step on all ranks, or the others would wait for
-      it in their reduction. `compile` may wrap a distributed optimizer by itself, so a subclass would not do.
-    - Whether a model may be compiled by XLA: on TensorFlow that depends on whether the collectives can, or the step be
-      split around them; `jit_compile="auto"` never splits.
+    - `LossScaleOptimizer.check_finite`: one rank's inf must skip the step on all ranks, or the
+      others would wait for it in their reduction. `compile` may wrap a distributed optimizer by
+      itself, so a subclass would not do.
+    - Whether a model may be compiled by XLA: on TensorFlow that depends on whether the collectives
+      can, or the step be split around them; `jit_compile="auto"` never splits.
     """
     global _installed  # noqa: PLW0603 - what is patched is global, too
     with _lock:
@@ -56,7 +57,9 @@ def _keep_from_xla() -> None:
         return
 
     def concerns(model: Any) -> bool:
-        return keras.backend.backend() == "tensorflow" and is_distributed(getattr(model, "optimizer", None))
+        return keras.backend.backend() == "tensorflow" and is_distributed(
+            getattr(model, "optimizer", None)
+        )
 
     def model_supports_jit(model: Any) -> bool:
         if concerns(model):

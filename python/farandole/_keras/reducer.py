@@ -42,10 +42,12 @@ class Reducer(Protocol):
 
 
 class _Labels:
-    """Tells the reducers of a process apart: by the optimizer's name, if the script gave one, else by their order.
+    """Tells the reducers of a process apart: by the optimizer's name, if the script gave one, else
+    by their order.
 
-    That is the order in which they first reduce, in which ranks agree, for they wait for each other there; some may
-    have made more optimizers than others, or in another order. It begins again with every world.
+    That is the order in which they first reduce, in which ranks agree, for they wait for each other
+    there; some may have made more optimizers than others, or in another order. It begins again with
+    every world.
     """
 
     def __init__(self) -> None:
@@ -101,17 +103,23 @@ class _Reducer:
             if grad is None:
                 continue
             if key in self.local:
-                results[index] = grad / (self.process_set.size() or 1) if self.scale_local_gradients else grad
+                results[index] = (
+                    grad / (self.process_set.size() or 1) if self.scale_local_gradients else grad
+                )
             else:
                 shared.append(index)
         for part, group in enumerate(partition(shared, keys, self.groups)):
             pairs = [self.compression.compress(results[index]) for index in group]
-            reduced = self._reduce([pair[0] for pair in pairs], self.op, self.factors, f"gradients.{part}")
+            reduced = self._reduce(
+                [pair[0] for pair in pairs], self.op, self.factors, f"gradients.{part}"
+            )
             for index, grad, (_, ctx) in zip(group, reduced, pairs, strict=True):
                 results[index] = self.compression.decompress(grad, ctx)
         return results
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
+    def _reduce(
+        self, grads: list[Any], op: int, factors: tuple[float, float], part: str
+    ) -> list[Any]:
         raise NotImplementedError
 
     def agree(self, flag: Any) -> Any:
@@ -124,7 +132,9 @@ class _Reducer:
 class _TorchReducer(_Reducer):
     """Reduces in place of the backward pass's results, which have no other reader."""
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
+    def _reduce(
+        self, grads: list[Any], op: int, factors: tuple[float, float], part: str
+    ) -> list[Any]:
         import torch  # noqa: PLC0415 - the backend
 
         from farandole.torch import grouped_allreduce_  # noqa: PLC0415
@@ -140,7 +150,8 @@ class _TorchReducer(_Reducer):
             )
 
         if not torch.compiler.is_compiling():
-            # The compiler stays away: it would bring Triton, whose LLVM and TensorFlow's do not go together.
+            # The compiler stays away: it would bring Triton, whose LLVM and TensorFlow's do not go
+            # together.
             return reduce()
         # No part of a compiled graph.
         disable: Any = torch.compiler.disable
@@ -150,7 +161,9 @@ class _TorchReducer(_Reducer):
 class _JaxReducer(_Reducer):
     """Calls out of the compiled step, once for every unit, in the same order on every rank."""
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
+    def _reduce(
+        self, grads: list[Any], op: int, factors: tuple[float, float], part: str
+    ) -> list[Any]:
         import jax  # noqa: PLC0415 - the backend
         import numpy as np  # noqa: PLC0415
         from jax.core import Tracer  # noqa: PLC0415
@@ -199,5 +212,7 @@ def make_reducer(settings: Settings) -> Reducer:
         )
     kinds = {"torch": _TorchReducer, "jax": _JaxReducer}
     if backend not in kinds:
-        raise ValueError(f"distributed optimizers need Keras on TensorFlow, torch or JAX: {backend}")
+        raise ValueError(
+            f"distributed optimizers need Keras on TensorFlow, torch or JAX: {backend}"
+        )
     return kinds[backend](settings)

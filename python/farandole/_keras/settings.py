@@ -13,7 +13,9 @@ from farandole.common.util import Average
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of a gradient reduction on any backend: the arguments of `DistributedOptimizer` by their names."""
+    """Settings of a gradient reduction on any backend: the arguments of `DistributedOptimizer`
+    by their names.
+    """
 
     name: str | None = None
     device_dense: str = ""
@@ -35,5 +37,8 @@ class Settings:
             TypeError: When it holds what only means something in this process.
         """
         if self.groups is not None and not isinstance(self.groups, int):
-            raise TypeError("an optimizer with groups of variables cannot be copied: its copy has other variables")
+            raise TypeError(
+                "an optimizer with groups of variables cannot be copied: its copy has other "
+                "variables"
+            )
         return Settings, tuple(getattr(self, field.name) for field in dataclasses.fields(self))

@@ -25,9 +25,9 @@ class _Watched(list[Any]):
 def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]]:
     """Returns the variables that an optimizer made for those it trains, such as momentums.
 
-    Keras does not record which variable a slot belongs to. So a second optimizer is built from the configuration. It
-    makes the same variables in the same order, and passes the trained variable along or iterates over it. Then it is
-    dropped.
+    Keras does not record which variable a slot belongs to. So a second optimizer is built from the
+    configuration. It makes the same variables in the same order, and passes the trained variable
+    along or iterates over it. Then it is dropped.
 
     Args:
         optimizer: Keras's, built.
@@ -50,7 +50,9 @@ def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]
                 owners[id(made)] = id(watched.current)
             return made
 
-        def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        def add_variable_from_reference(
+            self, reference_variable: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             before, watched.current = watched.current, reference_variable
             try:
                 return super().add_variable_from_reference(reference_variable, *args, **kwargs)
@@ -66,8 +68,8 @@ def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]
         second.build(watched)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"{kind.__name__} cannot be created from its configuration, so its state for the local variables of this "
-            f"rank is unknown: {error}"
+            f"{kind.__name__} cannot be created from its configuration, so its state for the "
+            f"local variables of this rank is unknown: {error}"
         ) from error
     made = second.variables[first:]
     variables = optimizer.variables

@@ -27,7 +27,8 @@ def broadcast_global_variables(root_rank: int) -> None:
         RuntimeError: Always: use `callbacks.BroadcastGlobalVariablesCallback`.
     """
     raise RuntimeError(
-        f"Keras 3 has no global variables to take from rank {root_rank}: use callbacks.BroadcastGlobalVariablesCallback"
+        f"Keras 3 has no global variables to take from rank {root_rank}: use "
+        "callbacks.BroadcastGlobalVariablesCallback"
     )
 
 
@@ -52,7 +53,9 @@ def load_model(
     """
     del legacy_opts
     objects = {kind.__name__: kind for kind in custom_optimizers or []}
-    model: Any = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    model: Any = keras.saving.load_model(
+        filepath, custom_objects={**objects, **(custom_objects or {})}
+    )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
         model.optimizer = distribute(optimizer, Settings(compression=compression))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Values and variables outside of a training step. They are sent as NumPy arrays on every backend."""
+"""Values and variables outside of a training step. They are sent as NumPy arrays on every
+backend.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def as_array(value: Any) -> Any:
 
 def broadcast_variables(variables: list[Any], root_rank: int) -> None:
     """Overwrites Keras variables by the root's, all at once."""
-    dense = [variable for variable in variables if keras.backend.standardize_dtype(variable.dtype) != "string"]
+    dense = [
+        variable
+        for variable in variables
+        if keras.backend.standardize_dtype(variable.dtype) != "string"
+    ]
     handles = [
         arrays.broadcast_async(as_array(variable), root_rank, name=f"keras.variable.{index}")
         for index, variable in enumerate(dense)
@@ -62,7 +68,9 @@ _SMALL = {"NoneCompressor": None, "FP16Compressor": "float16", "BF16Compressor":
 
 
 def _cast_of(compression: Any) -> str | None:
-    """Returns the type that a compressor casts to; `None` for no cast, and "" for a compressor of the user."""
+    """Returns the type that a compressor casts to; `None` for no cast, and "" for a compressor
+    of the user.
+    """
     if compression is None:
         return None
     kind = compression if isinstance(compression, type) else type(compression)

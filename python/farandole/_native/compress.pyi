@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Lossy forms of vectors of float32 given by address.
 
-This is the low-level interface of `farandole.torch.compress`: the caller keeps the memory valid during the call, and
-lets no two arguments overlap.
+This is the low-level interface of `farandole.torch.compress`: the caller keeps the memory valid
+during the call, and lets no two arguments overlap.
 """
 
 from typing import final
@@ -29,7 +29,8 @@ class Codec:
     def encode(self, values: int, count: int, residual: int | None, payload: int, /) -> None:
         """Writes the payload of `count` numbers.
 
-        With a residual, the payload is that of the numbers and the residual, which then holds what was lost.
+        With a residual, the payload is that of the numbers and the residual, which then holds what
+        was lost.
         """
     def accumulate(self, payload: int, length: int, into: int, count: int, /) -> None:
         """Adds what the payload says to `count` numbers.

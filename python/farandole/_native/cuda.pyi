@@ -2,15 +2,18 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The driver, the kernels and NCCL, each by itself: for checks on a GPU.
 
-This is a low-level interface: the caller keeps the memory valid until the stream is done with it. Libraries are
-searched in the named folders (separated by colons), among those that are loaded, in the wheels of `packages`, and where
-the system's loader looks. Types are numbered as in `farandole.torch`, streams are given by handle.
+This is a low-level interface: the caller keeps the memory valid until the stream is done with it.
+Libraries are searched in the named folders (separated by colons), among those that are loaded, in
+the wheels of `packages`, and where the system's loader looks. Types are numbered as in
+`farandole.torch`, streams are given by handle.
 """
 
 from typing import final
 
 def inventory(named: str, packages: list[str], /) -> list[tuple[str, bool, str]]:
-    """Every library and GPU: its name, whether it can be used, and its version and place or why not."""
+    """Every library and GPU: its name, whether it can be used, and its version and place or why
+    not.
+    """
 
 def built(packages: list[str], /) -> tuple[bool, int]:
     """Returns whether there is a driver, and the version code of NCCL; 0 if either is missing."""
@@ -20,7 +23,8 @@ def packed_bytes(counts: list[int], number: int, /) -> int:
 
 @final
 class Kernels:
-    """The kernels on one GPU, compiled or taken from the folder `cache`. Calls put work on a stream and return.
+    """The kernels on one GPU, compiled or taken from the folder `cache`. Calls put work on a stream
+    and return.
 
     Raises:
         FarandoleEnvironmentError: When the driver, NVRTC or the GPU is not there.
@@ -38,7 +42,9 @@ class Kernels:
         stream: int,
         /,
     ) -> None:
-        """Packs tensors, given by address and number of elements, into a buffer, or unpacks them."""
+        """Packs tensors, given by address and number of elements, into a buffer, or unpacks
+        them.
+        """
     def reduce(
         self,
         number: int,
@@ -55,7 +61,9 @@ class Kernels:
     @staticmethod
     def adasum_scratch(count: int, /) -> int:
         """Bytes that `adasum` needs for itself."""
-    def adasum(self, number: int, a: int, b: int, out: int, count: int, scratch: int, stream: int, /) -> None:
+    def adasum(
+        self, number: int, a: int, b: int, out: int, count: int, scratch: int, stream: int, /
+    ) -> None:
         """The Adasum of two vectors of `count` elements into `out`."""
 
 @final

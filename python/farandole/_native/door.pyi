@@ -5,7 +5,9 @@
 from typing import Any
 
 def capsule() -> Any:
-    """A capsule named `farandole.door` with the table's address, which stays valid until the process ends."""
+    """A capsule named `farandole.door` with the table's address, which stays valid until the
+    process ends.
+    """
 
 def joined() -> None:
     """Takes note that all ranks have joined: unnamed operations are numbered anew from here on."""

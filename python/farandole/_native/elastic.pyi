@@ -37,10 +37,12 @@ class ElasticJob:
             python: The interpreter that has the package on other hosts.
             same_python: Version of the interpreter that pickled the payload.
             options: Knobs by key, such as `min_num_proc`.
-            discovery: An object whose `find_available_hosts_and_slots()` says which hosts there are.
+            discovery: An object whose `find_available_hosts_and_slots()` says which hosts there
+                are.
             hosts: Hosts that do not change, such as `"a:2,b:4"`.
             hostfile: A file of hosts that may change.
-            ssh_command: Program that reaches other hosts; default: the batch system's own, else `ssh`.
+            ssh_command: Program that reaches other hosts; default: the batch system's own, else
+                `ssh`.
             ssh_port: Port for ssh.
             ssh_identity_file: Key for ssh.
 
@@ -54,10 +56,13 @@ class ElasticJob:
             timeout: Seconds to wait for the first.
 
         Returns:
-            `("line", (rank, stream, text))`; `("metric", (task, rank, kind, data))`: a record of a worker or its agent;
-            `("loss", sentence)`: a worker or a host is out; `("world", (generation, [(task, host), ...]))` by rank; and
-            last `("ended", outcomes)`: those of the last world by rank, or the first failure and the others, or
-            `("failed", exception)`: the job could not begin or go on.
+            `("line", (rank, stream, text))`; `("metric", (task, rank, kind, data))`: a record of a
+            worker or its agent; `("loss", sentence)`: a worker or a host is out; `("world",
+            (generation, [(task, host), ...]))` by rank; and last `("ended", outcomes)`: those of
+            the last world by rank, or the first failure and the others, or `("failed", exception)`:
+            the job could not begin or go on.
         """
     def end(self) -> None:
-        """Ends the job: with time for last checkpoints the first time, soon the second, at once the third."""
+        """Ends the job: with time for last checkpoints the first time, soon the second, at once
+        the third.
+        """

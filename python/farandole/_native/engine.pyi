@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The session of this process and its operations on memory given by address.
 
-This is the low-level interface of `farandole.torch`: the caller keeps the memory valid until the handle is consumed. A
-tensor on a GPU is given by its `device`: the GPU's number, and the handle of the stream that makes its values.
+This is the low-level interface of `farandole.torch`: the caller keeps the memory valid until the
+handle is consumed. A tensor on a GPU is given by its `device`: the GPU's number, and the handle of
+the stream that makes its values.
 """
 
 from collections.abc import Sequence
@@ -49,14 +50,17 @@ class Gathered:
         """Rows each member gave, in member order; after an all-to-all: gave to this rank."""
 
     def fetch(self, address: int, stream: int, /) -> None:
-        """Lets a stream of the GPU move the bytes to an address there, after the work that makes them. Once only."""
+        """Lets a stream of the GPU move the bytes to an address there, after the work that makes
+        them. Once only.
+        """
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Mapped:
-    """Memory that other ranks of this host can work in, where there are any; supports the buffer protocol, writable.
+    """Memory that other ranks of this host can work in, where there are any; supports the buffer
+    protocol, writable.
 
     A forked child shares it with its parent: what one writes, both see.
     """
@@ -71,7 +75,9 @@ class Mapped:
 
 @final
 class DeviceMemory:
-    """Memory of a GPU that NCCL has given and its communicators register, as bytes by the CUDA array interface."""
+    """Memory of a GPU that NCCL has given and its communicators register, as bytes by the CUDA
+    array interface.
+    """
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]: ...
@@ -103,10 +109,14 @@ def host(size: int, one_host: bool, /) -> str: ...
 def here() -> str: ...
 def holder() -> tuple[str, str] | None: ...
 def host_changes() -> list[tuple[float, int]]:
-    """Changes of hosts in an elastic job since the last call: when, in seconds, and bits (1 removed, 2 added)."""
+    """Changes of hosts in an elastic job since the last call: when, in seconds, and bits (1
+    removed, 2 added).
+    """
 
 def resign(reason: str, timeout: float, /) -> bool:
-    """Tells the registrar of an elastic job that this worker ends at its next chance; false where it is not elastic."""
+    """Tells the registrar of an elastic job that this worker ends at its next chance; false
+    where it is not elastic.
+    """
 
 def shutdown() -> None: ...
 def leave() -> None: ...
@@ -114,7 +124,9 @@ def is_initialized() -> bool: ...
 def has_horovods_gradients() -> bool: ...
 def world() -> World: ...
 def copy_memory(copies: list[tuple[int, int, int]], /) -> None:
-    """Copies memory past the caches: of each copy, the address to write to, that to read from, and the bytes."""
+    """Copies memory past the caches: of each copy, the address to write to, that to read from,
+    and the bytes.
+    """
 
 def allreduce(
     name: str,
@@ -162,7 +174,10 @@ def allgather(
     /,
 ) -> int: ...
 def grouped_allgather(
-    tensors: Sequence[tuple[str, int, _Shape, int]], process_set: int, devices: Sequence[_Device] | None = None, /
+    tensors: Sequence[tuple[str, int, _Shape, int]],
+    process_set: int,
+    devices: Sequence[_Device] | None = None,
+    /,
 ) -> list[int]: ...
 def alltoall(
     name: str,
@@ -206,12 +221,15 @@ def add_process_set(ranks: Sequence[int], /) -> int: ...
 def remove_process_set(id: int, /) -> bool: ...  # noqa: A002 - positional only
 def mapped(bytes: int, /) -> Mapped: ...  # noqa: A002 - positional only
 def open_device(ordinal: int, packages: Sequence[str], /) -> bool:
-    """Takes up a GPU, so that operations may name its memory; false when the configuration says not to."""
+    """Takes up a GPU, so that operations may name its memory; false when the configuration says
+    not to.
+    """
 
 def device_memory(ordinal: int, stream: int, bytes: int, /) -> DeviceMemory | None:  # noqa: A002 - positional only
     """Memory that communicators of NCCL register, for work in the order of a stream.
 
-    `None` when none is asked for, or NCCL gives none; `FarandoleInternalError` when there is none left.
+    `None` when none is asked for, or NCCL gives none; `FarandoleInternalError` when there is none
+    left.
     """
 
 def is_pending(handle: int, /) -> bool: ...

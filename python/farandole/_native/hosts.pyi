@@ -10,8 +10,8 @@ def listening() -> tuple[str | None, int, int]:
     """Returns where this process may listen, according to its configuration.
 
     Returns:
-        An address of this host, where `FARANDOLE_BIND_ADDRESS` names one or a network of it, and the first and the last
-        port of `FARANDOLE_PORT_RANGE`.
+        An address of this host, where `FARANDOLE_BIND_ADDRESS` names one or a network of it, and
+        the first and the last port of `FARANDOLE_PORT_RANGE`.
 
     Raises:
         FarandoleUsageError: A variable cannot be understood, or this host has no such address.
@@ -32,15 +32,17 @@ def slots(hosts: str | None = None, hostfile: str | Path | None = None) -> list[
         hostfile: A file with a host a line, such as `a slots=2`; read when `hosts` is not given.
 
     Returns:
-        Each host with its slots. Without arguments: those of the batch system's job that this process runs in; empty
-        outside of one.
+        Each host with its slots. Without arguments: those of the batch system's job that this
+        process runs in; empty outside of one.
 
     Raises:
         ValueError: Something cannot be understood; it is named.
         OSError: The file cannot be read.
     """
 
-def place(hosts: Sequence[tuple[str, int]], num_proc: int) -> tuple[list[int], list[tuple[str, int, int]]]:
+def place(
+    hosts: Sequence[tuple[str, int]], num_proc: int
+) -> tuple[list[int], list[tuple[str, int, int]]]:
     """Assigns tasks to hosts.
 
     Args:
@@ -48,7 +50,8 @@ def place(hosts: Sequence[tuple[str, int]], num_proc: int) -> tuple[list[int], l
         num_proc: Number of tasks.
 
     Returns:
-        The tasks of this host, and for every other one its name, its first task and the task after its last.
+        The tasks of this host, and for every other one its name, its first task and the task after
+        its last.
 
     Raises:
         ValueError: There are fewer slots than tasks.
@@ -56,7 +59,9 @@ def place(hosts: Sequence[tuple[str, int]], num_proc: int) -> tuple[list[int], l
 
 @final
 class Remote:
-    """The agent of another host, reached by ssh or by a program like it. Dropping it ends the workers there."""
+    """The agent of another host, reached by ssh or by a program like it. Dropping it ends the
+    workers there.
+    """
 
     def __new__(
         cls,
@@ -100,9 +105,9 @@ class Remote:
         """Returns the events since the last call, oldest first.
 
         Returns:
-            `("ready", None, None)`: the agent has started; `("ended", task, Outcome)`; `("refused", task, why)`: a
-            worker could not be run; `("gone", None, why)`: the connection ended with tasks of which nothing was told;
-            `("done", None, None)`: it ended, and all was told.
+            `("ready", None, None)`: the agent has started; `("ended", task, Outcome)`; `("refused",
+            task, why)`: a worker could not be run; `("gone", None, why)`: the connection ended with
+            tasks of which nothing was told; `("done", None, None)`: it ended, and all was told.
         """
     def hang_up(self) -> None:
         """Ends the connection, and with it the workers there."""

@@ -23,7 +23,8 @@ def decode(
     channels_last: bool,
     scales: Sequence[tuple[float, float]] | None,
 ) -> tuple[Pixels, list[tuple[int, str]]]:
-    """Decodes images to one size, float32 with `scales` and uint8 without. Other threads of Python run meanwhile.
+    """Decodes images to one size, float32 with `scales` and uint8 without. Other threads of Python
+    run meanwhile.
 
     Args:
         files: The bytes of each file.
@@ -35,5 +36,6 @@ def decode(
         scales: For each channel the factor, and the number that is then subtracted.
 
     Returns:
-        The images, and the rows that are left to another decoder, each with a reason. Their values are undefined.
+        The images, and the rows that are left to another decoder, each with a reason. Their values
+        are undefined.
     """

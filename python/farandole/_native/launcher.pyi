@@ -37,15 +37,19 @@ class Outcome:
     def aborted(self) -> bool:
         """Whether something else ended this worker: the job's abort or another rank's failure.
 
-        A worker that failed because a peer had died counts as aborted, so the first failure is the one outcome
-        with `aborted == False` and a bad exit.
+        A worker that failed because a peer had died counts as aborted, so the first failure is the
+        one outcome with `aborted == False` and a bad exit.
         """
     @property
     def reason(self) -> str | None:
-        """The reason why the job ended, in a sentence naming the rank that failed first; `None` after success."""
+        """The reason why the job ended, in a sentence naming the rank that failed first; `None`
+        after success.
+        """
     @property
     def retry(self) -> bool:
-        """Whether no worker failed: another agent was lost or started again, and this task may register again."""
+        """Whether no worker failed: another agent was lost or started again, and this task may
+        register again.
+        """
 
 def run_agent(
     ticket: str,
@@ -63,8 +67,9 @@ def run_agent(
 ) -> Outcome:
     """Registers as `task`, waits for a rank, runs `command` and returns how it ended.
 
-    The worker gets this process's environment, changed by `env` (`None` removes), then the variables of its rank.
-    It dies with this process, whatever ends it. On `KeyboardInterrupt` it is terminated first.
+    The worker gets this process's environment, changed by `env` (`None` removes), then the
+    variables of its rank. It dies with this process, whatever ends it. On `KeyboardInterrupt` it is
+    terminated first.
 
     Args:
         ticket: `Registrar.ticket`.
@@ -72,28 +77,32 @@ def run_agent(
         command: Program and arguments.
         env: Variables to set or remove.
         payload: Bytes the worker can read from the descriptor named by `FARANDOLE_PAYLOAD_FD`.
-        attempt: Fencing token: a higher one replaces earlier starts of this task, a lower one is refused. Spark's
-            `taskAttemptId()` serves.
-        stream_output: Whether lines of stdout and stderr go to the registrar; otherwise to this process's own.
-        start_timeout: Seconds to wait for the registrar and for all tasks; default: `FARANDOLE_START_TIMEOUT`.
-        host: Name of the host to register under; default: this host's. Tasks under different names count as tasks of
-            different hosts: their ranks connect by TCP.
-        together: Whether a worker's success is returned only when all workers have ended: when an agent is lost
-            meanwhile, all begin again, this one too.
+        attempt: Fencing token: a higher one replaces earlier starts of this task, a lower one is
+            refused. Spark's `taskAttemptId()` serves.
+        stream_output: Whether lines of stdout and stderr go to the registrar; otherwise to this
+            process's own.
+        start_timeout: Seconds to wait for the registrar and for all tasks; default:
+            `FARANDOLE_START_TIMEOUT`.
+        host: Name of the host to register under; default: this host's. Tasks under different names
+            count as tasks of different hosts: their ranks connect by TCP.
+        together: Whether a worker's success is returned only when all workers have ended: when an
+            agent is lost meanwhile, all begin again, this one too.
         elastic: Whether the worker starts at once, without a rank, and asks for one by itself: for
             `Registrar.elastic`.
 
     Raises:
         ValueError: The ticket is malformed, or the command is empty.
-        FarandoleEnvironmentError: The registrar refused the ticket, the task or the attempt; or it cannot be reached,
-            with the reason at each of its addresses; or not all tasks registered in time.
+        FarandoleEnvironmentError: The registrar refused the ticket, the task or the attempt; or it
+            cannot be reached, with the reason at each of its addresses; or not all tasks registered
+            in time.
         FileNotFoundError: There is no such program.
     """
 
 def report(kind: str, data: bytes) -> bool:
     """Sends a record from this worker to its driver, where it arrives as a "metric" event.
 
-    Records never block: when the connection is slow, the oldest waiting ones are dropped and counted.
+    Records never block: when the connection is slow, the oldest waiting ones are dropped and
+    counted.
 
     Args:
         kind: What the record is, such as `"progress"`.

@@ -24,7 +24,9 @@ class Field:
 
 @final
 class Dataset:
-    """A directory of Parquet files: prepared by us (with a manifest), or by any program (read by its footers)."""
+    """A directory of Parquet files: prepared by us (with a manifest), or by any program (read by
+    its footers).
+    """
 
     @staticmethod
     def open(url: str) -> Dataset: ...
@@ -32,7 +34,9 @@ class Dataset:
     def open_files(url: str, files: list[tuple[str, dict[str, str]]]) -> Dataset:
         """Some files below a directory, with the values of columns that are not in them."""
     def link(self, at: str) -> None:
-        """Writes a manifest to the directory `at` by which these files, where they are, open without a look at each."""
+        """Writes a manifest to the directory `at` by which these files, where they are, open
+        without a look at each.
+        """
     @property
     def url(self) -> str: ...
     @property
@@ -49,11 +53,12 @@ class Dataset:
 class Reader:
     """A rank's part of a data set, epoch by epoch.
 
-    The order of an epoch is a function of (data set, seed, epoch) alone: where `size * batch_size` is equal, global
-    batches hold the same rows at every `size`. All ranks have the same number of steps.
+    The order of an epoch is a function of (data set, seed, epoch) alone: where `size * batch_size`
+    is equal, global batches hold the same rows at every `size`. All ranks have the same number of
+    steps.
 
-    With `shuffle=False` rows come in file order, dealt out row by row: every rank then reads all files. Where the
-    order does not matter, `shuffle=True` reads each byte once.
+    With `shuffle=False` rows come in file order, dealt out row by row: every rank then reads all
+    files. Where the order does not matter, `shuffle=True` reads each byte once.
     """
 
     def __new__(
@@ -79,7 +84,8 @@ class Reader:
 
         Args:
             dataset: What to read.
-            columns: Which columns, in this order; `None`: every column of numbers that a batch can hold.
+            columns: Which columns, in this order; `None`: every column of numbers that a batch can
+                hold.
             batch_size: Rows of one batch of this rank.
             rank: This rank.
             size: How many ranks share the data set.
@@ -87,16 +93,19 @@ class Reader:
             shuffle: File order when false.
             byte_budget: Bytes of decoded data held at once.
             threads: Reading threads; `None`: 2.
-            tail: Rows that do not fill a batch on every rank: a shorter last batch (it may be empty on some ranks), a
-                last batch filled up with rows of weight 0, none, or a shorter one on those ranks that have rows left.
-            cast: Element types to convert to while batches are put together: `{"features": "float32"}`. The key `"*"`
-                stands for all other float columns.
-            fill: What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns.
+            tail: Rows that do not fill a batch on every rank: a shorter last batch (it may be empty
+                on some ranks), a last batch filled up with rows of weight 0, none, or a shorter one
+                on those ranks that have rows left.
+            cast: Element types to convert to while batches are put together: `{"features":
+                "float32"}`. The key `"*"` stands for all other float columns.
+            fill: What nulls, and NaN among floats, become, by column; `"*"` stands for all other
+                columns.
             allow_nan: Takes NaN that is not filled, and infinities, as values like any others.
-            pad: How the rows of ragged columns, which are stored as bytes, become rows of one length: the bytes of the
-                value that fills a row, how many values are kept, of what the lengths are multiples, and whether every
-                batch has the largest.
-            cache: A directory where decoded data is kept for all readers of this host that read the same columns.
+            pad: How the rows of ragged columns, which are stored as bytes, become rows of one
+                length: the bytes of the value that fills a row, how many values are kept, of what
+                the lengths are multiples, and whether every batch has the largest.
+            cache: A directory where decoded data is kept for all readers of this host that read the
+                same columns.
         """
     @property
     def columns(self) -> list[Field]:
@@ -104,7 +113,9 @@ class Reader:
     def steps(self, start_row: int = 0) -> int:
         """Batches of one epoch, the same on every rank."""
     def epoch(self, epoch: int, start_row: int = 0) -> Epoch:
-        """Starts reading; `start_row` rows of the epoch (of all ranks together) are skipped, to resume."""
+        """Starts reading; `start_row` rows of the epoch (of all ranks together) are skipped, to
+        resume.
+        """
 
 @final
 class Epoch:
@@ -117,7 +128,9 @@ class Epoch:
 
 @final
 class Batch(Buffer):
-    """Rows of all columns, in the same order; as a buffer, all its bytes, each column at its offset."""
+    """Rows of all columns, in the same order; as a buffer, all its bytes, each column at its
+    offset.
+    """
 
     @property
     def rows(self) -> int:
@@ -135,9 +148,9 @@ class Batch(Buffer):
     def texts(self, name: str) -> tuple[memoryview, memoryview]:
         """A column of texts or bytes, without a copy.
 
-        The first view has the byte where each value begins, and where the last one ends, as int64; the second one has
-        all values. If rows are padded, these are `rows` times `length(name)` padded ones, and the first view is that of
-        the rows without padding.
+        The first view has the byte where each value begins, and where the last one ends, as int64;
+        the second one has all values. If rows are padded, these are `rows` times `length(name)`
+        padded ones, and the first view is that of the rows without padding.
         """
     def length(self, name: str) -> int | None:
         """Number of values of each row of a padded column; `None` for other columns."""
@@ -149,8 +162,9 @@ class Batch(Buffer):
 class Column(Buffer):
     """One column of one batch: a writable contiguous buffer that starts at a multiple of 64 bytes.
 
-    `torch.frombuffer(column, dtype=...).view(column.shape)` and `numpy.frombuffer(column, dtype=column.dtype)` take
-    it without a copy. Empty buffers are refused by torch: look at `shape[0]` first.
+    `torch.frombuffer(column, dtype=...).view(column.shape)` and `numpy.frombuffer(column,
+    dtype=column.dtype)` take it without a copy. Empty buffers are refused by torch: look at
+    `shape[0]` first.
     """
 
     @property

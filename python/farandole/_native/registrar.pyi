@@ -39,10 +39,14 @@ class Event:
         "dismissed",
         "finished",
     ]:
-        """The kind of event. The last three occur in elastic jobs: a worker is ended, may go, or all have returned."""
+        """The kind of event. The last three occur in elastic jobs: a worker is ended, may go, or
+        all have returned.
+        """
     @property
     def task(self) -> int | None:
-        """The task it happened to; `None` for "assigned" and for an "aborted" that no task caused."""
+        """The task it happened to; `None` for "assigned" and for an "aborted" that no task
+        caused.
+        """
     @property
     def rank(self) -> int | None:
         """The task's rank, once assigned. For "aborted": the rank that failed first, if one did."""
@@ -51,7 +55,9 @@ class Event:
         """For "log": where the line was written."""
     @property
     def text(self) -> str | None:
-        """For "log": the line. For "metric": its kind. Else: the reason, in a sentence, where there is one."""
+        """For "log": the line. For "metric": its kind. Else: the reason, in a sentence, where
+        there is one.
+        """
     @property
     def data(self) -> bytes | None:
         """For "metric" and "result": the bytes the worker sent."""
@@ -66,7 +72,9 @@ class Event:
         """For "exit": the last 50 lines of the worker's stderr."""
     @property
     def dropped(self) -> int:
-        """For "log" and "metric": records lost just before this one because `events` was not called in time."""
+        """For "log" and "metric": records lost just before this one because `events` was not
+        called in time.
+        """
 
 @final
 class Registrar:
@@ -87,10 +95,13 @@ class Registrar:
         Args:
             tasks: Number of tasks that will register.
             job_id: Name of the job in logs and paths; made up when omitted.
-            host: Address to listen on and to offer; default: `FARANDOLE_DRIVER_HOST`, else all own addresses.
+            host: Address to listen on and to offer; default: `FARANDOLE_DRIVER_HOST`, else all own
+                addresses.
             port_range: Such as `"40000-40100"`; default: `FARANDOLE_PORT_RANGE`.
-            start_timeout: Seconds all tasks may take to register; default: `FARANDOLE_START_TIMEOUT`.
-            bind: Address of this host to listen on, or a network it is in; default: `FARANDOLE_BIND_ADDRESS`.
+            start_timeout: Seconds all tasks may take to register; default:
+                `FARANDOLE_START_TIMEOUT`.
+            bind: Address of this host to listen on, or a network it is in; default:
+                `FARANDOLE_BIND_ADDRESS`.
 
         Raises:
             ValueError: `tasks` is 0, or an option does not parse.
@@ -115,7 +126,8 @@ class Registrar:
             least: Fewest workers of a world.
             most: Most workers of a world.
             timeout: Seconds the job may wait for workers.
-            reset_limit: Number of changes of the world after which the job fails; default: no limit.
+            reset_limit: Number of changes of the world after which the job fails; default: no
+                limit.
             start_timeout: As for `Registrar`.
             host: As for `Registrar`.
             bind: As for `Registrar`.
@@ -127,7 +139,8 @@ class Registrar:
     def dismiss(self, task: int, reason: str) -> None:
         """Lets a worker of an elastic job leave at its next chance, which is no failure."""
     def publish(self, key: str, value: bytes) -> None:
-        """Sets a value that the ranks of the present world find with `farandole._native.values.find`.
+        """Sets a value that the ranks of the present world find with
+        `farandole._native.values.find`.
 
         Raises:
             FarandoleEnvironmentError: The key or the value is too long.
@@ -145,7 +158,8 @@ class Registrar:
         """Waits until something has happened, at most `timeout` seconds.
 
         Returns:
-            Everything that happened since the last call, oldest first; empty at the timeout or once closed.
+            Everything that happened since the last call, oldest first; empty at the timeout or once
+            closed.
 
         Raises:
             KeyboardInterrupt: A signal arrived meanwhile.

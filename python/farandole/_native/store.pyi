@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 
-"""Stores. A store is a URL (a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`, `abfss://`, `az://`, `memory://`)."""
+"""Stores. A store is a URL (a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`,
+`abfss://`, `az://`, `memory://`).
+"""
 
 from typing import TypeAlias, final
 
@@ -10,10 +12,11 @@ _Item: TypeAlias = tuple[str, int, float | None, bool]
 
 @final
 class Store:
-    """Files under one URL. Paths are relative to it, with `/` between parts; `""` is the URL itself.
+    """Files under one URL. Paths are relative to it, with `/` between parts; `""` is the URL
+    itself.
 
-    Missing files raise `FileNotFoundError`, refused ones `PermissionError`, an unknown scheme `ValueError`; every
-    message names the whole path.
+    Missing files raise `FileNotFoundError`, refused ones `PermissionError`, an unknown scheme
+    `ValueError`; every message names the whole path.
     """
 
     def __new__(cls, url: str) -> Store: ...
@@ -28,15 +31,20 @@ class Store:
     def write(self, path: str, data: bytes) -> None:
         """Writes a file so that no reader sees half of it; makes directories as needed."""
     def create(self, path: str, data: bytes) -> bool:
-        """Writes a small file unless there is one of this name; of many processes that try, one does."""
+        """Writes a small file unless there is one of this name; of many processes that try, one
+        does.
+        """
     def take(self, lasts: float | None = None, job: str | None = None) -> str | None:
         """Takes a directory for this process alone: the lease's name, `None` if it is in use.
 
-        Processes that cannot see this one believe the lease for `lasts` seconds after it was written or renewed, or for
-        a week. A process of a `job` takes the lease of another process of the same job, even of a living one.
+        Processes that cannot see this one believe the lease for `lasts` seconds after it was
+        written or renewed, or for a week. A process of a `job` takes the lease of another process
+        of the same job, even of a living one.
         """
     def share(self, lasts: float | None = None) -> str | None:
-        """Uses a directory beside others: the mark's name, `None` if it is taken. `lasts` as in `take`."""
+        """Uses a directory beside others: the mark's name, `None` if it is taken. `lasts` as in
+        `take`.
+        """
     def renew(self, mark: str) -> bool:
         """Writes a mark of this process again; false when it is gone, or another's."""
     def settle(self, lease: str) -> str:
@@ -44,7 +52,9 @@ class Store:
     def is_free(self) -> bool:
         """Returns whether no living process uses or reserves the directory."""
     def tidy(self) -> None:
-        """Deletes the remains of killed uploads directly in this directory; no other process may write here."""
+        """Deletes the remains of killed uploads directly in this directory; no other process may
+        write here.
+        """
     def exists(self, path: str = "") -> bool:
         """Returns whether there is a file of this name, or anything below it."""
     def read_range(self, path: str, start: int, end: int) -> bytes: ...
@@ -52,8 +62,11 @@ class Store:
         """Returns the file or directory at a path; raises an error if there is none."""
     def look(self, path: str = "") -> list[_Item]:
         """Files and directories directly in `path`, by name."""
-    def sweep(self, older_than: float | None = None, larger_than: int | None = None) -> list[tuple[str, int, int]]:
-        """Deletes unused prepared data older than so many seconds, and the oldest until all has at most so many bytes.
+    def sweep(
+        self, older_than: float | None = None, larger_than: int | None = None
+    ) -> list[tuple[str, int, int]]:
+        """Deletes unused prepared data older than so many seconds, and the oldest until all has at
+        most so many bytes.
 
         Returns:
             Relative path, files and bytes of each directory.
@@ -66,7 +79,9 @@ class Store:
     def delete_all(self, path: str = "") -> int:
         """Deletes everything below `path`; returns how many files that were."""
     def check_writable(self) -> None:
-        """Writes and deletes a small file; raises `PermissionError` or `OSError` naming the path."""
+        """Writes and deletes a small file; raises `PermissionError` or `OSError` naming the
+        path.
+        """
 
 @final
 class Layout:
@@ -99,10 +114,14 @@ class Layout:
     def logs(self, run_id: str) -> str: ...
 
 def configure(prefix: str, options: dict[str, str]) -> None:
-    """Opens stores at or below a URL with these options from now on, in this process. No value is ever shown."""
+    """Opens stores at or below a URL with these options from now on, in this process. No value
+    is ever shown.
+    """
 
 def options_of(url: str) -> dict[str, str]:
-    """Returns the options of a URL, by names that other readers of the same services know, including secrets."""
+    """Returns the options of a URL, by names that other readers of the same services know,
+    including secrets.
+    """
 
 def full_path(path: str) -> str:
     """The path with its scheme; a bare path becomes absolute under `file://`."""

@@ -8,7 +8,9 @@ def has_timeline() -> bool:
     """Returns whether a timeline is written in this process."""
 
 def enter_phase(name: str, /) -> None:
-    """A phase of a step begins, inside of those that have begun; nothing where no timeline is written."""
+    """A phase of a step begins, inside of those that have begun; nothing where no timeline is
+    written.
+    """
 
 def leave_phase() -> None:
     """The phase that began last ends."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Values that the ranks of a world publish for each other at the registrar, behind TLS and the job's token."""
+"""Values that the ranks of a world publish for each other at the registrar, behind TLS and the
+job's token.
+"""
 
 def claim(key: str, value: bytes, /) -> bytes:
     """Publishes a value under a key that has none; what the key holds then, the same for all."""

@@ -29,15 +29,17 @@ _place_taken: tuple[str, int] | None = None
 
 
 def on_init(reset: Callable[[], None]) -> None:
-    """Registers `reset` for the beginning of each new world; framework modules drop the state of the last one."""
+    """Registers `reset` for the beginning of each new world; framework modules drop the state of
+    the last one.
+    """
     _on_init.append(reset)
 
 
 def before_elastic(load: Callable[[], None]) -> None:
     """Registers `load` for the moment before this process joins a world of an elastic job.
 
-    Framework modules import there the modules that scripts use after `init`, because the other ranks of a running job
-    wait for a new rank from then on.
+    Framework modules import there the modules that scripts use after `init`, because the other
+    ranks of a running job wait for a new rank from then on.
     """
     _before_elastic.append(load)
 
@@ -80,37 +82,44 @@ def init(
     comm: Sequence[int] | Communicator | None = None,
     process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None,
 ) -> None:
-    """Joins the world for which this process was started, or forms a world of one if it was started alone.
+    """Joins the world for which this process was started, or forms a world of one if it was started
+    alone.
 
-    The launcher may be `farandole run`, an estimator, mpirun, srun, jsrun, torchrun, or a script that sets Horovod's
-    variables; see `docs/user-guide/running/other-launchers.md`. Does nothing while a session runs; may be called again
-    after `shutdown`. Leaves the world by itself when the interpreter exits.
+    The launcher may be `farandole run`, an estimator, mpirun, srun, jsrun, torchrun, or a script
+    that sets Horovod's variables; see `docs/user-guide/running/other-launchers.md`. Does nothing
+    while a session runs; may be called again after `shutdown`. Leaves the world by itself when the
+    interpreter exits.
 
     Args:
-        comm: `None` or an empty list for all ranks; the ranks of the launched world that form this one, renumbered
-            in ascending order; or an mpi4py communicator, whose processes then form the world with its ranks. All of
-            them call `init`, which sends the job's ticket through MPI; the collectives are
-            Farandole's own.
-        process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so that sets may be
-            added and removed later. A world of an elastic job that follows another has the sets of that one, of the
-            members that are left; to a new worker this list then only tells which is which.
+        comm: `None` or an empty list for all ranks; the ranks of the launched world that form this
+            one, renumbered in ascending order; or an mpi4py communicator, whose processes then form
+            the world with its ranks. All of them call `init`, which sends the job's ticket through
+            MPI; the collectives are Farandole's own.
+        process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so
+            that sets may be added and removed later. A world of an elastic job that follows another
+            has the sets of that one, of the members that are left; to a new worker this list then
+            only tells which is which.
 
     Raises:
-        ValueError: When an argument is wrong, ranks ask for different sets, variables of the environment contradict
-            each other, or this process was forked from an initialized one.
-        FarandoleEnvironmentError: When the ticket, the registrar or a host refuses, or ranks that were started
-            together do not meet: it never forms a world of one instead.
+        ValueError: When an argument is wrong, ranks ask for different sets, variables of the
+            environment contradict each other, or this process was forked from an initialized one.
+        FarandoleEnvironmentError: When the ticket, the registrar or a host refuses, or ranks that
+            were started together do not meet: it never forms a world of one instead.
         FarandoleInternalError: When a peer failed while the world formed.
     """
     from farandole.common.process_sets import begin  # noqa: PLC0415 - it imports this module
 
     if isinstance(process_sets, str) and process_sets != "dynamic":
-        raise ValueError(f'process_sets must be a list of process sets or "dynamic": {process_sets!r}')
+        raise ValueError(
+            f'process_sets must be a list of process sets or "dynamic": {process_sets!r}'
+        )
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     ranks = [process_set.ranks or [] for process_set in sets]
     for index, members in enumerate(ranks):
         if members in ranks[:index]:
-            raise ValueError(f"process_sets[{index}] has the same ranks as an earlier one: {members}")
+            raise ValueError(
+                f"process_sets[{index}] has the same ranks as an earlier one: {members}"
+            )
     logs.start()
     if not _join(comm, ranks, process_sets == "dynamic"):
         return
@@ -125,7 +134,9 @@ def init(
     atexit.register(_leave)
 
 
-def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int]], dynamic: bool) -> bool:
+def _join(
+    comm: Sequence[int] | Communicator | None, process_sets: list[list[int]], dynamic: bool
+) -> bool:
     """Begins the session; false when one runs."""
     members, told = None, _place_taken
     if isinstance(comm, Communicator):
@@ -147,7 +158,9 @@ def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int
 
 
 def _place(comm: Communicator) -> tuple[str, int]:
-    """Returns the ticket of the world that a communicator's processes form, and this one's rank in it."""
+    """Returns the ticket of the world that a communicator's processes form, and this one's rank
+    in it.
+    """
     if not comm:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
     rank = comm.Get_rank()
@@ -167,14 +180,18 @@ def _place(comm: Communicator) -> tuple[str, int]:
 
 
 def _leave() -> None:
-    """Leaves the world as the interpreter ends; the others hear it from the starter if this rank has failed."""
+    """Leaves the world as the interpreter ends; the others hear it from the starter if this rank
+    has failed.
+    """
     shutdown()
     if getattr(sys, "last_value", None) is None:
         engine.leave()
 
 
 def shutdown() -> None:
-    """Leaves the world. Operations that still wait fail with `FarandoleInternalError` on all ranks."""
+    """Leaves the world. Operations that still wait fail with `FarandoleInternalError` on all
+    ranks.
+    """
     engine.shutdown()
 
 
@@ -247,7 +264,8 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Returns whether MPI may be used from several threads: never, because Farandole does not use MPI.
+    """Returns whether MPI may be used from several threads: never, because Farandole does not use
+    MPI.
 
     Raises:
         ValueError: Before `init`.
@@ -285,7 +303,8 @@ def _cuda() -> tuple[bool, int]:
 
 
 def nccl_built() -> int:
-    """Version code of the NCCL that reduces torch tensors on GPUs, such as 23007; 0 if there is none.
+    """Version code of the NCCL that reduces torch tensors on GPUs, such as 23007; 0 if there is
+    none.
 
     It is loaded at the first call, so the result depends on this host and not on the build.
     """
@@ -303,7 +322,9 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Returns whether the engine works on CUDA memory of torch, which it does if there is a driver."""
+    """Returns whether the engine works on CUDA memory of torch, which it does if there is a
+    driver.
+    """
     return _cuda()[0]
 
 

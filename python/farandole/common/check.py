@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Checks of arguments.
 
-A check is a function of an argument's name and value. It returns the value in its canonical form, or raises an error
-that names the argument. `at_least`, `choice`, `optional`, `deprecated` and `made_by` return a check.
+A check is a function of an argument's name and value. It returns the value in its canonical form,
+or raises an error that names the argument. `at_least`, `choice`, `optional`, `deprecated` and
+`made_by` return a check.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def choice(*options: str) -> Callable[[str, Any], str]:
 def names(name: str, value: Any) -> list[str]:
     """Returns a list of column names; one name alone stands for a list of one."""
     columns = [value] if isinstance(value, str) else value
-    if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
+    if not isinstance(columns, list | tuple) or not all(
+        isinstance(column, str) for column in columns
+    ):
         raise TypeError(f"{name} must be a list of column names: {value!r}")
     if not columns:
         raise ValueError(f"{name} must name at least one column")
@@ -114,14 +117,18 @@ def functions(name: str, value: Any) -> list[Any]:
     """Returns a list of functions of (output, label), or of one list of them per label."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     for item in items:
-        if not callable(item) and not (isinstance(item, list | tuple) and all(callable(one) for one in item)):
+        if not callable(item) and not (
+            isinstance(item, list | tuple) and all(callable(one) for one in item)
+        ):
             raise TypeError(f"{name} must be functions of (output, label): {item!r}")
     return items
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
     """Returns a list of shapes, one per column."""
-    if not isinstance(value, list | tuple) or not all(isinstance(shape, list | tuple) for shape in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(shape, list | tuple) for shape in value
+    ):
         raise TypeError(f"{name} must be a list of shapes, one per column: {value!r}")
     for shape in value:
         if not all(isinstance(size, Integral) and (int(size) > 0 or size == -1) for size in shape):
@@ -137,7 +144,9 @@ def optional(check: Check) -> Check:
 
 
 def made_by(convert: Callable[[Any], Any]) -> Check:
-    """Returns a check that converts the value; a `ValueError` of the conversion gets the argument's name."""
+    """Returns a check that converts the value; a `ValueError` of the conversion gets the
+    argument's name.
+    """
 
     def check(name: str, value: Any) -> Any:
         try:

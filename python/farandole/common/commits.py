@@ -3,11 +3,12 @@
 """Commits of elastic states in a store, from which a job that is started again continues.
 
     <prefix>/runs/<run_id>/checkpoint             the last commit that was written
-    <prefix>/runs/<run_id>/checkpoint.previous    the one before, which is used if the last one is damaged
+    <prefix>/runs/<run_id>/checkpoint.previous    the one before, which is used if the last one is
+                                                  damaged
 
-One rank writes, in its own thread. Training waits for it only at the end. While a commit is being written, others are
-skipped, so a slow store does not slow down training. That rank holds a lease of the run, so that no other job or fit
-writes there at the same time.
+One rank writes, in its own thread. Training waits for it only at the end. While a commit is being
+written, others are skipped, so a slow store does not slow down training. That rank holds a lease of
+the run, so that no other job or fit writes there at the same time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class StoredCommits:
             raise ValueError(f"every must be at least 1: {every}")
         made = Store.create(store) if isinstance(store, str) else store
         if not made.saving_runs():
-            raise ValueError(f"the store keeps no runs, because it was made with save_runs=False: {made!r}")
+            raise ValueError(
+                f"the store keeps no runs, because it was made with save_runs=False: {made!r}"
+            )
         self.run_id = run_id
         self._remote = made.to_remote(run_id)
         self._tenure = tenure.Tenure(made.get_run_path(run_id), run_id)
@@ -67,7 +70,8 @@ class StoredCommits:
 
         Raises:
             RunInUseError: Another job or a fit holds it.
-            FarandoleEnvironmentError: The driver has the secret of the store, and does not give this process its key.
+            FarandoleEnvironmentError: The driver has the secret of the store, and does not give
+                this process its key.
         """
         self._tenure.begin()
         self._run()
@@ -163,7 +167,12 @@ def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
 
     buffer = io.BytesIO()
     named = {f"{number}": np.asarray(array) for number, array in enumerate(arrays)}
-    np.savez(buffer, allow_pickle=False, plain=np.frombuffer(json.dumps(plain).encode(), np.uint8), **named)
+    np.savez(
+        buffer,
+        allow_pickle=False,
+        plain=np.frombuffer(json.dumps(plain).encode(), np.uint8),
+        **named,
+    )
     return buffer.getvalue()
 
 
@@ -171,7 +180,8 @@ def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     """Inverts `pack`; runs no code.
 
     Args:
-        data: What `pack` returned. Arrays of types that NumPy does not know come back as their bytes.
+        data: What `pack` returned. Arrays of types that NumPy does not know come back as their
+            bytes.
     """
     import numpy as np  # noqa: PLC0415 - as above
 
@@ -202,6 +212,6 @@ def plain_or_raise(values: dict[str, Any], is_plain: Callable[[Any], bool], allo
     for name, value in values.items():
         if not is_plain(value):
             raise TypeError(
-                f"state.{name} is {type(value).__module__}.{type(value).__qualname__}, which cannot be read from a "
-                f"store without running code: use {allowed}"
+                f"state.{name} is {type(value).__module__}.{type(value).__qualname__}, which "
+                f"cannot be read from a store without running code: use {allowed}"
             )

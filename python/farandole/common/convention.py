@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The convention for gradients of collectives: those of the sum of all ranks' losses, or Horovod's.
 
-`FARANDOLE_GRADIENT_CONVENTION` decides. The drop-in package sets it when a script imports `horovod`, unless it is set.
-For n ranks Horovod's gradients are 1/n of ours for `allgather` and `broadcast`, and n times ours for `reducescatter`;
-the gradient of an allreduce by `Min`, `Max`, `Product` or `Adasum` is reduced by the same op.
+`FARANDOLE_GRADIENT_CONVENTION` decides. The drop-in package sets it when a script imports
+`horovod`, unless it is set. For n ranks Horovod's gradients are 1/n of ours for `allgather` and
+`broadcast`, and n times ours for `reducescatter`; the gradient of an allreduce by `Min`, `Max`,
+`Product` or `Adasum` is reduced by the same op.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Training that survives a change of the world: state that is committed, restored and broadcast, and its loop."""
+"""Training that survives a change of the world: state that is committed, restored and broadcast,
+and its loop.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,20 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-__all__ = ["HostUpdateResult", "ObjectState", "Reader", "State", "leave", "leave_and_join", "run_fn"]
+__all__ = [
+    "HostUpdateResult",
+    "ObjectState",
+    "Reader",
+    "State",
+    "leave",
+    "leave_and_join",
+    "run_fn",
+]
 
 ATTEMPTS = 3
-"""Worlds in a row that may fail before one of them has committed: then the failure is not of a passing kind."""
+"""Worlds in a row that may fail before one of them has committed: then the failure is not of a
+passing kind.
+"""
 
 
 class HostUpdateResult:
@@ -44,7 +56,8 @@ class HostUpdateResult:
 
 
 class State:
-    """The state from which training continues: kept in memory, restored after a failure, broadcast from rank 0.
+    """The state from which training continues: kept in memory, restored after a failure, broadcast
+    from rank 0.
 
     Args:
         bcast_object: Sends an object from rank 0 to all ranks.
@@ -66,16 +79,19 @@ class State:
     def save_to(self, store: Store | str, run_id: str, every: int = 1) -> None:
         """Also writes commits to a store. A job that is started again continues from the last one.
 
-        Every rank calls it before the function of `elastic.run` begins. Rank 0 writes, in another thread. If no process
-        has the state when that function begins, rank 0 reads it from the store. The last commit is written when the
-        function has returned.
+        Every rank calls it before the function of `elastic.run` begins. Rank 0 writes, in another
+        thread. If no process has the state when that function begins, rank 0 reads it from the
+        store. The last commit is written when the function has returned.
 
         Args:
             store: Where to, or its URL, such as `"s3://bucket/jobs"`.
-            run_id: Names the directory of this job in `<store>/runs`. Use the same name when the job is started again.
-            every: Interval in commits between writes. While a commit is being written, others are skipped.
+            run_id: Names the directory of this job in `<store>/runs`. Use the same name when the
+                job is started again.
+            every: Interval in commits between writes. While a commit is being written, others are
+                skipped.
 
-        Only one job at a time writes a run: the training function raises an error while another job or a fit has it.
+        Only one job at a time writes a run: the training function raises an error while another job
+        or a fit has it.
 
         Raises:
             ValueError: `every` is below 1, or the store cannot be used.
@@ -87,7 +103,9 @@ class State:
         self._stored = stored
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Registers functions that are called after every change of the world, for example to scale a rate."""
+        """Registers functions that are called after every change of the world, for example to
+        scale a rate.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -113,7 +131,8 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Asks rank 0 whether the set of hosts has changed. Every rank calls this the same number of times.
+        """Asks rank 0 whether the set of hosts has changed. Every rank calls this the same number
+        of times.
 
         Raises:
             HostsUpdatedInterrupt: On all ranks, when hosts came or went.
@@ -125,7 +144,9 @@ class State:
             timestamp, change = self._host_messages.get()
             if timestamp > latest:
                 latest, changes = timestamp, changes | change
-        previous, latest, changes = self._bcast_object((self._last_updated_timestamp, latest, changes))
+        previous, latest, changes = self._bcast_object(
+            (self._last_updated_timestamp, latest, changes)
+        )
         self._last_updated_timestamp = latest
         if latest > previous:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
@@ -193,7 +214,8 @@ class State:
     def _begin_world(self) -> None:
         """Takes the state from the store, if there is one.
 
-        If rank 0 cannot, all ranks raise an error. Otherwise each survivor would fail as the next rank 0, without end.
+        If rank 0 cannot, all ranks raise an error. Otherwise each survivor would fail as the next
+        rank 0, without end.
 
         Raises:
             ValueError: On other ranks than 0, with the text of the error there.
@@ -207,14 +229,18 @@ class State:
             raise
         except Exception as error:  # noqa: BLE001 - raised below
             failure = error
-        told = self._bcast_object(None if failure is None else f"{type(failure).__name__} on rank 0: {failure}")
+        told = self._bcast_object(
+            None if failure is None else f"{type(failure).__name__} on rank 0: {failure}"
+        )
         if failure is not None:
             raise failure
         if told is not None:
             raise ValueError(told)
 
     def _from_store(self, stored: StoredCommits) -> None:
-        """Takes the state from the store, in rank 0 of a world in which no rank has it. Rank 0 holds the run."""
+        """Takes the state from the store, in rank 0 of a world in which no rank has it. Rank 0
+        holds the run.
+        """
         if self._rank() != 0:
             stored.pass_on()
             return
@@ -228,8 +254,8 @@ class State:
             self._take_in(self._unpack(found))
         except Exception as error:
             raise ValueError(
-                f"the commit of run {stored.run_id!r} cannot be taken into this state: choose another run_id, or "
-                f"delete {stored.place}: {error}"
+                f"the commit of run {stored.run_id!r} cannot be taken into this state: choose "
+                f"another run_id, or delete {stored.place}: {error}"
             ) from error
 
     def _settle(self) -> None:
@@ -266,7 +292,9 @@ class State:
 
 @runtime_checkable
 class Reader(Protocol):
-    """Deals a data set out among the ranks: a state keeps where it is, and has it follow the world."""
+    """Deals a data set out among the ranks: a state keeps where it is, and has it follow the
+    world.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the training in the data, the same on every rank."""
@@ -284,8 +312,8 @@ class Reader(Protocol):
 class ObjectState(State):
     """State of plain objects, one attribute for each keyword.
 
-    For a reader, such as a loader of `farandole.data`, its position is kept: each row of an epoch counts once, however
-    the world changes.
+    For a reader, such as a loader of `farandole.data`, its position is kept: each row of an epoch
+    counts once, however the world changes.
 
     Args:
         bcast_object: Sends an object from rank 0 to all ranks.
@@ -293,7 +321,9 @@ class ObjectState(State):
         **kwargs: Attributes and their first values.
     """
 
-    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+    def __init__(
+        self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
         self._saved_state = dict(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
@@ -331,7 +361,9 @@ class ObjectState(State):
 
     def _check_storable(self) -> None:
         commits.plain_or_raise(
-            self._plain(), commits.is_json, "numbers, strings, and lists and dicts of them, without tuples"
+            self._plain(),
+            commits.is_json,
+            "numbers, strings, and lists and dicts of them, without tuples",
         )
 
     def _plain(self) -> dict[str, Any]:
@@ -356,7 +388,9 @@ class ObjectState(State):
         arrays, plain = content
         mine = [_shape(array) for array in self._arrays()]
         if mine != [_shape(array) for array in arrays]:
-            raise ValueError(f"it has {len(arrays)} arrays, and this state {len(mine)}, or they differ in shape")
+            raise ValueError(
+                f"it has {len(arrays)} arrays, and this state {len(mine)}, or they differ in shape"
+            )
         self._take_plain(plain)
         self._take_arrays(arrays)
 
@@ -370,7 +404,9 @@ class ObjectState(State):
             ValueError: They are those of another state.
         """
         if sorted(plain) != sorted(self._saved_state):
-            raise ValueError(f"it has the attributes {sorted(plain)}, and this state {sorted(self._saved_state)}")
+            raise ValueError(
+                f"it has the attributes {sorted(plain)}, and this state {sorted(self._saved_state)}"
+            )
         for name, value in plain.items():
             known = getattr(self, name)
             if isinstance(known, Reader):
@@ -395,9 +431,11 @@ def _kept(value: Any) -> Any:
 
 
 def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[..., _Result]:
-    """Wraps a training function so that it is called again in a new world when the old one fails or changes.
+    """Wraps a training function so that it is called again in a new world when the old one fails or
+    changes.
 
-    While it runs, SIGTERM and SIGPWR have a worker of an elastic job leave at its next commit; a second one ends it.
+    While it runs, SIGTERM and SIGPWR have a worker of an elastic job leave at its next commit; a
+    second one ends it.
 
     Args:
         func: Takes a `State` first; continues from there.
@@ -417,8 +455,8 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
         while True:
             try:
                 state._begin_world()  # noqa: SLF001 - its own module's
-                # Always, also if hosts only left: if new workers joined as well, they would wait for workers that skip
-                # this.
+                # Always, also if hosts only left: if new workers joined as well, they would wait
+                # for workers that skip this.
                 state.sync()
                 state._synced = True  # noqa: SLF001 - its own module's
                 return func(state, *args, **kwargs)
@@ -443,7 +481,9 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 
 @contextlib.contextmanager
 def _in_store(state: State) -> Iterator[None]:
-    """Around all worlds of a training function: its last commit is in the store when it has returned."""
+    """Around all worlds of a training function: its last commit is in the store when it has
+    returned.
+    """
     try:
         try:
             yield

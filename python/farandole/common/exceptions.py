@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Exceptions, defined in Python so that they pickle and exist without the native library.
 
-The native code chooses the class by the kind of failure. A wrong call is a `FarandoleUsageError`, which is a
-`ValueError`. A failed peer or a changed world is a `FarandoleInternalError`. A problem of the machine or the network is
-a `FarandoleEnvironmentError`.
+The native code chooses the class by the kind of failure. A wrong call is a `FarandoleUsageError`,
+which is a `ValueError`. A failed peer or a changed world is a `FarandoleInternalError`. A problem
+of the machine or the network is a `FarandoleEnvironmentError`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ class FarandoleInternalError(RuntimeError):
 
 
 class FarandoleUsageError(ValueError, FarandoleInternalError):
-    """A call that cannot work by itself or together with the calls of the other ranks. The world continues.
+    """A call that cannot work by itself or together with the calls of the other ranks. The world
+    continues.
 
-    It is a `ValueError`, since the call is wrong, and a `FarandoleInternalError`, since Horovod raises its
-    `HorovodInternalError` where the engine refuses an operation. `elastic.run` does not try it again.
+    It is a `ValueError`, since the call is wrong, and a `FarandoleInternalError`, since Horovod
+    raises its `HorovodInternalError` where the engine refuses an operation. `elastic.run` does not
+    try it again.
     """
 
 
 class FarandoleEnvironmentError(RuntimeError):
-    """The machine, the network or the configuration refused an operation, which the message names."""
+    """The machine, the network or the configuration refused an operation, which the message
+    names.
+    """
 
 
 class FarandoleBugError(RuntimeError):
@@ -31,9 +35,11 @@ class FarandoleBugError(RuntimeError):
 
 
 class WorkerDismissed(SystemExit):
-    """This worker of an elastic job is not wanted any more: its host was removed, or it has asked to leave.
+    """This worker of an elastic job is not wanted any more: its host was removed, or it has asked
+    to leave.
 
-    `init` raises it. If it is not caught, the process ends with code 0, which is no failure of the job.
+    `init` raises it. If it is not caught, the process ends with code 0, which is no failure of the
+    job.
 
     Attributes:
         reason: Why the worker is dismissed.
@@ -52,7 +58,8 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The set of hosts has changed: training continues from here in a new world.
 
     Attributes:
-        skip_sync: Whether ranks were only removed, so that the state of the others needs no synchronization.
+        skip_sync: Whether ranks were only removed, so that the state of the others needs no
+            synchronization.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -61,12 +68,16 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """Returns the message about a part that was built with another version than the installed one."""
+    """Returns the message about a part that was built with another version than the installed
+    one.
+    """
     return f"{name} was built with version {version}, but this is installed: {installed_version}"
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The error of an object that was saved or built with another version than the installed one."""
+    """The error of an object that was saved or built with another version than the installed
+    one.
+    """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Handles of operations in progress, for all frameworks.
 
-The engine writes to addresses without the GIL. So this table keeps the objects that own the memory until the engine has
-finished, also if the caller drops them or Ctrl-C ends a wait.
+The engine writes to addresses without the GIL. So this table keeps the objects that own the memory
+until the engine has finished, also if the caller drops them or Ctrl-C ends a wait.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Finish: TypeAlias = Callable[[list[Outcome]], Any]
 
 
 def joined(last: int) -> int:
-    """Notes that a join has completed, from where on all ranks number unnamed operations alike again.
+    """Notes that a join has completed, from where on all ranks number unnamed operations alike
+    again.
 
-    Ranks that ran out of data gave out fewer numbers than others. The native library counts, for its own operations
-    and for those of every framework.
+    Ranks that ran out of data gave out fewer numbers than others. The native library counts, for
+    its own operations and for those of every framework.
 
     Args:
         last: The rank that joined last.
@@ -46,8 +47,9 @@ def joined(last: int) -> int:
 
 
 _Entry: TypeAlias = tuple[tuple[int, ...], Any, Finish]
-"""The members of an operation that is not awaited yet, the objects that it keeps, and the function of its result. A
-tuple, because there may be hundreds at a time, and each further object makes the garbage collector run more often."""
+"""The members of an operation that is not awaited yet, the objects that it keeps, and the function
+of its result. A tuple, because there may be hundreds at a time, and each further object makes the
+garbage collector run more often."""
 
 
 class _Whole:
@@ -71,7 +73,8 @@ class _Whole:
 
 
 class HandleTable:
-    """The operations one framework's module has in progress, and the numbers of those it gave no name.
+    """The operations one framework's module has in progress, and the numbers of those it gave no
+    name.
 
     Args:
         family: Keeps the numbered names of one module apart from those of others.
@@ -82,7 +85,9 @@ class HandleTable:
         self._entries: dict[int, _Entry] = {}
         self._boarding: dict[int, Any] = {}
         self._tickets = itertools.count()
-        self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+        self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(
+            itertools.count
+        )
         self._joins = 0
         basics.on_init(self._reset)
 
@@ -93,25 +98,35 @@ class HandleTable:
         self._joins = 0
 
     def name(self, operation: str, name: str | None, process_set: ProcessSet | None = None) -> str:
-        """Returns the name ranks agree on: the user's, or a number that counts the unnamed operations of this module.
+        """Returns the name ranks agree on: the user's, or a number that counts the unnamed
+        operations of this module.
 
-        Members of a set issue its unnamed operations in the same order, so the numbers agree; every set has its own,
-        since ranks are members of different ones. If the operations differ, their names do not, so that ranks hear of
-        it. Call this after all checks: a refused operation must not use up a number.
+        Members of a set issue its unnamed operations in the same order, so the numbers agree; every
+        set has its own, since ranks are members of different ones. If the operations differ, their
+        names do not, so that ranks hear of it. Call this after all checks: a refused operation must
+        not use up a number.
         """
         if name is not None:
             return f"{operation}.{name}"
         if self._joins != (joins := door.joins()):
             self._joins = joins
             self._numbers.pop((), None)
-        ranks = () if process_set is None or process_set.process_set_id == 0 else tuple(process_set.ranks or ())
+        ranks = (
+            ()
+            if process_set is None or process_set.process_set_id == 0
+            else tuple(process_set.ranks or ())
+        )
         family = f"{self._family}.{self._joins}" if self._joins and not ranks else self._family
         return f"{family}.{next(self._numbers[ranks])}"
 
-    def names(self, operation: str, name: str | None, count: int, process_set: ProcessSet | None = None) -> list[str]:
-        """Returns the names of a group's members: `<name>`, then `<name>_<i>of<n>` from the second on.
+    def names(
+        self, operation: str, name: str | None, count: int, process_set: ProcessSet | None = None
+    ) -> list[str]:
+        """Returns the names of a group's members: `<name>`, then `<name>_<i>of<n>` from the second
+        on.
 
-        The first does not tell how many there are, so ranks whose groups differ in size meet in it, and hear of that.
+        The first does not tell how many there are, so ranks whose groups differ in size meet in it,
+        and hear of that.
 
         Raises:
             ValueError: When there are none.
@@ -121,15 +136,19 @@ class HandleTable:
         base = self.name(operation, name, process_set)
         return [base, *(f"{base}_{i}of{count}" for i in range(2, count + 1))]
 
-    def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
-        """Starts an operation or a group of them, and keeps `keep` alive until the returned handle is consumed.
+    def submit(
+        self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any
+    ) -> int:
+        """Starts an operation or a group of them, and keeps `keep` alive until the returned handle
+        is consumed.
 
-        From before the engine knows the first address: Ctrl-C may come between its call and the next line. Then the
-        memory is kept as long as the world.
+        From before the engine knows the first address: Ctrl-C may come between its call and the
+        next line. Then the memory is kept as long as the world.
 
         Args:
             keep: Whatever owns the memory the engine works on.
-            finish: Gets the outcomes in the order of members, one if there is no group, and makes the result.
+            finish: Gets the outcomes in the order of members, one if there is no group, and makes
+                the result.
             call: A function of the engine that returns a handle or several.
             *arguments: Its arguments.
         """
@@ -157,12 +176,12 @@ class HandleTable:
     def synchronize(self, handle: int) -> Any:
         """Waits for an operation and returns its result.
 
-        The handle is consumed, whether the operation succeeded or failed; Ctrl-C interrupts the wait and leaves it
-        valid. Of a group whose members failed, the first failure is raised.
+        The handle is consumed, whether the operation succeeded or failed; Ctrl-C interrupts the
+        wait and leaves it valid. Of a group whose members failed, the first failure is raised.
 
         Raises:
-            ValueError: When the handle was consumed already, or never given out; or when ranks disagree about the
-                operation.
+            ValueError: When the handle was consumed already, or never given out; or when ranks
+                disagree about the operation.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         members, keep, finish = self._entries.get(handle) or _unknown(handle)
@@ -172,7 +191,8 @@ class HandleTable:
                 outcome = engine.wait(member)
             except BaseException as error:
                 finish = finish if isinstance(finish, _Whole) else _Whole(finish, [])
-                # A failed operation is over; an interrupted wait is not, and its memory is still being written.
+                # A failed operation is over; an interrupted wait is not, and its memory is still
+                # being written.
                 if not isinstance(error, Exception) or engine.is_pending(member):
                     self._entries[handle] = members[len(outcomes) :], keep, finish.after(outcomes)
                     raise
@@ -182,7 +202,8 @@ class HandleTable:
         return finish(outcomes)
 
     def reach(self, reached: engine.Reached) -> Outcome:
-        """Waits for what a GPU is still at work on; modules with streams have their stream wait instead.
+        """Waits for what a GPU is still at work on; modules with streams have their stream wait
+        instead.
 
         Args:
             reached: What the engine returned.
@@ -219,7 +240,8 @@ def members_of(process_set: ProcessSet) -> list[int]:
 
 
 def own_rows(rows: int, process_set: ProcessSet) -> int:
-    """Returns this rank's share of `rows`: the same for all ranks, plus one on the first ranks if rows remain.
+    """Returns this rank's share of `rows`: the same for all ranks, plus one on the first ranks if
+    rows remain.
 
     Raises:
         ValueError: When the set is not registered, or this rank is not a member.

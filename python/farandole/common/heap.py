@@ -2,14 +2,15 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Returns unused memory of the C library's heap to the system.
 
-Workers keep memory that a training step frees, because the next step needs it again (`launcher.ALLOCATOR`). But blocks
-of another size may not fit into the holes, and one small live block keeps everything below it, so a program whose
-tensors change their sizes would grow without limit. Therefore a thread checks the heap regularly. Memory that was
-unused for some seconds is returned to the system if it is more than an eighth of the used memory.
+Workers keep memory that a training step frees, because the next step needs it again
+(`launcher.ALLOCATOR`). But blocks of another size may not fit into the holes, and one small live
+block keeps everything below it, so a program whose tensors change their sizes would grow without
+limit. Therefore a thread checks the heap regularly. Memory that was unused for some seconds is
+returned to the system if it is more than an eighth of the used memory.
 
-If this happens again and again, the holes never fit: the memory is back within a second, spread over the heap. Then
-large blocks get memory of their own, which is returned when they are freed. It costs page faults, so programs whose
-tensors keep their sizes never come to this.
+If this happens again and again, the holes never fit: the memory is back within a second, spread
+over the heap. Then large blocks get memory of their own, which is returned when they are freed. It
+costs page faults, so programs whose tensors keep their sizes never come to this.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ _INTERVAL = 0.25
 """Seconds between two looks."""
 
 _SECONDS = 2.0
-"""Seconds for which memory must be unused. A training step usually frees memory and takes it again sooner."""
+"""Seconds for which memory must be unused. A training step usually frees memory and takes it
+again sooner.
+"""
 
 _LOOKS = 8
-"""Looks within that time, at least: one of them is likely to find most of a step's memory in use."""
+"""Looks within that time, at least: one of them is likely to find most of a step's memory in
+use.
+"""
 
 _LEAST = 32 << 20
 """Bytes that are not worth the work."""
@@ -58,7 +63,8 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost"
         )
     )  # fmt: skip
 
@@ -128,7 +134,9 @@ class Watch:
 
 
 def start() -> None:
-    """Starts the thread, once in a process, where the C library keeps freed memory because a launcher told it to."""
+    """Starts the thread, once in a process, where the C library keeps freed memory because a
+    launcher told it to.
+    """
     global _of_process  # noqa: PLW0603 - as the heap is
     # As it was when the C library read it; a warm worker was forked from a process that has it.
     with suppress(OSError, AttributeError):

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The engine's events as records of Python's `logging`, below the logger `farandole`.
 
-The engine never takes the interpreter's lock: its events wait in a bounded queue. A thread of the interpreter sleeps
-until there are events, and passes them to `logging`. It starts with `init`, or with a job that this process starts, and
-ends when the interpreter exits. A forked child has no such thread until it calls `init`. Until then, its events go to
-stderr.
+The engine never takes the interpreter's lock: its events wait in a bounded queue. A thread of the
+interpreter sleeps until there are events, and passes them to `logging`. It starts with `init`, or
+with a job that this process starts, and ends when the interpreter exits. A forked child has no such
+thread until it calls `init`. Until then, its events go to stderr.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _fallback = _Fallback()
 def start() -> None:
     """Logs the engine's events from now on, from the configured level.
 
-    That is `FARANDOLE_LOG_LEVEL`, else the level of the logger `farandole`, else `WARNING`. Does nothing where no event
-    can have that level.
+    That is `FARANDOLE_LOG_LEVEL`, else the level of the logger `farandole`, else `WARNING`. Does
+    nothing where no event can have that level.
 
     Raises:
         ValueError: When a variable of the environment cannot be read.
@@ -77,7 +77,9 @@ def start() -> None:
     if level >= logging.CRITICAL or not native.keep(level, hide_time):
         return
     time = "" if hide_time else "%(asctime)s.%(msecs)03d "
-    _fallback.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    _fallback.setFormatter(
+        logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+    )
     _ROOT.addHandler(_fallback)
     thread = threading.Thread(target=_serve, name="farandole-log", daemon=True)
     thread.start()
@@ -107,7 +109,9 @@ def _give(event: native.Record) -> None:
     logger = logging.getLogger(event.logger)
     if not logger.isEnabledFor(event.level):
         return
-    record = logging.LogRecord(event.logger, event.level, event.file, event.line, event.text, None, None)
+    record = logging.LogRecord(
+        event.logger, event.level, event.file, event.line, event.text, None, None
+    )
     record.created = event.time
     record.msecs = event.time % 1 * 1000
     record.threadName = event.thread or "farandole"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Notices of termination: a worker of an elastic job that gets one leaves at the end of the present step."""
+"""Notices of termination: a worker of an elastic job that gets one leaves at the end of the
+present step.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _LEAVES_WITHIN = 2.0
 """Seconds that telling the registrar of a leave may take."""
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasattr(signal, name))
-"""The notices: SIGTERM of a batch system, a hook or a person; SIGPWR of a power supply that fails."""
+"""The notices: SIGTERM of a batch system, a hook or a person; SIGPWR of a power supply that
+fails.
+"""
 
 
 def is_elastic() -> bool:
@@ -30,9 +34,11 @@ def is_elastic() -> bool:
 
 
 def leave(reason: str = "its script has said so") -> bool:
-    """Makes this worker leave at its next commit or step, which does not count as a failure. The others continue.
+    """Makes this worker leave at its next commit or step, which does not count as a failure. The
+    others continue.
 
-    For notices that do not come as a signal, such as the metadata of a spot instance. Any thread may call it.
+    For notices that do not come as a signal, such as the metadata of a spot instance. Any thread
+    may call it.
 
     Args:
         reason: The reason that the launcher prints.
@@ -48,7 +54,9 @@ def leave(reason: str = "its script has said so") -> bool:
 
 @contextlib.contextmanager
 def heeded() -> Iterator[None]:
-    """Lets `SIGNALS` ask a worker of an elastic job to leave, in its main thread; restores the handlers afterwards."""
+    """Lets `SIGNALS` ask a worker of an elastic job to leave, in its main thread; restores the
+    handlers afterwards.
+    """
     before = heed()
     try:
         yield
@@ -63,13 +71,16 @@ def heed() -> dict[int, Any]:
     The second of them ends the process as it would have without.
 
     Returns:
-        What each has meant so far; nothing outside of the main thread of a worker of an elastic job.
+        What each has meant so far; nothing outside of the main thread of a worker of an elastic
+        job.
     """
     if threading.current_thread() is not threading.main_thread() or not is_elastic():
         return {}
     # A script's own handler knows better what to do.
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    taken = {number: handler for number, handler in before.items() if handler in (signal.SIG_DFL, None)}
+    taken = {
+        number: handler for number, handler in before.items() if handler in (signal.SIG_DFL, None)
+    }
     noticed = False
 
     def give_back() -> None:
@@ -91,7 +102,8 @@ def heed() -> dict[int, Any]:
             # The job is over, or its registrar gone.
             give_back()
             signal.raise_signal(number)
-        # Not earlier: a process that ends before the registrar knows of its notice counts as failed.
+        # Not earlier: a process that ends before the registrar knows of its notice counts as
+        # failed.
         give_back()
 
     for number in taken:

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Pickling of functions and objects by value, which keeps the names of their source files.
 
-Since its release 3.1.3 cloudpickle writes `<dynamic-code>` for the file of each function, so that equal functions have
-equal bytes. Then tracebacks of workers have no source lines, and TensorFlow cannot read the source that `tf.function`
-compiles. Functions that are pickled here keep the file name.
+Since its release 3.1.3 cloudpickle writes `<dynamic-code>` for the file of each function, so that
+equal functions have equal bytes. Then tracebacks of workers have no source lines, and TensorFlow
+cannot read the source that `tf.function` compiles. Functions that are pickled here keep the file
+name.
 """
 
 import io
@@ -20,7 +21,9 @@ _TABLE: Any = cloudpickle.Pickler.dispatch_table
 
 def _reduce(code: types.CodeType) -> tuple[Any, ...]:
     make, arguments = _TABLE[types.CodeType](code)
-    return make, tuple(code.co_filename if argument == _NOWHERE else argument for argument in arguments)
+    return make, tuple(
+        code.co_filename if argument == _NOWHERE else argument for argument in arguments
+    )
 
 
 class Pickler(cloudpickle.Pickler):

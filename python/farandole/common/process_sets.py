@@ -14,8 +14,9 @@ from farandole.common import basics
 class ProcessSet:
     """Some ranks of the world.
 
-    When the world of an elastic job changes, a registered set keeps those of its members that are in the next
-    world, under their new ranks. New workers are in no set. A set without members is unregistered.
+    When the world of an elastic job changes, a registered set keeps those of its members that are
+    in the next world, under their new ranks. New workers are in no set. A set without members is
+    unregistered.
 
     Args:
         ranks_or_comm: The global ranks, in any order, as an iterable.
@@ -32,12 +33,18 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if hasattr(ranks_or_comm, "Get_rank"):
-            raise ValueError("a process set takes ranks, not an MPI communicator: Farandole does not use MPI")
+            raise ValueError(
+                "a process set takes ranks, not an MPI communicator: Farandole does not use MPI"
+            )
         if not isinstance(ranks_or_comm, Iterable):
-            raise ValueError(f"the ranks of a process set must be whole numbers, 0 or more: {ranks_or_comm!r}")
+            raise ValueError(
+                f"the ranks of a process set must be whole numbers, 0 or more: {ranks_or_comm!r}"
+            )
         ranks = list(ranks_or_comm)
         if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
-            raise ValueError(f"the ranks of a process set must be whole numbers, 0 or more: {ranks!r}")
+            raise ValueError(
+                f"the ranks of a process set must be whole numbers, 0 or more: {ranks!r}"
+            )
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"a process set must contain each rank only once: {ranks!r}")
         self._ranks: list[int] | None = sorted(ranks)
@@ -73,7 +80,9 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     def __reduce__(self) -> tuple[object, ...] | str:
-        """A copy, also one from another process, is the set of these ranks that is registered where it is made."""
+        """A copy, also one from another process, is the set of these ranks that is registered
+        where it is made.
+        """
         return _of_ranks, (self._ranks,)
 
 
@@ -101,7 +110,9 @@ _registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
 def _follow() -> None:
-    """Sets do not outlive the world they were registered in, unless the next one of an elastic job has them too."""
+    """Sets do not outlive the world they were registered in, unless the next one of an elastic
+    job has them too.
+    """
     present = engine.process_sets() if engine.carried_process_sets() is not None else {}
     for process_set in list(_registered):
         if process_set.process_set_id in present:
@@ -117,8 +128,8 @@ basics.on_init(_follow)
 def begin(given: list[ProcessSet]) -> None:
     """Notes the engine's numbers of the sets that `init` was asked for.
 
-    In a world that has taken over the sets of the one before, those are the sets that the job began with, of the
-    members that are left; one of which none is left stays unregistered.
+    In a world that has taken over the sets of the one before, those are the sets that the job began
+    with, of the members that are left; one of which none is left stays unregistered.
     """
     carried = engine.carried_process_sets()
     if carried is None:
@@ -150,10 +161,12 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Registers a process set while the world runs. Every rank calls it, member or not, in the same order.
+    """Registers a process set while the world runs. Every rank calls it, member or not, in the same
+    order.
 
-    Needs `init(process_sets="dynamic")` or `FARANDOLE_DYNAMIC_PROCESS_SETS=1`. Waits until all ranks have called it. In
-    an elastic job, if a set of these ranks continues from the previous world, it returns that set.
+    Needs `init(process_sets="dynamic")` or `FARANDOLE_DYNAMIC_PROCESS_SETS=1`. Waits until all
+    ranks have called it. In an elastic job, if a set of these ranks continues from the previous
+    world, it returns that set.
 
     Args:
         process_set: The set, or its global ranks.
@@ -162,7 +175,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         The set, registered.
 
     Raises:
-        ValueError: When sets are fixed, a rank is unknown, or a set of these ranks is registered already.
+        ValueError: When sets are fixed, a rank is unknown, or a set of these ranks is registered
+            already.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     if not isinstance(process_set, ProcessSet):
@@ -174,7 +188,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set. Every rank calls it, member or not, in the same order, and waits until all have called it.
+    """Removes a process set. Every rank calls it, member or not, in the same order, and waits until
+    all have called it.
 
     Args:
         process_set: A registered set.

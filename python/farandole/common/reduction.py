@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Decisions that the distributed tapes and optimizers of TensorFlow and Keras share: factors and groups."""
+"""Decisions that the distributed tapes and optimizers of TensorFlow and Keras share: factors and
+groups.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def choose_groups(groups: Any, num_groups: int) -> Any:
     """`groups`, or the value of the deprecated `num_groups`."""
     if num_groups:
         warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=3
+            "Parameter `num_groups` has been replaced by `groups`, and is deprecated",
+            DeprecationWarning,
+            stacklevel=3,
         )
         return num_groups if groups is None else groups
     return groups
@@ -44,14 +48,17 @@ def check_groups(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
     """Returns the groups by the keys of their variables.
 
     Raises:
-        ValueError: The number is not positive, or a list has an object that is no variable, or a variable twice.
+        ValueError: The number is not positive, or a list has an object that is no variable, or a
+            variable twice.
     """
     if groups is None:
         return None
     if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         return groups
     if not isinstance(groups, Sequence) or any(not isinstance(group, Sequence) for group in groups):
-        raise ValueError(f"groups must be a positive number or a list of lists of variables: {groups!r}")
+        raise ValueError(
+            f"groups must be a positive number or a list of lists of variables: {groups!r}"
+        )
     if any(not hasattr(variable, "assign") for group in groups for variable in group):
         raise ValueError("groups must contain variables")
     keys = [[key_of(variable) for variable in group] for group in groups]

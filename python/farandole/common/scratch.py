@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Temporary directories that are removed after their process has ended, even if it was killed.
 
-An agent opens a directory for its worker and removes it when the worker has ended, also if the worker was killed. If
-the agent itself is killed, its directory is removed when the same user opens the next one on this host. A process holds
-a lock on its directory, and the kernel releases the lock when the process ends.
+An agent opens a directory for its worker and removes it when the worker has ended, also if the
+worker was killed. If the agent itself is killed, its directory is removed when the same user opens
+the next one on this host. A process holds a lock on its directory, and the kernel releases the lock
+when the process ends.
 """
 
 from __future__ import annotations
@@ -79,13 +80,19 @@ def own_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.getuid()
+        or stat.S_IMODE(found.st_mode) & 0o077
+    ):
         raise PermissionError(f"{folder} is not this user's own directory")
     return folder
 
 
 def _held() -> tuple[Path, int] | None:
-    """Returns a new directory and the descriptor that holds it; `None` where there is no place for one or no locks."""
+    """Returns a new directory and the descriptor that holds it; `None` where there is no place
+    for one or no locks.
+    """
     try:
         folder = own_folder()
         sweep(folder)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Stacks of the threads of this process, for the stall report of another rank that waits for it.
 
-The engine never takes the interpreter's lock, so a thread of the interpreter waits for its request. It sleeps in `read`
-and wakes only if this rank is missing in an operation.
+The engine never takes the interpreter's lock, so a thread of the interpreter waits for its request.
+It sleeps in `read` and wakes only if this rank is missing in an operation.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Writes a timeline from now on; one that runs is completed first.
 
-    Rank 0 writes, for it knows when every rank arrived; on other ranks this does nothing, unless the path contains
-    `{rank}`, which stands for the rank's number: then every rank that calls it writes a file of its own. Works at any
-    time, whether or not `FARANDOLE_TIMELINE` is set, and the ranks need not agree. The file is valid JSON from the
-    moment this returns.
+    Rank 0 writes, for it knows when every rank arrived; on other ranks this does nothing, unless
+    the path contains `{rank}`, which stands for the rank's number: then every rank that calls it
+    writes a file of its own. Works at any time, whether or not `FARANDOLE_TIMELINE` is set, and the
+    ranks need not agree. The file is valid JSON from the moment this returns.
 
     Args:
         file_path: The file, which is created or emptied.
@@ -43,10 +43,11 @@ def stop_timeline() -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Shows a part of a training step in this rank's timeline, inside of the phase that is under way.
+    """Shows a part of a training step in this rank's timeline, inside of the phase that is under
+    way.
 
-    Does nothing where no timeline is written. Estimators mark steps, their waits for data, forward and backward passes
-    and reductions by themselves.
+    Does nothing where no timeline is written. Estimators mark steps, their waits for data, forward
+    and backward passes and reductions by themselves.
 
     Args:
         name: Of the part, such as `augment`.

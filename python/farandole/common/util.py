@@ -30,26 +30,41 @@ Max = 4
 Product = 5
 """Product."""
 
-OPERATIONS = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
+OPERATIONS = {
+    Average: "Average",
+    Sum: "Sum",
+    Adasum: "Adasum",
+    Min: "Min",
+    Max: "Max",
+    Product: "Product",
+}
 """Names of the reductions on offer."""
 
 
 _ROUNDED = {Average: 6, Sum: 7}
-"""The engine's numbers of reductions whose partial sums of 16-bit floats are rounded between hosts."""
+"""The engine's numbers of reductions whose partial sums of 16-bit floats are rounded between
+hosts.
+"""
 
 
 def rounds_sums(compression: object) -> bool:
-    """Returns whether a compressor, Farandole's or the user's own, lets partial sums be rounded between hosts."""
+    """Returns whether a compressor, Farandole's or the user's own, lets partial sums be rounded
+    between hosts.
+    """
     return bool(getattr(compression, "rounds_partial_sums", False))
 
 
 def rounded(op: int, rounds: bool = True) -> int:
-    """Returns the engine's number of a reduction, with partial sums rounded between hosts if `rounds`."""
+    """Returns the engine's number of a reduction, with partial sums rounded between hosts if
+    `rounds`.
+    """
     return _ROUNDED.get(op, op) if rounds else op
 
 
 def exact(number: int) -> int:
-    """Returns the reduction that has this number in the engine, whether it rounds partial sums or not."""
+    """Returns the reduction that has this number in the engine, whether it rounds partial sums
+    or not.
+    """
     return next((op for op, theirs in _ROUNDED.items() if theirs == number), number)
 
 
@@ -79,7 +94,9 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: list[_T], n: int) -> list[list[_T]]:  # noqa: E741 - Horovod's argument name
-    """Divides a list into `n` consecutive parts whose lengths differ by at most one, the longer ones first."""
+    """Divides a list into `n` consecutive parts whose lengths differ by at most one, the longer
+    ones first.
+    """
     each, longer = divmod(len(l), n)
     ends = [each * part + min(part, longer) for part in range(n + 1)]
     return [l[start:end] for start, end in itertools.pairwise(ends)]
@@ -90,8 +107,11 @@ def is_iterable(x: object) -> bool:
     return isinstance(x, Iterable)
 
 
-def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
-    """Returns a function that takes `op` and the deprecated `average`, and returns the reduction for both.
+def get_average_backwards_compatibility_fun(
+    reduce_ops: Any,
+) -> Callable[[int | None, bool | None], int]:
+    """Returns a function that takes `op` and the deprecated `average`, and returns the reduction
+    for both.
 
     Args:
         reduce_ops: Not used: the numbers of reductions are this module's.
@@ -101,7 +121,8 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Returns whether a version is equal to or later than another one. A pre-release is earlier than its release.
+    """Returns whether a version is equal to or later than another one. A pre-release is earlier
+    than its release.
 
     Args:
         ver: The version, such as `"2.16.1"` or `"2.17.0rc1"`.
@@ -119,7 +140,10 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
         raise ValueError(f"not a version: {ver!r}")
     numbers = [int(part) for part in found[1].split(".")] + [0, 0]
     wanted = [int(part) for part in target.split(".")]
-    early = re.match(r"[-_.]?(a|b|c|rc|alpha|beta|pre|preview|dev)", found[2], re.IGNORECASE) is not None
+    early = (
+        re.match(r"[-_.]?(a|b|c|rc|alpha|beta|pre|preview|dev)", found[2], re.IGNORECASE)
+        is not None
+    )
     if early and not any(numbers[3:]):
         return numbers[:3] > wanted
     return numbers[:3] >= wanted
@@ -146,7 +170,8 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Returns whether the framework of that name, `"torch"` or `"tensorflow"`, sees a GPU in this process.
+    """Returns whether the framework of that name, `"torch"` or `"tensorflow"`, sees a GPU in this
+    process.
 
     Raises:
         ImportError: The framework is not installed.
@@ -161,7 +186,9 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool: 
 
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
-"""Frameworks for which Horovod had to be built; here their modules are there when the framework is."""
+"""Frameworks for which Horovod had to be built; here their modules are there when the framework
+is.
+"""
 
 
 def get_ext_suffix() -> str:
@@ -207,7 +234,9 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     del ext_env_var, pkg_path, args
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
-        raise ImportError(f"{ext_name} needs {framework}: pip install farandole[{framework}]", name=framework)
+        raise ImportError(
+            f"{ext_name} needs {framework}: pip install farandole[{framework}]", name=framework
+        )
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data for training, without Spark: prepared from files and frames, read as batches of tensors by Rust threads.
+"""Data for training, without Spark: prepared from files and frames, read as batches of tensors by
+Rust threads.
 
 Example:
     ```python
@@ -16,7 +17,7 @@ Example:
         for batch in loader:  # {"features": tensor, "label": tensor}
             ...
     ```
-"""
+"""  # noqa: E501
 
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Batches as NumPy arrays or torch tensors, without copies; strings as arrays of objects.
 
-Neighbouring scalar columns of one type are at equal distances in the memory of a batch. They become one matrix, which
-the framework splits. This is much faster than creating each tensor from Python.
+Neighbouring scalar columns of one type are at equal distances in the memory of a batch. They become
+one matrix, which the framework splits. This is much faster than creating each tensor from Python.
 """
 
 from __future__ import annotations
@@ -78,7 +78,16 @@ def runs(columns: tuple[tuple[str, str, tuple[int, ...], int], ...], rows: int) 
     return found
 
 
-WIDTHS = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "float32": 4}
+WIDTHS = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+}
 
 
 @cache
@@ -103,12 +112,18 @@ def objects(batch: Batch, name: str, dtype: str) -> Any:
     ends, values = batch.texts(name)
     pieces = [values[start:end] for start, end in itertools.pairwise(ends.cast("q"))]
     array = np.empty(len(pieces), object)
-    array[:] = [str(piece, "utf-8") for piece in pieces] if dtype == "utf8" else [bytes(piece) for piece in pieces]
+    array[:] = (
+        [str(piece, "utf-8") for piece in pieces]
+        if dtype == "utf8"
+        else [bytes(piece) for piece in pieces]
+    )
     return array
 
 
 def _layout(batch: Batch, fields: Sequence[Field], weights: str | None) -> list[Run]:
-    columns = [(field.name, field.dtype, field.shape) for field in fields if field.dtype not in TEXTS]
+    columns = [
+        (field.name, field.dtype, field.shape) for field in fields if field.dtype not in TEXTS
+    ]
     if weights is not None:
         columns.append((weights, "float32", ()))
     return _runs(tuple(columns), batch.rows)
@@ -124,11 +139,17 @@ def _numpy() -> Convert:
             if rows == 0:
                 arrays.update((name, np.empty((0, *run.shape), run.dtype)) for name in run.names)
             elif len(run.names) < MATRIX:
-                flat = np.frombuffer(memoryview(batch), run.dtype, rows * math.prod(run.shape), run.offset)
+                flat = np.frombuffer(
+                    memoryview(batch), run.dtype, rows * math.prod(run.shape), run.offset
+                )
                 arrays[run.names[0]] = flat.reshape(rows, *run.shape)
             else:
-                whole = np.frombuffer(memoryview(batch), run.dtype, len(run.names) * run.stride, run.offset)
-                arrays.update(zip(run.names, whole.reshape(len(run.names), run.stride)[:, :rows], strict=True))
+                whole = np.frombuffer(
+                    memoryview(batch), run.dtype, len(run.names) * run.stride, run.offset
+                )
+                arrays.update(
+                    zip(run.names, whole.reshape(len(run.names), run.stride)[:, :rows], strict=True)
+                )
         texts = [field for field in fields if field.dtype in TEXTS]
         arrays.update((field.name, objects(batch, field.name, field.dtype)) for field in texts)
         return arrays
@@ -148,12 +169,14 @@ def _torch() -> Convert:
         for run in _layout(batch, fields, weights):
             dtype = getattr(torch, run.dtype)
             if rows == 0:
-                tensors.update((name, torch.empty((0, *run.shape), dtype=dtype)) for name in run.names)
+                tensors.update(
+                    (name, torch.empty((0, *run.shape), dtype=dtype)) for name in run.names
+                )
             elif len(run.names) < MATRIX:
                 count = rows * math.prod(run.shape)
-                tensors[run.names[0]] = torch.frombuffer(batch, dtype=dtype, count=count, offset=run.offset).view(
-                    rows, *run.shape
-                )
+                tensors[run.names[0]] = torch.frombuffer(
+                    batch, dtype=dtype, count=count, offset=run.offset
+                ).view(rows, *run.shape)
             else:
                 count = len(run.names) * run.stride
                 whole = torch.frombuffer(batch, dtype=dtype, count=count, offset=run.offset)
@@ -169,13 +192,16 @@ def nested(rows: Jagged, framework: str) -> Any:
 
     Args:
         rows: Their values and offsets.
-        framework: `numpy`, which leaves them as they are, or `torch`: a nested tensor in the jagged layout.
+        framework: `numpy`, which leaves them as they are, or `torch`: a nested tensor in the jagged
+            layout.
     """
     if framework == "numpy":
         return rows
     import torch  # noqa: PLC0415 - optional
 
-    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(rows.values), torch.from_numpy(rows.offsets))
+    return torch.nested.nested_tensor_from_jagged(
+        torch.from_numpy(rows.values), torch.from_numpy(rows.offsets)
+    )
 
 
 def wrapper(framework: str) -> Wrap:
@@ -208,7 +234,8 @@ def wrapper(framework: str) -> Wrap:
         if weights is not None:
             if any(length != batch.rows for length in lengths.values()):
                 raise ValueError(
-                    f'transformation_fn must keep the {batch.rows} rows of a batch with tail="pad", but '
+                    f"transformation_fn must keep the {batch.rows} rows of a batch with "
+                    'tail="pad", but '
                     f"it returned {lengths}"
                 )
             values[weights] = one(np.frombuffer(memoryview(batch.weights()), np.float32))

@@ -75,25 +75,33 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
         name = source_of(given, present)
         if name != given and role != "feature column":
             raise ValueError(
-                f"{role} {given!r} is not in the {where}: only a feature can show where {name!r} is missing"
+                f"{role} {given!r} is not in the {where}: only a feature can show where {name!r} "
+                "is missing"
             )
         if name not in present:
             name = name.removesuffix(SUFFIX)
             same = [one for one in present if one.lower() == name.lower()]
             close = same or difflib.get_close_matches(name, present, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{role} {name!r} is not in the {where}{hint} columns: {', '.join(present)}")
+            raise ValueError(
+                f"{role} {name!r} is not in the {where}{hint} columns: {', '.join(present)}"
+            )
         if list(present).count(name) > 1:
-            raise ValueError(f"{role} {name!r} is ambiguous, the {where} has several columns of that name")
+            raise ValueError(
+                f"{role} {name!r} is ambiguous, the {where} has several columns of that name"
+            )
     if isinstance(roles.validation, str) and roles.validation in roles.kept:
-        raise ValueError(f"validation column {roles.validation!r} is also a feature, label or weight column")
+        raise ValueError(
+            f"validation column {roles.validation!r} is also a feature, label or weight column"
+        )
 
 
 def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     """Returns the shape of one row, from a shape as users write it.
 
     Args:
-        shape: of one row, or of a batch with -1 for its rows first; one more size may be left open by -1.
+        shape: of one row, or of a batch with -1 for its rows first; one more size may be left open
+            by -1.
         size: elements in one row.
 
     Returns:
@@ -124,10 +132,16 @@ def check_sizes(
     if shapes is None:
         return
     if len(shapes) != len(groups):
-        raise ValueError(f"{role} column count {len(groups)} must equal the count of {role} shapes {len(shapes)}")
+        raise ValueError(
+            f"{role} column count {len(groups)} must equal the count of {role} shapes {len(shapes)}"
+        )
     for group, shape in zip(groups, shapes, strict=True):
         names = [group] if isinstance(group, str) else list(group)
         size = sum(columns[name].size for name in names)
         if math.prod(row_shape(shape, size)) != size:
-            told = f"column {names[0]!r}" if len(names) == 1 else f"columns {', '.join(map(repr, names))}"
+            told = (
+                f"column {names[0]!r}"
+                if len(names) == 1
+                else f"columns {', '.join(map(repr, names))}"
+            )
             raise ValueError(f"{role} {told} with size {size} does not fit shape {list(shape)}")

@@ -83,7 +83,10 @@ def _prepare(given: dict[str, list[str]]) -> int:
         allow_nan="allow-nan" in given,
         format=one.get("format"),  # pyright: ignore[reportArgumentType] - the command has checked it
         types=dict(value.split("=", 1) for value in given["type"]) or None,
-        options={name: _option(value) for name, value in (text.split("=", 1) for text in given["csv"])} or None,
+        options={
+            name: _option(value) for name, value in (text.split("=", 1) for text in given["csv"])
+        }
+        or None,
         sql=one.get("sql"),
         compression=one["compression"],  # pyright: ignore[reportArgumentType]
         row_group_rows=int(one["row-group-rows"]) if "row-group-rows" in one else None,
@@ -103,7 +106,13 @@ def _prepare(given: dict[str, list[str]]) -> int:
     if "json" in given:
         print(json.dumps(told))
         return 0
-    state = " (prepared before)" if done.reused else f" ({done.resumed} partitions done before)" if done.resumed else ""
+    state = (
+        " (prepared before)"
+        if done.reused
+        else f" ({done.resumed} partitions done before)"
+        if done.resumed
+        else ""
+    )
     print(f"training:   {done.train_rows:>12,} rows  {done.train_url}{state}")
     if done.val_url is not None:
         print(f"validation: {done.val_rows:>12,} rows  {done.val_url}")
@@ -121,7 +130,9 @@ def _pair(text: str) -> tuple[str, str]:
 def _category(text: str) -> tuple[str, int | None]:
     name, equals, count = text.partition("=")
     if equals and not (count.isdigit() and int(count)):
-        raise ValueError(f"--categories takes COLUMN or COLUMN=COUNT, a whole number from 1 on: {text}")
+        raise ValueError(
+            f"--categories takes COLUMN or COLUMN=COUNT, a whole number from 1 on: {text}"
+        )
     return name, int(count) if equals else None
 
 
@@ -133,7 +144,10 @@ def _ragged(text: str) -> tuple[str, Pad]:
     for part in filter(None, told.split(",")):
         key, colon, value = part.partition(":")
         if key not in _PADDING or not colon:
-            raise ValueError(f"--ragged takes COLUMN=OPTION:VALUE,... with the options {', '.join(_PADDING)}: {text}")
+            raise ValueError(
+                f"--ragged takes COLUMN=OPTION:VALUE,... with the options {', '.join(_PADDING)}: "
+                f"{text}"
+            )
         try:
             options[key] = _PADDING[key](value)
         except ValueError:
@@ -169,16 +183,24 @@ def _inspect(given: dict[str, list[str]]) -> int:
         told = json.loads(text)
     else:
         opened = open_dataset(url)
-        columns = [{"name": one.name, "element": one.dtype, "shape": list(one.shape)} for one in opened.columns]
+        columns = [
+            {"name": one.name, "element": one.dtype, "shape": list(one.shape)}
+            for one in opened.columns
+        ]
         told = {"fingerprint": opened.fingerprint, "rows": opened.rows, "columns": columns}
     if "verify" in given:
         files, size, problems = native.verify(url)
         told["verified"] = {"files": files, "bytes": size, "problems": problems}
     if "json" in given:
-        print(json.dumps({"url": native_store.Store(url).url, "prepared": text is not None, **told}))
+        print(
+            json.dumps({"url": native_store.Store(url).url, "prepared": text is not None, **told})
+        )
         return 1 if problems else 0
     print(native_store.Store(url).url)
-    print(f"{told['rows']:,} rows, {'prepared' if text is not None else 'not prepared'}, {told['fingerprint']}")
+    print(
+        f"{told['rows']:,} rows, {'prepared' if text is not None else 'not prepared'}, "
+        f"{told['fingerprint']}"
+    )
     if "files" in told:
         groups = sum(len(file["groups"]) for file in told["files"])
         print(f"{len(told['files']):,} files, {groups:,} row groups, {told['bytes']:,} bytes")
@@ -223,16 +245,29 @@ def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
         manifest = json.loads(text)
         base = manifest.get("base") or native_store.Store(url).url
         enough = itertools.accumulate((file["rows"] for file in manifest["files"]), initial=0)
-        first = [file["path"] for file, before in zip(manifest["files"], enough, strict=False) if before < count]
+        first = [
+            file["path"]
+            for file, before in zip(manifest["files"], enough, strict=False)
+            if before < count
+        ]
         source = open_source([f"{base}/{path}" for path in first], format="parquet")
-        shapes = {one["name"]: (one["element"], one["shape"]) for one in manifest["columns"] if one["shape"]}
+        shapes = {
+            one["name"]: (one["element"], one["shape"])
+            for one in manifest["columns"]
+            if one["shape"]
+        }
         encoding = encoding_at(url)
-        shapes |= {name: (one.dtype, [-1]) for name, one in ({} if encoding is None else encoding.ragged).items()}
+        shapes |= {
+            name: (one.dtype, [-1])
+            for name, one in ({} if encoding is None else encoding.ragged).items()
+        }
     for unit in source.units(source.schema.names):
         for batch in unit.batches():
             for row in batch.slice(0, count).to_pylist():
                 yield {
-                    name: _vector(value, *shapes[name]) if name in shapes and isinstance(value, bytes) else value
+                    name: _vector(value, *shapes[name])
+                    if name in shapes and isinstance(value, bytes)
+                    else value
                     for name, value in row.items()
                 }
             count -= min(count, batch.num_rows)
@@ -262,4 +297,6 @@ def _cell(value: Any) -> str:
 def _table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )

@@ -72,24 +72,30 @@ class BaseDataLoader(ABC):
 class AsyncDataLoaderMixin:
     """Creates batches in a thread while the consumer works on earlier ones.
 
-    Put it before the loader among the base classes. The thread lives as long as one iteration: an epoch that ends early
-    leaves no batches, and the next iteration starts a new thread.
+    Put it before the loader among the base classes. The thread lives as long as one iteration: an
+    epoch that ends early leaves no batches, and the next iteration starts a new thread.
     """
 
     def __init__(
-        self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
+        self,
+        async_loader_queue_size: int = 64,
+        debug_data_loader: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Passes everything else on to the loader.
 
         Args:
-            async_loader_queue_size: Number of batches that are created ahead. With 0 they are created on demand,
-                without a thread.
+            async_loader_queue_size: Number of batches that are created ahead. With 0 they are
+                created on demand, without a thread.
             debug_data_loader: Logs how many batches wait and when the thread starts and ends.
             args: For the loader.
             kwargs: For the loader.
         """
         if async_loader_queue_size < 0:
-            raise ValueError(f"async_loader_queue_size must not be negative: {async_loader_queue_size}")
+            raise ValueError(
+                f"async_loader_queue_size must not be negative: {async_loader_queue_size}"
+            )
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
         self._async_runs: set[_Run] = set()
@@ -132,7 +138,9 @@ class _Run:
         self._queue: queue.Queue[Any] = queue.Queue(size)
         self._closed = threading.Event()
         self._debug = debug
-        self._thread = threading.Thread(target=self._make, args=(loader,), name="fd-async-loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._make, args=(loader,), name="fd-async-loader", daemon=True
+        )
         self._thread.start()
 
     def _make(self, loader: Any) -> None:
@@ -185,4 +193,8 @@ class _Run:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN)
             if self._thread.is_alive():
-                _log.warning("the loader's thread is still creating a batch after %.0f s; it was left running", _JOIN)
+                _log.warning(
+                    "the loader's thread is still creating a batch after %.0f s; it was left "
+                    "running",
+                    _JOIN,
+                )

@@ -24,19 +24,25 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 def open_dataset(paths: str | Sequence[str]) -> Dataset:
-    """Opens a directory: prepared data by its manifest, a Delta or Iceberg table by its log, others by footers.
+    """Opens a directory: prepared data by its manifest, a Delta or Iceberg table by its log, others
+    by footers.
 
     Args:
-        paths: A path or URL of a directory; or files: one, a pattern, or a list of files, directories and patterns.
+        paths: A path or URL of a directory; or files: one, a pattern, or a list of files,
+            directories and patterns.
 
     Raises:
         FileNotFoundError: There is no Parquet.
         ImportError: It is a Delta or an Iceberg table, and deltalake or pyiceberg is not installed.
-        ValueError: Files that disagree, a table that deltalake cannot read, an Iceberg table with deleted rows; files
-            of prepared data, which opens as one directory only.
+        ValueError: Files that disagree, a table that deltalake cannot read, an Iceberg table with
+            deleted rows; files of prepared data, which opens as one directory only.
         OSError: Files that cannot be read, or a preparation that has not ended.
     """
-    if not isinstance(paths, str) or is_pattern(paths) or (paths.endswith(_ENDINGS) and is_file(paths)):
+    if (
+        not isinstance(paths, str)
+        or is_pattern(paths)
+        or (paths.endswith(_ENDINGS) and is_file(paths))
+    ):
         return _open_files([paths] if isinstance(paths, str) else paths)
     url = paths
     iceberg = iceberg_table(url)
@@ -56,12 +62,17 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
             raise
         raise ValueError(f"the Delta table {url} cannot be read: {error}") from error
     values = [ds.get_partition_keys(fragment.partition_expression) for fragment in fragments]
-    told = [{name: str(value) for name, value in one.items() if value is not None} for one in values]
-    return Dataset.open_files(url, list(zip((fragment.path for fragment in fragments), told, strict=True)))
+    told = [
+        {name: str(value) for name, value in one.items() if value is not None} for one in values
+    ]
+    return Dataset.open_files(
+        url, list(zip((fragment.path for fragment in fragments), told, strict=True))
+    )
 
 
 def is_place(paths: str | Sequence[str]) -> bool:
-    """Returns whether `open_dataset` would open a directory. It may contain other files than files of rows.
+    """Returns whether `open_dataset` would open a directory. It may contain other files than files
+    of rows.
 
     Args:
         paths: As for `open_dataset`.
@@ -70,29 +81,42 @@ def is_place(paths: str | Sequence[str]) -> bool:
 
 
 def _open_files(paths: Sequence[str]) -> Dataset:
-    """Some files, below the directory that all paths have in common; names of directories below that are columns."""
+    """Some files, below the directory that all paths have in common; names of directories below
+    that are columns.
+    """
     places = [find(path) for path in paths]
-    files = sorted({file.path for place in places for file in place.files if file.path.endswith(_ENDINGS)})
+    files = sorted(
+        {file.path for place in places for file in place.files if file.path.endswith(_ENDINGS)}
+    )
     if not files:
         raise FileNotFoundError(f"none of these is a Parquet file: {', '.join(paths)}")
     _refuse_prepared(places)
     bases = zip(*(place.base.rstrip("/").split("/") for place in places), strict=False)
-    common = "/".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, bases))
+    common = "/".join(
+        parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, bases)
+    )
     relative = [path[len(common) + 1 :] for path in files]
     return Dataset.open_files(common or "/", [(path, _values(path)) for path in relative])
 
 
 def _refuse_prepared(places: Sequence[Found]) -> None:
-    """Refuses files of prepared data: its manifest says which ones count, and how they were encoded."""
-    inside = next((base for base in sorted({place.base for place in places}) if is_prepared(base)), None)
+    """Refuses files of prepared data: its manifest says which ones count, and how they were
+    encoded.
+    """
+    inside = next(
+        (base for base in sorted({place.base for place in places}) if is_prepared(base)), None
+    )
     for place in places:
         for name in place.prepared:
             directory = f"{place.base.rstrip('/')}/{name}" if name else place.base
-            if inside is None and any(file.path.startswith(f"{directory.rstrip('/')}/") for file in place.files):
+            if inside is None and any(
+                file.path.startswith(f"{directory.rstrip('/')}/") for file in place.files
+            ):
                 inside = directory
     if inside is not None:
         raise ValueError(
-            f"Farandole prepared the data in {inside}, so files there cannot be read by patterns, in lists or one by "
+            f"Farandole prepared the data in {inside}, so files there cannot be read by patterns, "
+            "in lists or one by "
             "one: give that directory alone as the path"
         )
 

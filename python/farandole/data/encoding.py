@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The encoding of categories and missing values, which is the same in preparation, in a loader and in `transform`.
+"""The encoding of categories and missing values, which is the same in preparation, in a loader and
+in `transform`.
 
-A column of categories becomes int32 indices: 0 for a missing value, 1 for an unknown value, and 2 and higher for the
-categories in their order. A label of categories becomes the index of its class, from 0 on. If the rows have no column
-`age__missing`, a feature of that name is true in rows in which `age` is missing.
+A column of categories becomes int32 indices: 0 for a missing value, 1 for an unknown value, and 2
+and higher for the categories in their order. A label of categories becomes the index of its class,
+from 0 on. If the rows have no column `age__missing`, a feature of that name is true in rows in
+which `age` is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ SUFFIX = "__missing"
 
 
 def source_of(name: str, present: Iterable[str]) -> str:
-    """Returns the column that a column is made of: `age` for `age__missing`, and for every other one itself.
+    """Returns the column that a column is made of: `age` for `age__missing`, and for every other
+    one itself.
 
     Args:
         name: Of a feature.
@@ -67,7 +70,9 @@ class Encoding:
     learned: Mapping[str, str] = field(default_factory=dict)
     """The learned values and the kind of each: `{"age": "mean"}`."""
     sides: Sides | None = field(default=None, compare=False)
-    """The validation rows, if not chosen by a share or a column alone. It is not kept with the data."""
+    """The validation rows, if not chosen by a share or a column alone. It is not kept with the
+    data.
+    """
     ragged: Mapping[str, Ragged] = field(default_factory=dict)
     """The storage and padding of lists of different lengths."""
 
@@ -107,7 +112,13 @@ class Encoding:
         """
         told = json.loads(text)
         ragged = {name: Ragged.of(one) for name, one in told.get("ragged", {}).items()}
-        return cls(told["categories"], told["fill"], frozenset(told["labels"]), told["learned"], ragged=ragged)
+        return cls(
+            told["categories"],
+            told["fill"],
+            frozenset(told["labels"]),
+            told["learned"],
+            ragged=ragged,
+        )
 
     @property
     def plain_fill(self) -> dict[str, Any]:
@@ -122,7 +133,8 @@ class Encoding:
             names: Of the columns that are wanted.
 
         Raises:
-            ValueError: A column that cannot hold its categories, or a label that is none of its classes.
+            ValueError: A column that cannot hold its categories, or a label that is none of its
+                classes.
         """
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
@@ -130,11 +142,15 @@ class Encoding:
         columns = [self.column(name, present, batch.column) for name in names]
         if self.sides is None:
             return pa.RecordBatch.from_arrays(columns, names=list(names))
-        return pa.RecordBatch.from_arrays([*columns, self.sides.held_out(batch)], names=[*names, SIDE])
+        return pa.RecordBatch.from_arrays(
+            [*columns, self.sides.held_out(batch)], names=[*names, SIDE]
+        )
 
     @property
     def split(self) -> dict[str, Any]:
-        """Arguments for the native writer about the split, if the spec does not contain all of it."""
+        """Arguments for the native writer about the split, if the spec does not contain all of
+        it.
+        """
         return {} if self.sides is None else {"validation": {"column": SIDE}}
 
     def column(self, name: str, present: Iterable[str], get: Callable[[str], pa.Array]) -> pa.Array:
@@ -160,7 +176,11 @@ class Encoding:
             return self._indices(name, column)
         if name in self.ragged:
             return self.ragged[name].stored(column, name)
-        if name in self.learned and pa.types.is_integer(column.type) and isinstance(self.fill[name], float):
+        if (
+            name in self.learned
+            and pa.types.is_integer(column.type)
+            and isinstance(self.fill[name], float)
+        ):
             return column.cast(pa.float64())
         return column
 
@@ -177,14 +197,21 @@ class Encoding:
                 column = compute.fill_null(column, pa.scalar(self.fill[name], column.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
             raise ValueError(
-                f"column {name!r} is {column.type}, which its categories or its fill do not match: {error}"
+                f"column {name!r} is {column.type}, which its categories or its fill do not "
+                f"match: {error}"
             ) from None
         found = compute.index_in(column, value_set=known)
         if name in self.labels:
             if found.null_count:
                 strange = column.filter(compute.is_null(found))
-                what = "nulls" if strange.null_count else f"values that are no class, such as {strange[0].as_py()!r},"
-                raise ValueError(f"label column {name!r} has {what} in {found.null_count} of {len(found)} rows")
+                what = (
+                    "nulls"
+                    if strange.null_count
+                    else f"values that are no class, such as {strange[0].as_py()!r},"
+                )
+                raise ValueError(
+                    f"label column {name!r} has {what} in {found.null_count} of {len(found)} rows"
+                )
             return found.cast(pa.int32())
         indices = compute.add(found.cast(pa.int32()), pa.scalar(FIRST, pa.int32()))
         indices = compute.fill_null(indices, UNSEEN)

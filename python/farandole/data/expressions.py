@@ -15,14 +15,15 @@ _HERE = threading.local()
 
 
 class SqlExpressions:
-    """A `transformation_fn` of SQL: Apache DataFusion's Rust evaluates it, without the interpreter's lock.
+    """A `transformation_fn` of SQL: Apache DataFusion's Rust evaluates it, without the
+    interpreter's lock.
 
     Example:
         ```python
         columns = SqlExpressions("(age - 40) / 12.0 as age", "case when income > 5e4 then 1 else 0 end rich", "label")
         loader = ParquetLoader(path, 4096, transformation_fn=columns, transform_workers=2)
         ```
-    """
+    """  # noqa: E501
 
     def __init__(self, *expressions: str, where: str | None = None) -> None:
         """Stores the part of the query after `select`.
@@ -72,5 +73,7 @@ def _datafusion() -> Any:
     try:
         import datafusion  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("SqlExpressions needs DataFusion: pip install 'farandole[sql]'") from error
+        raise ImportError(
+            "SqlExpressions needs DataFusion: pip install 'farandole[sql]'"
+        ) from error
     return datafusion

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Categories and replacements of missing values, which a preparation learns from the rows before it writes them."""
+"""Categories and replacements of missing values, which a preparation learns from the rows before
+it writes them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ if TYPE_CHECKING:
 
 WORDS = ("mean", "median", "most_frequent")
 """Values of `fill` that are learned."""
-_TALLIES: dict[str, Any] = {"mean": Mean, "median": Quantile, "most_frequent": Values, "categories": Values}
+_TALLIES: dict[str, Any] = {
+    "mean": Mean,
+    "median": Quantile,
+    "most_frequent": Values,
+    "categories": Values,
+}
 _TALLIES["longest"] = Longest
 _ENCODING = "_encoding.json"
 _TRAINING = ("train", "training", "false", "0", "no")
@@ -46,7 +53,9 @@ class Wish:
     split: Split | None = None
     """The rule that chooses the validation rows, if it needs more than each row alone."""
     ragged: Mapping[str, Any] = field(default_factory=dict)
-    """The treatment of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` if all is known."""
+    """The treatment of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` if
+    all is known.
+    """
 
     @classmethod
     def like(cls, encoding: Encoding) -> Self:
@@ -55,11 +64,22 @@ class Wish:
         Args:
             encoding: Of rows that were encoded.
         """
-        return cls(encoding.categories, encoding.fill, encoding.labels, encoding.learned, ragged=encoding.ragged)
+        return cls(
+            encoding.categories,
+            encoding.fill,
+            encoding.labels,
+            encoding.learned,
+            ragged=encoding.ragged,
+        )
 
     @classmethod
     def of(
-        cls, categories: Any, fill: Any, labels: Iterable[str], split: Split | None = None, ragged: Any = None
+        cls,
+        categories: Any,
+        fill: Any,
+        labels: Iterable[str],
+        split: Split | None = None,
+        ragged: Any = None,
     ) -> Self:
         """Returns the request in the arguments of a function.
 
@@ -73,16 +93,25 @@ class Wish:
         Raises:
             ValueError: Categories that cannot be.
         """
-        by_name = dict(categories) if isinstance(categories, Mapping) else dict.fromkeys(_names(categories))
+        by_name = (
+            dict(categories)
+            if isinstance(categories, Mapping)
+            else dict.fromkeys(_names(categories))
+        )
         for name, value in by_name.items():
             _check(name, value)
         filled = {} if fill is None else dict(fill) if isinstance(fill, Mapping) else {"*": fill}
-        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in by_name.items()}
+        lists = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in by_name.items()
+        }
         return cls(lists, filled, frozenset(labels), split=split, ragged=dict(ragged or {}))
 
     @property
     def is_plain(self) -> bool:
-        """Whether rows are written as they arrive, except that plain values replace missing ones."""
+        """Whether rows are written as they arrive, except that plain values replace missing
+        ones.
+        """
         return not self.categories and not self._words() and self.split is None and not self.ragged
 
     def told(self) -> list[Any]:
@@ -91,11 +120,22 @@ class Wish:
             return []
         split = None if self.split is None else [self.split.by, self.split.column]
         told = {"categories": dict(self.categories), "labels": sorted(self.labels), "split": split}
-        return [told | ({"ragged": {name: asdict(one) for name, one in self.ragged.items()}} if self.ragged else {})]
+        return [
+            told
+            | (
+                {"ragged": {name: asdict(one) for name, one in self.ragged.items()}}
+                if self.ragged
+                else {}
+            )
+        ]
 
     def known(self) -> Encoding | None:
         """Returns the encoding, where there is nothing to learn."""
-        if self.split or self._words() or any(not isinstance(values, list) for values in self.categories.values()):
+        if (
+            self.split
+            or self._words()
+            or any(not isinstance(values, list) for values in self.categories.values())
+        ):
             return None
         if any(not isinstance(one, Ragged) for one in self.ragged.values()):
             return None
@@ -110,15 +150,22 @@ class Wish:
         Raises:
             ValueError: They have other categories.
         """
-        categories = {name: one for name, one in self.categories.items() if name not in encoding.categories}
+        categories = {
+            name: one for name, one in self.categories.items() if name not in encoding.categories
+        }
         for name, values in self.categories.items():
             before = encoding.categories.get(name)
             if isinstance(values, list) and before is not None and values != list(before):
-                raise ValueError(f"column {name!r} was prepared with other categories: {list(before)[:5]}")
+                raise ValueError(
+                    f"column {name!r} was prepared with other categories: {list(before)[:5]}"
+                )
         words = self._words()
         for name, word in words.items():
             if encoding.learned.get(name, word) != word:
-                raise ValueError(f"column {name!r} was prepared with its {encoding.learned[name]}, not with its {word}")
+                raise ValueError(
+                    f"column {name!r} was prepared with its {encoding.learned[name]}, not with "
+                    f"its {word}"
+                )
         fill = {name: word for name, word in words.items() if name not in encoding.learned}
         if set(encoding.learned.values()) == {fill.get("*")}:
             del fill["*"]
@@ -127,11 +174,18 @@ class Wish:
             nested = encoding.ragged[name].nested
             if is_nested(self.ragged[name]) != nested:
                 kinds = ("Nested", "Pad") if nested else ("Pad", "Nested")
-                raise ValueError(f"column {name!r} was prepared with {kinds[0]}, not with {kinds[1]}")
-        return Wish(categories, fill, self.labels, ragged=ragged)  # what is split already has no split
+                raise ValueError(
+                    f"column {name!r} was prepared with {kinds[0]}, not with {kinds[1]}"
+                )
+        # what is split already has no split
+        return Wish(categories, fill, self.labels, ragged=ragged)
 
     def _words(self) -> dict[str, str]:
-        return {name: value for name, value in self.fill.items() if isinstance(value, str) and value in WORDS}
+        return {
+            name: value
+            for name, value in self.fill.items()
+            if isinstance(value, str) and value in WORDS
+        }
 
     def plan(self, schema: pa.Schema, roles: Roles) -> dict[str, list[str]]:
         """Returns the values to learn from each column.
@@ -147,11 +201,14 @@ class Wish:
 
         if self.split is not None and self.split.column not in schema.names:
             raise ValueError(
-                f"validation_{self.split.by} names a column that the rows do not have: {self.split.column!r}"
+                f"validation_{self.split.by} names a column that the rows do not have: "
+                f"{self.split.column!r}"
             )
         strange = sorted(set(self.categories) - {*roles.features, *roles.labels})
         if strange:
-            raise ValueError(f"categories must be features or labels; these are neither: {', '.join(strange)}")
+            raise ValueError(
+                f"categories must be features or labels; these are neither: {', '.join(strange)}"
+            )
         plan: dict[str, list[str]] = {}
         for name, values in self.categories.items():
             plain(pa.nulls(0, schema.field(name).type), name)  # refuses other types
@@ -161,15 +218,20 @@ class Wish:
             plan.setdefault(name, []).append(word)
         strange = sorted(set(self.ragged) - set(roles.features))
         if strange:
-            raise ValueError(f"ragged columns must be features; these are not: {', '.join(strange)}")
+            raise ValueError(
+                f"ragged columns must be features; these are not: {', '.join(strange)}"
+            )
         for name, pad in self.ragged.items():
             kind = element(schema.field(name).type, name)
-            if not isinstance(pad, Ragged):  # its type comes from the rows, whether its length is known or not
+            # its type comes from the rows, whether its length is known or not
+            if not isinstance(pad, Ragged):
                 plan.setdefault(name, []).append(f"longest {kind}")
         return plan
 
     def _expanded(self, schema: pa.Schema, roles: Roles) -> dict[str, str]:
-        """Returns the words by column, `"*"` being all features of numbers that have no value of their own."""
+        """Returns the words by column, `"*"` being all features of numbers that have no value of
+        their own.
+        """
         words = self._words()
         everywhere = words.pop("*", None)
         for name, word in words.items():
@@ -187,7 +249,11 @@ class Wish:
         Args:
             names: Of the columns.
         """
-        return self if self.split is None else replace(self, split=replace(self.split, hashed=tuple(names)))
+        return (
+            self
+            if self.split is None
+            else replace(self, split=replace(self.split, hashed=tuple(names)))
+        )
 
     def reads(self, plan: Mapping[str, Sequence[str]], roles: Roles) -> list[str]:
         """Returns the columns that a `Learner` looks at.
@@ -197,7 +263,9 @@ class Wish:
             roles: Of the columns.
         """
         side = [roles.validation] if isinstance(roles.validation, str) else []
-        return list(dict.fromkeys([*plan, *side, *(self.split.reads if self.split is not None else [])]))
+        return list(
+            dict.fromkeys([*plan, *side, *(self.split.reads if self.split is not None else [])])
+        )
 
     def fulfilled(self, plan: Mapping[str, Sequence[str]], learner: Learner) -> Encoding:
         """Returns the encoding, once rows were looked at.
@@ -217,7 +285,9 @@ class Wish:
             for word in wanted:
                 tally = learner.tallies[name, word]
                 if word.startswith("longest "):
-                    ragged[name] = self.ragged[name].known(word.removeprefix("longest "), tally.value)
+                    ragged[name] = self.ragged[name].known(
+                        word.removeprefix("longest "), tally.value
+                    )
                     continue
                 if word == "categories":
                     categories[name] = tally.categories(self.categories[name])
@@ -226,29 +296,39 @@ class Wish:
                     continue
                 value = tally.at(0.5) if word == "median" else tally.value
                 if value is None:
-                    raise ValueError(f"column {name!r} has no value in any row: there is no {word} to fill in")
+                    raise ValueError(
+                        f"column {name!r} has no value in any row: there is no {word} to fill in"
+                    )
                 fill[name], learned[name] = value, word
         sides = None if learner.sides is None else learner.sides.sides()
         return Encoding(categories, fill, self.labels, learned, sides, ragged)
 
 
 class Learner:
-    """Gathers the counts that a plan needs, batch by batch; learners of several tasks are merged."""
+    """Gathers the counts that a plan needs, batch by batch; learners of several tasks are
+    merged.
+    """
 
     def __init__(
-        self, plan: Mapping[str, Sequence[str]], validation: float | str | None = None, split: Split | None = None
+        self,
+        plan: Mapping[str, Sequence[str]],
+        validation: float | str | None = None,
+        split: Split | None = None,
     ) -> None:
         """Starts without rows.
 
         Args:
             plan: Of `Wish.plan`.
-            validation: A column that tells validation rows, which are left out; a share tells nothing here.
+            validation: A column that tells validation rows, which are left out; a share tells
+                nothing here.
             split: How validation rows are chosen, if not by rows alone.
         """
         self.sides: Any = None if split is None else split.tally()
         self._validation = validation if isinstance(validation, str) else None
         self.tallies: dict[tuple[str, str], Any] = {
-            (name, word): _TALLIES[word.partition(" ")[0]]() for name, words in plan.items() for word in words
+            (name, word): _TALLIES[word.partition(" ")[0]]()
+            for name, words in plan.items()
+            for word in words
         }
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -269,7 +349,9 @@ class Learner:
             try:
                 tally.add(plain(column, name) if word == "categories" else _decoded(column))
             except ValueError as error:
-                raise ValueError(f"column {name!r} {error}" if name not in str(error) else str(error)) from None
+                raise ValueError(
+                    f"column {name!r} {error}" if name not in str(error) else str(error)
+                ) from None
 
     def merge(self, other: Learner) -> None:
         """Adds the counts of another learner of the same plan."""
@@ -301,8 +383,8 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
         return known
     if not source.again:
         raise ValueError(
-            "a stream can be read only once, so nothing can be learned from it before it is written: "
-            "give the values for "
+            "a stream can be read only once, so nothing can be learned from it before it is "
+            "written: give the values for "
             f"{', '.join(plan) or 'validation'}, or write the stream to files first"
         )
     names = wish.reads(plan, roles)
@@ -357,11 +439,13 @@ def _check(name: str, value: Any) -> None:
     if isinstance(value, list | tuple):
         if not value or len(set(value)) != len(value):
             raise ValueError(
-                f"categories of column {name!r} must be at least one value, without duplicates: {list(value)[:5]}"
+                f"categories of column {name!r} must be at least one value, without duplicates: "
+                f"{list(value)[:5]}"
             )
     elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(
-            f"categories of column {name!r} must be a list of values, a number of values, or None: {value!r}"
+            f"categories of column {name!r} must be a list of values, a number of values, or "
+            f"None: {value!r}"
         )
 
 
@@ -375,8 +459,12 @@ def _check_word(name: str, word: str, kind: pa.DataType) -> None:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = pa.types.is_string(inner) or pa.types.is_large_string(inner) or inner == pa.string_view()
-    if not _is_number(inner) and not (word == "most_frequent" and (is_text or pa.types.is_boolean(inner))):
+    is_text = (
+        pa.types.is_string(inner) or pa.types.is_large_string(inner) or inner == pa.string_view()
+    )
+    if not _is_number(inner) and not (
+        word == "most_frequent" and (is_text or pa.types.is_boolean(inner))
+    ):
         hint = "; most_frequent is for strings, too" if is_text else ""
         raise ValueError(f"column {name!r} is {kind}, which has no {word} to fill in{hint}")
 

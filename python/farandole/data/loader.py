@@ -39,10 +39,12 @@ _TAILS = {"keep": "keep", "pad": "pad", "drop_last": "drop", "drop": "drop", "jo
 class ParquetLoader(BaseDataLoader):
     """One rank's batches of a data set; every iteration is the next epoch.
 
-    The order of an epoch is a function of the data set, the seed and the number of the epoch: where `size * batch_size`
-    is equal, all ranks together see the same batches at every size. All ranks have the same number of batches.
+    The order of an epoch is a function of the data set, the seed and the number of the epoch: where
+    `size * batch_size` is equal, all ranks together see the same batches at every size. All ranks
+    have the same number of batches.
 
-    Batches are dicts of writable tensors or arrays that share one piece of memory, which lives as long as any of them.
+    Batches are dicts of writable tensors or arrays that share one piece of memory, which lives as
+    long as any of them.
     """
 
     def __init__(
@@ -71,43 +73,49 @@ class ParquetLoader(BaseDataLoader):
         """Opens the data set.
 
         Args:
-            path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one file, a pattern such
-                as `/data/2024-*/*.parquet`, or a list of files, directories and patterns; or what `Dataset.open` made.
+            path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one
+                file, a pattern such as `/data/2024-*/*.parquet`, or a list of files, directories
+                and patterns; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
-            columns: Columns to read; default: all numbers, and vectors of one length. Rank 0 logs a warning that names
-                the others. Columns of strings and bytes are read if they are named: as NumPy arrays of objects, and by
-                a `transformation_fn`.
-            shuffle: Whether rows come in random order, or in the order of the files. Without it, every rank reads all
-                files.
+            columns: Columns to read; default: all numbers, and vectors of one length. Rank 0 logs a
+                warning that names the others. Columns of strings and bytes are read if they are
+                named: as NumPy arrays of objects, and by a `transformation_fn`.
+            shuffle: Whether rows come in random order, or in the order of the files. Without it,
+                every rank reads all files.
             seed: Of the shuffle; the same on every rank.
             rank: This rank; default: that of the running job (or of `torch.distributed`), or 0.
             size: How many ranks share the data; default: that of the running job, or 1.
-            tail: What happens to the rows that do not fill a batch on every rank. `keep`: a shorter last batch, which
-                may be empty on some ranks. `pad`: a last batch filled up with rows of weight 0; batches then have
-                `"_weights"`. `drop_last`: they are left out. `join`: a shorter last batch, and no batch on ranks
-                without rows: those have one batch less and call `join()`.
-            cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all other float columns.
-            fill: Replacements of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`; `"*"`
-                stands for all other columns that can hold it. Without it they are errors.
+            tail: What happens to the rows that do not fill a batch on every rank. `keep`: a shorter
+                last batch, which may be empty on some ranks. `pad`: a last batch filled up with
+                rows of weight 0; batches then have `"_weights"`. `drop_last`: they are left out.
+                `join`: a shorter last batch, and no batch on ranks without rows: those have one
+                batch less and call `join()`.
+            cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all
+                other float columns.
+            fill: Replacements of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`;
+                `"*"` stands for all other columns that can hold it. Without it they are errors.
             allow_nan: Accepts NaN and infinities like other values.
             framework: Arrays of NumPy or tensors of torch.
-            byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at once. It never
-                changes the order. What a `transformation_fn` makes comes on top.
-            threads: Decoding threads; default: 2. Storage over the network is fetched by threads of its own.
-            inmemory_cache_all: Keeps decoded data in shared memory, for all loaders of this host that read the same
-                columns: later epochs read no file. It needs as much memory as the decoded data set.
-            transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
-                dict of arrays.
+            byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at
+                once. It never changes the order. What a `transformation_fn` makes comes on top.
+            threads: Decoding threads; default: 2. Storage over the network is fetched by threads of
+                its own.
+            inmemory_cache_all: Keeps decoded data in shared memory, for all loaders of this host
+                that read the same columns: later epochs read no file. It needs as much memory as
+                the decoded data set.
+            transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record
+                batch, a table, or a dict of arrays.
             transform_workers: How many batches are transformed at a time.
-            transform_pool: `thread`, `process` for functions that hold the interpreter's lock, or `dummy`: the thread
-                that iterates.
-            storage_options: Credentials and endpoints, as for a store; default: what a store of this process has for
-                the place, else the provider's environment. They travel with a loader that is pickled.
+            transform_pool: `thread`, `process` for functions that hold the interpreter's lock, or
+                `dummy`: the thread that iterates.
+            storage_options: Credentials and endpoints, as for a store; default: what a store of
+                this process has for the place, else the provider's environment. They travel with a
+                loader that is pickled.
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
-            ValueError: Files that disagree, columns that do not exist or that no batch can hold, strings as tensors, a
-                tail or framework that does not exist.
+            ValueError: Files that disagree, columns that do not exist or that no batch can hold,
+                strings as tensors, a tail or framework that does not exist.
         """
         if tail not in _TAILS:
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
@@ -126,13 +134,17 @@ class ParquetLoader(BaseDataLoader):
         self._threads = None if threads is None else _whole("threads", threads, 1)
         self._cached = inmemory_cache_all
         self._transform = (
-            None if transformation_fn is None else Transform(transformation_fn, transform_workers, transform_pool)
+            None
+            if transformation_fn is None
+            else Transform(transformation_fn, transform_workers, transform_pool)
         )
         self._next = (0, 0)
         self._made = self._taken = self._next
         self._turns: Turns | None = None
         self._length_suffix = ""
-        """Suffix of the columns with the lengths of ragged columns; without it there are no such columns."""
+        """Suffix of the columns with the lengths of ragged columns; without it there are no such
+        columns.
+        """
         self._paths: str | list[str] | None = None
         if isinstance(path_or_dataset, str | os.PathLike):
             self._paths = full_path(os.fspath(path_or_dataset))
@@ -141,7 +153,10 @@ class ParquetLoader(BaseDataLoader):
         if storage_options and self._paths is not None:
             from farandole.stores.options import StorageOptions  # noqa: PLC0415 - loaded with fsspec
 
-            StorageOptions((self._paths,) if isinstance(self._paths, str) else tuple(self._paths), storage_options)
+            StorageOptions(
+                (self._paths,) if isinstance(self._paths, str) else tuple(self._paths),
+                storage_options,
+            )
         self._open(path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or "")
         if columns is None and self.rank == 0:
             tell(self.dataset, set(self.columns), self._what())
@@ -162,22 +177,35 @@ class ParquetLoader(BaseDataLoader):
         self._ragged = self._lists()
         if self._columns is None and self._ragged:
             stored = self.dataset.columns
-            self._columns = [one.name for one in stored if one.dtype not in TEXTS or one.name in self._ragged]
+            self._columns = [
+                one.name for one in stored if one.dtype not in TEXTS or one.name in self._ragged
+            ]
         if self._columns is not None:
-            self._ragged = {name: self._ragged[name] for name in self._columns if name in self._ragged}
+            self._ragged = {
+                name: self._ragged[name] for name in self._columns if name in self._ragged
+            }
         try:
             self._reader = self._make_reader(self.rank, self.size)
         except ValueError as error:
             raise advised(error) from None
         self._fields = self._reader.columns
         if self._ragged and self._transform is not None:
-            raise ValueError(f"a transformation_fn gets no ragged columns: leave out {', '.join(self._ragged)}")
+            raise ValueError(
+                f"a transformation_fn gets no ragged columns: leave out {', '.join(self._ragged)}"
+            )
         if self.tail == "pad" and any(field.name == WEIGHTS for field in self._fields):
-            raise ValueError(f"a column is called {WEIGHTS}, as the weights of rows are with tail='pad'")
-        texts = [field.name for field in self._fields if field.dtype in TEXTS and field.name not in self._ragged]
+            raise ValueError(
+                f"a column is called {WEIGHTS}, as the weights of rows are with tail='pad'"
+            )
+        texts = [
+            field.name
+            for field in self._fields
+            if field.dtype in TEXTS and field.name not in self._ragged
+        ]
         if texts and self.framework == "torch" and self._transform is None:
             raise ValueError(
-                f'tensors cannot hold strings: a transformation_fn, or framework="numpy", can read {", ".join(texts)}'
+                'tensors cannot hold strings: a transformation_fn, or framework="numpy", can '
+                f"read {', '.join(texts)}"
             )
 
     def _make_reader(self, rank: int, size: int) -> Reader:
@@ -195,7 +223,8 @@ class ParquetLoader(BaseDataLoader):
             cast=self._cast or None,
             fill=self._fill or None,
             allow_nan=self._allow_nan,
-            pad={name: one.padding() for name, one in self._ragged.items() if not one.nested} or None,
+            pad={name: one.padding() for name, one in self._ragged.items() if not one.nested}
+            or None,
             cache=directory_for(self.dataset, self._columns) if self._cached else None,
         )
 
@@ -205,7 +234,8 @@ class ParquetLoader(BaseDataLoader):
         return [field.name for field in self._fields]
 
     def signature(self) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-        """Name of NumPy's dtype and shape of one row, of each column of a batch; `object` for strings and bytes.
+        """Name of NumPy's dtype and shape of one row, of each column of a batch; `object` for
+        strings and bytes.
 
         The length of a ragged column is `None`.
 
@@ -213,7 +243,9 @@ class ParquetLoader(BaseDataLoader):
             ValueError: There is a `transformation_fn`: only its results tell.
         """
         if self._transform is not None:
-            raise ValueError("a transformation_fn decides what its batches hold: apply it to the dataset instead")
+            raise ValueError(
+                "a transformation_fn decides what its batches hold: apply it to the dataset instead"
+            )
         kinds = dict.fromkeys(TEXTS, "object")
         columns: dict[str, tuple[str, tuple[int | None, ...]]] = {
             field.name: (kinds.get(field.dtype, field.dtype), field.shape) for field in self._fields
@@ -242,18 +274,28 @@ class ParquetLoader(BaseDataLoader):
         return self._reader.steps(self._next[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the consumer: less than a kilobyte, the same on all ranks after the same batches.
+        """Returns the position of the consumer: less than a kilobyte, the same on all ranks after
+        the same batches.
 
-        Taken after any batch, it makes another loader of the same data set continue with the row after it, also one of
-        another `batch_size` or `size`. A batch counts as soon as it was handed out. A `State` of an elastic job that is
-        given the loader, as in `TorchState(..., reader=loader)`, keeps it with every commit.
+        Taken after any batch, it makes another loader of the same data set continue with the row
+        after it, also one of another `batch_size` or `size`. A batch counts as soon as it was
+        handed out. A `State` of an elastic job that is given the loader, as in `TorchState(...,
+        reader=loader)`, keeps it with every commit.
         """
         epoch, rows = self._taken
-        state: dict[str, Any] = {"version": _STATE_VERSION, "seed": self.seed, "shuffle": self.shuffle}
+        state: dict[str, Any] = {
+            "version": _STATE_VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
         state["fingerprint"] = self.dataset.fingerprint
         if self._turns is not None:
             place = self._turns.place
-            epoch, rows = (place.epoch, place.start) if self._turns.epoch == place.epoch else (place.epoch + 1, 0)
+            epoch, rows = (
+                (place.epoch, place.start)
+                if self._turns.epoch == place.epoch
+                else (place.epoch + 1, 0)
+            )
             if place.left:
                 state["left"] = [tuple(piece) for piece in place.left]
         return {**state, "epoch": epoch, "rows": rows}
@@ -268,14 +310,16 @@ class ParquetLoader(BaseDataLoader):
             ValueError: A state of another data set, or that this version cannot read.
         """
         if state.get("version") != _STATE_VERSION:
-            raise ValueError(f"not a state of this version of ParquetLoader: version {state.get('version')}")
+            raise ValueError(
+                f"not a state of this version of ParquetLoader: version {state.get('version')}"
+            )
         lacking = sorted({"epoch", "rows", "seed", "shuffle", "fingerprint"} - set(state))
         if lacking:
             raise ValueError(f"not a state of ParquetLoader, it lacks {', '.join(lacking)}")
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
-                f"the state belongs to another data set, or the files have changed: {state['fingerprint']} there, "
-                f"{self.dataset.fingerprint} in {self.dataset.url}"
+                "the state belongs to another data set, or the files have changed: "
+                f"{state['fingerprint']} there, {self.dataset.fingerprint} in {self.dataset.url}"
             )
         try:
             epoch, rows = _whole("epoch", state["epoch"]), _whole("rows", state["rows"])
@@ -286,7 +330,10 @@ class ParquetLoader(BaseDataLoader):
         if rows > self.dataset.rows:
             raise ValueError(f"the state is of {rows} rows, the data set has {self.dataset.rows}")
         if left and self._turns is None:
-            raise ValueError("the state has rows of lost ranks: share the loader with a fault-tolerant optimizer first")
+            raise ValueError(
+                "the state has rows of lost ranks: share the loader with a fault-tolerant "
+                "optimizer first"
+            )
         if (seed, shuffle) != (self.seed, self.shuffle):
             self.seed, self.shuffle = seed, shuffle
             self._reader = self._make_reader(self.rank, self.size)
@@ -299,37 +346,53 @@ class ParquetLoader(BaseDataLoader):
         return [name for name, one in self._ragged.items() if one.nested]
 
     def take_turns(self, books: Turns | None = None) -> Turns:
-        """Records which rank gets which rows, for a fault-tolerant optimizer: `optimizer.share(reader=loader)`.
+        """Records which rank gets which rows, for a fault-tolerant optimizer:
+        `optimizer.share(reader=loader)`.
 
         Args:
             books: The records of the other ranks, if this rank is new.
 
         Raises:
-            ValueError: With `tail="join"`, where rank and size were given, and where the other ranks read otherwise.
+            ValueError: With `tail="join"`, where rank and size were given, and where the other
+                ranks read otherwise.
             TypeError: A subclass makes batches ahead in a thread.
         """
         if self.tail == "join":
             raise ValueError("tail='join' cannot be used in an elastic job")
         if self._given != (None, None):
-            raise ValueError("a loader that follows the world takes rank and size from the world: do not pass them")
+            raise ValueError(
+                "a loader that follows the world takes rank and size from the world: do not pass "
+                "them"
+            )
         if lists := self._nested():
-            raise ValueError(f"in an elastic job, lists must be padded: prepare {', '.join(lists)} with Pad")
+            raise ValueError(
+                f"in an elastic job, lists must be padded: prepare {', '.join(lists)} with Pad"
+            )
         if isinstance(self, AsyncDataLoaderMixin):
-            raise TypeError("a loader that follows the world cannot create batches ahead in its own thread")
+            raise TypeError(
+                "a loader that follows the world cannot create batches ahead in its own thread"
+            )
         if self._turns is None:
             self.follow_world()  # which may have changed since the loader was made
             place, drops = Place(*self._taken), self.tail.startswith("drop")
             own = Turns(self.dataset.rows, self.batch_size, drops, self.rank, self.size, place)
-            if books is not None and (books.total, books.batch, books.drops) != (own.total, own.batch, own.drops):
-                raise ValueError(f"other ranks read {books.total} rows in batches of {books.batch}: {own}")
+            if books is not None and (books.total, books.batch, books.drops) != (
+                own.total,
+                own.batch,
+                own.drops,
+            ):
+                raise ValueError(
+                    f"other ranks read {books.total} rows in batches of {books.batch}: {own}"
+                )
             self._turns = own if books is None else books
         return self._turns
 
     def follow_world(self) -> None:
-        """Takes this rank and the number of ranks from the running job again, unless they were given.
+        """Takes this rank and the number of ranks from the running job again, unless they were
+        given.
 
-        The next iteration continues after the last batch that was handed out. For elastic jobs: a `State` that has the
-        loader calls it.
+        The next iteration continues after the last batch that was handed out. For elastic jobs: a
+        `State` that has the loader calls it.
         """
         rank, size = self._given
         here, everywhere = _world()
@@ -367,11 +430,15 @@ class ParquetLoader(BaseDataLoader):
                 base = piece._replace(offset=0, stride=1)
                 if base != goes_on:
                     _close(batches)
-                    batches = self._batches(self._make_reader(piece.rank, piece.size), piece.epoch, piece.start)
+                    batches = self._batches(
+                        self._make_reader(piece.rank, piece.size), piece.epoch, piece.start
+                    )
                 goes_on = base._replace(start=base.start + base.size * base.batch)
                 batch = next(batches)
                 if (piece.offset, piece.stride) != (0, 1):
-                    batch = {name: values[piece.offset :: piece.stride] for name, values in batch.items()}
+                    batch = {
+                        name: values[piece.offset :: piece.stride] for name, values in batch.items()
+                    }
                 yield batch
         finally:
             _close(batches)
@@ -386,12 +453,25 @@ class ParquetLoader(BaseDataLoader):
                 for batch in batches:
                     made = self._convert(batch, fields, weights)
                     if self._ragged:
-                        padded = {name: one.read(batch, name) for name, one in self._ragged.items() if not one.nested}
+                        padded = {
+                            name: one.read(batch, name)
+                            for name, one in self._ragged.items()
+                            if not one.nested
+                        }
                         if self._length_suffix:
-                            lengths = {name: one.lengths(batch, name) for name, one in self._ragged.items()}
-                            padded |= {name + self._length_suffix: counts for name, counts in lengths.items()}
+                            lengths = {
+                                name: one.lengths(batch, name) for name, one in self._ragged.items()
+                            }
+                            padded |= {
+                                name + self._length_suffix: counts
+                                for name, counts in lengths.items()
+                            }
                         made |= self._wrap(batch, padded, None)
-                        lists = {name: one.jagged(batch, name) for name, one in self._ragged.items() if one.nested}
+                        lists = {
+                            name: one.jagged(batch, name)
+                            for name, one in self._ragged.items()
+                            if one.nested
+                        }
                         made |= {name: nested(rows, self.framework) for name, rows in lists.items()}
                     yield made
             else:
@@ -401,11 +481,15 @@ class ParquetLoader(BaseDataLoader):
         finally:
             batches.close()
 
-    def _share(self, worker: int, workers: int, epoch: int, start: int, skip: int) -> Iterator[dict[str, Any]]:
-        """The batches of this rank number `worker`, `worker + workers`, ... from `start` on, for a worker process.
+    def _share(
+        self, worker: int, workers: int, epoch: int, start: int, skip: int
+    ) -> Iterator[dict[str, Any]]:
+        """The batches of this rank number `worker`, `worker + workers`, ... from `start` on, for a
+        worker process.
 
-        As long as there are batches for all workers of all ranks, every worker reads as if it were a rank: no two
-        decode the same rows. The rest at the end is less than a batch for every worker; it is dealt out batch by batch.
+        As long as there are batches for all workers of all ranks, every worker reads as if it were
+        a rank: no two decode the same rows. The rest at the end is less than a batch for every
+        worker; it is dealt out batch by batch.
         """
         round_rows = workers * self.size * self.batch_size
         rounds = (self.dataset.rows - start) // round_rows
@@ -426,18 +510,21 @@ class ParquetLoader(BaseDataLoader):
                 batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
     def as_torch_dataset(self) -> Any:
-        """Returns a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(..., batch_size=None)`.
+        """Returns a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(...,
+        batch_size=None)`.
 
-        In a `DataLoader` with workers, batches are as many and as large as without, and every row comes once; their
-        rows are others, since every worker reads as if it were a rank. Every iteration is the next epoch, with workers
-        as without.
+        In a `DataLoader` with workers, batches are as many and as large as without, and every row
+        comes once; their rows are others, since every worker reads as if it were a rank. Every
+        iteration is the next epoch, with workers as without.
         """
         from farandole.data.torch_dataset import TorchDataset  # noqa: PLC0415 - optional
 
         return TorchDataset(self)
 
     def as_tf_dataset(self) -> Any:
-        """Returns the loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration is the next epoch."""
+        """Returns the loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration
+        is the next epoch.
+        """
         from farandole.data.tf_dataset import tf_dataset  # noqa: PLC0415 - optional
 
         return tf_dataset(self)
@@ -449,7 +536,11 @@ class ParquetLoader(BaseDataLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process; the other one opens the data set again."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")}
+        kept = {
+            k: v
+            for k, v in vars(self).items()
+            if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")
+        }
         url = self.dataset.url
         return {**kept, "_source": (url, self.dataset.fingerprint, options_of(url))}
 
@@ -479,7 +570,9 @@ def _piece(told: Any) -> Piece:
     """Returns a piece of a state, checked."""
     piece = Piece(*told)
     least = Piece(0, 0, 0, 1, 1, 0, 1)
-    piece = Piece(*(_whole(name, *pair) for name, *pair in zip(Piece._fields, piece, least, strict=True)))
+    piece = Piece(
+        *(_whole(name, *pair) for name, *pair in zip(Piece._fields, piece, least, strict=True))
+    )
     if piece.rank >= piece.size:
         raise ValueError(f"rank {piece.rank} of {piece.size}")
     return piece

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`Decode`: a `transformation_fn` that converts images and sounds, as bytes or paths, to tensors.
 
-PNG and JPEG are decoded and resized in Rust, other images and rare kinds of these two by Pillow, and sounds by
-soundfile (libsndfile). All release the interpreter's lock, so the threads of the loader decode in parallel.
+PNG and JPEG are decoded and resized in Rust, other images and rare kinds of these two by Pillow,
+and sounds by soundfile (libsndfile). All release the interpreter's lock, so the threads of the
+loader decode in parallel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that Pillow may open. Its other decoders are rarely used, and for EPS it runs Ghostscript."""
+"""Formats that Pillow may open. Its other decoders are rarely used, and for EPS it runs
+Ghostscript.
+"""
 _FITS = ("stretch", "crop", "pad")
 
 
@@ -31,22 +34,26 @@ _FITS = ("stretch", "crop", "pad")
 class Image:
     """Decodes a column of images: PNG, JPEG, WebP, GIF, BMP or TIFF. Other formats are refused.
 
-    PNG and JPEG need no other package, but for kinds that are rare: see the guide. All others need Pillow.
+    PNG and JPEG need no other package, but for kinds that are rare: see the guide. All others need
+    Pillow.
 
-    An image is turned as its EXIF orientation says, converted to `mode`, and resized. Of 16 bits, the high 8 are taken;
-    images of 32-bit integers and of floats are refused, since their range is not known. A batch has float32 of shape
-    (rows, channels, height, width), from 0 to 1 before `mean` and `std`, or uint8 without scaling.
+    An image is turned as its EXIF orientation says, converted to `mode`, and resized. Of 16 bits,
+    the high 8 are taken; images of 32-bit integers and of floats are refused, since their range is
+    not known. A batch has float32 of shape (rows, channels, height, width), from 0 to 1 before
+    `mean` and `std`, or uint8 without scaling.
 
     Args:
         height: Rows of the result, in pixels.
         width: Pixels of a row of the result; default: `height`.
         mode: `RGB`, `RGBA` or `L` (gray).
-        fit: `stretch`: resized without regard to proportions. `crop`: resized until it covers the result, and the
-            middle is kept. `pad`: resized until it fits into the result, with black around it.
+        fit: `stretch`: resized without regard to proportions. `crop`: resized until it covers the
+            result, and the middle is kept. `pad`: resized until it fits into the result, with black
+            around it.
         dtype: `float32` or `uint8`.
         mean: One number for each channel, or one for all, which is subtracted.
         std: As `mean`; the result is divided by it.
-        channels_last: Whether the shape is (rows, height, width, channels), as Keras has it by default.
+        channels_last: Whether the shape is (rows, height, width, channels), as Keras has it by
+            default.
     """
 
     height: int
@@ -60,7 +67,10 @@ class Image:
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        for name, value in (("height", self.height), ("width", self.height if self.width is None else self.width)):
+        for name, value in (
+            ("height", self.height),
+            ("width", self.height if self.width is None else self.width),
+        ):
             _whole(name, value, "an image")
         for name, value, known in (
             ("mode", self.mode, tuple(_CHANNELS)),
@@ -71,9 +81,14 @@ class Image:
                 raise ValueError(f"{name} of an image must be one of {', '.join(known)}: {value!r}")
         for name, value in (("mean", self.mean), ("std", self.std)):
             numbers = [value] if isinstance(value, Real) else list(value)  # pyright: ignore[reportArgumentType]
-            if len(numbers) not in (1, _CHANNELS[self.mode]) or not all(math.isfinite(one) for one in numbers):
+            if len(numbers) not in (1, _CHANNELS[self.mode]) or not all(
+                math.isfinite(one) for one in numbers
+            ):
                 count = _CHANNELS[self.mode]
-                raise ValueError(f"{name} of an image must be one number or {count}, one for each channel: {value!r}")
+                raise ValueError(
+                    f"{name} of an image must be one number or {count}, one for each channel: "
+                    f"{value!r}"
+                )
             if name == "std" and 0.0 in numbers:
                 raise ValueError(f"std of an image must not be 0: {value!r}")
         if self.dtype == "uint8" and (self.mean != 0.0 or self.std != 1.0):
@@ -88,7 +103,8 @@ class Image:
 
         Raises:
             ImportError: An image needs Pillow, which is not installed.
-            ValueError: An image that cannot be decoded; the message names the column and the row of the batch.
+            ValueError: An image that cannot be decoded; the message names the column and the row of
+                the batch.
         """
         import numpy as np  # noqa: PLC0415 - optional
 
@@ -104,7 +120,9 @@ class Image:
                     f"(column {column!r}, row {row} of a batch: {reason})"
                 ) from error
             try:
-                images[row] = self._placed(np.asarray(self._resized(blobs[row], self.width or self.height)))
+                images[row] = self._placed(
+                    np.asarray(self._resized(blobs[row], self.width or self.height))
+                )
             except Exception as error:
                 raise ValueError(
                     f"column {column!r}, row {row} of a batch: cannot decode the image: {error}"
@@ -115,10 +133,14 @@ class Image:
     def _shape(self) -> tuple[int, int, int]:
         """Shape of an image of a batch."""
         width, channels = self.width or self.height, _CHANNELS[self.mode]
-        return (self.height, width, channels) if self.channels_last else (channels, self.height, width)
+        return (
+            (self.height, width, channels) if self.channels_last else (channels, self.height, width)
+        )
 
     def _scales(self) -> tuple[Array, Array]:
-        """Returns the factor of each channel, and the number that is then subtracted: (channels,)."""
+        """Returns the factor of each channel, and the number that is then subtracted:
+        (channels,).
+        """
         import numpy as np  # noqa: PLC0415 - optional
 
         mean, std = np.empty((2, _CHANNELS[self.mode]), np.float32)
@@ -126,19 +148,32 @@ class Image:
         return 1.0 / (255.0 * std), mean / std
 
     def _native(self, blobs: Sequence[Any]) -> tuple[Array, list[tuple[int, str]]]:
-        """Decodes images in Rust; returns them, and the rows that are left to Pillow, with reasons."""
+        """Decodes images in Rust; returns them, and the rows that are left to Pillow, with
+        reasons.
+        """
         import numpy as np  # noqa: PLC0415 - optional
 
         if self.mode == "RGBA":
-            return np.empty((len(blobs), *self._shape), self.dtype), [(row, "RGBA") for row in range(len(blobs))]
+            return np.empty((len(blobs), *self._shape), self.dtype), [
+                (row, "RGBA") for row in range(len(blobs))
+            ]
         from farandole._native import images as native  # noqa: PLC0415 - images alone need it
 
-        files = [bytes(blob) if isinstance(blob, bytes | bytearray | memoryview) else b"" for blob in blobs]
-        scales = None if self.dtype == "uint8" else list(zip(*(one.tolist() for one in self._scales()), strict=True))
+        files = [
+            bytes(blob) if isinstance(blob, bytes | bytearray | memoryview) else b""
+            for blob in blobs
+        ]
+        scales = (
+            None
+            if self.dtype == "uint8"
+            else list(zip(*(one.tolist() for one in self._scales()), strict=True))
+        )
         mode: Any = self.mode
         fit: Any = self.fit
         width = self.width or self.height
-        pixels, left = native.decode(files, self.height, width, mode, fit, self.channels_last, scales)
+        pixels, left = native.decode(
+            files, self.height, width, mode, fit, self.channels_last, scales
+        )
         return np.frombuffer(memoryview(pixels), self.dtype).reshape(len(blobs), *self._shape), left
 
     def _placed(self, pixels: Array) -> Array:
@@ -162,7 +197,8 @@ class Image:
         size, smooth = (width, self.height), Pillow.Resampling.BILINEAR
         source = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
         with Pillow.open(source, formats=_FORMATS) as opened:
-            # A JPEG is decoded at an eighth, a quarter or a half of its size, if that is at least twice the result.
+            # A JPEG is decoded at an eighth, a quarter or a half of its size, if that is at least
+            # twice the result.
             longest = max(size)
             opened.draft(self.mode if self.mode != "RGBA" else None, (2 * longest, 2 * longest))
             ImageOps.exif_transpose(opened, in_place=True)
@@ -177,7 +213,9 @@ class Image:
 
 
 def _of_bytes(image: Any) -> Any:
-    """Returns an image with 8 bits a channel. Pillow itself would make every gray value of 16 bits above 255 white."""
+    """Returns an image with 8 bits a channel. Pillow itself would make every gray value of 16
+    bits above 255 white.
+    """
     import numpy as np  # noqa: PLC0415 - optional
     from PIL import Image as Pillow  # noqa: PLC0415
 
@@ -193,8 +231,9 @@ def _of_bytes(image: Any) -> Any:
 class Audio:
     """Decodes a column of sounds: WAV, FLAC, Ogg, MP3 and other formats of libsndfile.
 
-    A batch has float32 of shape (rows, samples), from -1 to 1, or (rows, channels, samples) with several channels. A
-    column `<name>__length` has the number of samples of each sound; zeros follow them.
+    A batch has float32 of shape (rows, samples), from -1 to 1, or (rows, channels, samples) with
+    several channels. A column `<name>__length` has the number of samples of each sound; zeros
+    follow them.
 
     Args:
         samples: Of each row: longer sounds are cut.
@@ -220,14 +259,17 @@ class Audio:
 
         Raises:
             ImportError: soundfile, or for other rates soxr, is not installed.
-            ValueError: A sound that cannot be decoded; the message names the column and the row of the batch.
+            ValueError: A sound that cannot be decoded; the message names the column and the row of
+                the batch.
         """
         import numpy as np  # noqa: PLC0415 - optional
 
         try:
             import soundfile  # noqa: PLC0415, F401 - optional
         except ImportError as error:
-            raise ImportError("decoding sounds needs soundfile: pip install 'farandole[audio]'") from error
+            raise ImportError(
+                "decoding sounds needs soundfile: pip install 'farandole[audio]'"
+            ) from error
 
         whole = np.zeros((len(blobs), self.channels, self.samples), np.float32)
         lengths = np.zeros(len(blobs), np.int64)
@@ -251,7 +293,8 @@ class Audio:
         source = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
         with soundfile.SoundFile(source) as opened:
             rate = opened.samplerate
-            wanted = -(-self.samples * rate // self.rate) + rate // 100  # a little more, for the resampler's edge
+            # a little more, for the resampler's edge
+            wanted = -(-self.samples * rate // self.rate) + rate // 100
             sound = opened.read(wanted, dtype="float32", always_2d=True)
         if self.channels == 1:
             sound = sound.mean(axis=1, keepdims=True)
@@ -261,7 +304,9 @@ class Audio:
             try:
                 import soxr  # noqa: PLC0415 - optional
             except ImportError as error:
-                raise ImportError("sounds of other rates need soxr: pip install 'farandole[audio]'") from error
+                raise ImportError(
+                    "sounds of other rates need soxr: pip install 'farandole[audio]'"
+                ) from error
             sound = soxr.resample(sound, rate, self.rate)
         return sound[: self.samples]
 
@@ -275,13 +320,15 @@ class Decode:
     batched = True
     """For estimators: it takes whole batches."""
 
-    def __init__(self, columns: Mapping[str, Image | Audio], *, root: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, columns: Mapping[str, Image | Audio], *, root: str | os.PathLike[str] | None = None
+    ) -> None:
         """Stores the arguments.
 
         Args:
             columns: The decoder of each column.
-            root: The directory of relative paths, local or the URL of a store; default: the current directory of the
-                process. Columns of bytes need none.
+            root: The directory of relative paths, local or the URL of a store; default: the current
+                directory of the process. Columns of bytes need none.
 
         Raises:
             TypeError: A decoder that is neither an `Image` nor an `Audio`.
@@ -291,7 +338,9 @@ class Decode:
             raise ValueError("Decode needs at least one column")
         for name, one in columns.items():
             if not isinstance(one, Image | Audio):
-                raise TypeError(f"column {name!r} must be decoded by an Image or an Audio: {type(one).__name__}")
+                raise TypeError(
+                    f"column {name!r} must be decoded by an Image or an Audio: {type(one).__name__}"
+                )
         self.columns, self.root = dict(columns), None if root is None else os.fspath(root)
 
     def __call__(self, batch: Any) -> dict[str, Array]:
@@ -301,7 +350,8 @@ class Decode:
             batch: A `pyarrow.RecordBatch`, or a dict of arrays.
 
         Raises:
-            ValueError: A column that is not there, that holds no bytes or paths, or that cannot be decoded.
+            ValueError: A column that is not there, that holds no bytes or paths, or that cannot be
+                decoded.
             FileNotFoundError: A path without a file.
         """
         from farandole.data.transform import from_arrow  # noqa: PLC0415 - with cloudpickle
@@ -314,9 +364,14 @@ class Decode:
         made: dict[str, Array] = {}
         for name in names:
             if name not in self.columns:
-                made[name] = batch[name] if is_dict else from_arrow(name, batch.column(name), "the data")
+                made[name] = (
+                    batch[name] if is_dict else from_arrow(name, batch.column(name), "the data")
+                )
                 continue
-            how, values = self.columns[name], batch[name] if is_dict else batch.column(name).to_pylist()
+            how, values = (
+                self.columns[name],
+                batch[name] if is_dict else batch.column(name).to_pylist(),
+            )
             blobs = [self._blob(value, name, row) for row, value in enumerate(values)]
             if isinstance(how, Image):
                 made[name] = how.decode(blobs, name)
@@ -329,14 +384,15 @@ class Decode:
             return bytes(value)
         if not isinstance(value, str):
             raise ValueError(
-                f"column {column!r}, row {row} of a batch: {type(value).__name__} is neither bytes nor a path"
+                f"column {column!r}, row {row} of a batch: {type(value).__name__} is neither "
+                "bytes nor a path"
             )
         if self.root is None and "://" not in value:
             with open(value, "rb") as opened:  # noqa: PTH123 - bytes of a path that a user gives
                 return opened.read()
         from farandole._native import store as native  # noqa: PLC0415 - paths alone need it
 
-        whole = value if "://" in value else f"{self.root.rstrip('/')}/{value}"  # pyright: ignore[reportOptionalMemberAccess]
+        whole = value if "://" in value else (f"{self.root.rstrip('/')}/{value}")  # pyright: ignore[reportOptionalMemberAccess]
         directory, _, name = native.full_path(whole).rpartition("/")
         return bytes(native.Store(directory).read(name))
 

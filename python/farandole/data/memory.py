@@ -23,24 +23,37 @@ _MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory has no other name
 _SPARE = 1.1
 """Times the data that has to be free: others use the memory, too."""
 
-WIDTHS = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "float32": 4}
+WIDTHS = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+}
 
 
 def directory_for(dataset: Dataset, columns: Sequence[str] | None) -> str:
-    """Shared memory where it is large enough, else the directory for temporary files, whose pages stay in memory, too.
+    """Shared memory where it is large enough, else the directory for temporary files, whose pages
+    stay in memory, too.
 
     Args:
         dataset: What will be kept.
         columns: Which of its columns; `None`: all.
     """
     kept = [field for field in dataset.columns if columns is None or field.name in columns]
-    needed = dataset.rows * sum(WIDTHS.get(field.dtype, 8) * math.prod(field.shape) for field in kept)
+    needed = dataset.rows * sum(
+        WIDTHS.get(field.dtype, 8) * math.prod(field.shape) for field in kept
+    )
     if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK):
         free = shutil.disk_usage(_MEMORY).free
         if free >= needed * _SPARE:
             return str(_MEMORY)
         _log.warning(
-            "inmemory_cache_all: %.1f GiB of %s are free, %.1f GiB are needed: decoded data goes to %s",
+            "inmemory_cache_all: %.1f GiB of %s are free, %.1f GiB are needed: decoded data goes "
+            "to %s",
             free / 2**30,
             _MEMORY,
             needed / 2**30,

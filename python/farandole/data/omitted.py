@@ -18,8 +18,12 @@ _log = logging.getLogger(__name__)
 _REFUSED = "cannot be read into batches: "
 _LISTS = "its rows have different lengths"
 _HINTS = {
-    _LISTS: "pad lists of different lengths with ragged={...: Pad()} of frame_loader or prepare_data",
-    "texts": "name texts and bytes in columns=, or encode them with categories=[...] of prepare_data",
+    _LISTS: (
+        "pad lists of different lengths with ragged={...: Pad()} of frame_loader or prepare_data"
+    ),
+    "texts": (
+        "name texts and bytes in columns=, or encode them with categories=[...] of prepare_data"
+    ),
     "it is": "turn nested and other values into columns of numbers before",
 }
 """The beginning of a reason, and what a user can do."""
@@ -34,17 +38,23 @@ def tell(dataset: Dataset, read: Container[str], what: str) -> None:
         what: The rows, in words.
     """
     left = {
-        field.name: _reason(dataset, field.name, field.dtype) for field in dataset.columns if field.name not in read
+        field.name: _reason(dataset, field.name, field.dtype)
+        for field in dataset.columns
+        if field.name not in read
     }
     if not left:
         return
     kinds = [f"{name} ({told})" for name, (_, told) in left.items()]
     reasons = {reason for reason, _ in left.values()}
-    hints = [hint for start, hint in _HINTS.items() if any(reason.startswith(start) for reason in reasons)]
+    hints = [
+        hint
+        for start, hint in _HINTS.items()
+        if any(reason.startswith(start) for reason in reasons)
+    ]
     advice = "; ".join(hints or ["leave them out"])
     _log.warning(
-        "%s: batches of numbers cannot hold these columns, which are left out: %s. %s. columns=[...] without them "
-        "turns this warning off",
+        "%s: batches of numbers cannot hold these columns, which are left out: %s. %s. "
+        "columns=[...] without them turns this warning off",
         what,
         ", ".join(kinds),
         advice[0].upper() + advice[1:],
@@ -68,6 +78,10 @@ def _reason(dataset: Dataset, name: str, dtype: str) -> tuple[str, str]:
         Reader(dataset, columns=[name], batch_size=1)
     except ValueError as error:
         reason = str(error).partition(_REFUSED)[2] or str(error)
-        told = f"lists of {dtype} of different lengths" if reason == _LISTS else reason.removeprefix("it is ")
+        told = (
+            f"lists of {dtype} of different lengths"
+            if reason == _LISTS
+            else reason.removeprefix("it is ")
+        )
         return reason, told
     return ("texts", "texts" if dtype == "utf8" else "bytes") if dtype in TEXTS else ("", dtype)

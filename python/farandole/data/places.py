@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The numbered directories of a store in which prepared data lives.
 
-A directory of training data and its directory of validation data are one place. Files in the former describe both:
+A directory of training data and its directory of validation data are one place. Files in the former
+describe both:
 
     _lease-<n>.json     one process writes here
     _use-<name>.json    a process reads here; both count while the process lives
@@ -11,10 +12,11 @@ A directory of training data and its directory of validation data are one place.
     _manifest.json      the data is complete
     _used.json          its time is that of the last use
 
-Data has a key, which identifies its source. Keys begin with a word. `once` data cannot be found again, so its place is
-free when its process releases it. Data that a fit prepared (`fit`) is kept for a week after its last use. Data that was
-prepared explicitly (`data`) stays until `Store.gc` deletes it. Files that no preparation wrote are never deleted: a
-directory with such files is skipped.
+Data has a key, which identifies its source. Keys begin with a word. `once` data cannot be found
+again, so its place is free when its process releases it. Data that a fit prepared (`fit`) is kept
+for a week after its last use. Data that was prepared explicitly (`data`) stays until `Store.gc`
+deletes it. Files that no preparation wrote are never deleted: a directory with such files is
+skipped.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Place(Mark):
         NativeStore(self.val_url).delete_all()
 
     def resume(self, spec: str, prefix: str) -> None:
-        """Finds out which partitions a killed preparation had finished; their bytes are read and compared.
+        """Finds out which partitions a killed preparation had finished; their bytes are read and
+        compared.
 
         Args:
             spec: The preparation, as `farandole._native.prepare` has it.
@@ -111,7 +114,9 @@ class Place(Mark):
                     NativeStore(url).delete_all()
 
 
-def note(train_url: str, partition: int, part: bytes, *, last: bool = True, source: str = "") -> None:
+def note(
+    train_url: str, partition: int, part: bytes, *, last: bool = True, source: str = ""
+) -> None:
     """Says that a partition is finished, so that a repeated preparation leaves it out.
 
     Args:
@@ -150,7 +155,9 @@ def find(store: AbstractFilesystemStore, key: str, *, validates: bool) -> Place 
     return None
 
 
-def take(store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: bool = False) -> tuple[Place, bool]:
+def take(
+    store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: bool = False
+) -> tuple[Place, bool]:
     """Takes a place for this process alone.
 
     Args:
@@ -160,7 +167,8 @@ def take(store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: 
         replace: Whether complete data of the same key may be emptied.
 
     Returns:
-        The place, and whether such a preparation was found in it; if not, the place has been emptied.
+        The place, and whether such a preparation was found in it; if not, the place has been
+        emptied.
     """
     for index in _indices(store) if resumable else ():
         url = store.get_train_data_path(index)
@@ -192,7 +200,9 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _indices(store: AbstractFilesystemStore) -> Iterator[int]:
-    return itertools.takewhile(lambda index: NativeStore(store.get_train_data_path(index)).exists(), itertools.count())
+    return itertools.takewhile(
+        lambda index: NativeStore(store.get_train_data_path(index)).exists(), itertools.count()
+    )
 
 
 def _manifest(url: str) -> dict[str, Any] | None:
@@ -204,8 +214,13 @@ def _manifest(url: str) -> dict[str, Any] | None:
 
 
 def _complete(store: AbstractFilesystemStore, index: int, key: str, *, validates: bool) -> bool:
-    """Returns whether manifests have this key, and all files that they name exist with the right size."""
-    urls = [store.get_train_data_path(index), *([store.get_val_data_path(index)] if validates else [])]
+    """Returns whether manifests have this key, and all files that they name exist with the right
+    size.
+    """
+    urls = [
+        store.get_train_data_path(index),
+        *([store.get_val_data_path(index)] if validates else []),
+    ]
     for url in urls:
         manifest = _manifest(url)
         if manifest is None or manifest["fingerprint"] != key:
@@ -243,7 +258,9 @@ def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> boo
     manifest = _manifest(url)
     key = manifest["fingerprint"] if manifest is not None else _begun(url)
     if key is None:
-        return not theirs and (not beside.exists() or _manifest(store.get_val_data_path(index)) is not None)
+        return not theirs and (
+            not beside.exists() or _manifest(store.get_val_data_path(index)) is not None
+        )
     if key.startswith("once") or key == own:
         return True
     asked_for = manifest is not None and key.startswith("data")

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """From files, tables and frames to prepared data in a store, without Spark.
 
-Rows flow from pyarrow into the native `PartitionWriter`, which checks, splits and writes them. The size of the source
-does not affect the memory. Finished partitions are recorded, so a preparation that was killed continues with the
-others. Any process finds data again that was prepared from the same source in the same way.
+Rows flow from pyarrow into the native `PartitionWriter`, which checks, splits and writes them. The
+size of the source does not affect the memory. Finished partitions are recorded, so a preparation
+that was killed continues with the others. Any process finds data again that was prepared from the
+same source in the same way.
 """
 
 from __future__ import annotations
@@ -70,7 +71,11 @@ class PreparedData:
     @property
     def categories(self) -> dict[str, list[Any]]:
         """The categories of each column that has some; the index of the first is 2, in labels 0."""
-        return {} if self.encoding is None else {name: list(one) for name, one in self.encoding.categories.items()}
+        return (
+            {}
+            if self.encoding is None
+            else {name: list(one) for name, one in self.encoding.categories.items()}
+        )
 
     @property
     def fill(self) -> dict[str, Any]:
@@ -122,15 +127,18 @@ def prepare_data(
     reuse: bool = True,
     statistics: bool = False,
 ) -> PreparedData:
-    """Writes rows to a store in the form that training reads fastest, unless this has been done before.
+    """Writes rows to a store in the form that training reads fastest, unless this has been done
+    before.
 
-    Sources, in bounded memory: Parquet, CSV, JSON (one object a line) and Arrow IPC files, by path, directory, pattern
-    or a list of paths, in any store; Delta tables (with the extra `delta`); pyarrow tables and datasets, pandas and
-    polars frames, and anything that streams Arrow. Directories named `column=value` are columns.
+    Sources, in bounded memory: Parquet, CSV, JSON (one object a line) and Arrow IPC files, by path,
+    directory, pattern or a list of paths, in any store; Delta tables (with the extra `delta`);
+    pyarrow tables and datasets, pandas and polars frames, and anything that streams Arrow.
+    Directories named `column=value` are columns.
 
     The data stays in the store until `Store.gc` deletes it. Estimators train on it by
-    `fit_on_parquet(dataset_idx=data.index)`, `ParquetLoader(data.train_url, ...)` reads it. A preparation that was
-    killed continues at the next call with the same arguments, except for streams.
+    `fit_on_parquet(dataset_idx=data.index)`, `ParquetLoader(data.train_url, ...)` reads it. A
+    preparation that was killed continues at the next call with the same arguments, except for
+    streams.
 
     Args:
         source: The rows.
@@ -138,37 +146,40 @@ def prepare_data(
         feature_cols: Columns for the model; default: all columns that have no other role.
         label_cols: Columns to compare with.
         sample_weight_col: Column with each row's weight.
-        validation: Share of rows held out, chosen by a hash of their content and the seed: the same rows however the
-            files are cut. Or a column: true, positive, or `"validation"` rows are held out, negative, null and `"test"`
-            rows are left out altogether.
+        validation: Share of rows held out, chosen by a hash of their content and the seed: the same
+            rows however the files are cut. Or a column: true, positive, or `"validation"` rows are
+            held out, negative, null and `"test"` rows are left out altogether.
         seed: Of that choice.
-        fill: What replaces nulls and NaN: one value for all columns it makes sense for, or values by column
-            (`"*"` for all others). Without it they are errors that name the column. `"mean"`, `"median"` and
-            `"most_frequent"` are learned from the rows; a validation column leaves out those that it holds out. A
-            feature `<column>__missing` says where a column is missing.
-        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for one that
-            is no category, and from 2 on the categories, sorted; labels become the indices of their classes, from 0 on.
-            By name their categories, or how many there may be, the most frequent ones; else they are learned.
-        validation_stratify: Column of classes: the share is held out of each, of every class with two rows at least
-            one.
+        fill: What replaces nulls and NaN: one value for all columns it makes sense for, or values
+            by column (`"*"` for all others). Without it they are errors that name the column.
+            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows; a validation
+            column leaves out those that it holds out. A feature `<column>__missing` says where a
+            column is missing.
+        categories: Columns of strings, integers or booleans that become indices: 0 for a missing
+            value, 1 for one that is no category, and from 2 on the categories, sorted; labels
+            become the indices of their classes, from 0 on. By name their categories, or how many
+            there may be, the most frequent ones; else they are learned.
+        validation_stratify: Column of classes: the share is held out of each, of every class with
+            two rows at least one.
         validation_group: Column of groups: all rows of a group are on one side.
         validation_time: Column of times or numbers: the latest rows are held out.
-        ragged: What becomes of columns of lists of different lengths: `{"tokens": Pad(max_length=512)}` pads them, and
-            `Nested()` makes nested tensors of them.
+        ragged: What becomes of columns of lists of different lengths: `{"tokens":
+            Pad(max_length=512)}` pads them, and `Nested()` makes nested tensors of them.
         allow_nan: Accepts NaN and infinities like other values.
         compression: Of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
         format: Of files whose names do not tell.
-        types: Types of columns of CSV and JSON by name, as `{"id": "string"}`; others are guessed from the first 4 MiB
-            of each file.
-        options: Of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`, `null_values`,
-            `decimal_point` and others that pyarrow has.
-        sql: A query of the source, which is the table `source` in it; or `source` is a mapping from the names that the
-            query has to paths, tables and frames. What it takes in memory beyond 256 MiB goes to disk. With the extra
-            `sql`.
+        types: Types of columns of CSV and JSON by name, as `{"id": "string"}`; others are guessed
+            from the first 4 MiB of each file.
+        options: Of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`,
+            `null_values`, `decimal_point` and others that pyarrow has.
+        sql: A query of the source, which is the table `source` in it; or `source` is a mapping from
+            the names that the query has to paths, tables and frames. What it takes in memory beyond
+            256 MiB goes to disk. With the extra `sql`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before may be used.
-        statistics: Whether the result has those of features and labels: one more pass, kept with the data.
+        statistics: Whether the result has those of features and labels: one more pass, kept with
+            the data.
 
     Returns:
         The prepared data, with its places. This process holds it until `release`, or its end.
@@ -176,7 +187,8 @@ def prepare_data(
     Raises:
         ImportError: pyarrow is not installed: `pip install 'farandole[data]'`.
         FileNotFoundError: There is no such file.
-        ValueError: Rows that do not fit, files that disagree, no rows on a side; the message names the column or file.
+        ValueError: Rows that do not fit, files that disagree, no rows on a side; the message names
+            the column or file.
         OSError: The store refused; another attempt continues with the missing files.
     """
     from farandole.stores.store import Store  # noqa: PLC0415 - loaded with fsspec
@@ -196,10 +208,17 @@ def prepare_data(
     wish = Wish.of(categories, fill, roles.labels, split, ragged)
     kept = cast("AbstractFilesystemStore", place)
     if statistics and not opened.again:
-        raise ValueError("a stream can be read only once, so statistics=True is not possible: write it to files first")
+        raise ValueError(
+            "a stream can be read only once, so statistics=True is not possible: write it to "
+            "files first"
+        )
     done = prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
     names = sources_of([*roles.features, *roles.labels], opened.schema.names)
-    return done if not statistics else replace(done, statistics=kept_statistics(done.train_url, opened, names, threads))
+    return (
+        done
+        if not statistics
+        else replace(done, statistics=kept_statistics(done.train_url, opened, names, threads))
+    )
 
 
 def roles_of(
@@ -216,10 +235,15 @@ def roles_of(
     """
     cannot = isinstance(validation, bool) or not isinstance(validation, float | int | str | None)
     if cannot or validation != validation:  # noqa: PLR0124 - NaN alone is not itself
-        raise ValueError(f"validation must be a share of the rows or the name of a column: {validation!r}")
+        raise ValueError(
+            f"validation must be a share of the rows or the name of a column: {validation!r}"
+        )
     present = source.schema.names
     if isinstance(features, str) or isinstance(labels, str):
-        raise ValueError(f"columns must be a list of names: {features if isinstance(features, str) else labels!r}")
+        raise ValueError(
+            "columns must be a list of names: "
+            f"{features if isinstance(features, str) else labels!r}"
+        )
     if features is None:
         others = {*labels, weight, validation if isinstance(validation, str) else None}
         features = [name for name in present if name not in others]
@@ -230,9 +254,15 @@ def roles_of(
 
 
 def spec_of(
-    roles: Roles, seed: int, fill: Mapping[str, Any] | float | str | None = None, *, allow_nan: bool = False
+    roles: Roles,
+    seed: int,
+    fill: Mapping[str, Any] | float | str | None = None,
+    *,
+    allow_nan: bool = False,
 ) -> dict[str, Any]:
-    """Returns the native writer's arguments for columns, split and missing values; see `farandole._native.prepare`."""
+    """Returns the native writer's arguments for columns, split and missing values; see
+    `farandole._native.prepare`.
+    """
     split: dict[str, Any] | None = None
     if isinstance(roles.validation, str):
         split = {"column": roles.validation}
@@ -251,17 +281,19 @@ def spec_of(
 
 
 def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns a split that gives both sides a row, where a share of few rows has left one without any.
+    """Returns a split that gives both sides a row, where a share of few rows has left one without
+    any.
 
-    The row with the least hash of all goes to validation, or the one with the largest to training: the same one however
-    the rows are cut.
+    The row with the least hash of all goes to validation, or the one with the largest to training:
+    the same one however the rows are cut.
 
     Args:
         parts: The written files of all partitions.
         spec: How.
 
     Returns:
-        What replaces `validation` in the spec; `None` where nothing is to change, or all rows are equal.
+        What replaces `validation` in the spec; `None` where nothing is to change, or all rows are
+        equal.
     """
     if not (spec["validation"] or {}).get("fraction"):
         return None
@@ -282,7 +314,10 @@ def texts(fill: Mapping[str, Any]) -> dict[str, str]:
     Args:
         fill: Values by column.
     """
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fill.items()}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in fill.items()
+    }
 
 
 def _units(source: Source, roles: Roles, encoding: Encoding | None) -> list[Unit]:
@@ -297,7 +332,10 @@ def _units(source: Source, roles: Roles, encoding: Encoding | None) -> list[Unit
         return Unit(unit.name, batches, unit.whole)
 
     side = [] if encoding.sides is None else [encoding.sides.split.column]
-    return [encoded(unit) for unit in source.units(sources_of([*roles.selected, *side], source.schema.names))]
+    return [
+        encoded(unit)
+        for unit in source.units(sources_of([*roles.selected, *side], source.schema.names))
+    ]
 
 
 def prepare(
@@ -352,7 +390,9 @@ def prepare(
         if other is not None and source.print is not None:  # a stream cannot be read again
             text = json.dumps({**json.loads(text), "validation": other})
             place.done.clear()
-            parts = _Writing(place, store.prefix_path, text).run(_units(source, roles, encoding), threads)
+            parts = _Writing(place, store.prefix_path, text).run(
+                _units(source, roles, encoding), threads
+            )
         committed = json.loads(native.commit(store.prefix_path, text, parts))
         place.finish()
     except ValueError:
@@ -376,19 +416,24 @@ def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedD
         val_url=place.val_url if validates else None,
         train_rows=train["rows"],
         val_rows=val["rows"],
-        columns=columns_of(((one["name"], one["element"], one["shape"]) for one in train["columns"]), encoding),
+        columns=columns_of(
+            ((one["name"], one["element"], one["shape"]) for one in train["columns"]), encoding
+        ),
         encoding=encoding,
         place=place,
         **more,
     )
 
 
-def columns_of(stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None) -> dict[str, Column]:
+def columns_of(
+    stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None
+) -> dict[str, Column]:
     """Returns the columns as batches hold them.
 
     Args:
         stored: Name, element and shape of each.
-        encoding: Of the rows, if they are encoded: lists of different lengths have their largest one.
+        encoding: Of the rows, if they are encoded: lists of different lengths have their largest
+            one.
     """
     lists = {} if encoding is None else encoding.ragged
     columns = {name: Column(name, element, tuple(shape)) for name, element, shape in stored}
@@ -456,7 +501,9 @@ class _Writing:
                     most = _ENDLESS if unit.whole else max(1024, PART_BYTES // each)
                 if part is None:
                     part = self._part(partition)
-                size = batch.num_rows if partition == last else min(batch.num_rows, most - part.rows)
+                size = (
+                    batch.num_rows if partition == last else min(batch.num_rows, most - part.rows)
+                )
                 part.write(batch.slice(0, size))
                 batch = batch.slice(size)
                 if part.rows >= most and partition < last:
@@ -471,7 +518,9 @@ class _Writing:
         done = self._place.done.get(partition)
         if done is not None:
             return _Part(None, done)
-        return _Part(native.PartitionWriter(self._prefix, self._spec, partition, self._attempt), None)
+        return _Part(
+            native.PartitionWriter(self._prefix, self._spec, partition, self._attempt), None
+        )
 
     def _finish(self, partition: int, part: _Part, *, last: bool) -> None:
         self._parts[partition] = text = part.finish()
@@ -496,5 +545,8 @@ class _Part:
             return self.writer.finish()
         rows = json.loads(self._done or b"{}")["rows"]
         if rows != self.rows:
-            raise ValueError(f"the source changed while it was prepared: {self.rows} rows where {rows} were before")
+            raise ValueError(
+                f"the source changed while it was prepared: {self.rows} rows where {rows} were "
+                "before"
+            )
         return self._done or b""

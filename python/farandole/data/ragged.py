@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Columns of lists that have different lengths: how they are stored, and how they become arrays.
 
-Prepared data contains the bytes of each row's values. The native reader pads the rows of a batch to the shortest of a
-few lengths that fits the longest, or gathers them without padding for a nested tensor. Arrays and tensors use its
-memory.
+Prepared data contains the bytes of each row's values. The native reader pads the rows of a batch to
+the shortest of a few lengths that fits the longest, or gathers them without padding for a nested
+tensor. Arrays and tensors use its memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _KINDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64")
 _LONG = 32
-"""Values of a row from which on rows are copied one by one: a mask of all places costs more then."""
+"""Values of a row from which on rows are copied one by one: a mask of all places costs more
+then.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class Pad:
 
     Args:
         value: The value that fills a row after its last value.
-        max_length: Values of a row that are kept; default: those of the longest row that is prepared.
-        buckets: How many lengths batches may have: 8 of 512 are 64, 128, and so on. With 1, the default, each batch has
-            `max_length`.
+        max_length: Values of a row that are kept; default: those of the longest row that is
+            prepared.
+        buckets: How many lengths batches may have: 8 of 512 are 64, 128, and so on. With 1, the
+            default, each batch has `max_length`.
     """
 
     value: float = 0
@@ -63,10 +66,12 @@ class Pad:
 
 @dataclass(frozen=True)
 class Nested:
-    """Takes the rows of a ragged column as they are: a batch is one nested tensor of torch, in the jagged layout.
+    """Takes the rows of a ragged column as they are: a batch is one nested tensor of torch, in the
+    jagged layout.
 
     Args:
-        max_length: Values of a row that are kept; default: those of the longest row that is prepared.
+        max_length: Values of a row that are kept; default: those of the longest row that is
+            prepared.
     """
 
     max_length: int | None = None
@@ -83,8 +88,12 @@ class Nested:
 
 def _check(**numbers: Any) -> None:
     for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
-            raise ValueError(f"{name} of a ragged column must be a whole number, 1 or more: {number!r}")
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, Integral) or number < 1
+        ):
+            raise ValueError(
+                f"{name} of a ragged column must be a whole number, 1 or more: {number!r}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +114,11 @@ def is_nested(value: Any) -> bool:
     Args:
         value: a `Pad`, `Nested` or `Ragged`, or the fields of one in a dict.
     """
-    nested = value.get("nested", False) if isinstance(value, Mapping) else getattr(value, "nested", False)
+    nested = (
+        value.get("nested", False)
+        if isinstance(value, Mapping)
+        else getattr(value, "nested", False)
+    )
     return isinstance(value, Nested) or bool(nested)
 
 
@@ -167,7 +180,9 @@ class Ragged:
         if len(whole) == int(lengths.sum()) and len(whole) < _LONG * rows:
             out[np.arange(width) < lengths[:, None]] = whole
         else:
-            for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=False)):
+            for row, (start, length) in enumerate(
+                zip(starts.tolist(), lengths.tolist(), strict=False)
+            ):
                 out[row, :length] = values[start : start + length]
         return out
 
@@ -179,7 +194,9 @@ class Ragged:
             name: of the column.
         """
         ends, _ = batch.texts(name)
-        return np.minimum(np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length)
+        return np.minimum(
+            np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length
+        )
 
     def padding(self, *, fixed: bool = False) -> tuple[bytes, int, int, bool]:
         """Returns how the native reader pads the rows: an item of its argument `pad`.
@@ -200,7 +217,8 @@ class Ragged:
         return np.frombuffer(values, self.dtype).reshape(batch.rows, batch.length(name) or 0)
 
     def jagged(self, batch: Batch, name: str) -> Jagged:
-        """The rows of a batch of prepared data, without padding. Their values are in the memory of the batch.
+        """The rows of a batch of prepared data, without padding. Their values are in the memory of
+        the batch.
 
         Args:
             batch: of the native reader.
@@ -249,18 +267,25 @@ class Ragged:
         return pa.Array.from_buffers(pa.large_binary(), len(column), [None, ends, whole])
 
     def _flat(self, column: Any, name: str) -> tuple[Array, Array]:
-        """Returns the offset of each row's first value, and the values of rows cut to the greatest length."""
+        """Returns the offset of each row's first value, and the values of rows cut to the
+        greatest length.
+        """
         import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
         compute: Any = pc
         element(column.type, name)
-        lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        lengths = (
+            column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        )
         if lengths.max(initial=0) > self.max_length:
             column = compute.list_slice(column, 0, self.max_length)
             lengths = np.minimum(lengths, self.max_length)
         values = column.flatten()
         if values.null_count:
-            raise ValueError(f"column {name!r} has nulls inside of lists: {values.null_count} of {len(values)} values")
+            raise ValueError(
+                f"column {name!r} has nulls inside of lists: {values.null_count} of {len(values)} "
+                "values"
+            )
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         return starts, values.to_numpy(zero_copy_only=False).astype(self.dtype, copy=False)
 
@@ -277,7 +302,9 @@ def element(kind: pa.DataType, name: str) -> str:
     """
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ):
         raise ValueError(f"column {name!r} is {kind}: ragged columns are lists of numbers")
     inner = {"halffloat": "float32", "float": "float32", "double": "float64"}.get(
         str(kind.value_type), str(kind.value_type)

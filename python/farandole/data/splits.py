@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Validation rows chosen by a column: a share of each class, whole groups, or the latest rows.
 
-As with a plain share, the choice depends only on the content of the rows and the seed, not on files, batches and tasks.
-Each side gets at least one row if the column allows it.
+As with a plain share, the choice depends only on the content of the rows and the seed, not on
+files, batches and tasks. Each side gets at least one row if the column allows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _SPACE = 1 << 64
 _KEPT = 1 << 16
-"""Least hashes of a class that are kept: up to so many validation rows of a class, their number is exact."""
+"""Least hashes of a class that are kept: up to so many validation rows of a class, their number
+is exact.
+"""
 _CLASSES = 1000
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _NULL = 0xA5A5A5A5A5A5A5A5
@@ -72,9 +74,13 @@ def split_of(
         return None
     told = " and ".join(f"validation_{name}" for name in chosen)
     if len(chosen) > 1:
-        raise ValueError(f"at most one of validation_stratify, validation_group, validation_time: {told}")
+        raise ValueError(
+            f"at most one of validation_stratify, validation_group, validation_time: {told}"
+        )
     if isinstance(share, str) or not share:
-        raise ValueError(f"{told} chooses a share of the rows: validation must be a number above 0: {share!r}")
+        raise ValueError(
+            f"{told} chooses a share of the rows: validation must be a number above 0: {share!r}"
+        )
     ((by, column),) = chosen.items()
     return Split(by, column, float(share), seed)  # pyright: ignore[reportArgumentType] - of three words
 
@@ -120,14 +126,20 @@ def _of_column(column: Any) -> Hashes:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _of_lists(column)
     if pa.types.is_floating(kind):
-        found = _mixed((column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) + 0.0).view(np.uint64))
+        found = _mixed(
+            (column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) + 0.0).view(
+                np.uint64
+            )
+        )
     elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         whole = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64()).fill_null(0)
         found = _mixed(whole.to_numpy(zero_copy_only=False).astype(np.uint64))
     else:
         coded = column.dictionary_encode()
         own = [_of_text(str(value.as_py())) for value in coded.dictionary]
-        found = np.array([*own, 0], np.uint64)[coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+        found = np.array([*own, 0], np.uint64)[
+            coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        ]
     if column.null_count:
         found[column.is_null().to_numpy(zero_copy_only=False)] = _NULL
     return found
@@ -139,7 +151,9 @@ def _of_lists(column: Any) -> Hashes:
 
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     ends = np.cumsum(lengths)
-    places = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64) - np.repeat(ends - lengths, lengths)
+    places = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64) - np.repeat(
+        ends - lengths, lengths
+    )
     values = _mixed(_of_column(column.flatten()) ^ _mixed(places.astype(np.uint64)))
     with np.errstate(over="ignore"):
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
@@ -190,10 +204,13 @@ class _Classes:
         whole = np.sort(np.concatenate([self.least[value], own]) if value in self.least else own)
         self.least[value] = whole[:_KEPT]
         if len(self.counts) > _CLASSES:
-            raise ValueError(f"column {self.split.column!r} has more than {_CLASSES} classes to hold rows out of")
+            raise ValueError(
+                f"column {self.split.column!r} has more than {_CLASSES} classes to hold rows out of"
+            )
 
     def sides(self) -> Sides:
-        """Returns the rule for each row's side. If a class has two rows or more, both sides get at least one.
+        """Returns the rule for each row's side. If a class has two rows or more, both sides get at
+        least one.
 
         Raises:
             ValueError: no class has two rows that differ.
@@ -203,9 +220,13 @@ class _Classes:
             wanted = min(max(1, round(self.split.share * count)), count - 1)
             least = self.least[value]
             exact = wanted < len(least)
-            bounds[value] = int(least[wanted]) if exact else int(self.split.share * _SPACE) if wanted else 0
+            bounds[value] = (
+                int(least[wanted]) if exact else int(self.split.share * _SPACE) if wanted else 0
+            )
         if not any(bounds[value] > int(self.least[value][0]) for value in bounds):
-            raise ValueError(f"column {self.split.column!r} has no class with two rows, so none can be held out")
+            raise ValueError(
+                f"column {self.split.column!r} has no class with two rows, so none can be held out"
+            )
         return Sides(self.split, bounds=bounds)
 
 
@@ -221,7 +242,10 @@ class _Groups:
         """Counts the rows of a batch."""
         if batch.num_rows:
             found = hashes(batch, [self.split.column], self.split.seed)
-            self.least, self.largest = min(self.least, int(found.min())), max(self.largest, int(found.max()))
+            self.least, self.largest = (
+                min(self.least, int(found.min())),
+                max(self.largest, int(found.max())),
+            )
 
     def merge(self, other: _Groups) -> None:
         """Adds the counts of another task."""
@@ -266,13 +290,18 @@ class _Times:
         """
         cut = self.quantile.below_last(1.0 - self.split.share)
         if cut is None:
-            raise ValueError(f"column {self.split.column!r} has one time, so no rows are later than others")
+            raise ValueError(
+                f"column {self.split.column!r} has one time, so no rows are later than others"
+            )
         return Sides(self.split, cut=cut)
 
 
 def _checked(column: Any, name: str) -> Any:
     if column.null_count:
-        raise ValueError(f"column {name!r} has nulls in {column.null_count} rows, so these rows cannot be ordered")
+        raise ValueError(
+            f"column {name!r} has nulls in {column.null_count} rows, so these rows cannot be "
+            "ordered"
+        )
     return column
 
 

@@ -48,7 +48,9 @@ class ColumnStatistics:
     """The statistics of a column. For lists, the numbers are their lengths."""
 
     kind: str
-    """`number`, `value` (strings and booleans), `list`, or `other`, of which only missing rows are counted."""
+    """`number`, `value` (strings and booleans), `list`, or `other`, of which only missing rows
+    are counted.
+    """
     rows: int
     missing: int
     """Nulls, NaN and infinities."""
@@ -70,8 +72,9 @@ class Drift:
     """The difference of a column from the statistics."""
 
     index: float
-    """The population stability index: 0 for equal shares; from 0.25 on the column has changed. NaN where there is none:
-    no rows with a value on one side, values that the statistics could not count, or a column of kind `other`."""
+    """The population stability index: 0 for equal shares; from 0.25 on the column has changed. NaN
+    where there is none: no rows with a value on one side, values that the statistics could not
+    count, or a column of kind `other`."""
     missing: float
     """The share of missing rows, less the one of the statistics."""
     new: float = 0.0
@@ -88,8 +91,11 @@ class Statistics:
         """Returns the statistics of one column."""
         return self.columns[name]
 
-    def drift(self, source: Any, *, optional: Iterable[str] = (), **reading: Any) -> dict[str, Drift]:
-        """Returns the drift of the columns of another source, the largest first, then columns without an index.
+    def drift(
+        self, source: Any, *, optional: Iterable[str] = (), **reading: Any
+    ) -> dict[str, Drift]:
+        """Returns the drift of the columns of another source, the largest first, then columns
+        without an index.
 
         Args:
             source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
@@ -104,7 +110,9 @@ class Statistics:
         before = {name: one for name, one in self.columns.items() if name not in allowed}
         found = _counted_anywhere(opened, list(before), 2, before)
         drifts = {name: _drift(name, one, found[name]) for name, one in before.items()}
-        return dict(sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index)))
+        return dict(
+            sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index))
+        )
 
     def to_values(self) -> dict[str, Any]:
         """Returns plain values, which JSON can write."""
@@ -133,7 +141,9 @@ class Statistics:
         return cls.of_values(json.loads(text))
 
 
-def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads: int = 2, **reading: Any) -> Statistics:
+def statistics_of(
+    source: Any, columns: Sequence[str] | None = None, *, threads: int = 2, **reading: Any
+) -> Statistics:
     """Statistics of a source, in one pass over its rows.
 
     Args:
@@ -161,7 +171,8 @@ def statistics_at(url: str) -> Statistics | None:
 
 
 def kept_statistics(url: str, source: Any, columns: Sequence[str], threads: int) -> Statistics:
-    """Returns the statistics that are stored with prepared data, or computes them if there are none.
+    """Returns the statistics that are stored with prepared data, or computes them if there are
+    none.
 
     Args:
         url: Of the training data.
@@ -204,17 +215,29 @@ class _Tally:
             if self.kind == "number":
                 self.missing += len(column) - len(values)
             if self.edges is not None:
-                self.bins = [one + more for one, more in zip(self.bins, _binned(values, self.edges), strict=True)]
+                self.bins = [
+                    one + more
+                    for one, more in zip(self.bins, _binned(values, self.edges), strict=True)
+                ]
                 return
             self.mean.add(column)
             self.cells.add(column)
             if len(values):
-                self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+                self.least, self.most = (
+                    min(self.least, float(values.min())),
+                    max(self.most, float(values.max())),
+                )
             return
         self.missing += column.null_count
         if self.kind == "value":
             counted = column.drop_null().cast(pa.string()).value_counts()
-            self._count(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True))
+            self._count(
+                zip(
+                    counted.field("values").to_pylist(),
+                    counted.field("counts").to_pylist(),
+                    strict=True,
+                )
+            )
 
     def _count(self, pairs: Any) -> None:
         if self.values is None:
@@ -239,24 +262,35 @@ class _Tally:
 
     def statistics(self) -> ColumnStatistics:
         if self.kind in ("number", "list") and self.mean.count:
-            # The largest number of its cell: the rows in the cell are then below the edge in any other count, too.
+            # The largest number of its cell: the rows in the cell are then below the edge in any
+            # other count, too.
             deciles = [self.cells.up_to(bin_ / _BINS) for bin_ in range(1, _BINS)]
             edges = sorted({one for one in deciles if one is not None})
             cells, rows = self.cells.numbers()
             counts = _binned(cells, edges, rows)
             return ColumnStatistics(
-                self.kind, self.rows, self.missing, self.mean.value, self.least, self.most, edges, counts
+                self.kind,
+                self.rows,
+                self.missing,
+                self.mean.value,
+                self.least,
+                self.most,
+                edges,
+                counts,
             )
         values = self.values if self.kind == "value" else None
         shown = sorted(values or {}, key=lambda value: (-(values or {})[value], value))[:_SHOWN]
         return ColumnStatistics(
-            self.kind, self.rows, self.missing, values={value: (values or {})[value] for value in shown},
+            self.kind, self.rows, self.missing,
+            values={value: (values or {})[value] for value in shown},
             distinct=None if values is None else len(values),
         )  # fmt: skip
 
 
 def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
-    """Returns the rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
+    """Returns the rows up to each edge, and above the last one; of each value one, or as many as
+    `rows` says.
+    """
     import numpy as np  # noqa: PLC0415 - optional
 
     places = np.searchsorted(np.asarray(edges, np.float64), values, side="left")
@@ -264,17 +298,26 @@ def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
 
 
 def _counted_anywhere(
-    source: Any, columns: list[str] | None, threads: int, before: Mapping[str, ColumnStatistics] | None = None
+    source: Any,
+    columns: list[str] | None,
+    threads: int,
+    before: Mapping[str, ColumnStatistics] | None = None,
 ) -> dict[str, _Tally]:
-    """Counts in this process, or the rows of a Spark DataFrame on its executors; `before` for a drift."""
+    """Counts in this process, or the rows of a Spark DataFrame on its executors; `before` for a
+    drift.
+    """
     if not isinstance(source, Source):
         return _counted_by_spark(source, columns, before or {})
-    return _counted(source, source.schema.names if columns is None else columns, threads, before or {})
+    return _counted(
+        source, source.schema.names if columns is None else columns, threads, before or {}
+    )
 
 
 def _opened(source: Any, reading: dict[str, Any]) -> Any:
     """Returns a source that was opened, or a Spark DataFrame."""
-    return source if is_spark(source) or isinstance(source, Source) else open_source(source, **reading)
+    return (
+        source if is_spark(source) or isinstance(source, Source) else open_source(source, **reading)
+    )
 
 
 def _names(source: Any) -> list[str]:
@@ -285,10 +328,15 @@ def _counted_by_spark(
     frame: Any, columns: list[str] | None, before: Mapping[str, ColumnStatistics]
 ) -> dict[str, _Tally]:
     names = _present(columns, frame.columns)
-    # Spark would read a dot in a name as the field of a struct, so the columns have numbers until they are counted.
+    # Spark would read a dot in a name as the field of a struct, so the columns have numbers until
+    # they are counted.
     quoted = [frame["`" + name.replace("`", "``") + "`"] for name in names]
-    chosen = frame.select(*(column.alias(f"column{number}") for number, column in enumerate(quoted)))
-    of_spark = [_SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields]
+    chosen = frame.select(
+        *(column.alias(f"column{number}") for number, column in enumerate(quoted))
+    )
+    of_spark = [
+        _SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields
+    ]
     kinds = dict(zip(names, of_spark, strict=True))
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -300,7 +348,9 @@ def _counted_by_spark(
         for batch in batches:
             for column, tally in zip(batch.columns, found.values(), strict=True):
                 tally.add(column)
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
+        )
 
     whole = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
     for row in chosen.mapInArrow(count, "part binary").collect():
@@ -342,9 +392,19 @@ def _kind(kind: pa.DataType) -> str:
 
     types: Any = pa.types
     inner = kind.value_type if types.is_dictionary(kind) else kind
-    if types.is_integer(inner) or types.is_floating(inner) or types.is_decimal(inner) or types.is_temporal(inner):
+    if (
+        types.is_integer(inner)
+        or types.is_floating(inner)
+        or types.is_decimal(inner)
+        or types.is_temporal(inner)
+    ):
         return "number"
-    if types.is_string(inner) or types.is_large_string(inner) or types.is_boolean(inner) or inner == pa.string_view():
+    if (
+        types.is_string(inner)
+        or types.is_large_string(inner)
+        or types.is_boolean(inner)
+        or inner == pa.string_view()
+    ):
         return "value"
     is_list = types.is_list(inner) or types.is_large_list(inner) or types.is_fixed_size_list(inner)
     return "list" if is_list else "other"
@@ -352,7 +412,9 @@ def _kind(kind: pa.DataType) -> str:
 
 def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
     if before.kind != now.kind:
-        raise ValueError(f"column {name!r} is a {now.kind} now, in the statistics it is a {before.kind}")
+        raise ValueError(
+            f"column {name!r} is a {now.kind} now, in the statistics it is a {before.kind}"
+        )
     missing = now.missing / max(now.rows, 1) - before.missing / max(before.rows, 1)
     if before.kind in ("number", "list"):
         return Drift(_index(before.counts, now.bins), missing)
@@ -366,10 +428,13 @@ def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
 
 
 def _index(before: Sequence[int], now: Sequence[int]) -> float:
-    """Returns the population stability index of two counts of the same bins; NaN if one has no rows."""
+    """Returns the population stability index of two counts of the same bins; NaN if one has no
+    rows.
+    """
     if not sum(before) or not sum(now):
         return math.nan
     shares = [
-        (max(one / sum(before), _LEAST), max(other / sum(now), _LEAST)) for one, other in zip(before, now, strict=True)
+        (max(one / sum(before), _LEAST), max(other / sum(now), _LEAST))
+        for one, other in zip(before, now, strict=True)
     ]
     return sum((other - one) * math.log(other / one) for one, other in shares)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Statistics of a column, gathered batch by batch and merged from tasks.
 
-Batches and tasks do not change a bit of the result, so data that is prepared again with other partitions is the same
-data. Nulls, NaN and infinities count as missing.
+Batches and tasks do not change a bit of the result, so data that is prepared again with other
+partitions is the same data. Nulls, NaN and infinities count as missing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Quantile:
     cells: dict[int, int] = field(default_factory=dict)
     """Rows by number, as an integer of the same order without its lowest bits."""
     dropped: int = 0
-    """The number of those bits: as few as the cells allow. It depends only on the set of all rows."""
+    """The number of those bits: as few as the cells allow. It depends only on the set of all
+    rows.
+    """
     most: int = _CELLS
     """Cells, at most."""
 
@@ -111,7 +113,8 @@ class Quantile:
         self._count((key >> shift, count) for key, count in other.cells.items())
 
     def at(self, share: float) -> float | None:
-        """Returns the number below or at which a share of the rows is; between two of them, their mean.
+        """Returns the number below or at which a share of the rows is; between two of them, their
+        mean.
 
         Args:
             share: 0.5 is the median.
@@ -136,10 +139,13 @@ class Quantile:
         import numpy as np  # noqa: PLC0415 - as above
 
         keys = sorted(self.cells)
-        return np.array([self._number(key) for key in keys]), np.array([self.cells[key] for key in keys], np.int64)
+        return np.array([self._number(key) for key in keys]), np.array(
+            [self.cells[key] for key in keys], np.int64
+        )
 
     def below_last(self, share: float) -> float | None:
-        """Returns the number at or below which about a share of the rows is, and above which there is a row.
+        """Returns the number at or below which about a share of the rows is, and above which there
+        is a row.
 
         Args:
             share: Of the rows.
@@ -156,7 +162,8 @@ class Quantile:
         return self._last_of(keys[-2]) if len(keys) > 1 else None
 
     def up_to(self, share: float) -> float | None:
-        """Returns the least number that ends a cell and that at least a share of the rows does not exceed.
+        """Returns the least number that ends a cell and that at least a share of the rows does not
+        exceed.
 
         Args:
             share: Of the rows.
@@ -237,7 +244,9 @@ class Values:
         if pa.types.is_floating(whole.type):
             whole = pa.array(numbers(whole))
         found = whole.value_counts()
-        self._count(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True))
+        self._count(
+            zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True)
+        )
 
     def merge(self, other: Values) -> None:
         """Adds the counts of another task."""
@@ -261,4 +270,6 @@ class Values:
         for value, count in pairs:
             self.counts[value] = self.counts.get(value, 0) + count
         if len(self.counts) > MOST_VALUES:
-            raise ValueError(f"has more than {MOST_VALUES:,} different values, which is too many for categories")
+            raise ValueError(
+                f"has more than {MOST_VALUES:,} different values, which is too many for categories"
+            )

@@ -26,7 +26,9 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     try:
         import tensorflow as tf  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ImportError("as_tf_dataset needs TensorFlow: pip install 'farandole[tensorflow]'") from error
+        raise ImportError(
+            "as_tf_dataset needs TensorFlow: pip install 'farandole[tensorflow]'"
+        ) from error
     if loader.framework != "numpy":
         raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
     signature, lists = loader.signature(), loader._nested()  # noqa: SLF001 - of one house

@@ -25,8 +25,8 @@ MOST_WORKERS = 1024
 class TorchDataset(IterableDataset):
     """Whole batches, as dicts of tensors: `DataLoader(dataset, batch_size=None)`.
 
-    Every iteration is the next epoch. Worker processes count epochs in memory that they share with this one, so that
-    it makes no difference whether a `DataLoader` keeps its workers.
+    Every iteration is the next epoch. Worker processes count epochs in memory that they share with
+    this one, so that it makes no difference whether a `DataLoader` keeps its workers.
     """
 
     def __init__(self, loader: ParquetLoader) -> None:
@@ -48,7 +48,9 @@ class TorchDataset(IterableDataset):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses which epoch the next iteration is; to be called in the process of the `DataLoader`."""
+        """Chooses which epoch the next iteration is; to be called in the process of the
+        `DataLoader`.
+        """
         self._loader.set_epoch(epoch)
         self._restart()
 
@@ -63,10 +65,13 @@ class TorchDataset(IterableDataset):
             yield from self._loader
             return
         if info.num_workers > MOST_WORKERS:
-            raise ValueError(f"a DataLoader may have up to {MOST_WORKERS} workers here: {info.num_workers}")
+            raise ValueError(
+                f"a DataLoader may have up to {MOST_WORKERS} workers here: {info.num_workers}"
+            )
         if lists := self._loader._nested():  # noqa: SLF001 - of one house
             raise ValueError(
-                f"worker processes cannot send nested tensors: use num_workers=0 for {', '.join(lists)}; the loader "
+                "worker processes cannot send nested tensors: use num_workers=0 for "
+                f"{', '.join(lists)}; the loader "
                 "reads in threads of its own"
             )
         if self._resumed is None:
@@ -93,9 +98,11 @@ class TorchDataset(IterableDataset):
         self._restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the consumer's position; in a worker process, this worker's, for torchdata's `StatefulDataLoader`.
+        """Returns the consumer's position; in a worker process, this worker's, for torchdata's
+        `StatefulDataLoader`.
 
-        The state of a worker belongs to that number of workers; without workers, it is the loader's and fits any world.
+        The state of a worker belongs to that number of workers; without workers, it is the loader's
+        and fits any world.
         """
         if get_worker_info() is None:
             return self._loader.state_dict()
@@ -116,6 +123,8 @@ class TorchDataset(IterableDataset):
             self._loader.load_state_dict(state)
             self._restart()
         elif state["workers"] != info.num_workers:
-            raise ValueError(f"the state is of {state['workers']} workers, here are {info.num_workers}")
+            raise ValueError(
+                f"the state is of {state['workers']} workers, here are {info.num_workers}"
+            )
         else:
             self._resumed = dict(state)

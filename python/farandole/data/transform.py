@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A user's function on whole batches, in worker threads or processes.
 
-The function takes a `pyarrow.RecordBatch` (scalars as columns of their type, vectors as fixed-size lists, texts as
-large strings) and returns another one, a `pyarrow.Table`, or a dict of arrays. Batches stay in order.
+The function takes a `pyarrow.RecordBatch` (scalars as columns of their type, vectors as fixed-size
+lists, texts as large strings) and returns another one, a `pyarrow.Table`, or a dict of arrays.
+Batches stay in order.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class Shapes:
         """Knows nothing yet."""
         self._known: dict[str, Any] | None = None
 
-    def given(self, result: dict[str, Any], others: Callable[[], Generator[dict[str, Any]]]) -> dict[str, Any]:
-        """Returns the result; where it has no rows, with the types and shapes of another one that has.
+    def given(
+        self, result: dict[str, Any], others: Callable[[], Generator[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """Returns the result; where it has no rows, with the types and shapes of another one that
+        has.
 
         Args:
             result: Arrays by name.
-            others: Results to look at, where none with rows has come yet. It is called at most once.
+            others: Results to look at, where none with rows has come yet. It is called at most
+                once.
         """
         if _has_rows(result):
             self._known = self._known or _without_rows(result)
@@ -95,8 +100,8 @@ class Transform:
     ) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Transforms batches, up to two a worker ahead of the consumer.
 
-        A result without rows has the types and shapes of other results. If it is the first one, the function is called
-        with batches of the whole data set until it returns rows.
+        A result without rows has the types and shapes of other results. If it is the first one, the
+        function is called with batches of the whole data set until it returns rows.
 
         Args:
             batches: As the reader gives them.
@@ -113,7 +118,9 @@ class Transform:
             for batch, result in results:
                 yield batch, self._shapes.given(result, others)
 
-    def _results(self, batches: Iterator[Batch], fields: Sequence[Field]) -> Generator[tuple[Batch, dict[str, Any]]]:
+    def _results(
+        self, batches: Iterator[Batch], fields: Sequence[Field]
+    ) -> Generator[tuple[Batch, dict[str, Any]]]:
         if self.pool == "dummy":
             for batch in batches:
                 yield batch, _checked(self.function(to_arrow(batch, fields)))
@@ -201,7 +208,11 @@ def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
         else:
             kind = pa.type_for_alias(_ALIASES.get(field.dtype, field.dtype))
             values = pa.Array.from_buffers(kind, count, [None, buffer])
-        arrays.append(pa.FixedSizeListArray.from_arrays(values, math.prod(field.shape)) if field.shape else values)
+        arrays.append(
+            pa.FixedSizeListArray.from_arrays(values, math.prod(field.shape))
+            if field.shape
+            else values
+        )
     return pa.RecordBatch.from_arrays(arrays, [field.name for field in fields])
 
 
@@ -213,14 +224,18 @@ def _has_rows(result: dict[str, Any]) -> bool:
 
 
 def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
-    """Copies of arrays or tensors that have none of their rows, without those that cannot be sliced by rows."""
+    """Copies of arrays or tensors that have none of their rows, without those that cannot be
+    sliced by rows.
+    """
     import numpy as np  # noqa: PLC0415 - optional
 
     none = {}
     for name, values in result.items():
         # Sparse and nested tensors have no slices of rows.
         with suppress(RuntimeError, TypeError, IndexError):
-            none[name] = values[:0].clone() if hasattr(values, "clone") else np.asarray(values)[:0].copy()
+            none[name] = (
+                values[:0].clone() if hasattr(values, "clone") else np.asarray(values)[:0].copy()
+            )
     return none
 
 
@@ -228,15 +243,21 @@ def _checked(result: Any) -> dict[str, Any]:
     """Returns the result of a function, as arrays by name."""
     if isinstance(result, dict):
         return result
-    names = getattr(result, "column_names", None) or getattr(getattr(result, "schema", None), "names", None)
+    names = getattr(result, "column_names", None) or getattr(
+        getattr(result, "schema", None), "names", None
+    )
     if names is None or not hasattr(result, "column"):
         kind = type(result).__name__
-        raise TypeError(f"transformation_fn must return a RecordBatch, a Table or a dict of arrays, it returned {kind}")
+        raise TypeError(
+            "transformation_fn must return a RecordBatch, a Table or a dict of arrays, it "
+            f"returned {kind}"
+        )
     return {name: from_arrow(name, result.column(index)) for index, name in enumerate(names)}
 
 
 def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
-    """Returns a column as a NumPy array of shape `(rows,)` or, for lists of one length, `(rows, length)`.
+    """Returns a column as a NumPy array of shape `(rows,)` or, for lists of one length, `(rows,
+    length)`.
 
     Args:
         name: Of the column, for messages.
@@ -252,7 +273,9 @@ def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
         if isinstance(column, pa.ChunkedArray):
-            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+            column = (
+                pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+            )
     if column.null_count:
         raise ValueError(f"{who} left {column.null_count} nulls in column {name}")
     kind = column.type
@@ -261,7 +284,13 @@ def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
         if len(lengths) > 1:
             raise ValueError(f"{who} made lists of different lengths in column {name}")
         values = from_arrow(name, column.flatten(), who)
-        return values.reshape(len(column), -1) if len(column) else values.reshape(0, getattr(kind, "list_size", 0))
+        return (
+            values.reshape(len(column), -1)
+            if len(column)
+            else values.reshape(0, getattr(kind, "list_size", 0))
+        )
     if not (kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind)):
-        raise ValueError(f"{who} made column {name} of {kind}, which is neither a number nor a list of numbers")
+        raise ValueError(
+            f"{who} made column {name} of {kind}, which is neither a number nor a list of numbers"
+        )
     return column.to_numpy(zero_copy_only=False)

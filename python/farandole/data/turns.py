@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The assignment of the rows of an epoch while ranks come and go, for loaders that fault-tolerant optimizers share.
+"""The assignment of the rows of an epoch while ranks come and go, for loaders that fault-tolerant
+optimizers share.
 
-An epoch is assigned in rounds. In each round, every rank gets a piece. All ranks keep the same record, so each knows
-the positions of the others. The pieces of a step count when the step is finished. When the world changes, the ranks
-exchange the pieces that they hold. The pieces of lost ranks are assigned again at the end of the epoch. New ranks,
-which hold no piece for the present step, get a piece first.
+An epoch is assigned in rounds. In each round, every rank gets a piece. All ranks keep the same
+record, so each knows the positions of the others. The pieces of a step count when the step is
+finished. When the world changes, the ranks exchange the pieces that they hold. The pieces of lost
+ranks are assigned again at the end of the epoch. New ranks, which hold no piece for the present
+step, get a piece first.
 
-- `RD-T1`: the rows that are not counted yet are those that are not assigned, and those of the present step.
+- `RD-T1`: the rows that are not counted yet are those that are not assigned, and those of the
+  present step.
 - `RD-T2`: after an agreement all ranks have the same record.
 """
 
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Rows of one rank: of the batch that a reader of these arguments reads first, each `stride`th from `offset` on."""
+    """Rows of one rank: of the batch that a reader of these arguments reads first, each
+    `stride`th from `offset` on.
+    """
 
     epoch: int
     start: int
@@ -46,7 +51,11 @@ class Round(NamedTuple):
 
     def piece(self, number: int) -> Piece:
         """Returns the piece of one of them."""
-        return self.whole.part(number, self.size) if self.is_divided else self.whole._replace(rank=number)
+        return (
+            self.whole.part(number, self.size)
+            if self.is_divided
+            else self.whole._replace(rank=number)
+        )
 
     def pieces(self) -> list[Piece]:
         """Returns all of them."""
@@ -134,10 +143,14 @@ class Turns:
         """Rounds until the end of the epoch, as things are."""
         place = self.place if self.epoch == self.place.epoch else Place(self.epoch, 0)
         whole, left = self.size * self.batch, self.total - place.start
-        return len(self.due) + len(place.left) + (left // whole if self.drops else -(-left // whole))
+        return (
+            len(self.due) + len(place.left) + (left // whole if self.drops else -(-left // whole))
+        )
 
     def finished(self) -> None:
-        """The step that the pieces in hand were for is finished, here or at the rank whose state this one took."""
+        """The step that the pieces in hand were for is finished, here or at the rank whose state
+        this one took.
+        """
         self.rounds, self.dealt, self.hand = 0, [], []
 
     def _has_more(self, place: Place) -> bool:
@@ -149,7 +162,9 @@ class Turns:
         left = self.total - place.start
         if left >= (size * self.batch if self.drops else 1):
             whole = Piece(place.epoch, place.start, 0, size, self.batch)
-            return replace(place, start=min(place.start + size * self.batch, self.total)), Round(whole, size, False)
+            return replace(place, start=min(place.start + size * self.batch, self.total)), Round(
+                whole, size, False
+            )
         if place.left:
             return replace(place, left=place.left[1:]), Round(place.left[0], size, True)
         nothing = Piece(place.epoch, 0, 0, 1, 1, offset=1)
@@ -161,8 +176,12 @@ class Turns:
         return max(0, -(-(read - piece.offset) // piece.stride))
 
     def record(self, finishes: bool = False) -> dict[str, Any]:
-        """Returns the message to the other ranks; it may describe the state after `finished` before that call."""
-        rounds, dealt, hand = (0, [], []) if finishes else (self.rounds, list(self.dealt), list(self.hand))
+        """Returns the message to the other ranks; it may describe the state after `finished`
+        before that call.
+        """
+        rounds, dealt, hand = (
+            (0, [], []) if finishes else (self.rounds, list(self.dealt), list(self.hand))
+        )
         kind = {"total": self.total, "batch": self.batch, "drops": self.drops}
         return {**kind, "place": self.place, "rounds": rounds, "dealt": dealt, "hand": hand}
 
@@ -170,10 +189,14 @@ class Turns:
         """Takes over the agreed state of the ranks of a new world.
 
         Args:
-            records: What each of them has told; `None` of those that are new. Some rank has told one.
+            records: What each of them has told; `None` of those that are new. Some rank has told
+                one.
             rank: This rank among them.
         """
-        best = max((record for record in records if record is not None), key=lambda record: record["rounds"])
+        best = max(
+            (record for record in records if record is not None),
+            key=lambda record: record["rounds"],
+        )
         hands = [[] if record is None else record["hand"] for record in records]
         held = {piece for hand in hands for piece in hand}
         dealt = [piece for turn in best["dealt"] for piece in turn.pieces()]

@@ -2,13 +2,16 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Collectives on JAX arrays, outside and inside `jax.jit`, and data-parallel training.
 
-Outside jit an operation runs at once. Inside, it is an ordered host callback: callbacks of a process run one after the
-other, in the order of the program, so ranks that run the same program meet. This has consequences:
+Outside jit an operation runs at once. Inside, it is an ordered host callback: callbacks of a
+process run one after the other, in the order of the program, so ranks that run the same program
+meet. This has consequences:
 
-- All ranks run the same compiled functions in the same order. If ranks may take different branches (`jax.lax.cond`),
-  the branches must contain no operation.
-- `jax.vmap` and several devices in one process (`shard_map`) refuse ordered callbacks: one process drives one device.
-- An error inside jit is raised as `jax.errors.JaxRuntimeError`, with the original text, when the result is used.
+- All ranks run the same compiled functions in the same order. If ranks may take different branches
+  (`jax.lax.cond`), the branches must contain no operation.
+- `jax.vmap` and several devices in one process (`shard_map`) refuse ordered callbacks: one process
+  drives one device.
+- An error inside jit is raised as `jax.errors.JaxRuntimeError`, with the original text, when the
+  result is used.
 - Arrays go through host memory.
 
 Example:
@@ -36,8 +39,17 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
-from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.exceptions import (
+    FarandoleInternalError,
+    FarandoleUsageError,
+    HorovodInternalError,
+)
+from farandole.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 from farandole.jax._operations import (
     allgather,

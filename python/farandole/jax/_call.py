@@ -2,10 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Operations on existing arrays, and on arrays that jit will compute.
 
-Outside a transformation, an operation runs at once, on NumPy's view of the arrays. Under `jax.jit` it becomes a host
-callback. Callbacks are ordered, because otherwise XLA could run two of them in different orders on different ranks,
-which would then wait for each other. For the same reason, unnamed operations in callbacks have their own numbers: jit
-runs them while the main thread continues, so the two sequences mix differently on every rank.
+Outside a transformation, an operation runs at once, on NumPy's view of the arrays. Under `jax.jit`
+it becomes a host callback. Callbacks are ordered, because otherwise XLA could run two of them in
+different orders on different ranks, which would then wait for each other. For the same reason,
+unnamed operations in callbacks have their own numbers: jit runs them while the main thread
+continues, so the two sequences mix differently on every rank.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def call(
         name: The operation's name, if it has one.
     """
     if not is_traced(values):
-        return [jax.numpy.asarray(result) for result in operation([np.asarray(value) for value in values], name)]
+        return [
+            jax.numpy.asarray(result)
+            for result in operation([np.asarray(value) for value in values], name)
+        ]
     expected = list(results())
 
     def callback(*arrays: Any) -> list[np.ndarray[Any, Any]]:

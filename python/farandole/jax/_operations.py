@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 
-def _differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with a gradient of its own: `forward` of arrays, `backward` of the results' gradients."""
+def _differentiable(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a function with a gradient of its own: `forward` of arrays, `backward` of the
+    results' gradients.
+    """
     function = jax.custom_vjp(forward)
     function.defvjp(lambda *values: (forward(*values), None), lambda _, grads: backward(grads))
     return function
@@ -57,7 +61,9 @@ def grouped_allreduce(
     def backward(grads: list[Any]) -> tuple[jax.Array, ...]:
         if op not in (Average, Sum):
             raise ValueError("only Average and Sum have a gradient")
-        return tuple(grouped_allreduce(grads, None, _backward_name(name), op, *factors, process_set))
+        return tuple(
+            grouped_allreduce(grads, None, _backward_name(name), op, *factors, process_set)
+        )
 
     if not tensors:
         raise ValueError("a group must have at least one array")
@@ -91,8 +97,8 @@ def allreduce(
 
     Raises:
         ValueError: When an argument is wrong, or ranks disagree about the operation.
-        FarandoleInternalError: When a peer failed or the session was shut down. Under jit both arrive as
-            `jax.errors.JaxRuntimeError` with the same text.
+        FarandoleInternalError: When a peer failed or the session was shut down. Under jit both
+            arrive as `jax.errors.JaxRuntimeError` with the same text.
     """
     op = choose_op(op, average)
     factors = (prescale_factor, postscale_factor)
@@ -118,14 +124,16 @@ def _require_rows(value: Any, operation: str) -> Any:
     return value
 
 
-def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> jax.Array:
+def allgather(
+    tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> jax.Array:
     """Concatenates all ranks' arrays along the first dimension, in the order of ranks.
 
     Differentiable: every rank gets its rows of the sum of all ranks' gradients.
 
     Args:
-        tensor: An array of at least one dimension. Ranks may differ in the first, but not under jit, which has to
-            know the result's shape.
+        tensor: An array of at least one dimension. Ranks may differ in the first, but not under
+            jit, which has to know the result's shape.
         name: As for `allreduce`.
         process_set: As for `allreduce`.
 
@@ -147,7 +155,9 @@ def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSe
     def run_evenly(arrays: list[Any], name: str | None) -> Sequence[Any]:
         whole, rows = gather_with_rows(arrays[0], name, process_set)
         if len(set(rows)) > 1:
-            raise ValueError(f"ranks have different numbers of rows, which is possible only outside jit: {rows}")
+            raise ValueError(
+                f"ranks have different numbers of rows, which is possible only outside jit: {rows}"
+            )
         return [whole]
 
     def forward(value: Any) -> jax.Array:
@@ -166,7 +176,10 @@ def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSe
 
 
 def broadcast(
-    tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: ArrayLike,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> jax.Array:
     """Returns the root's array on every rank.
 
@@ -211,13 +224,14 @@ def alltoall(
 
     Args:
         tensor: An array of at least one dimension; its rows are dealt out to the members in order.
-        splits: How many rows each member gets; all the same when `None`, which must come out even. Not under jit,
-            which has to know the result's shape.
+        splits: How many rows each member gets; all the same when `None`, which must come out even.
+            Not under jit, which has to know the result's shape.
         name: As for `allreduce`.
         process_set: As for `allreduce`.
 
     Returns:
-        The rows received, in the order of senders; with `splits`, also how many each member sent, as int32.
+        The rows received, in the order of senders; with `splits`, also how many each member sent,
+        as int32.
 
     Raises:
         ValueError: As for `allreduce`; or when `splits` are given under jit.
@@ -225,7 +239,9 @@ def alltoall(
     """
     value = _require_rows(tensor, "alltoall")
     if splits is not None and is_traced([value]) and not _is_even(splits, value.shape[0]):
-        raise ValueError("alltoall under jit needs equal splits, because the shape of the result must be known")
+        raise ValueError(
+            "alltoall under jit needs equal splits, because the shape of the result must be known"
+        )
     received: list[Any] = [None]
 
     def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
@@ -285,7 +301,9 @@ def reducescatter(
     size = len(members_of(process_set))
 
     def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
-        return [plain.reducescatter(arrays[0], name, op, process_set, prescale_factor, postscale_factor)]
+        return [
+            plain.reducescatter(arrays[0], name, op, process_set, prescale_factor, postscale_factor)
+        ]
 
     def forward(value: Any) -> jax.Array:
         shape = (rows, *value.shape[1:])
@@ -295,7 +313,12 @@ def reducescatter(
         def gather(arrays: list[Any], name: str | None) -> Sequence[Any]:
             return [plain.allgather(arrays[0], name, process_set)]
 
-        whole = call(gather, [grad], lambda: [jax.ShapeDtypeStruct(value.shape, grad.dtype)], _backward_name(name))[0]
+        whole = call(
+            gather,
+            [grad],
+            lambda: [jax.ShapeDtypeStruct(value.shape, grad.dtype)],
+            _backward_name(name),
+        )[0]
         factor = prescale_factor * postscale_factor / (size if op == Average else 1)
         return ((whole * factor).astype(grad.dtype),)
 

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def broadcast_parameters(
-    params: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    params: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Returns the parameters of one rank on all ranks, so that all ranks start from the same model.
 
     Args:
-        params: Any pytree of arrays; equal structure, shapes and dtypes on all ranks. Not under jit.
+        params: Any pytree of arrays; equal structure, shapes and dtypes on all ranks. Not under
+            jit.
         root_rank: The global rank whose values count.
         name: Names the operations across ranks.
         process_set: The ranks that take part; this one must be a member.
@@ -40,9 +44,12 @@ def broadcast_parameters(
     leaves, structure = jax.tree.flatten(params)
     name = "parameters" if name is None else name
     handles = [
-        plain.broadcast_async(np.asarray(leaf), root_rank, f"{name}.{i}", process_set) for i, leaf in enumerate(leaves)
+        plain.broadcast_async(np.asarray(leaf), root_rank, f"{name}.{i}", process_set)
+        for i, leaf in enumerate(leaves)
     ]
-    return jax.tree.unflatten(structure, [jnp.asarray(plain.synchronize(handle)) for handle in handles])
+    return jax.tree.unflatten(
+        structure, [jnp.asarray(plain.synchronize(handle)) for handle in handles]
+    )
 
 
 def allreduce_gradients(
@@ -65,7 +72,9 @@ def allreduce_gradients(
     leaves, structure = jax.tree.flatten(grads)
     if not leaves:
         return grads
-    return jax.tree.unflatten(structure, grouped_allreduce(leaves, None, name, op, process_set=process_set))
+    return jax.tree.unflatten(
+        structure, grouped_allreduce(leaves, None, name, op, process_set=process_set)
+    )
 
 
 def distributed_value_and_grad(
@@ -75,7 +84,8 @@ def distributed_value_and_grad(
     op: int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, with gradients combined over all ranks; the value is that of this rank.
+    """Like `jax.value_and_grad`, with gradients combined over all ranks; the value is that of this
+    rank.
 
     Args:
         fun: The loss.
@@ -106,7 +116,8 @@ class GradientTransformation(NamedTuple):
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any, op: int = Average, process_set: ProcessSet = global_process_set
 ) -> GradientTransformation:
-    """Wraps an optax optimizer, or any pair of `init` and `update`, so that it gets the gradients of all ranks.
+    """Wraps an optax optimizer, or any pair of `init` and `update`, so that it gets the gradients
+    of all ranks.
 
     Args:
         optimizer: Has `init(params)` and `update(grads, state, params=None)`.
@@ -118,6 +129,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return optimizer.update(allreduce_gradients(grads, op, process_set=process_set), state, params, **extra)
+        return optimizer.update(
+            allreduce_gradients(grads, op, process_set=process_set), state, params, **extra
+        )
 
     return GradientTransformation(optimizer.init, update)

@@ -8,7 +8,7 @@ Example:
     hvd.init()
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss=...)
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ import keras
 
 from farandole._keras import Settings, distribute
 from farandole._keras import values as _values
-from farandole._keras.surface import allgather, broadcast, broadcast_global_variables, load_model, reducescatter
+from farandole._keras.surface import (
+    allgather,
+    broadcast,
+    broadcast_global_variables,
+    load_model,
+    reducescatter,
+)
 from farandole.common.basics import (
     ccl_built,
     cross_rank,
@@ -42,7 +48,12 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from farandole.common.reduction import choose_groups
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Sum, choose_op
@@ -124,29 +135,35 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Wraps a Keras optimizer, on any backend, so that its gradients are reduced over all ranks.
 
-    Gradients are reduced once an update: after accumulation, before clipping; a `LossScaleOptimizer` may be in it or
-    around it.
+    Gradients are reduced once an update: after accumulation, before clipping; a
+    `LossScaleOptimizer` may be in it or around it.
 
     Args:
-        optimizer: A Keras optimizer. The distributed optimizer takes over its state; do not use the original any more.
-        name: A new name, if any; it names the reductions, too, which optimizers that train at the same time in several
-            threads need.
+        optimizer: A Keras optimizer. The distributed optimizer takes over its state; do not use the
+            original any more.
+        name: A new name, if any; it names the reductions, too, which optimizers that train at the
+            same time in several threads need.
         device_dense: Where ops for dense gradients are placed, on TensorFlow.
         device_sparse: Where ops for slices are placed, on TensorFlow.
         compression: Compresses the gradients for transport.
-        sparse_as_dense: Whether `IndexedSlices` become tensors first, on TensorFlow; else they are gathered.
-        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        sparse_as_dense: Whether `IndexedSlices` become tensors first, on TensorFlow; else they are
+            gathered.
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied
+            after the sum.
         op: `Average` or `Sum`.
         num_groups: Deprecated; use `groups`.
-        groups: A number of consecutive units, or lists of variables that form units; one unit by default.
-        backward_passes_per_step: Gradients of this many steps are accumulated, and reduced and applied once.
+        groups: A number of consecutive units, or lists of variables that form units; one unit by
+            default.
+        backward_passes_per_step: Gradients of this many steps are accumulated, and reduced and
+            applied once.
         average_aggregated_gradients: Whether accumulated gradients are averaged rather than summed.
         process_set: The ranks that take part; others keep their gradients.
-        scale_local_gradients: Whether gradients of variables given to `register_local_var` are divided by the number
-            of ranks.
+        scale_local_gradients: Whether gradients of variables given to `register_local_var` are
+            divided by the number of ranks.
 
     Returns:
-        An optimizer of the same kind, whose class keeps its name, so that saved models load without Farandole.
+        An optimizer of the same kind, whose class keeps its name, so that saved models load without
+        Farandole.
 
     Raises:
         ValueError: If arguments contradict each other.
@@ -184,7 +201,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
 ) -> Any:
-    """Like `DistributedOptimizer`, but each rank keeps the gradients of some layers, which are clipped separately.
+    """Like `DistributedOptimizer`, but each rank keeps the gradients of some layers, which are
+    clipped separately.
 
     Args:
         optimizer: As there, like all that are not named here.
@@ -197,7 +215,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         op: As there.
         groups: As there.
         process_set: As there.
-        local_layers: A layer or a list of layers, built, whose trainable weights belong to each rank.
+        local_layers: A layer or a list of layers, built, whose trainable weights belong to each
+            rank.
         scale_local_gradients: As there.
         backward_passes_per_step: As there.
         average_aggregated_gradients: As there.
@@ -206,15 +225,20 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         As there.
 
     Raises:
-        ValueError: If arguments contradict each other, or a layer is not a layer or has not been built.
+        ValueError: If arguments contradict each other, or a layer is not a layer or has not been
+            built.
     """
     layers = [] if local_layers is None else local_layers
     layers = list(layers) if isinstance(layers, list | tuple) else [layers]
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers must be a Keras layer or a list of Keras layers: {layer!r}")
+            raise ValueError(
+                f"local_layers must be a Keras layer or a list of Keras layers: {layer!r}"
+            )
         if not layer.built:
-            raise ValueError(f"the local layer {layer.name!r} must be built first, because it has no weights yet")
+            raise ValueError(
+                f"the local layer {layer.name!r} must be built first, because it has no weights yet"
+            )
     distributed = DistributedOptimizer(
         optimizer,
         name,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic training with Keras: a model's state that survives a failed world, and callbacks that keep it."""
+"""Elastic training with Keras: a model's state that survives a failed world, and callbacks that
+keep it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ __all__ = [
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
+    """Wraps a training function: after a failure the state goes back to the last commit, in a new
+    world.
 
     Args:
         func: The training function; takes a `KerasState` first, returns when training is done.
@@ -54,7 +57,9 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def _as_told_by_jax(func: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Raises failures in compiled steps with their own types, which JAX replaces by its own errors."""
+    """Raises failures in compiled steps with their own types, which JAX replaces by its own
+    errors.
+    """
     import jax  # noqa: PLC0415 - the backend
 
     @functools.wraps(func)

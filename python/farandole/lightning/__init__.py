@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Lightning on Farandole's engine: once this is imported, `Trainer(strategy="farandole")` trains on all ranks.
+"""Lightning on Farandole's engine: once this is imported, `Trainer(strategy="farandole")` trains on
+all ranks.
 
-Processes are started by `farandole run`, a Spark job or another launcher; each uses one device. Gradients,
-metrics with `sync_dist=True` and torchmetrics go through `torch.distributed` with the backend `"farandole"`. The
-name `"horovod"`, which Lightning itself has removed, means the same.
+Processes are started by `farandole run`, a Spark job or another launcher; each uses one device.
+Gradients, metrics with `sync_dist=True` and torchmetrics go through `torch.distributed` with the
+backend `"farandole"`. The name `"horovod"`, which Lightning itself has removed, means the same.
 
 Example:
     import lightning
@@ -17,7 +18,9 @@ Example:
 from importlib.util import find_spec
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
-    raise ImportError("farandole.lightning needs Lightning: pip install farandole[lightning]", name="lightning")
+    raise ImportError(
+        "farandole.lightning needs Lightning: pip install farandole[lightning]", name="lightning"
+    )
 
 from farandole.lightning.strategy import FarandoleEnvironment, FarandoleStrategy, register
 

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Elastic training with Lightning: a `Trainer.fit` that continues in another world.
 
-A `Trainer` cannot change its world, so each world has its own trainer. It begins with a checkpoint of Lightning that is
-kept in memory. For Lightning, the rest of an epoch is an epoch with fewer batches.
+A `Trainer` cannot change its world, so each world has its own trainer. It begins with a checkpoint
+of Lightning that is kept in memory. For Lightning, the rest of an epoch is an epoch with fewer
+batches.
 
 Example:
     @elastic.run
@@ -41,10 +42,12 @@ __all__ = ["LightningState", "leave", "run"]
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
+    """Wraps a training function: after a failure the state goes back to the last commit, in a new
+    world.
 
     Args:
-        func: The training function; takes a `LightningState` first, makes a trainer, and has the state fit with it.
+        func: The training function; takes a `LightningState` first, makes a trainer, and has the
+            state fit with it.
 
     Returns:
         A function of the same arguments and result.
@@ -56,7 +59,9 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
             return func(*args, **kwargs)
         except RuntimeError as error:
             # An error that passed through DistributedDataParallel's C++ has kept only its text.
-            if isinstance(error, FarandoleInternalError) or FarandoleInternalError.__name__ not in str(error):
+            if isinstance(
+                error, FarandoleInternalError
+            ) or FarandoleInternalError.__name__ not in str(error):
                 raise
             raise FarandoleInternalError(str(error)) from error
 
@@ -74,9 +79,11 @@ class LightningState(TorchState):
     """State of a fit: all that Lightning's checkpoint has, and each keyword as an attribute.
 
     Args:
-        every: Steps from one commit to the next. A commit copies what a checkpoint has and asks all ranks.
-        **kwargs: Further attributes and their first values. An `ElasticSampler`, or a loader of `farandole.data`, is
-            kept with the model, so that the samples of an epoch count as there.
+        every: Steps from one commit to the next. A commit copies what a checkpoint has and asks all
+            ranks.
+        **kwargs: Further attributes and their first values. An `ElasticSampler`, or a loader of
+            `farandole.data`, is kept with the model, so that the samples of an epoch count as
+            there.
     """
 
     every: int
@@ -104,9 +111,12 @@ class LightningState(TorchState):
             ValueError: The trainer has `max_steps`, by which Lightning counts otherwise.
         """
         if trainer.max_steps != -1:
-            raise ValueError(f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}")
+            raise ValueError(
+                f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}"
+            )
         trainer.callbacks.append(_commits(type(trainer).__module__.partition(".trainer")[0], self))
-        # The rest of an epoch has fewer batches than the next epoch, and Lightning counts them when it loads.
+        # The rest of an epoch has fewer batches than the next epoch, and Lightning counts them when
+        # it loads.
         trainer.reload_dataloaders_every_n_epochs = 1
         with scratch.directory() as folder:
             if self._checkpoint is not None:
@@ -135,7 +145,8 @@ class LightningState(TorchState):
 
     def _check_storable(self) -> None:
         raise NotImplementedError(
-            "Lightning writes its own checkpoints: give the trainer a ModelCheckpoint, and fit a ckpt_path"
+            "Lightning writes its own checkpoints: give the trainer a ModelCheckpoint, and fit a "
+            "ckpt_path"
         )
 
     def samplers(self) -> list[ElasticSampler]:
@@ -153,7 +164,8 @@ class LightningState(TorchState):
             sampler.record_batch(batches - 1, trainer.train_dataloader.batch_size)
 
     def is_due(self, trainer: Any, batches: int) -> bool:
-        """Returns whether a commit follows: where no gradients wait, and not after an epoch's last batch.
+        """Returns whether a commit follows: where no gradients wait, and not after an epoch's last
+        batch.
 
         That epoch is not over before its validation is.
 
@@ -180,7 +192,9 @@ def _dumped(trainer: Any) -> dict[str, Any]:
 
 
 def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint as if the epoch in progress were to begin: its data begins where the state says."""
+    """Returns a checkpoint as if the epoch in progress were to begin: its data begins where the
+    state says.
+    """
     progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     for kind in ("total", "current"):
         done = progress[kind]["completed"]
@@ -193,7 +207,9 @@ class _Moments:
 
     def __init__(self, state: LightningState) -> None:
         self._state = state
-        self._places: list[dict[str, Any]] | None = [sampler.state_dict() for sampler in state.samplers()]
+        self._places: list[dict[str, Any]] | None = [
+            sampler.state_dict() for sampler in state.samplers()
+        ]
 
     @property
     def state_key(self) -> str:
@@ -210,7 +226,9 @@ class _Moments:
             self._places = None
         self._state.commit()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Commits where it is time."""
         del module, outputs, batch
         done = batch_idx + 1

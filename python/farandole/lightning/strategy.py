@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The strategy: DistributedDataParallel over the backend `"farandole"`, in processes that a launcher started.
+"""The strategy: DistributedDataParallel over the backend `"farandole"`, in processes that a
+launcher started.
 
-Lightning has two packages with the same code, `lightning.pytorch` and `pytorch_lightning`, whose classes do not know
-each other. The strategy is created for the first, and for the other one on demand.
+Lightning has two packages with the same code, `lightning.pytorch` and `pytorch_lightning`, whose
+classes do not know each other. The strategy is created for the first, and for the other one on
+demand.
 """
 
 # ruff: noqa: PLC0415 - whichever of the two packages is there
@@ -81,7 +83,9 @@ class _World:
 
 
 class _Broadcasting:
-    """Sends plain values without pickle. Lightning broadcasts paths and decisions, and pickles all objects."""
+    """Sends plain values without pickle. Lightning broadcasts paths and decisions, and pickles
+    all objects.
+    """
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Returns one rank's object on every rank.
@@ -101,7 +105,9 @@ def environment_class(package: str) -> type[Any]:
         package: `lightning.pytorch` or `pytorch_lightning`.
     """
     base = import_module(f"{_PACKAGES[package]}.plugins").ClusterEnvironment
-    return type("FarandoleEnvironment", (_World, base), {"__doc__": _World.__doc__, "__module__": __name__})
+    return type(
+        "FarandoleEnvironment", (_World, base), {"__doc__": _World.__doc__, "__module__": __name__}
+    )
 
 
 @cache
@@ -118,8 +124,8 @@ def strategy_class(package: str) -> type[Any]:
         """Trains one model on all ranks of Farandole's world.
 
         Args:
-            **kwargs: as for Lightning's `DDPStrategy`, such as `find_unused_parameters=True`, or a hook of
-                `farandole.torch.ddp_comm_hook` as `ddp_comm_hook`.
+            **kwargs: as for Lightning's `DDPStrategy`, such as `find_unused_parameters=True`, or a
+                hook of `farandole.torch.ddp_comm_hook` as `ddp_comm_hook`.
         """
 
         strategy_name = "farandole"
@@ -148,11 +154,15 @@ def strategy_class(package: str) -> type[Any]:
         def set_world_ranks(self) -> None:
             """Tells Lightning's helpers which rank this is."""
             rank_zero.rank = self.global_rank
-            import_module(f"{_PACKAGES[package]}.utilities.rank_zero").rank_zero_only.rank = self.global_rank
+            import_module(
+                f"{_PACKAGES[package]}.utilities.rank_zero"
+            ).rank_zero_only.rank = self.global_rank
 
         def _register_ddp_hooks(self) -> None:
             # Lightning's own leaves them out on CPUs, where they work as well here.
-            _register_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            _register_hook(
+                self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+            )
 
         def _configure_launcher(self) -> None:
             self._launcher = None
@@ -178,16 +188,22 @@ def _register_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
 
 
 def register() -> None:
-    """Registers the strategy under its names with those of Lightning's packages that are imported, or else installed.
+    """Registers the strategy under its names with those of Lightning's packages that are imported,
+    or else installed.
 
     To import the second of two takes seconds, and few use both.
     """
     imported = [package for package in _PACKAGES if package in sys.modules]
-    for package in imported or [one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None]:
+    for package in imported or [
+        one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None
+    ]:
         registry = import_module(f"{package}.strategies").StrategyRegistry
         for name in NAMES:
             registry.register(
-                name, strategy_class(package), description="one process per rank of Farandole's world", override=True
+                name,
+                strategy_class(package),
+                description="one process per rank of Farandole's world",
+                override=True,
             )
 
 
@@ -204,4 +220,6 @@ _FIRST = next(
 FarandoleEnvironment = environment_class(_FIRST)
 """The cluster environment of Lightning in a world of Farandole: its ranks and its size."""
 FarandoleStrategy = strategy_class(_FIRST)
-"""Lightning's strategy: `DistributedDataParallel` over Farandole's engine. Its names are `farandole` and `horovod`."""
+"""Lightning's strategy: `DistributedDataParallel` over Farandole's engine. Its names are
+`farandole` and `horovod`.
+"""

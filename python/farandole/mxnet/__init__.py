@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Data-parallel MXNet for existing scripts. The framework is retired, and its last wheel is 1.9.1.
 
-Arrays are sent as NumPy arrays, so every operation first waits for MXNet's queue. It needs NumPy 1.23, like MXNet.
+Arrays are sent as NumPy arrays, so every operation first waits for MXNet's queue. It needs NumPy
+1.23, like MXNet.
 
 Example:
     import farandole.mxnet as hvd
@@ -10,14 +11,21 @@ Example:
     hvd.init()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1 * hvd.size()})
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
-"""
+"""  # noqa: E501
 
 from importlib.util import find_spec as _find_spec
 
 if _find_spec("mxnet") is None:
-    raise ImportError("farandole.mxnet needs MXNet, whose last wheel is 1.9.1: pip install mxnet", name="mxnet")
+    raise ImportError(
+        "farandole.mxnet needs MXNet, whose last wheel is 1.9.1: pip install mxnet", name="mxnet"
+    )
 
-from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import check_extension, split_list
 from farandole.mxnet.compression import Compression

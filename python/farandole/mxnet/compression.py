@@ -37,7 +37,11 @@ class FP16Compressor(Compressor):
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Casts arrays of 32 and 64 bit floats to float16."""
         name = getattr(tensor.dtype, "__name__", str(tensor.dtype))
-        return (tensor.astype("float16"), tensor.dtype) if name in ("float32", "float64") else (tensor, None)
+        return (
+            (tensor.astype("float16"), tensor.dtype)
+            if name in ("float32", "float64")
+            else (tensor, None)
+        )
 
 
 class Compression:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Collectives on MXNet arrays. Each waits for its result; `priority` is accepted for compatibility with Horovod.
+"""Collectives on MXNet arrays. Each waits for its result; `priority` is accepted for compatibility
+with Horovod.
 
 They have no gradients. Adasum is refused, as by Horovod.
 """
@@ -156,7 +157,9 @@ def grouped_allreduce_(
     op: int | None = None,
 ) -> list[Any]:
     """Like `grouped_allreduce`, but overwrites the arrays and returns them."""
-    reduced = grouped_allreduce(tensors, average, name, priority, prescale_factor, postscale_factor, process_set, op)
+    reduced = grouped_allreduce(
+        tensors, average, name, priority, prescale_factor, postscale_factor, process_set, op
+    )
     for tensor, value in zip(tensors, reduced, strict=True):
         tensor[:] = value
     return list(tensors)
@@ -173,7 +176,9 @@ def allreduce(
     op: int | None = None,
 ) -> Any:
     """Like `grouped_allreduce` for one array."""
-    return grouped_allreduce([tensor], average, name, priority, prescale_factor, postscale_factor, process_set, op)[0]
+    return grouped_allreduce(
+        [tensor], average, name, priority, prescale_factor, postscale_factor, process_set, op
+    )[0]
 
 
 def allreduce_(
@@ -187,7 +192,9 @@ def allreduce_(
     op: int | None = None,
 ) -> Any:
     """Like `allreduce`, but overwrites the array and returns it."""
-    return grouped_allreduce_([tensor], average, name, priority, prescale_factor, postscale_factor, process_set, op)[0]
+    return grouped_allreduce_(
+        [tensor], average, name, priority, prescale_factor, postscale_factor, process_set, op
+    )[0]
 
 
 def grouped_allgather(
@@ -205,7 +212,10 @@ def grouped_allgather(
 
 
 def allgather(
-    tensor: Any, name: str | None = None, priority: int = 0, process_set: ProcessSet = global_process_set
+    tensor: Any,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Concatenates all ranks' arrays along the first dimension, in which they may differ.
 
@@ -317,7 +327,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Combines all ranks' arrays and gives every rank its own rows. Remaining rows go to the first ranks.
+    """Combines all ranks' arrays and gives every rank its own rows. Remaining rows go to the first
+    ranks.
 
     Args:
         tensor: At least one dimension; equal shape and dtype on all ranks.
@@ -331,4 +342,6 @@ def reducescatter(
     Returns:
         This rank's rows.
     """
-    return grouped_reducescatter([tensor], op, name, priority, process_set, prescale_factor, postscale_factor)[0]
+    return grouped_reducescatter(
+        [tensor], op, name, priority, process_set, prescale_factor, postscale_factor
+    )[0]

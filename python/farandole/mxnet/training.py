@@ -32,7 +32,10 @@ class _Gradients:
     """
 
     def __init__(
-        self, compression: type[Compressor], gradient_predivide_factor: float, process_set: ProcessSet
+        self,
+        compression: type[Compressor],
+        gradient_predivide_factor: float,
+        process_set: ProcessSet,
     ) -> None:
         self.compression = compression
         self.factors = check_predivide(gradient_predivide_factor, Average)
@@ -96,7 +99,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         parts = split_list(list(range(len(index))), self._num_groups or len(index))
         for part in parts:
             if part:
-                name = f"{index[part[0]]}:{index[part[-1]]}" if self._num_groups else str(index[part[0]])
+                name = (
+                    f"{index[part[0]]}:{index[part[-1]]}"
+                    if self._num_groups
+                    else str(index[part[0]])
+                )
                 self._gradients.reduce([grad[place] for place in part], name)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -149,7 +156,9 @@ class DistributedTrainer(mx.gluon.Trainer):
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn(
-                "DistributedTrainer reduces gradients itself, so it unwraps the distributed optimizer", stacklevel=2
+                "DistributedTrainer reduces gradients itself, so it unwraps the distributed "
+                "optimizer",
+                stacklevel=2,
             )
             optimizer = optimizer._optimizer  # noqa: SLF001 - ours
         if isinstance(params, list):
@@ -180,10 +189,12 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Overwrites parameters with those of one rank, and deferred parameters when MXNet initializes them.
+    """Overwrites parameters with those of one rank, and deferred parameters when MXNet initializes
+    them.
 
     Args:
-        params: A dictionary of arrays or parameters, as `Module.get_params` and `Block.collect_params` give it.
+        params: A dictionary of arrays or parameters, as `Module.get_params` and
+            `Block.collect_params` give it.
         root_rank: The rank whose values count.
         prefix: Tells several calls apart that run at the same time.
 
@@ -202,12 +213,17 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
         try:
             data = value.data()
         except mx.gluon.parameter.DeferredInitializationError:
-            value._init_impl = types.MethodType(_then_broadcast(value._init_impl, root_rank, name), value)  # noqa: SLF001
+            value._init_impl = types.MethodType(  # noqa: SLF001
+                _then_broadcast(value._init_impl, root_rank, name),  # noqa: SLF001
+                value,
+            )
             continue
         broadcast_(data, root_rank, name)
 
 
-def _then_broadcast(initialize: Callable[..., None], root_rank: int, name: str) -> Callable[..., None]:
+def _then_broadcast(
+    initialize: Callable[..., None], root_rank: int, name: str
+) -> Callable[..., None]:
     def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
         broadcast_(self.data(), root_rank, name)

@@ -2,10 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Collectives on NumPy arrays, without any framework.
 
-Names and signatures are those of `farandole.torch`. Arrays that are contiguous, aligned and in native byte order are
-used without a copy. Others are copied, and in-place operations write the result back. Results are contiguous and in
-native byte order. Read-only arrays may be sent but not overwritten. `bfloat16`, `float8_e4m3fn` and `float8_e5m2` of
-ml_dtypes are supported; masked arrays, objects, strings and dates are refused.
+Names and signatures are those of `farandole.torch`. Arrays that are contiguous, aligned and in
+native byte order are used without a copy. Others are copied, and in-place operations write the
+result back. Results are contiguous and in native byte order. Read-only arrays may be sent but not
+overwritten. `bfloat16`, `float8_e4m3fn` and `float8_e5m2` of ml_dtypes are supported; masked
+arrays, objects, strings and dates are refused.
 
 Example:
     import numpy as np
@@ -32,8 +33,17 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
-from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.exceptions import (
+    FarandoleInternalError,
+    FarandoleUsageError,
+    HorovodInternalError,
+)
+from farandole.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 from farandole.numpy._allreduce import (
     allreduce,

@@ -31,7 +31,9 @@ Factors = tuple[float, float]
 """Factors of the inputs and of the result."""
 
 
-def _start(value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool) -> int:
+def _start(
+    value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool
+) -> int:
     """Starts an allreduce into a new array; `attended` when `synchronize` follows at once."""
     number = set_number(process_set)
     source, target = as_input_and_output(value)
@@ -54,7 +56,9 @@ def _start(value: Any, name: str | None, op: int, factors: Factors, process_set:
 def _start_in_place(
     value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool
 ) -> int:
-    """Starts an allreduce that overwrites the array; `attended` when `synchronize` follows at once."""
+    """Starts an allreduce that overwrites the array; `attended` when `synchronize` follows at
+    once.
+    """
     number = set_number(process_set)
     array = require_in_place(value)
     work = as_input(array)
@@ -87,10 +91,12 @@ def allreduce_async(
     """Starts an allreduce into a new array.
 
     Args:
-        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks. Must not be changed
-            until `synchronize`. One that is not contiguous, aligned and in native byte order is copied first.
+        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks.
+            Must not be changed until `synchronize`. One that is not contiguous, aligned and in
+            native byte order is copied first.
         average: Deprecated; use `op`.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         prescale_factor: Multiplies every rank's array before the reduction.
         postscale_factor: Multiplies the result.
@@ -104,7 +110,9 @@ def allreduce_async(
         FarandoleInternalError: When the world is broken already.
     """
     op = choose_op(op, average)
-    return _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False)
+    return _start(
+        tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
+    )
 
 
 def allreduce_async_(
@@ -118,10 +126,13 @@ def allreduce_async_(
 ) -> int:
     """Starts an allreduce that overwrites `tensor`, any writable array; else as `allreduce_async`.
 
-    An array that is not contiguous, aligned and in native byte order is written when its handle is synchronized.
+    An array that is not contiguous, aligned and in native byte order is written when its handle is
+    synchronized.
     """
     op = choose_op(op, average)
-    return _start_in_place(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False)
+    return _start_in_place(
+        tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
+    )
 
 
 def allreduce(
@@ -152,7 +163,9 @@ def allreduce(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     op = choose_op(op, average)
-    return synchronize(_start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True))
+    return synchronize(
+        _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True)
+    )
 
 
 def allreduce_(
@@ -171,7 +184,12 @@ def allreduce_(
 
 
 def _submit(
-    values: Sequence[Any], in_place: bool, name: str | None, op: int, factors: Factors, process_set: ProcessSet
+    values: Sequence[Any],
+    in_place: bool,
+    name: str | None,
+    op: int,
+    factors: Factors,
+    process_set: ProcessSet,
 ) -> int:
     """Starts the allreduces of a group."""
     number = set_number(process_set)
@@ -204,8 +222,8 @@ def grouped_allreduce_async(
 ) -> int:
     """Starts an allreduce of several arrays as one unit; `synchronize` returns the list of results.
 
-    Arguments and errors are those of `allreduce_async`; the first member is named `<name>`, member `i` of `n` after it
-    `<name>_<i>of<n>`.
+    Arguments and errors are those of `allreduce_async`; the first member is named `<name>`, member
+    `i` of `n` after it `<name>_<i>of<n>`.
     """
     op = choose_op(op, average)
     return _submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set)
@@ -220,7 +238,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allreduce that overwrites several writable arrays; else as `grouped_allreduce_async`."""
+    """Starts an allreduce that overwrites several writable arrays; else as
+    `grouped_allreduce_async`.
+    """
     op = choose_op(op, average)
     return _submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set)
 
@@ -236,7 +256,9 @@ def grouped_allreduce(
 ) -> list[Array]:
     """Combines several arrays over all ranks as one unit into new ones; else as `allreduce`."""
     op = choose_op(op, average)
-    return synchronize(_submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set))
+    return synchronize(
+        _submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set)
+    )
 
 
 def grouped_allreduce_(
@@ -250,4 +272,6 @@ def grouped_allreduce_(
 ) -> list[Array]:
     """Like `grouped_allreduce`, but overwrites the writable arrays and returns them."""
     op = choose_op(op, average)
-    return synchronize(_submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set))
+    return synchronize(
+        _submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set)
+    )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Arrays as the engine sees them: an address, a dtype, a shape; and the table of operations in progress."""
+"""Arrays as the engine sees them: an address, a dtype, a shape; and the table of operations in
+progress.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ DTYPES: dict[str, int] = {
     "float8_e4m3fn": 15,
     "float8_e5m2": 16,
 }
-"""The engine's number of every dtype it knows, by NumPy's name; those NumPy itself lacks come with ml_dtypes."""
+"""The engine's number of every dtype it knows, by NumPy's name; those NumPy itself lacks come
+with ml_dtypes.
+"""
 
 table = HandleTable("numpy")
 """The operations of this module under way."""
@@ -58,7 +62,8 @@ def address_of(array: Array) -> int:
 
 
 def as_input(value: ArrayLike) -> Array:
-    """`value` as memory the engine can read: itself if it is contiguous, aligned and in native byte order, else a copy.
+    """`value` as memory the engine can read: itself if it is contiguous, aligned and in native byte
+    order, else a copy.
 
     Raises:
         ValueError: When the engine has no dtype for it, or it is masked.
@@ -68,7 +73,9 @@ def as_input(value: ArrayLike) -> Array:
 
 
 def as_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
-    """Like `as_input`, with memory for a result of the same shape and dtype, which may be the private copy."""
+    """Like `as_input`, with memory for a result of the same shape and dtype, which may be the
+    private copy.
+    """
     array = _checked(value)
     if is_plain(array):
         return array, np.empty_like(array)
@@ -108,14 +115,18 @@ def require_in_place(value: Any) -> Array:
 
 
 def copy_back(target: Array, source: Array) -> Array:
-    """Moves a result to where it belongs, if the engine has not written it there; returns `target`."""
+    """Moves a result to where it belongs, if the engine has not written it there; returns
+    `target`.
+    """
     if address_of(target) != address_of(source):
         np.copyto(target, source, casting="equiv")
     return target
 
 
 def adopt(outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]) -> tuple[Array, list[int]]:
-    """Returns the array in memory the engine has filled, without a copy, and the rows every member gave."""
+    """Returns the array in memory the engine has filled, without a copy, and the rows every
+    member gave.
+    """
     rows: list[int] = outcome.rows if outcome is not None else []
     shape = (sum(rows), *tail)
     if outcome is None or len(outcome) == 0:
@@ -135,18 +146,19 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits for an asynchronous operation and returns its result.
 
-    The handle is consumed, whether the operation succeeded or failed. Ctrl-C interrupts the wait and leaves it valid.
+    The handle is consumed, whether the operation succeeded or failed. Ctrl-C interrupts the wait
+    and leaves it valid.
 
     Args:
         handle: What an `*_async` function returned.
 
     Returns:
-        The array; a list of arrays for a grouped operation; the array and the rows received from every member for
-        `alltoall_async`.
+        The array; a list of arrays for a grouped operation; the array and the rows received from
+        every member for `alltoall_async`.
 
     Raises:
-        ValueError: When the handle was consumed already, or never given out; or when ranks disagree about the
-            operation.
+        ValueError: When the handle was consumed already, or never given out; or when ranks disagree
+            about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     return table.synchronize(handle)

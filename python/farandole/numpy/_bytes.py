@@ -18,7 +18,9 @@ _SHAPE = (-1, 1, 1, 1)
 """A shape of their own: an unnamed array of another rank does not match it."""
 
 
-def broadcast_bytes(data: bytes | None, root_rank: int, name: str | None, process_set: ProcessSet) -> memoryview:
+def broadcast_bytes(
+    data: bytes | None, root_rank: int, name: str | None, process_set: ProcessSet
+) -> memoryview:
     """Returns the root's bytes on every rank.
 
     Args:
@@ -55,7 +57,9 @@ def allgather_bytes(data: bytes, name: str | None, process_set: ProcessSet) -> l
     """
     whole, rows = gather_with_rows(_array(data), name, process_set)
     ends = np.cumsum(rows)
-    return [whole[end - count : end].reshape(-1).data for end, count in zip(ends, rows, strict=True)]
+    return [
+        whole[end - count : end].reshape(-1).data for end, count in zip(ends, rows, strict=True)
+    ]
 
 
 def _array(data: bytes) -> Array:

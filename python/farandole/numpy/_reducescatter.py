@@ -35,11 +35,18 @@ def _prepare(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
     source = as_input(value)
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array of at least one dimension: shape ()")
-    return source, np.empty((own_rows(source.shape[0], process_set), *source.shape[1:]), dtype=source.dtype)
+    return source, np.empty(
+        (own_rows(source.shape[0], process_set), *source.shape[1:]), dtype=source.dtype
+    )
 
 
 def _start(
-    value: Any, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet, attended: bool
+    value: Any,
+    name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    attended: bool,
 ) -> int:
     number = set_number(process_set)
     _check(op)
@@ -71,9 +78,10 @@ def reducescatter_async(
     """Starts a reduce-scatter.
 
     Args:
-        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; equal shape and dtype on all
-            ranks. Must not be changed until `synchronize`.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; equal
+            shape and dtype on all ranks. Must not be changed until `synchronize`.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         op: `Average` or `Sum`.
         process_set: The ranks that take part; this one must be a member.
         prescale_factor: Multiplies every rank's array before the reduction.
@@ -86,7 +94,9 @@ def reducescatter_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False)
+    return _start(
+        tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
+    )
 
 
 def reducescatter(
@@ -116,7 +126,9 @@ def reducescatter(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return synchronize(_start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True))
+    return synchronize(
+        _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True)
+    )
 
 
 def grouped_reducescatter_async(
@@ -127,7 +139,9 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a reduce-scatter of several arrays as one unit; `synchronize` returns the list of results."""
+    """Starts a reduce-scatter of several arrays as one unit; `synchronize` returns the list of
+    results.
+    """
     number = set_number(process_set)
     _check(op)
     pairs = [_prepare(tensor, process_set) for tensor in tensors]
@@ -153,4 +167,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Array]:
     """Like `reducescatter`, for several arrays as one unit."""
-    return synchronize(grouped_reducescatter_async(tensors, name, op, process_set, prescale_factor, postscale_factor))
+    return synchronize(
+        grouped_reducescatter_async(
+            tensors, name, op, process_set, prescale_factor, postscale_factor
+        )
+    )

@@ -21,16 +21,22 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     number = set_number(process_set)
-    synchronize(table.submit(None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number))
+    synchronize(
+        table.submit(
+            None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number
+        )
+    )
 
 
 def join(allow_gather: bool = False) -> int:
-    """Declares that this rank has no more data. It takes part in the operations of the others until all have joined.
+    """Declares that this rank has no more data. It takes part in the operations of the others until
+    all have joined.
 
     Meanwhile it contributes nothing to reductions: their neutral element.
 
     Args:
-        allow_gather: Whether others may still gather and broadcast; this rank gives no rows. An error otherwise.
+        allow_gather: Whether others may still gather and broadcast; this rank gives no rows. An
+            error otherwise.
 
     Returns:
         The rank that joined last, the same on all ranks.
@@ -38,4 +44,6 @@ def join(allow_gather: bool = False) -> int:
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return joined(synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather)))
+    return joined(
+        synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather))
+    )

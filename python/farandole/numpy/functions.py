@@ -14,9 +14,13 @@ from farandole.numpy._bytes import allgather_bytes, broadcast_bytes
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's object on every rank; it travels by cloudpickle over links that the job's key secures.
+    """Returns the root's object on every rank; it travels by cloudpickle over links that the job's
+    key secures.
 
     Args:
         obj: What to send; ignored on other ranks.
@@ -32,12 +36,17 @@ def broadcast_object(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     is_root = basics.rank() == root_rank
-    data = broadcast_bytes(pickling.dumps(obj) if is_root else None, root_rank, _named(name), process_set)
+    data = broadcast_bytes(
+        pickling.dumps(obj) if is_root else None, root_rank, _named(name), process_set
+    )
     return obj if is_root else cloudpickle.loads(data)
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Returns the objects of all ranks, in the order of ranks; they travel as in `broadcast_object`.
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Returns the objects of all ranks, in the order of ranks; they travel as in
+    `broadcast_object`.
 
     Args:
         obj: This rank's object.
@@ -50,7 +59,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return [cloudpickle.loads(data) for data in allgather_bytes(pickling.dumps(obj), _named(name), process_set)]
+    return [
+        cloudpickle.loads(data)
+        for data in allgather_bytes(pickling.dumps(obj), _named(name), process_set)
+    ]
 
 
 def _named(name: str | None) -> str | None:

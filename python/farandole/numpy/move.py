@@ -61,18 +61,26 @@ def _start_allgather(
     )
 
 
-def gather_with_rows(value: ArrayLike, name: str | None, process_set: ProcessSet) -> tuple[Array, list[int]]:
+def gather_with_rows(
+    value: ArrayLike, name: str | None, process_set: ProcessSet
+) -> tuple[Array, list[int]]:
     """Like `allgather`; returns also the number of rows every member gave."""
-    return synchronize(_start_allgather(value, name, process_set, lambda *both: both, attended=True))
+    return synchronize(
+        _start_allgather(value, name, process_set, lambda *both: both, attended=True)
+    )
 
 
-def allgather_async(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def allgather_async(
+    tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Starts an allgather.
 
     Args:
-        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of. Ranks may differ in the first
-            dimension only, which may be 0. Must not be changed until `synchronize`.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of. Ranks may
+            differ in the first dimension only, which may be 0. Must not be changed until
+            `synchronize`.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
@@ -85,7 +93,9 @@ def allgather_async(tensor: ArrayLike, name: str | None = None, process_set: Pro
     return _start_allgather(tensor, name, process_set, lambda whole, _: whole, attended=False)
 
 
-def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
+def allgather(
+    tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
     """Concatenates all ranks' arrays along the first dimension, in the order of ranks.
 
     Args:
@@ -104,9 +114,13 @@ def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSe
 
 
 def grouped_allgather_async(
-    tensors: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[ArrayLike],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allgather of several arrays as one unit; `synchronize` returns the list of results."""
+    """Starts an allgather of several arrays as one unit; `synchronize` returns the list of
+    results.
+    """
     number = set_number(process_set)
     sources = [_rows_of(tensor, "allgather") for tensor in tensors]
     names = table.names("grouped_allgather", name, len(sources), process_set)
@@ -123,7 +137,9 @@ def grouped_allgather_async(
 
 
 def grouped_allgather(
-    tensors: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[ArrayLike],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Like `allgather`, for several arrays as one unit."""
     return synchronize(grouped_allgather_async(tensors, name, process_set))
@@ -132,10 +148,14 @@ def grouped_allgather(
 def _require_root(root_rank: int, process_set: ProcessSet) -> None:
     members = members_of(process_set)
     if root_rank not in members:
-        raise ValueError(f"root_rank must be a global rank of the process set {members}: {root_rank!r}")
+        raise ValueError(
+            f"root_rank must be a global rank of the process set {members}: {root_rank!r}"
+        )
 
 
-def _start_broadcast(value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool) -> int:
+def _start_broadcast(
+    value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool
+) -> int:
     """Starts a broadcast into a new array; `attended` when `synchronize` follows at once."""
     number = set_number(process_set)
     _require_root(root_rank, process_set)
@@ -158,7 +178,9 @@ def _start_broadcast(value: Any, root_rank: int, name: str | None, process_set: 
 def _start_broadcast_in_place(
     value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool
 ) -> int:
-    """Starts a broadcast that overwrites the array; `attended` when `synchronize` follows at once."""
+    """Starts a broadcast that overwrites the array; `attended` when `synchronize` follows at
+    once.
+    """
     number = set_number(process_set)
     _require_root(root_rank, process_set)
     array = require_in_place(value)
@@ -180,15 +202,19 @@ def _start_broadcast_in_place(
 
 
 def broadcast_async(
-    tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: ArrayLike,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a broadcast into a new array.
 
     Args:
-        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks, the values of the
-            root count. Must not be changed until `synchronize`.
+        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks,
+            the values of the root count. Must not be changed until `synchronize`.
         root_rank: The global rank that sends, a member of the set; equal on all ranks.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
@@ -202,14 +228,22 @@ def broadcast_async(
 
 
 def broadcast_async_(
-    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Array,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a broadcast that overwrites `tensor`, any writable array; else as `broadcast_async`."""
+    """Starts a broadcast that overwrites `tensor`, any writable array; else as
+    `broadcast_async`.
+    """
     return _start_broadcast_in_place(tensor, root_rank, name, process_set, attended=False)
 
 
 def broadcast(
-    tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: ArrayLike,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Returns the root's array on every rank.
 
@@ -230,10 +264,15 @@ def broadcast(
 
 
 def broadcast_(
-    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Array,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Like `broadcast`, but overwrites `tensor`, any writable array, and returns it."""
-    return synchronize(_start_broadcast_in_place(tensor, root_rank, name, process_set, attended=True))
+    return synchronize(
+        _start_broadcast_in_place(tensor, root_rank, name, process_set, attended=True)
+    )
 
 
 def _start_alltoall(
@@ -272,11 +311,16 @@ def _row_counts(rows: int, splits: ArrayLike | None, members: int) -> list[int]:
         raise ValueError(f"splits must be a list of whole numbers, one per member: {splits!r}")
     if array.size == 0:
         if rows % members:
-            raise ValueError(f"without splits, rows must divide evenly among {members} ranks: {rows}")
+            raise ValueError(
+                f"without splits, rows must divide evenly among {members} ranks: {rows}"
+            )
         return [rows // members] * members
     counts = [operator.index(entry) for entry in array.tolist()]
     if len(counts) != members or any(count < 0 for count in counts) or sum(counts) != rows:
-        raise ValueError(f"splits must be {members} numbers, none negative, that add up to the {rows} rows: {counts!r}")
+        raise ValueError(
+            f"splits must be {members} numbers, none negative, that add up to the {rows} rows: "
+            f"{counts!r}"
+        )
     return counts
 
 
@@ -289,16 +333,17 @@ def alltoall_async(
     """Starts an all-to-all.
 
     Args:
-        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; its rows are dealt out to the
-            members in order. Must not be changed until `synchronize`.
-        splits: How many rows each member gets, all rows together; all the same when `None` or empty, which must come
-            out even.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; its rows
+            are dealt out to the members in order. Must not be changed until `synchronize`.
+        splits: How many rows each member gets, all rows together; all the same when `None` or
+            empty, which must come out even.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
-        A handle for `poll` and for `synchronize`, which returns the rows received, in the order of senders, and how
-        many each member sent.
+        A handle for `poll` and for `synchronize`, which returns the rows received, in the order of
+        senders, and how many each member sent.
 
     Raises:
         ValueError: When an argument is wrong, or an operation with this name is in progress.
@@ -322,7 +367,8 @@ def alltoall(
         process_set: As for `alltoall_async`.
 
     Returns:
-        The rows received, in the order of senders; with `splits`, also how many each member sent, as int32.
+        The rows received, in the order of senders; with `splits`, also how many each member sent,
+        as int32.
 
     Raises:
         ValueError: When an argument is wrong, or ranks disagree about the operation.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Plain values from one rank to all, and from all to all, without pickle, for the ranks of estimators.
+"""Plain values from one rank to all, and from all to all, without pickle, for the ranks of
+estimators.
 
-A message is a JSON text, a zero byte, and the bytes that the text refers to. JSON writes no zero byte. A message can
-contain only values without code, so receiving one runs no code.
+A message is a JSON text, a zero byte, and the bytes that the text refers to. JSON writes no zero
+byte. A message can contain only values without code, so receiving one runs no code.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def broadcast_plain(value: Any, root_rank: int, name: str | None = None) -> Any:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     is_root = basics.rank() == root_rank
-    data = broadcast_bytes(pack(value) if is_root else None, root_rank, _named(name), global_process_set)
+    data = broadcast_bytes(
+        pack(value) if is_root else None, root_rank, _named(name), global_process_set
+    )
     return value if is_root else unpack(data)
 
 
@@ -81,7 +84,8 @@ def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
     """Writes a plain value.
 
     Args:
-        value: `None`, booleans, numbers, strings, bytes, arrays of numbers, and dicts, lists and tuples of these.
+        value: `None`, booleans, numbers, strings, bytes, arrays of numbers, and dicts, lists and
+            tuples of these.
         other: Maps other objects to plain values, which `unpack`'s `other` maps back.
 
     Raises:
@@ -121,22 +125,36 @@ def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _
 
 
 def _written(value: Any, parts: list[bytes], place: str, other: Callable[[Any], Any]) -> Any:
-    """Returns the value as JSON. Types that JSON does not have become an object with one key, their kind."""
+    """Returns the value as JSON. Types that JSON does not have become an object with one key,
+    their kind.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
         return [_written(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [_written(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)]}
+        return {
+            "tuple": [_written(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)]
+        }
     if isinstance(value, dict):
         pairs = ((key, one, f"{place}[{key!r}]") for key, one in value.items())
-        return {"dict": [[_written(key, parts, at, other), _written(one, parts, at, other)] for key, one, at in pairs]}
-    if isinstance(value, bytes | np.generic | np.ndarray) and (told := _moved(value, parts)) is not None:
+        return {
+            "dict": [
+                [_written(key, parts, at, other), _written(one, parts, at, other)]
+                for key, one, at in pairs
+            ]
+        }
+    if (
+        isinstance(value, bytes | np.generic | np.ndarray)
+        and (told := _moved(value, parts)) is not None
+    ):
         return told
     try:
         return {"other": _written(other(value), parts, place, _no_other)}
     except TypeError as error:
-        raise TypeError(f"{place} is a {type(value).__name__}, which is not a plain value") from error
+        raise TypeError(
+            f"{place} is a {type(value).__name__}, which is not a plain value"
+        ) from error
 
 
 def _moved(value: Any, parts: list[bytes]) -> Any:
@@ -170,7 +188,9 @@ def _taken(kind: str, told: Any, take: Callable[[int], bytes]) -> Any:
     if kind != "array":
         raise ValueError(f"the message of a peer is not a plain value: {kind!r}")
     name, shape, is_scalar = told
-    if not _DTYPE.fullmatch(name) or not all(type(side) is int and 0 <= side < _SIDES for side in shape):
+    if not _DTYPE.fullmatch(name) or not all(
+        type(side) is int and 0 <= side < _SIDES for side in shape
+    ):
         raise ValueError(f"the message of a peer holds an array of {name} and shape {shape}")
     dtype = np.dtype(name)
     array = np.frombuffer(bytearray(take(math.prod(shape) * dtype.itemsize)), dtype).reshape(shape)

@@ -85,11 +85,14 @@ class Adapter(ABC):
             executable_cls: A class. Each worker creates an object of it for `execute`.
             executable_args: Arguments of its constructor.
             executable_kwargs: Keyword arguments of its constructor.
-            extra_env_vars: Variables of the workers' environment; they are set before a worker's process starts.
+            extra_env_vars: Variables of the workers' environment; they are set before a worker's
+                process starts.
         """
 
     @abstractmethod
-    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> list[Any]:
         """Calls `fn(executable)` on every worker and returns the results by rank."""
 
     @abstractmethod

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 class RayBackend(Backend):
     """Workers beside Ray actors, one for each. Ray places the actors and assigns GPUs to them.
 
-    `TorchEstimator(backend=RayBackend(num_workers=4), ...).fit(frame)` trains there. The store has to be one that all
-    nodes reach. `ray.init` has been called, or is called with its defaults.
+    `TorchEstimator(backend=RayBackend(num_workers=4), ...).fit(frame)` trains there. The store has
+    to be one that all nodes reach. `ray.init` has been called, or is called with its defaults.
 
-    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others continue, and another
-    one replaces it when Ray has the resources. The fewest workers that train have their resources at once. Further
-    ones wait in Ray's queue where there is no room, which makes an autoscaler add nodes.
+    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others
+    continue, and another one replaces it when Ray has the resources. The fewest workers that train
+    have their resources at once. Further ones wait in Ray's queue where there is no room, which
+    makes an autoscaler add nodes.
 
     Args:
         num_workers: Number of ranks, or of those that an elastic job begins with.
@@ -48,24 +49,30 @@ class RayBackend(Backend):
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         cpus_per_worker: CPUs that Ray reserves for a rank.
         env: Variables to set in the workers; `None` as a value removes one.
-        pass_env: Names of further variables of the driver that are forwarded, or patterns such as `"WANDB_*"`.
-        placement_group_timeout: Seconds within which Ray must reserve the resources; in an elastic job, those of
-            `min_num_proc` workers.
-        start_timeout: Seconds within which all workers must then start; default as in `farandole.spark.run`.
+        pass_env: Names of further variables of the driver that are forwarded, or patterns such as
+            `"WANDB_*"`.
+        placement_group_timeout: Seconds within which Ray must reserve the resources; in an elastic
+            job, those of `min_num_proc` workers.
+        start_timeout: Seconds within which all workers must then start; default as in
+            `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
-        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each rank runs.
-        warm: Whether workers start warm, from a fork server of their node that has imported torch; by default they do
-            where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
+        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each
+            rank runs.
+        warm: Whether workers start warm, from a fork server of their node that has imported torch;
+            by default they do where this process has imported it, unless `FARANDOLE_WARM_WORKERS`
+            says `off`.
         min_num_proc: Smallest number of ranks; default: `num_workers`.
         max_num_proc: Largest number of ranks; default: `num_workers`.
         elastic_timeout: Seconds an elastic job may wait for `min_num_proc` ranks; default as in
             `farandole.spark.run_elastic`.
-        reset_limit: Number of changes of the world after which an elastic job fails; default: no limit.
+        reset_limit: Number of changes of the world after which an elastic job fails; default: no
+            limit.
 
     Raises:
-        ValueError: A number is out of range or contradicts another one, `gpus_per_worker` contradicts `use_gpu`, or
-            `elastic_timeout` or `reset_limit` is given for a job that is not elastic.
+        ValueError: A number is out of range or contradicts another one, `gpus_per_worker`
+            contradicts `use_gpu`, or `elastic_timeout` or `reset_limit` is given for a job that is
+            not elastic.
         ImportError: Ray is not installed.
     """
 
@@ -95,7 +102,9 @@ class RayBackend(Backend):
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
-            raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
+            raise ValueError(
+                f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}"
+            )
         self._use_gpu = use_gpu
         self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
@@ -151,25 +160,49 @@ class RayBackend(Backend):
             needs, least = Needs(self._cpus, self._gpus), self._bounds.get("min_num_proc", size)
             with room(needs, least, self._placed_within, output.say):
                 registrar, most = elastic_registrar(size, self._bounds, self._limits, limit)
-                work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth, elastic=True)
+                work = Work(
+                    registrar.ticket,
+                    packed,
+                    changes,
+                    None,
+                    output.streaming,
+                    limit,
+                    warmth,
+                    elastic=True,
+                )
                 crew = RayCrew(registrar, work, most, needs, output)
-                return conduct_elastic(registrar, crew, output, on_progress, Drains(), under_way, ends_on_error=True)
+                return conduct_elastic(
+                    registrar, crew, output, on_progress, Drains(), under_way, ends_on_error=True
+                )
         with self._reserved(output) as group:
             registrar = Registrar(size, start_timeout=limit)
             work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
             agents = RayAgents(work, size, self._cpus, self._gpus, group, self._spare)
-            endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start", under_way)
+            endings = conduct(
+                registrar,
+                agents,
+                size,
+                output,
+                on_progress,
+                limit,
+                "Ray actors to start",
+                under_way,
+            )
         return outcome.results(endings, size)
 
     def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:
-        """Returns the placement group of a job of fixed size: the current one, or one of its own."""
+        """Returns the placement group of a job of fixed size: the current one, or one of its
+        own.
+        """
         group = current_placement_group()
         if group is not None:
             return contextlib.nullcontext(group)
         return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
 
     def plain(self) -> dict[str, Any]:
-        """Returns the arguments that make a backend of the same kind and numbers: no environment, no stream."""
+        """Returns the arguments that make a backend of the same kind and numbers: no
+        environment, no stream.
+        """
         return {
             "num_workers": self._num_workers,
             "use_gpu": self._use_gpu,
@@ -195,13 +228,15 @@ class RayBackend(Backend):
         """
         if is_client():
             raise RuntimeError(
-                "RayBackend does not work with Ray Client, because workers connect to this process: run the script in "
-                "the cluster, for example by `ray job submit`"
+                "RayBackend does not work with Ray Client, because workers connect to this "
+                "process: run the script in the cluster, for example by `ray job submit`"
             )
 
 
 class SpareActors:
-    """Actors that wait for the next job of their placement group. An actor starts in a second, and a job takes less."""
+    """Actors that wait for the next job of their placement group. An actor starts in a second,
+    and a job takes less.
+    """
 
     _of_process: ClassVar[SpareActors | None] = None
 
@@ -211,7 +246,9 @@ class SpareActors:
 
     @classmethod
     def of_process(cls) -> SpareActors:
-        """Returns the spare actors of this process, in which Ray Tune runs several trials with `reuse_actors=True`."""
+        """Returns the spare actors of this process, in which Ray Tune runs several trials with
+        `reuse_actors=True`.
+        """
         if cls._of_process is None:
             cls._of_process = cls()
         return cls._of_process
@@ -243,11 +280,18 @@ class RayAgents(Agents):
         cpus: CPUs of each.
         gpus: GPUs of each.
         group: The placement group.
-        spare: Where actors come from, and go to after a job that they have survived; `None` uses each once.
+        spare: Where actors come from, and go to after a job that they have survived; `None` uses
+            each once.
     """
 
     def __init__(
-        self, work: Work, size: int, cpus: float, gpus: float, group: Any, spare: SpareActors | None = None
+        self,
+        work: Work,
+        size: int,
+        cpus: float,
+        gpus: float,
+        group: Any,
+        spare: SpareActors | None = None,
     ) -> None:
         self._work = work
         self._size = size
@@ -259,15 +303,24 @@ class RayAgents(Agents):
 
     def start(self) -> None:
         """Asks Ray for the actors."""
-        self._actors = (self._spare.take(self._purpose()) if self._spare is not None else []) or self._placed()
-        self._served = [actor.serve.remote(self._work, task) for task, actor in enumerate(self._actors)]
+        self._actors = (
+            self._spare.take(self._purpose()) if self._spare is not None else []
+        ) or self._placed()
+        self._served = [
+            actor.serve.remote(self._work, task) for task, actor in enumerate(self._actors)
+        ]
 
     def _placed(self) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - Ray may be absent
 
         remote = needed().remote(AgentHolder)
-        placed = PlacementGroupSchedulingStrategy(self._group, placement_group_capture_child_tasks=False)
-        return [remote.options(scheduling_strategy=placed, **self._needs).remote() for _ in range(self._size)]
+        placed = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_capture_child_tasks=False
+        )
+        return [
+            remote.options(scheduling_strategy=placed, **self._needs).remote()
+            for _ in range(self._size)
+        ]
 
     def _purpose(self) -> Any:
         return self._group.id, self._size, self._needs

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Workers of an elastic job on Ray: an actor holds the agent of each worker, and a new actor replaces one that died.
+"""Workers of an elastic job on Ray: an actor holds the agent of each worker, and a new actor
+replaces one that died.
 
-The smallest number of workers has a placement group, so Ray reserves resources for all of them or for none. If two jobs
-do not fit at once, one waits. Further workers are placed one by one.
+The smallest number of workers has a placement group, so Ray reserves resources for all of them or
+for none. If two jobs do not fit at once, one waits. Further workers are placed one by one.
 
-If Ray has no resources for an actor, the actor waits in Ray's queue, which makes an autoscaler add nodes. The worker
-joins when its actor runs. The registrar decides which workers are in the world, and when the job is done.
+If Ray has no resources for an actor, the actor waits in Ray's queue, which makes an autoscaler add
+nodes. The worker joins when its actor runs. The registrar decides which workers are in the world,
+and when the job is done.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     from farandole.runner.outcome import Ending
 
 NOT_FOR_WORKERS: Final = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")
-"""Variables of the driver that do not hold for workers: what Ray says of each is in the actor's environment."""
+"""Variables of the driver that do not hold for workers: what Ray says of each is in the actor's
+environment.
+"""
 
 _Place = tuple[str | None, int]
 """A node's address, or `None` for anywhere, and the number of a slot there."""
@@ -47,7 +51,9 @@ _END_WITHIN = 10.0
 
 
 class AgentHolder:
-    """The actor that holds a worker's agent; the worker is a process of its own, which ends with the actor."""
+    """The actor that holds a worker's agent; the worker is a process of its own, which ends with
+    the actor.
+    """
 
     def serve(self, work: Work, task: int) -> Ending:
         """Runs the worker of one task to its end."""
@@ -55,8 +61,11 @@ class AgentHolder:
         from farandole.runner.worker import EXECUTOR  # noqa: PLC0415 - as above
 
         if work.elastic:  # its worker leaves when Ray drains the node
-            work = replace(work, env={**work.env, EXECUTOR: needed().get_runtime_context().get_node_id()})
-        # Ray's daemon of the node started this process, and outlives it: its fork server is there for the next job.
+            work = replace(
+                work, env={**work.env, EXECUTOR: needed().get_runtime_context().get_node_id()}
+            )
+        # Ray's daemon of the node started this process, and outlives it: its fork server is there
+        # for the next job.
         return serve(work, task, owner=os.getppid())
 
 
@@ -97,7 +106,8 @@ class Needs:
         return options
 
     def pause(self, before: float | None, healthy: float) -> float:
-        """Returns the seconds before the next actor of a seat: more after each failure, and few after a healthy actor.
+        """Returns the seconds before the next actor of a seat: more after each failure, and few
+        after a healthy actor.
 
         Args:
             before: The last pause of the seat; `None` before its first.
@@ -111,7 +121,8 @@ class Needs:
 def room(needs: Needs, least: int, limit: float, say: Callable[[str], None]) -> Iterator[None]:
     """Reserves room for the fewest workers of a job at once, and gives it back afterwards.
 
-    Nothing is reserved inside of another placement group, such as a trial's of Ray Tune, which holds the room already.
+    Nothing is reserved inside of another placement group, such as a trial's of Ray Tune, which
+    holds the room already.
 
     Args:
         needs: What each worker needs; gets the placement group.
@@ -182,7 +193,9 @@ class RayCrew:
     def start(self) -> None:
         """Asks Ray for the first actors."""
         self._look()
-        self._watch = threading.Thread(target=self._watch_on, name="farandole-ray-nodes", daemon=True)
+        self._watch = threading.Thread(
+            target=self._watch_on, name="farandole-ray-nodes", daemon=True
+        )
         self._watch.start()
 
     def end(self) -> None:
@@ -212,7 +225,9 @@ class RayCrew:
             left = [self._seats.pop(place) for place in gone]
             for place in new:
                 seat = self._seats[place] = _Seat(*place)
-                seat.thread = threading.Thread(target=self._work_on, args=(seat,), name="farandole-ray", daemon=True)
+                seat.thread = threading.Thread(
+                    target=self._work_on, args=(seat,), name="farandole-ray", daemon=True
+                )
         for seat in left:
             seat.given_up.set()
             if seat.task is not None:
@@ -234,9 +249,13 @@ class RayCrew:
         except Exception as error:
             if not self._found:
                 raise
-            self._output.say(f"discovery failed, so the hosts that were found last are kept: {error}")
+            self._output.say(
+                f"discovery failed, so the hosts that were found last are kept: {error}"
+            )
             return self._found
-        found: list[_Place] = [(host, slot) for host, slots in hosts.items() for slot in range(slots)]
+        found: list[_Place] = [
+            (host, slot) for host, slots in hosts.items() for slot in range(slots)
+        ]
         self._found = found[: self._most]
         return self._found
 
@@ -248,12 +267,15 @@ class RayCrew:
             if ending is not None and ending.succeeded and task not in self.dismissed:
                 return  # its function has returned
             if task in self.dismissed:
-                seat.number = self._needs.grouped  # its place in the group may be on a node that Ray drains
+                # its place in the group may be on a node that Ray drains
+                seat.number = self._needs.grouped
             pause = self._needs.pause(pause, time.monotonic() - began)
             seat.given_up.wait(pause)
 
     def _one(self, seat: _Seat, task: int) -> Ending | None:
-        """Returns one actor from its start to its end; `None` where it had no worker, or died with it."""
+        """Returns one actor from its start to its end; `None` where it had no worker, or died
+        with it.
+        """
         ray = needed()
         remote = ray.remote(AgentHolder)
         seat.task = task

@@ -48,7 +48,9 @@ class RayHostDiscovery(HostDiscovery):
         gpus_per_worker: GPUs of a worker, with `use_gpu`.
     """
 
-    def __init__(self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1) -> None:
+    def __init__(
+        self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1
+    ) -> None:
         self.use_gpu = use_gpu
         self.cpus_per_worker = cpus_per_worker
         self.gpus_per_worker = gpus_per_worker
@@ -56,7 +58,8 @@ class RayHostDiscovery(HostDiscovery):
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Workers that fit on each node, by the node's address; nodes without room are left out."""
         free, own = self._slots(_free()), getattr(_asking, "workers", {})
-        # A worker that Ray has not placed yet takes nothing yet, so the sum may be more than the node has.
+        # A worker that Ray has not placed yet takes nothing yet, so the sum may be more than the
+        # node has.
         return {
             host: min(slots, free.get(host, 0) + own.get(host, 0))
             for host, slots in self._slots(_of_nodes()).items()
@@ -70,7 +73,11 @@ class RayHostDiscovery(HostDiscovery):
     def _slots(self, resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
         found = {}
         for address, there in resources.items():
-            slots = there.get("CPU", 0) // self.cpus_per_worker if self.cpus_per_worker else float("inf")
+            slots = (
+                there.get("CPU", 0) // self.cpus_per_worker
+                if self.cpus_per_worker
+                else float("inf")
+            )
             if self.use_gpu:
                 slots = min(slots, there.get("GPU", 0) // self.gpus_per_worker)
             if 1 <= slots < float("inf"):
@@ -82,14 +89,22 @@ def _free() -> dict[str, dict[str, float]]:
     """Returns the free resources of each live node, by address."""
     from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public door to it
 
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in needed().nodes() if node["Alive"]}
+    addresses = {
+        node["NodeID"]: node["NodeManagerAddress"] for node in needed().nodes() if node["Alive"]
+    }
     found = available_resources_per_node().items()
-    return _by_address((addresses[node], resources) for node, resources in found if node in addresses)
+    return _by_address(
+        (addresses[node], resources) for node, resources in found if node in addresses
+    )
 
 
 def _of_nodes() -> dict[str, dict[str, float]]:
     """Returns the resources of each live node, by address."""
-    return _by_address((node["NodeManagerAddress"], node["Resources"]) for node in needed().nodes() if node["Alive"])
+    return _by_address(
+        (node["NodeManagerAddress"], node["Resources"])
+        for node in needed().nodes()
+        if node["Alive"]
+    )
 
 
 def _by_address(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:

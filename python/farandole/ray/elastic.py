@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The older interface of elastic jobs on Ray, which Horovod replaced with `RayExecutor(min_workers=...)`."""
+"""The older interface of elastic jobs on Ray, which Horovod replaced with
+`RayExecutor(min_workers=...)`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class RayHostDiscovery(elastic_v2.RayHostDiscovery):
         gpus_per_slot: GPUs of a worker, with `use_gpu`.
     """
 
-    def __init__(self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1) -> None:
+    def __init__(
+        self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1
+    ) -> None:
         super().__init__(use_gpu, cpus_per_slot, gpus_per_slot)
 
 
@@ -61,7 +65,14 @@ class TestDiscovery(elastic_v2.TestDiscovery):
         _graceful: bool = True,
     ) -> None:
         super().__init__(
-            min_hosts, max_hosts, change_frequency_s, use_gpu, cpus_per_slot, gpus_per_slot, verbose, _graceful
+            min_hosts,
+            max_hosts,
+            change_frequency_s,
+            use_gpu,
+            cpus_per_slot,
+            gpus_per_slot,
+            verbose,
+            _graceful,
         )
 
 
@@ -169,16 +180,21 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Gets ready; the workers start with each `run`. With Ray Client, `run` is led by an actor in the cluster."""
+        """Gets ready; the workers start with each `run`. With Ray Client, `run` is led by an
+        actor in the cluster.
+        """
         self._executor.shutdown()
         self._executor.start(extra_env_vars=self.env_vars)
 
-    def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
+    def run(
+        self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> list[Any]:
         """Calls `worker_fn()` on every worker.
 
         Args:
             worker_fn: The function; it takes no arguments.
-            callbacks: Called here with each record that a worker sends by `farandole.ray.ray_logger.log`.
+            callbacks: Called here with each record that a worker sends by
+                `farandole.ray.ray_logger.log`.
 
         Returns:
             The results by rank of the last world.

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """An elastic job under Ray Train, in the process of Ray's controller.
 
-Ray starts the workers and replaces those that fail. The registrar decides which workers are in the world. This module
-gives each worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in
-`ray.train.report` for a worker that waits for them, or that has left.
+Ray starts the workers and replaces those that fail. The registrar decides which workers are in the
+world. This module gives each worker its ticket, makes workers leave nodes that Ray drains, and
+releases workers that wait in `ray.train.report` for a worker that waits for them, or that has left.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Roll:
             self._leaving[task] = reason
 
     def dismissals(self) -> list[tuple[int, str]]:
-        """Workers that leave now, and why. A worker without which too few would train stays, and may leave later."""
+        """Workers that leave now, and why. A worker without which too few would train stays, and
+        may leave later.
+        """
         members = self._ranks.keys() - self._waiting - self._dismissed
         spare = len(members) - self._least
         found = list(self._leaving.items())[: max(spare, 0)]
@@ -86,11 +88,15 @@ class Roll:
         return found
 
     def stays(self, task: int) -> bool:
-        """Returns whether a worker has to leave, but stays because too few would train without it."""
+        """Returns whether a worker has to leave, but stays because too few would train without
+        it.
+        """
         return task in self._leaving
 
     def blocks_reports(self) -> bool:
-        """Returns whether a report waits for a rank whose worker has left or waits for the next world."""
+        """Returns whether a report waits for a rank whose worker has left or waits for the next
+        world.
+        """
         return self._worlds > 0 and bool(self._waiting or self._vacant)
 
 
@@ -107,15 +113,21 @@ class Regime:
         ValueError: The numbers contradict each other.
     """
 
-    def __init__(self, worker_group: Any, *, least: int | None, timeout: float, reset_limit: int | None) -> None:
+    def __init__(
+        self, worker_group: Any, *, least: int | None, timeout: float, reset_limit: int | None
+    ) -> None:
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
         size = len(worker_group)
         if least is not None and least > size:
-            raise ValueError(f"min_workers must not be above the number of workers: {least} is above {size}")
+            raise ValueError(
+                f"min_workers must not be above the number of workers: {least} is above {size}"
+            )
         self._barrier = worker_group.get_worker_group_state().sync_actor
         least = least or size
-        self._registrar = Registrar.elastic(size, least, size, timeout=timeout, reset_limit=reset_limit)
+        self._registrar = Registrar.elastic(
+            size, least, size, timeout=timeout, reset_limit=reset_limit
+        )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._drains = Drains()
@@ -176,7 +188,9 @@ class Regime:
             self._registrar.dismiss(task, reason)
         for task, reason in staying:
             logger.warning(
-                "worker %d stays on its node for now, because too few would train without it: %s", task, reason
+                "worker %d stays on its node for now, because too few would train without it: %s",
+                task,
+                reason,
             )
 
     def _free(self) -> None:

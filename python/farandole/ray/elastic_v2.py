@@ -33,8 +33,8 @@ class ElasticParams(BaseParams):
 
     Attributes:
         min_workers: Fewest ranks with which it continues.
-        max_workers: Most ranks; default: as many as `settings.discovery` finds, where it is asked, or as the whole
-            cluster has slots for when a `run` begins.
+        max_workers: Most ranks; default: as many as `settings.discovery` finds, where it is asked,
+            or as the whole cluster has slots for when a `run` begins.
         reset_limit: How often its world may change.
         cooldown_range: Seconds, at first and at most, without a new worker where one failed.
         elastic_timeout: Seconds for which there may be too few ranks.
@@ -55,7 +55,8 @@ class ElasticParams(BaseParams):
             raise ValueError(f"min_workers must be at least 1: {self.min_workers}")
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise ValueError(
-                f"max_workers must not be below min_workers: {self.max_workers} is below {self.min_workers}"
+                f"max_workers must not be below min_workers: {self.max_workers} is below "
+                f"{self.min_workers}"
             )
 
     @property
@@ -70,7 +71,9 @@ class ElasticParams(BaseParams):
 
 
 def _member(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose worker joins the world even if the function does not: results are those of members."""
+    """Returns a function whose worker joins the world even if the function does not: results are
+    those of members.
+    """
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +93,8 @@ class ElasticAdapter(Adapter):
     """A job whose ranks come and go. Each `run` is a job of its own.
 
     Args:
-        settings: `RayExecutor.create_settings`; its `discovery` finds nodes where `override_discovery` is off.
+        settings: `RayExecutor.create_settings`; its `discovery` finds nodes where
+            `override_discovery` is off.
         params: What the job needs.
 
     Raises:
@@ -100,7 +104,9 @@ class ElasticAdapter(Adapter):
     def __init__(self, settings: Any, params: ElasticParams) -> None:
         self.settings = settings
         self.params = params
-        self._discovery = None if params.override_discovery else getattr(settings, "discovery", None)
+        self._discovery = (
+            None if params.override_discovery else getattr(settings, "discovery", None)
+        )
         if not params.override_discovery and self._discovery is None:
             raise ValueError("override_discovery is False, and settings.discovery is missing")
         self._executable: tuple[type | None, tuple[Any, ...], dict[str, Any]] = (None, (), {})
@@ -114,7 +120,11 @@ class ElasticAdapter(Adapter):
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         """Like `Adapter.start`; the workers start with each `run`."""
-        self._executable = (executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
+        self._executable = (
+            executable_cls,
+            tuple(executable_args or ()),
+            dict(executable_kwargs or {}),
+        )
         self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
 
     def run(
@@ -143,8 +153,12 @@ class ElasticAdapter(Adapter):
         most = self._most()
         params = self.params
         taken, _ = environment.chosen(os.environ, (), NOT_FOR_WORKERS)
-        needs = Needs(params.cpus_per_worker, params.gpus_per_worker or 0, params.cooldown_range or PAUSES)
-        hosts = self._discovery.find_available_hosts_and_slots if self._discovery is not None else None
+        needs = Needs(
+            params.cpus_per_worker, params.gpus_per_worker or 0, params.cooldown_range or PAUSES
+        )
+        hosts = (
+            self._discovery.find_available_hosts_and_slots if self._discovery is not None else None
+        )
 
         def hand_over(_: int, record: dict[str, Any]) -> None:
             for callback in callbacks or ():
@@ -159,7 +173,15 @@ class ElasticAdapter(Adapter):
                 timeout=params.elastic_timeout,
                 reset_limit=params.reset_limit,
             )
-            work = Work(registrar.ticket, packed, {**taken, **self._env}, None, True, _START_WITHIN, elastic=True)
+            work = Work(
+                registrar.ticket,
+                packed,
+                {**taken, **self._env},
+                None,
+                True,
+                _START_WITHIN,
+                elastic=True,
+            )
             crew = RayCrew(registrar, work, most, needs, output, hosts)
             return conduct(registrar, crew, output, hand_over, Drains())
 
@@ -169,7 +191,9 @@ class ElasticAdapter(Adapter):
             return params.max_workers
         if self._discovery is not None:
             return _NO_LIMIT
-        there = RayHostDiscovery(params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1).of_cluster()
+        there = RayHostDiscovery(
+            params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1
+        ).of_cluster()
         return max(params.min_workers, there)
 
     def run_remote(
@@ -180,9 +204,13 @@ class ElasticAdapter(Adapter):
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
         """Raises an error, because an elastic job has no fixed ranks."""
-        raise NotImplementedError("an elastic job has no fixed ranks, so it cannot return references by rank: use run")
+        raise NotImplementedError(
+            "an elastic job has no fixed ranks, so it cannot return references by rank: use run"
+        )
 
-    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> list[Any]:
         """Like `Adapter.execute`; each worker makes its executable when it starts."""
         made, given, named = self._executable
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Makes a worker of Ray Train a rank: called in its actor, by the backend and around the training function.
+"""Makes a worker of Ray Train a rank: called in its actor, by the backend and around the training
+function.
 
-In an elastic job, the registrar knows a worker through its agent. The actor runs an agent in a thread. The agent's
-child process represents the actor: it ends with the outcome of the training function, and dies with the actor.
+In an elastic job, the registrar knows a worker through its agent. The actor runs an agent in a
+thread. The agent's child process represents the actor: it ends with the outcome of the training
+function, and dies with the actor.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def enlist(ticket: str, task: int) -> None:
     global _enlisted  # noqa: PLW0603 - one rank a process
     for name in _RANKS:
         os.environ.pop(f"HOROVOD_{name}", None)
-    os.environ.update(FARANDOLE_JOB=ticket, FARANDOLE_TASK=str(task), FARANDOLE_ELASTIC="1", HOROVOD_ELASTIC="1")
+    os.environ.update(
+        FARANDOLE_JOB=ticket, FARANDOLE_TASK=str(task), FARANDOLE_ELASTIC="1", HOROVOD_ELASTIC="1"
+    )
     _enlisted = _Enlisted(ticket, task)
 
 
@@ -103,11 +107,16 @@ class _Enlisted:
         self._refused: str | None = None
         self._pipe: int | None = None
         self._told = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, args=(ticket, task), name="farandole-agent", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(ticket, task), name="farandole-agent", daemon=True
+        )
         self._begun = threading.Event()
         self._thread.start()
         if not self._begun.wait(_READY_WITHIN) or self._refused is not None:
-            raise RuntimeError(f"worker {task} could not join: {self._refused or f'no answer for {_READY_WITHIN:g} s'}")
+            raise RuntimeError(
+                f"worker {task} could not join: "
+                f"{self._refused or f'no answer for {_READY_WITHIN:g} s'}"
+            )
 
     def end(self, status: int) -> None:
         """Ends the stand-in with a status, and waits until the registrar knows."""
@@ -125,10 +134,14 @@ class _Enlisted:
         with scratch.directory() as folder:
             path = str(folder / "status")
             os.mkfifo(path, 0o600)
-            watch = threading.Thread(target=self._open, args=(path,), name="farandole-agent-pipe", daemon=True)
+            watch = threading.Thread(
+                target=self._open, args=(path,), name="farandole-agent-pipe", daemon=True
+            )
             watch.start()
             try:
-                launcher.run_agent(ticket, task, [*_STAND_IN, path], elastic=True, stream_output=False)
+                launcher.run_agent(
+                    ticket, task, [*_STAND_IN, path], elastic=True, stream_output=False
+                )
             except Exception as error:  # noqa: BLE001 - raised where the beginning is awaited
                 self._refused = f"{type(error).__name__}: {error}"
             finally:

@@ -33,7 +33,10 @@ class Waiting:
     """
 
     def __init__(
-        self, workers: Sequence[Any], nodes: Sequence[str], callbacks: Sequence[Callable[..., Any]] | None
+        self,
+        workers: Sequence[Any],
+        nodes: Sequence[str],
+        callbacks: Sequence[Callable[..., Any]] | None,
     ) -> None:
         self._workers = workers
         self._nodes = nodes
@@ -50,7 +53,10 @@ class Waiting:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Ends the queue."""
         if self._queue is not None:
@@ -63,7 +69,8 @@ class Waiting:
 
         Raises:
             FarandoleJobError: A worker died.
-            RayTaskError: The function raised on a worker; the failure that is a cause and no consequence.
+            RayTaskError: The function raised on a worker; the failure that is a cause and no
+                consequence.
         """
         ray = needed()
         left, failures = list(references), {}
@@ -90,7 +97,8 @@ class Waiting:
             hand_over(self._queue, self._callbacks)
 
     def _leave(self, left: Sequence[Any]) -> None:
-        """Lets the living workers leave the broken world, so that the next function forms another one.
+        """Lets the living workers leave the broken world, so that the next function forms another
+        one.
 
         The failures of `left` are consequences: they are read, because Ray prints unread ones.
         """
@@ -102,11 +110,15 @@ class Waiting:
                 ray.get(reference)
 
     def _failure(self, failures: dict[int, Exception]) -> Exception:
-        rank, error = min(failures.items(), key=lambda one: (not _is_death(one[1]), not _is_cause(one[1]), one[0]))
+        rank, error = min(
+            failures.items(), key=lambda one: (not _is_death(one[1]), not _is_cause(one[1]), one[0])
+        )
         if not _is_death(error):
             return error
         where = self._nodes[rank] if rank < len(self._nodes) else "an unknown node"
-        failure = FarandoleJobError(f"the process of rank {rank} on {where} died: {headline(error)}", rank=rank)
+        failure = FarandoleJobError(
+            f"the process of rank {rank} on {where} died: {headline(error)}", rank=rank
+        )
         failure.__cause__ = error
         return failure
 

@@ -80,7 +80,8 @@ class StaticParams(BaseParams):
         super().__post_init__()
         if self.num_workers is not None and self.num_hosts is not None:
             raise ValueError(
-                f"pass num_workers or num_hosts, not both: num_workers={self.num_workers}, num_hosts={self.num_hosts}"
+                f"pass num_workers or num_hosts, not both: num_workers={self.num_workers}, "
+                f"num_hosts={self.num_hosts}"
             )
         for name in ("num_workers", "num_hosts", "num_workers_per_host"):
             number = getattr(self, name)
@@ -128,12 +129,16 @@ class StaticAdapter(Adapter):
         if self.workers:
             raise RuntimeError("the workers have been started already; call shutdown first")
         self.strategy = self._strategy()
-        self.strategy.env_vars = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+        self.strategy.env_vars = {
+            name: str(value) for name, value in (extra_env_vars or {}).items()
+        }
         try:
             self.workers, _ = self.strategy.create_workers()
             self._meet()
             map_blocking(
-                lambda worker: worker.start_executable.remote(executable_cls, executable_args, executable_kwargs),
+                lambda worker: worker.start_executable.remote(
+                    executable_cls, executable_args, executable_kwargs
+                ),
                 self.workers,
             )
         except BaseException:
@@ -154,9 +159,16 @@ class StaticAdapter(Adapter):
         if params.num_workers is not None or group is not None:
             number = params.num_workers or (params.num_hosts or 1) * params.num_workers_per_host
             fresh = not params.use_current_placement_group
-            return PGStrategy(**common, num_workers=number, placement_group=group, force_create_placement_group=fresh)
+            return PGStrategy(
+                **common,
+                num_workers=number,
+                placement_group=group,
+                force_create_placement_group=fresh,
+            )
         return ColocatedStrategy(
-            **common, num_hosts=params.num_hosts or 1, num_workers_per_host=params.num_workers_per_host
+            **common,
+            num_hosts=params.num_hosts or 1,
+            num_workers_per_host=params.num_workers_per_host,
         )
 
     def _meet(self) -> None:
@@ -167,8 +179,9 @@ class StaticAdapter(Adapter):
         ready, late = ray.wait(asked, num_returns=len(asked), timeout=limit)
         if late:
             raise TimeoutError(
-                f"{len(late)} of {len(asked)} workers did not start within {limit:g} s. Resources that are free: "
-                f"{ray.available_resources()}; of the cluster: {ray.cluster_resources()}"
+                f"{len(late)} of {len(asked)} workers did not start within {limit:g} s. Resources "
+                f"that are free: {ray.available_resources()}; of the cluster: "
+                f"{ray.cluster_resources()}"
             )
         del ready
         hosts = ray.get(asked)
@@ -180,7 +193,9 @@ class StaticAdapter(Adapter):
         ticket = ray.get(self.workers[0].host.remote(len(set(hosts)) == 1))
         map_blocking(lambda worker: worker.take_place.remote(ticket), self.workers)
 
-    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> list[Any]:
         """Like `Adapter.execute`."""
         with Waiting(self.workers, self.nodes, callbacks) as waiting:
             return waiting.results(self._call(fn))
@@ -243,8 +258,9 @@ def places(hosts: Sequence[str], gpus: Sequence[Sequence[Any]]) -> list[dict[str
         gpus: The GPUs that Ray assigned, by rank.
 
     Returns:
-        Horovod's variables by rank. Where there are GPUs, `CUDA_VISIBLE_DEVICES` lists all GPUs that the job has on the
-        host, those of local rank 0 first, so that ranks of a host can reach each other's memory.
+        Horovod's variables by rank. Where there are GPUs, `CUDA_VISIBLE_DEVICES` lists all GPUs
+        that the job has on the host, those of local rank 0 first, so that ranks of a host can reach
+        each other's memory.
     """
     local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     sizes = [hosts.count(host) for host in hosts]
@@ -258,7 +274,9 @@ def places(hosts: Sequence[str], gpus: Sequence[Sequence[Any]]) -> list[dict[str
             "HOROVOD_CROSS_RANK": str(peers.index(host)),
             "HOROVOD_CROSS_SIZE": str(len(peers)),
         }
-        visible = [str(gpu) for other, given in enumerate(gpus) if hosts[other] == host for gpu in given]
+        visible = [
+            str(gpu) for other, given in enumerate(gpus) if hosts[other] == host for gpu in given
+        ]
         if visible:
             one["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(visible))
         found.append(one)
@@ -271,21 +289,24 @@ class RayExecutor:
     Args:
         settings: `RayExecutor.create_settings()`.
         num_workers: Number of ranks. Ray chooses their nodes.
-        num_hosts: Alternative to `num_workers`: number of nodes with `num_workers_per_host` ranks each.
+        num_hosts: Alternative to `num_workers`: number of nodes with `num_workers_per_host` ranks
+            each.
         num_workers_per_host: Ranks of a node.
         cpus_per_worker: CPUs that Ray reserves for a rank.
         use_gpu: Whether ranks get GPUs.
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
-        use_current_placement_group: Whether the placement group that the caller runs in is used, if there is one.
+        use_current_placement_group: Whether the placement group that the caller runs in is used, if
+            there is one.
         min_workers: Makes the job elastic: the smallest number of ranks.
-        max_workers: Largest number of ranks of an elastic job; default: as many as the cluster has slots for when a
-            `run` begins, whether they are free or not; with `override_discovery=False`, as many as are found at any
-            time.
+        max_workers: Largest number of ranks of an elastic job; default: as many as the cluster has
+            slots for when a `run` begins, whether they are free or not; with
+            `override_discovery=False`, as many as are found at any time.
         reset_limit: Number of changes of the world after which an elastic job fails.
-        cooldown_range: Seconds for which a node gets no new worker after a failure there: after the first one, and at
-            most.
+        cooldown_range: Seconds for which a node gets no new worker after a failure there: after the
+            first one, and at most.
         elastic_timeout: Seconds with too few ranks after which an elastic job fails.
-        override_discovery: Whether Ray finds the free resources of an elastic job, instead of `settings.discovery`.
+        override_discovery: Whether Ray finds the free resources of an elastic job, instead of
+            `settings.discovery`.
         num_slots: The older name of `num_workers_per_host`.
         cpus_per_slot: The older name of `cpus_per_worker`.
         gpus_per_slot: The older name of `gpus_per_worker`.
@@ -309,7 +330,8 @@ class RayExecutor:
         """Settings of an executor.
 
         Args:
-            timeout_s: Seconds within which the workers must start after their resources were reserved.
+            timeout_s: Seconds within which the workers must start after their resources were
+                reserved.
             ssh_identity_file: Accepted for compatibility with Horovod; no ssh is used.
             ssh_str: As `ssh_identity_file`; it is not written anywhere.
             placement_group_timeout_s: Seconds within which Ray must reserve the resources.
@@ -348,13 +370,25 @@ class RayExecutor:
     ) -> None:
         needed()
         self.settings = settings
-        num_workers_per_host = renamed("num_slots", num_slots, "num_workers_per_host", num_workers_per_host)
-        cpus_per_worker = renamed("cpus_per_slot", cpus_per_slot, "cpus_per_worker", cpus_per_worker)
-        gpus_per_worker = renamed("gpus_per_slot", gpus_per_slot, "gpus_per_worker", gpus_per_worker)
+        num_workers_per_host = renamed(
+            "num_slots", num_slots, "num_workers_per_host", num_workers_per_host
+        )
+        cpus_per_worker = renamed(
+            "cpus_per_slot", cpus_per_slot, "cpus_per_worker", cpus_per_worker
+        )
+        gpus_per_worker = renamed(
+            "gpus_per_slot", gpus_per_slot, "gpus_per_worker", gpus_per_worker
+        )
         if max_workers is not None and min_workers is None:
-            raise ValueError(f"max_workers is for elastic jobs, which need min_workers: max_workers={max_workers}")
+            raise ValueError(
+                "max_workers is for elastic jobs, which need min_workers: "
+                f"max_workers={max_workers}"
+            )
         if min_workers is not None and num_workers is not None:
-            raise ValueError(f"pass min_workers, for an elastic job, or num_workers: {min_workers=}, {num_workers=}")
+            raise ValueError(
+                f"pass min_workers, for an elastic job, or num_workers: {min_workers=}, "
+                f"{num_workers=}"
+            )
         self.params: ElasticParams | StaticParams
         if min_workers is not None:
             self.params = ElasticParams(
@@ -422,19 +456,24 @@ class RayExecutor:
             fn: A function, which calls `init` as any training script does; pickled by cloudpickle.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            callbacks: Called here with each record that a worker sends by `farandole.ray.ray_logger.log`.
+            callbacks: Called here with each record that a worker sends by
+                `farandole.ray.ray_logger.log`.
 
         Returns:
             The results by rank.
 
         Raises:
             FarandoleJobError: A worker's process or node died; the message names it.
-            RayTaskError: The function raised an exception. The error is also of the type of that exception.
+            RayTaskError: The function raised an exception. The error is also of the type of that
+                exception.
         """
         return self._told("run", (fn, args, kwargs), callbacks)
 
     def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Like `run`, and returns references to the results at once, by rank.
 
@@ -443,8 +482,12 @@ class RayExecutor:
         """
         return self._ask("run_remote", fn, args, kwargs)
 
-    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """Calls `fn(executable)` on every worker and waits; the results by rank. `callbacks` are as those of `run`."""
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> list[Any]:
+        """Calls `fn(executable)` on every worker and waits; the results by rank. `callbacks` are
+        as those of `run`.
+        """
         return self._told("execute", (fn,), callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
@@ -464,7 +507,9 @@ class RayExecutor:
             needed().kill(self.adapter)
         self.adapter = None
 
-    def _told(self, method: str, args: tuple[Any, ...], callbacks: Sequence[Callable[..., Any]] | None) -> list[Any]:
+    def _told(
+        self, method: str, args: tuple[Any, ...], callbacks: Sequence[Callable[..., Any]] | None
+    ) -> list[Any]:
         """Returns the result of a method that takes callbacks, and calls them in this process."""
         if not self._remote or not callbacks:
             return self._ask(method, *args, callbacks)

@@ -67,8 +67,8 @@ def create_placement_group(
         pg_timeout: Seconds that Ray may take to reserve them.
         pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
         say: Receives the reason for the wait, every 15 s.
-        before: How many jobs are waited for that end by themselves. While there are some, the time does not count, for
-            a day at most.
+        before: How many jobs are waited for that end by themselves. While there are some, the time
+            does not count, for a day at most.
 
     Returns:
         The placement group and its bundles.
@@ -84,7 +84,10 @@ def create_placement_group(
     available: Any = None
     try:
         in_time = _reserved(
-            group, pg_timeout, lambda held: say(f"{num_bundles} bundles of {wanted} wait; {held}"), before
+            group,
+            pg_timeout,
+            lambda held: say(f"{num_bundles} bundles of {wanted} wait; {held}"),
+            before,
         )
         if not in_time:
             available = ray.available_resources()
@@ -94,13 +97,16 @@ def create_placement_group(
     if not in_time:
         remove_placement_group(group)
         raise TimeoutError(
-            f"Ray did not reserve {num_bundles} bundles of {wanted} ({pg_strategy}) within {pg_timeout:g} s. Resources "
-            f"that were free: {available}; of the cluster: {ray.cluster_resources()}"
+            f"Ray did not reserve {num_bundles} bundles of {wanted} ({pg_strategy}) within "
+            f"{pg_timeout:g} s. Resources that were free: {available}; of the cluster: "
+            f"{ray.cluster_resources()}"
         )
     return group, group.bundle_specs
 
 
-def _reserved(group: Any, limit: float, say: Callable[[str], None], before: Callable[[], int]) -> bool:
+def _reserved(
+    group: Any, limit: float, say: Callable[[str], None], before: Callable[[], int]
+) -> bool:
     """Waits until a group's resources are reserved; whether they are in time."""
     ray = needed()
     ready = [group.ready()]
@@ -118,21 +124,25 @@ def _reserved(group: Any, limit: float, say: Callable[[str], None], before: Call
             counted = time.monotonic()
         if now >= news_at:
             news_at = now + _NEWS_EVERY
-            say(f"{held} other jobs of this process hold resources, free are {ray.available_resources()}")
+            say(
+                f"{held} other jobs of this process hold resources, free are "
+                f"{ray.available_resources()}"
+            )
 
 
 @contextlib.contextmanager
 def reserved(
     cpus: float, gpus: float, number: int, limit: float, say: Callable[[str], None] = logger.info
 ) -> Iterator[Any]:
-    """Resources for a number of workers at once, given back afterwards. Two jobs never hold half of theirs each.
+    """Resources for a number of workers at once, given back afterwards. Two jobs never hold half of
+    theirs each.
 
     Args:
         cpus: CPUs of a worker.
         gpus: GPUs of a worker.
         number: Number of workers.
-        limit: Seconds that Ray may take. While other jobs of this process hold resources they do not count, for a day
-            at most: the trials of a search wait for each other.
+        limit: Seconds that Ray may take. While other jobs of this process hold resources they do
+            not count, for a day at most: the trials of a search wait for each other.
         say: As `create_placement_group`.
 
     Yields:
@@ -143,7 +153,9 @@ def reserved(
     """
     from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
 
-    group, _ = create_placement_group({"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING.jobs)
+    group, _ = create_placement_group(
+        {"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING.jobs
+    )
     with _RUNNING.one():
         try:
             yield group
@@ -196,10 +208,18 @@ class BaseStrategy(ABC):
 
         remote = needed().remote(BaseHorovodWorker)
         placed = PlacementGroupSchedulingStrategy(
-            self.placement_group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+            self.placement_group,
+            placement_group_bundle_index=bundle,
+            placement_group_capture_child_tasks=False,
         )
         environment = {"runtime_env": {"env_vars": dict(self.env_vars)}} if self.env_vars else {}
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": placed, "max_restarts": 0, **environment}
+        options = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "scheduling_strategy": placed,
+            "max_restarts": 0,
+            **environment,
+        }
         return remote.options(**options).remote(rank, self.num_workers)
 
 
@@ -242,7 +262,9 @@ class ColocatedStrategy(BaseStrategy):
         each = self.num_workers_per_host
         bundle = {"CPU": self.cpus_per_worker * each, "GPU": self.gpus_per_worker * each}
         limit = self.settings.placement_group_timeout_s
-        self.placement_group, _ = create_placement_group(bundle, self.num_hosts, limit, "STRICT_SPREAD")
+        self.placement_group, _ = create_placement_group(
+            bundle, self.num_hosts, limit, "STRICT_SPREAD"
+        )
         self._owned = True
         self.workers = [
             self._actor(rank, rank // each, self.cpus_per_worker, self.gpus_per_worker)
@@ -252,7 +274,8 @@ class ColocatedStrategy(BaseStrategy):
 
 
 class PGStrategy(BaseStrategy):
-    """Places as many ranks as requested, wherever Ray finds room, in the current placement group if there is one.
+    """Places as many ranks as requested, wherever Ray finds room, in the current placement group if
+    there is one.
 
     Args:
         settings: `RayExecutor.create_settings`.
@@ -280,7 +303,9 @@ class PGStrategy(BaseStrategy):
         self._num_workers = num_workers
         self.cpus_per_worker = cpus_per_worker
         self.gpus_per_worker = (gpus_per_worker or 1) if use_gpu else 0
-        self._given = None if force_create_placement_group else placement_group or current_placement_group()
+        self._given = (
+            None if force_create_placement_group else placement_group or current_placement_group()
+        )
 
     @property
     def num_workers(self) -> int:
@@ -302,7 +327,8 @@ class PGStrategy(BaseStrategy):
             )
             self._owned = True
         self.workers = [
-            self._actor(rank, -1, self.cpus_per_worker, self.gpus_per_worker) for rank in range(self.num_workers)
+            self._actor(rank, -1, self.cpus_per_worker, self.gpus_per_worker)
+            for rank in range(self.num_workers)
         ]
         return self.workers, self.get_node_workers(self.workers)
 

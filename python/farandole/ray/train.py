@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Ray Train: trainers whose workers are ranks of one world.
 
-`FarandoleConfig` is the backend of any data-parallel trainer of Ray Train V2, and `HorovodTrainer` is the trainer that
-Ray had for Horovod. With `elastic=True`, Ray replaces only a worker that failed, and the new worker joins the world.
+`FarandoleConfig` is the backend of any data-parallel trainer of Ray Train V2, and `HorovodTrainer`
+is the trainer that Ray had for Horovod. With `elastic=True`, Ray replaces only a worker that
+failed, and the new worker joins the world.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class FarandoleConfig(BackendConfig):
     It is the `backend_config` of `DataParallelTrainer`, and the `torch_config` of `TorchTrainer`.
 
     Attributes:
-        backend: What `TorchTrainer` takes for the name of a backend of `torch.distributed`. It sets up none.
-        elastic: Whether a worker that fails is replaced while the others keep their state: the training function is
-            then one for elastic jobs, with a `State`. Otherwise Ray starts all workers again, from their last
-            checkpoint. Both count as failures for `ray.train.FailureConfig(max_failures=...)`.
-        min_workers: Elastic: fewest ranks that train; default: all. `ray.train.report` waits for all in any case.
+        backend: What `TorchTrainer` takes for the name of a backend of `torch.distributed`. It sets
+            up none.
+        elastic: Whether a worker that fails is replaced while the others keep their state: the
+            training function is then one for elastic jobs, with a `State`. Otherwise Ray starts all
+            workers again, from their last checkpoint. Both count as failures for
+            `ray.train.FailureConfig(max_failures=...)`.
+        min_workers: Elastic: fewest ranks that train; default: all. `ray.train.report` waits for
+            all in any case.
         reset_limit: Elastic: how often the world may change.
         elastic_timeout: Elastic: seconds for which there may be too few ranks.
 
@@ -62,12 +66,16 @@ class FarandoleConfig(BackendConfig):
         """Refuses what cannot be, before anything starts."""
         if not self.elastic and (self.min_workers is not None or self.reset_limit is not None):
             raise ValueError(
-                f"min_workers and reset_limit are for elastic=True: {self.min_workers=}, {self.reset_limit=}"
+                f"min_workers and reset_limit are for elastic=True: {self.min_workers=}, "
+                f"{self.reset_limit=}"
             )
         if self.min_workers is not None and self.min_workers < 1:
             raise ValueError(f"min_workers must be at least 1: {self.min_workers}")
         if self.elastic and not hasattr(Backend, "has_replica_groups"):
-            raise ValueError(f"elastic=True needs a Ray that replaces single workers, this is {needed().__version__}")
+            raise ValueError(
+                "elastic=True needs a Ray that replaces single workers, this is "
+                f"{needed().__version__}"
+            )
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -86,12 +94,17 @@ class FarandoleConfig(BackendConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the representation of this configuration in Ray."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, bool | int | float | str)
+        }
 
 
 @dataclass(eq=False)
 class HorovodConfig(FarandoleConfig):
-    """`FarandoleConfig` with the names that Ray's configuration for Horovod had, which are accepted for its sake.
+    """`FarandoleConfig` with the names that Ray's configuration for Horovod had, which are accepted
+    for its sake.
 
     Attributes:
         nics: Not used: addresses are found without them.
@@ -139,7 +152,9 @@ class _ElasticBackend(Backend):
     _regimes: ClassVar[WeakKeyDictionary[BackendConfig, Regime]] = WeakKeyDictionary()
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Begins the job with all workers, or takes in the one that Ray has started in another's place."""
+        """Begins the job with all workers, or takes in the one that Ray has started in another's
+        place.
+        """
         if hasattr(worker_group, "get_replica_groups"):
             self.on_shutdown(worker_group, backend_config)
             assert isinstance(backend_config, FarandoleConfig)  # noqa: S101 - which names this class

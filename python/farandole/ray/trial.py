@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Links the process of a trial with its ranks: runs the function, and provides `ray.tune.report` in the ranks.
+"""Links the process of a trial with its ranks: runs the function, and provides `ray.tune.report` in
+the ranks.
 
-Ray Tune knows the process of the trial, and the ranks are other processes. A rank gets a session that sends its reports
-to the process of the trial, which reports them to Tune. Rank 0 writes a checkpoint to the storage of the experiment,
-because it may be on another node than the process of the trial.
+Ray Tune knows the process of the trial, and the ranks are other processes. A rank gets a session
+that sends its reports to the process of the trial, which reports them to Tune. Rank 0 writes a
+checkpoint to the storage of the experiment, because it may be on another node than the process of
+the trial.
 """
 
 from __future__ import annotations
@@ -55,7 +57,14 @@ class RankSession:
     def of_trial(cls) -> RankSession:
         """Returns the resources of the ranks of this process's trial."""
         session = _sessions().get_session()
-        names = ("experiment_name", "trial_name", "trial_id", "trial_dir", "trial_resources", "loaded_checkpoint")
+        names = (
+            "experiment_name",
+            "trial_name",
+            "trial_id",
+            "trial_dir",
+            "trial_resources",
+            "loaded_checkpoint",
+        )
         storage = session.storage
         return cls(
             **{name: getattr(session, name) for name in names},
@@ -94,7 +103,8 @@ class RankSession:
         """Passes a rank's report to Tune; called in the process of the trial.
 
         Args:
-            record: What `Backend.run` hands to `on_progress`; records of other kinds are left alone.
+            record: What `Backend.run` hands to `on_progress`; records of other kinds are left
+                alone.
         """
         if record.get("kind") != _KIND:
             return
@@ -131,7 +141,9 @@ class Packed:
         return pickle.loads(self._payload)[0](*args)  # noqa: S301 - the driver pickled it, for its own ranks
 
 
-def with_session(train: Callable[[dict[str, Any]], Any], session: RankSession) -> Callable[[dict[str, Any]], Any]:
+def with_session(
+    train: Callable[[dict[str, Any]], Any], session: RankSession
+) -> Callable[[dict[str, Any]], Any]:
     """Returns a training function in which `ray.tune.report` works.
 
     Args:

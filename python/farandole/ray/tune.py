@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Ray Tune: trials that are whole jobs of several ranks.
 
-Each trial reserves all resources of its ranks in one placement group, so two trials never hold half of what each needs.
-If Tune stops a trial, its ranks end.
+Each trial reserves all resources of its ranks in one placement group, so two trials never hold half
+of what each needs. If Tune stops a trial, its ranks end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def trainable(
 ) -> Any:
     """Returns a trainable for `ray.tune.Tuner`: each trial runs a function on its own ranks.
 
-    Tune gets the reports of `farandole.tuning.report` on rank 0, and may stop the trial. It also gets the result of
-    rank 0 if that is a dict.
+    Tune gets the reports of `farandole.tuning.report` on rank 0, and may stop the trial. It also
+    gets the result of rank 0 if that is a dict.
 
     Args:
         train: Runs on every rank of a trial with the trial's configuration.
@@ -52,9 +52,11 @@ def trainable(
         env: Variables to set in the ranks.
         pass_env: As `RayBackend`.
         start_timeout: Seconds that the ranks of a trial may take to start.
-        warm: As `RayBackend`: by default ranks start warm where the process of the search has imported torch.
-        tune_session: Whether `ray.tune.report`, with checkpoints, `get_checkpoint` and `get_context` work in the ranks,
-            as in the process of a trial. Each rank imports Ray Tune then.
+        warm: As `RayBackend`: by default ranks start warm where the process of the search has
+            imported torch.
+        tune_session: Whether `ray.tune.report`, with checkpoints, `get_checkpoint` and
+            `get_context` work in the ranks, as in the process of a trial. Each rank imports Ray
+            Tune then.
 
     Returns:
         A trainable function with its resources.
@@ -69,7 +71,8 @@ def trainable(
 
     size = at_least(1)("num_workers", num_workers)
     bundle = {"CPU": cpus_per_worker, "GPU": gpus(gpus_per_worker, use_gpu, "gpus_per_worker")}
-    # The process of a trial does not load the function, so it imports nothing of the user's and cannot tell.
+    # The process of a trial does not load the function, so it imports nothing of the user's and
+    # cannot tell.
     packed = Packed(payload(train, (), None))
     settings = {
         "use_gpu": use_gpu,
@@ -104,7 +107,9 @@ def trainable(
             tune.report(dict(returned))
 
     wanted = {name: number for name, number in bundle.items() if number}
-    return tune.with_resources(trial, tune.PlacementGroupFactory([{}, *(dict(wanted) for _ in range(size))]))
+    return tune.with_resources(
+        trial, tune.PlacementGroupFactory([{}, *(dict(wanted) for _ in range(size))])
+    )
 
 
 def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had

@@ -29,7 +29,11 @@ class BaseHorovodWorker:
         self.world_rank = world_rank
         self.world_size = world_size
         self.update_env_vars(
-            {"HOROVOD_HOSTNAME": self.node_id(), "HOROVOD_RANK": str(world_rank), "HOROVOD_SIZE": str(world_size)}
+            {
+                "HOROVOD_HOSTNAME": self.node_id(),
+                "HOROVOD_RANK": str(world_rank),
+                "HOROVOD_SIZE": str(world_size),
+            }
         )
 
     def node_id(self) -> str:
@@ -45,8 +49,12 @@ class BaseHorovodWorker:
         return utils.needed().get_gpu_ids()
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Sets variables of this process. Libraries that are already loaded may have read theirs."""
-        os.environ.update({name: str(value) for name, value in env_vars.items() if value is not None})
+        """Sets variables of this process. Libraries that are already loaded may have read
+        theirs.
+        """
+        os.environ.update(
+            {name: str(value) for name, value in env_vars.items() if value is not None}
+        )
 
     def env_vars(self) -> dict[str, str]:
         """Returns the environment of this process."""
@@ -99,7 +107,8 @@ class BaseHorovodWorker:
         """Holds the registrar of the world, for the life of this process; rank 0 is asked.
 
         Args:
-            one_host: Whether all ranks are on this host, so that the registrar listens on loopback alone.
+            one_host: Whether all ranks are on this host, so that the registrar listens on loopback
+                alone.
 
         Returns:
             The ticket that lets ranks in.

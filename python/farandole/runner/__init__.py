@@ -54,38 +54,43 @@ def run(
 ) -> list[Any]:
     """Runs a function on `num_proc` processes and returns the result of each rank.
 
-    Without `hosts` and `hostfile` the processes run on the hosts of the batch system's job that this process is in
-    (Slurm, LSF, PBS, Grid Engine, Kubernetes MPIJob), else on this host. Other hosts are reached by ssh and need
-    nothing but the package.
+    Without `hosts` and `hostfile` the processes run on the hosts of the batch system's job that
+    this process is in (Slurm, LSF, PBS, Grid Engine, Kubernetes MPIJob), else on this host. Other
+    hosts are reached by ssh and need nothing but the package.
 
-    With `min_num_proc` or `host_discovery_script` the job is elastic: processes come and go while it runs, and the
-    function returns on every rank of the last world. It trains by the `elastic.run` of its framework.
+    With `min_num_proc` or `host_discovery_script` the job is elastic: processes come and go while
+    it runs, and the function returns on every rank of the last world. It trains by the
+    `elastic.run` of its framework.
 
-    Unlike Horovod's, a worker's exception comes back with its traceback, and is the raised error's cause where it can
-    be unpickled here.
+    Unlike Horovod's, a worker's exception comes back with its traceback, and is the raised error's
+    cause where it can be unpickled here.
 
     Args:
         func: The function. It is pickled by cloudpickle once.
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of processes.
-        min_num_proc: Makes the job elastic: the smallest number of processes; default in an elastic job: `num_proc`.
-        max_num_proc: Elastic: the largest number of processes; default: all slots, and with spares `num_proc`.
+        min_num_proc: Makes the job elastic: the smallest number of processes; default in an elastic
+            job: `num_proc`.
+        max_num_proc: Elastic: the largest number of processes; default: all slots, and with spares
+            `num_proc`.
         slots: Elastic: slots of a host that is found without a number.
-        reset_limit: Elastic: number of changes of the world after which the job fails; default: no limit.
-        cooldown_range: Elastic: seconds for which a host gets no new process after a failure there: after the first
-            one, and at most.
+        reset_limit: Elastic: number of changes of the world after which the job fails; default: no
+            limit.
+        cooldown_range: Elastic: seconds for which a host gets no new process after a failure there:
+            after the first one, and at most.
         hosts: Hosts and slots in the order of ranks, such as `"a:2,b:4"`.
         hostfile: A file with one host on each line, such as `a slots=2`.
-        host_discovery_script: Makes the job elastic: a program that prints the available hosts, `host` or
-            `host:slots` a line, or an object whose `find_available_hosts_and_slots()` returns slots by host. Asked
-            every second.
-        start_timeout: Seconds within which all processes must start; default: `FARANDOLE_START_TIMEOUT`, else 600.
+        host_discovery_script: Makes the job elastic: a program that prints the available hosts,
+            `host` or `host:slots` a line, or an object whose `find_available_hosts_and_slots()`
+            returns slots by host. Asked every second.
+        start_timeout: Seconds within which all processes must start; default:
+            `FARANDOLE_START_TIMEOUT`, else 600.
         ssh_port: Port for ssh; default: that of ssh's configuration.
         ssh_identity_file: Key for ssh; default: that of ssh's configuration.
         disable_cache: Not used: nothing is cached from run to run.
-        output_filename: Folder for the output of each rank, in `rank.<N>/stdout` and `rank.<N>/stderr`, besides this
-            process's own streams.
+        output_filename: Folder for the output of each rank, in `rank.<N>/stdout` and
+            `rank.<N>/stderr`, besides this process's own streams.
         verbose: Whether to say where each rank runs.
         use_gloo: Not used: there is one engine.
         use_mpi: Not used.
@@ -97,27 +102,30 @@ def run(
         min_np: The older form of `min_num_proc`.
         max_np: The older form of `max_num_proc`.
         env: Variables to set in every worker; `None` as a value removes one.
-        ssh_command: Program that reaches other hosts instead of ssh, called with a host and a command.
+        ssh_command: Program that reaches other hosts instead of ssh, called with a host and a
+            command.
         prefix_output_with_timestamp: Whether lines of the workers start with the time.
         spares: Elastic: additional processes that wait to replace a lost one.
         elastic_timeout: Elastic: seconds with too few processes after which the job fails; default:
             `FARANDOLE_ELASTIC_TIMEOUT`, else 600.
-        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it in
-            the run of `ui`. Of an elastic job it shows the last world.
-        ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of the current directory;
-            a store, or its path or URL, keeps it there. Shows ranks, their load and output, and what
-            `farandole.spark.task.report` says.
+        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto;
+            `True` keeps it in the run of `ui`. Of an elastic job it shows the last world.
+        ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of
+            the current directory; a store, or its path or URL, keeps it there. Shows ranks, their
+            load and output, and what `farandole.spark.task.report` says.
 
     Returns:
         The results by rank; of an elastic job those of its last world.
 
     Raises:
-        ValueError: An argument is wrong, two contradict each other, or there are fewer slots than processes.
+        ValueError: An argument is wrong, two contradict each other, or there are fewer slots than
+            processes.
         FarandoleJobError: A worker failed, or a host cannot be used.
         FarandoleEnvironmentError: The hosts of an elastic job cannot be found at its beginning.
         TimeoutError: Not all processes started in time.
     """
-    # The gang that runs workers without Spark lives beside the one that runs them on Spark; neither loads pyspark.
+    # The gang that runs workers without Spark lives beside the one that runs them on Spark; neither
+    # loads pyspark.
     from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
     from farandole.runner import timelines  # noqa: PLC0415
     from farandole.runner.elastic.job import Elastic, ElasticBackend  # noqa: PLC0415
@@ -163,7 +171,9 @@ def run(
     with timelines.gathered(timeline), watched(ui, func, num_proc) as folder:
         settings["output_folder"] = output_filename or folder
         if elastic.is_asked:
-            backend = ElasticBackend(elastic, num_proc, reach, hosts=hosts, hostfile=hostfile, **settings)
+            backend = ElasticBackend(
+                elastic, num_proc, reach, hosts=hosts, hostfile=hostfile, **settings
+            )
         else:
             backend = HostsBackend(native.slots(hosts, hostfile), num_proc, reach, **settings)
         return backend.run(func, args, kwargs or {}, changes)
@@ -180,13 +190,19 @@ def _say_ignored(**given: object) -> None:
     asked = [f"{name}={value!r}" for name, value in given.items() if value]
     if asked:
         warnings.warn(
-            f"{', '.join(asked)} means nothing here: Farandole has one engine, without MPI and Gloo", stacklevel=3
+            f"{', '.join(asked)} means nothing here: Farandole has one engine, without MPI and "
+            "Gloo",
+            stacklevel=3,
         )
 
 
 def _interfaces(one: str | None, several: Iterable[str] | str | None) -> list[str]:
     if one is not None:
-        warnings.warn("network_interface is deprecated, use network_interfaces", DeprecationWarning, stacklevel=3)
+        warnings.warn(
+            "network_interface is deprecated, use network_interfaces",
+            DeprecationWarning,
+            stacklevel=3,
+        )
         several = several or one
     if isinstance(several, str):
         several = several.split(",")

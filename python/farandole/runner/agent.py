@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A task's side of a job: runs one worker and reports how it ended.
 
-A failure of the worker never becomes an exception here, because Spark would then run the whole stage four times.
+A failure of the worker never becomes an exception here, because Spark would then run the whole
+stage four times.
 """
 
 from __future__ import annotations
@@ -53,13 +54,15 @@ class Work:
         stream_output: Whether lines go to the driver.
         start_timeout: Seconds to wait for the other tasks.
         warm: How workers start warm, if they do.
-        rejoin_after: Seconds after which an agent whose gang was broken up, because another was lost or started again,
-            registers once more; `None` if lost agents are not started again. At once in a gang of independent tasks, of
-            which Spark starts that one alone. Spark starts a barrier stage again as a whole, and ends the rest of the
-            old one: an agent that still runs after that belongs to the new one.
-        elastic: Whether workers come and go while the job runs: each starts at once and asks for a rank by itself.
-        keys: Whether the driver has the keys of runs in a store, so that workers ask it for them; `None` if it has
-            them, and workers cannot reach it.
+        rejoin_after: Seconds after which an agent whose gang was broken up, because another was
+            lost or started again, registers once more; `None` if lost agents are not started again.
+            At once in a gang of independent tasks, of which Spark starts that one alone. Spark
+            starts a barrier stage again as a whole, and ends the rest of the old one: an agent that
+            still runs after that belongs to the new one.
+        elastic: Whether workers come and go while the job runs: each starts at once and asks for a
+            rank by itself.
+        keys: Whether the driver has the keys of runs in a store, so that workers ask it for them;
+            `None` if it has them, and workers cannot reach it.
     """
 
     ticket: str
@@ -77,9 +80,13 @@ class Work:
         """Refuses an environment that no process can have, before it travels."""
         for name, value in self.env.items():
             if not isinstance(name, str) or not (value is None or isinstance(value, str)):
-                raise TypeError(f"env must hold strings, or None to remove a variable: {name!r} is {value!r}")
+                raise TypeError(
+                    f"env must hold strings, or None to remove a variable: {name!r} is {value!r}"
+                )
             if not name or "=" in name or "\0" in name + (value or ""):
-                raise ValueError(f"env has a variable with an invalid name or value: {name!r} is {value!r}")
+                raise ValueError(
+                    f"env has a variable with an invalid name or value: {name!r} is {value!r}"
+                )
 
 
 def serve(
@@ -111,7 +118,9 @@ def serve(
         return _serve(work, task, attempt, command, env | {scratch.VARIABLE: str(folder)}, host)
 
 
-def _serve(work: Work, task: int, attempt: int, command: list[str], env: Environment, host: str) -> Ending:
+def _serve(
+    work: Work, task: int, attempt: int, command: list[str], env: Environment, host: str
+) -> Ending:
     from farandole._native import launcher  # noqa: PLC0415 - starts no thread before a daemon of Spark forks
 
     for again in range(_MOST_ROUNDS):
@@ -139,9 +148,9 @@ def _serve(work: Work, task: int, attempt: int, command: list[str], env: Environ
 def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]]) -> Environment:
     """Returns the changes that make a worker's environment out of this process's.
 
-    The worker imports what this process can import: its `sys.path` follows whatever `PYTHONPATH` was asked for.
-    Output is unbuffered unless asked otherwise, so that a line is seen when it is printed and is not lost with a killed
-    worker.
+    The worker imports what this process can import: its `sys.path` follows whatever `PYTHONPATH`
+    was asked for. Output is unbuffered unless asked otherwise, so that a line is seen when it is
+    printed and is not lost with a killed worker.
 
     Args:
         env: What the user asked for.
@@ -153,5 +162,7 @@ def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]
     changed["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*asked, *own]))
     changed.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED", "1"))
     if resources:
-        changed[RESOURCES] = json.dumps({name: list(addresses) for name, addresses in resources.items()})
+        changed[RESOURCES] = json.dumps(
+            {name: list(addresses) for name, addresses in resources.items()}
+        )
     return changed

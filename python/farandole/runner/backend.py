@@ -50,8 +50,8 @@ class Backend(ABC):
             args: Its arguments.
             kwargs: Its keyword arguments.
             env: Variables to set in the workers; `None` as a value removes one.
-            on_progress: Called on this thread, while the job runs, with the rank and the record of every
-                `farandole.spark.task.report`. An exception it raises ends the job.
+            on_progress: Called on this thread, while the job runs, with the rank and the record of
+                every `farandole.spark.task.report`. An exception it raises ends the job.
 
         Returns:
             The results by rank.
@@ -66,7 +66,8 @@ class Backend(ABC):
         """Number of workers."""
 
     def check(self) -> None:
-        """Raises what `run` would raise before it starts anything. Estimators call it before they prepare data.
+        """Raises what `run` would raise before it starts anything. Estimators call it before they
+        prepare data.
 
         Raises:
             ValueError: There are fewer slots than processes, or a setting forbids the job.
@@ -74,7 +75,8 @@ class Backend(ABC):
         return
 
     def through(self, store: Store) -> Backend:
-        """Returns a backend like this one that sends large functions and results through the store, if it needs that.
+        """Returns a backend like this one that sends large functions and results through the store,
+        if it needs that.
 
         Args:
             store: What every worker and this process reach; an estimator's.
@@ -86,29 +88,35 @@ class Backend(ABC):
 class LocalBackend(Backend):
     """Workers as processes of this host, without Spark and without a JVM.
 
-    They get this process's environment and modules, and listen on loopback alone, as this process does. Unless
-    `OMP_NUM_THREADS` is set, each gets its fair share of the cores.
+    They get this process's environment and modules, and listen on loopback alone, as this process
+    does. Unless `OMP_NUM_THREADS` is set, each gets its fair share of the cores.
 
-    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others continue, and another
-    one replaces it.
+    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others
+    continue, and another one replaces it.
 
     Args:
-        num_proc: Number of processes, or of those that an elastic job begins with; default: the number of cores.
+        num_proc: Number of processes, or of those that an elastic job begins with; default: the
+            number of cores.
         env: Variables to set in the workers; `None` as a value removes one.
-        start_timeout: Seconds within which all workers must start; default as in `farandole.spark.run`.
+        start_timeout: Seconds within which all workers must start; default as in
+            `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
-        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each rank runs.
+        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each
+            rank runs.
         prefix_output_with_timestamp: Whether those lines also start with the time.
         executable: Python interpreter of the workers; default: this one.
-        warm: Whether workers start warm, from a fork server of this process that has imported torch; by default they do
-            where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
-        output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
+        warm: Whether workers start warm, from a fork server of this process that has imported
+            torch; by default they do where this process has imported it, unless
+            `FARANDOLE_WARM_WORKERS` says `off`.
+        output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and
+            `rank.<N>/stderr`.
         min_num_proc: Smallest number of processes; default: `num_proc`.
         max_num_proc: Largest number of processes; default: `num_proc`.
         elastic_timeout: Seconds an elastic job may wait for `min_num_proc` workers; default as in
             `farandole.spark.run_elastic`.
-        reset_limit: Number of changes of the world after which an elastic job fails; default: no limit.
+        reset_limit: Number of changes of the world after which an elastic job fails; default: no
+            limit.
     """
 
     def __init__(
@@ -137,10 +145,14 @@ class LocalBackend(Backend):
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
-            raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
+            raise ValueError(
+                f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}"
+            )
         self._env = dict(env or {})
         self._start_timeout = start_timeout
-        self._streams = Streams(stdout, stderr, prefix_output_with_timestamp, verbose, output_folder)
+        self._streams = Streams(
+            stdout, stderr, prefix_output_with_timestamp, verbose, output_folder
+        )
         self._executable = executable
         self._warm = warm
 
@@ -166,23 +178,48 @@ class LocalBackend(Backend):
         with self._turn(output) as limit:
             if self._bounds:
                 where = {"host": "127.0.0.1", "bind": ""}  # as that of a job of fixed size
-                registrar, most = elastic_registrar(size, self._bounds, self._limits, limit, **where)
+                registrar, most = elastic_registrar(
+                    size, self._bounds, self._limits, limit, **where
+                )
                 work = Work(
-                    registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
+                    registrar.ticket,
+                    packed,
+                    changes,
+                    self._executable,
+                    output.streaming,
+                    limit,
+                    warmth,
+                    elastic=True,
                 )
                 return conduct_elastic(
-                    registrar, LocalCrew(work, most), output, on_progress, watcher=under_way, ends_on_error=True
+                    registrar,
+                    LocalCrew(work, most),
+                    output,
+                    on_progress,
+                    watcher=under_way,
+                    ends_on_error=True,
                 )
             registrar = self._registrar(size, limit)
-            work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
+            work = Work(
+                registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth
+            )
             endings = conduct(
-                registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start", under_way
+                registrar,
+                self._agents(work, size),
+                size,
+                output,
+                on_progress,
+                limit,
+                "workers to start",
+                under_way,
             )
             return outcome.results(endings, size)
 
     @contextlib.contextmanager
     def _turn(self, output: Output) -> Iterator[float]:
-        """Inside of one of Spark's searches, waits for cores; the seconds that are left for the start."""
+        """Inside of one of Spark's searches, waits for cores; the seconds that are left for the
+        start.
+        """
         if type(self) is not LocalBackend or not warm_workers.in_search():
             yield start_limit(self._start_timeout)
             return
@@ -202,7 +239,9 @@ class LocalBackend(Backend):
         return LocalAgents(work, range(size))
 
     def plain(self) -> dict[str, Any]:
-        """Returns the arguments for a backend of the same kind and numbers: no environment, no stream, no path."""
+        """Returns the arguments for a backend of the same kind and numbers: no environment, no
+        stream, no path.
+        """
         return {
             "num_proc": self._given,
             "start_timeout": self._start_timeout,
@@ -227,7 +266,8 @@ _CORES = Slots(_cores, "cores")
 
 
 def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
-    """Fewest and most processes of an elastic job, as they were given; nothing for a job of fixed size.
+    """Fewest and most processes of an elastic job, as they were given; nothing for a job of fixed
+    size.
 
     Raises:
         ValueError: They contradict each other or the number of processes.
@@ -257,7 +297,9 @@ def elastic_registrar(
     from farandole.common import logs  # noqa: PLC0415
 
     logs.start()
-    first, least, most = elastic_sizes(first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first)
+    first, least, most = elastic_sizes(
+        first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first
+    )
     patience, resets = elastic_limit(limits.get("elastic_timeout")), limits.get("reset_limit")
     registrar = Registrar.elastic(
         first,

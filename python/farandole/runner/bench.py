@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A rank of `farandole bench`: times one collective on plain memory, no framework imported.
 
-Rank 0 prints one line per size: `bench-row`, bytes, iterations, and median and 90th percentile in seconds. With
-`--write`, these are the times of the fastest algorithm, and a file gets the rules that choose it.
+Rank 0 prints one line per size: `bench-row`, bytes, iterations, and median and 90th percentile in
+seconds. With `--write`, these are the times of the fastest algorithm, and a file gets the rules
+that choose it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def calls(operation: str, dtype: str, size: int, ranks: int) -> tuple[Callable[[
     Args:
         operation: Its name.
         dtype: Name of the element type.
-        size: Bytes of the whole tensor: what every rank ends with, or for reduce-scatter and all-to-all begins with.
+        size: Bytes of the whole tensor: what every rank ends with, or for reduce-scatter and
+            all-to-all begins with.
         ranks: Number of ranks.
     """
     number, each = DTYPES[dtype]
@@ -81,7 +83,9 @@ def calls(operation: str, dtype: str, size: int, ranks: int) -> tuple[Callable[[
         name = f"bench.{operation}.{size}"
         match operation:
             case "allreduce":
-                return engine.allreduce(name, number, (whole,), source, target, SUM, 1.0, 1.0, GLOBAL, True)
+                return engine.allreduce(
+                    name, number, (whole,), source, target, SUM, 1.0, 1.0, GLOBAL, True
+                )
             case "broadcast":
                 return engine.broadcast(name, number, (whole,), source, source, 0, GLOBAL, True)
             case "allgather":
@@ -89,7 +93,9 @@ def calls(operation: str, dtype: str, size: int, ranks: int) -> tuple[Callable[[
             case "alltoall":
                 return engine.alltoall(name, number, (whole,), source, None, GLOBAL, True)
             case _:
-                return engine.reducescatter(name, number, (whole,), source, target, SUM, 1.0, 1.0, GLOBAL, True)
+                return engine.reducescatter(
+                    name, number, (whole,), source, target, SUM, 1.0, 1.0, GLOBAL, True
+                )
 
     return submit, whole * each
 
@@ -109,7 +115,9 @@ def agreed(seconds: float) -> float:
     memory = Memory(8)
     value = ctypes.c_double.from_address(memory.address)
     value.value = seconds
-    engine.wait(engine.broadcast("bench.agree", 8, (1,), memory.address, memory.address, 0, GLOBAL, True))
+    engine.wait(
+        engine.broadcast("bench.agree", 8, (1,), memory.address, memory.address, 0, GLOBAL, True)
+    )
     return value.value
 
 
@@ -125,7 +133,9 @@ class Row(NamedTuple):
 
     def show(self) -> None:
         """Prints it for the command."""
-        sys.stdout.write(f"bench-row {self.size} {self.iterations} {self.middle:.9f} {self.late:.9f}\n")
+        sys.stdout.write(
+            f"bench-row {self.size} {self.iterations} {self.middle:.9f} {self.late:.9f}\n"
+        )
         sys.stdout.flush()
 
 
@@ -143,7 +153,9 @@ def timed(operation: str, dtype: str, iterations: int, size: int) -> Row:
     count = iterations or min(MOST, max(5, int(LONGEST / max(agreed(min(warm)), 1e-6))))
     engine.wait(engine.barrier("bench.start", GLOBAL))
     times = sorted(turn(submit, count))
-    return Row(real, count, times[len(times) // 2], times[min(len(times) - 1, len(times) * 9 // 10)])
+    return Row(
+        real, count, times[len(times) // 2], times[min(len(times) - 1, len(times) * 9 // 10)]
+    )
 
 
 def rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str:
@@ -157,7 +169,9 @@ def rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str
     """
     chosen: list[tuple[str, int]] = []
     for size in sizes:
-        here = {algorithm: of_sizes[size] for algorithm, of_sizes in times.items() if size in of_sizes}
+        here = {
+            algorithm: of_sizes[size] for algorithm, of_sizes in times.items() if size in of_sizes
+        }
         best = min(here, key=lambda algorithm: here[algorithm])
         if chosen:
             before = chosen[-1][0]
@@ -206,7 +220,11 @@ def compare(dtype: str, iterations: int, sizes: Sequence[int], path: Path) -> No
     basics.shutdown()
     if not fits:
         raise SystemExit("--write needs several ranks, the same number on each host")
-    across = [name for name, fits in (("hierarchy", hosts > 1 and each > 1), ("halving", hosts > 1)) if fits]
+    across = [
+        name
+        for name, fits in (("hierarchy", hosts > 1 and each > 1), ("halving", hosts > 1))
+        if fits
+    ]
     names = [*FEW_STEPS, "pipeline", *across]
     rows: dict[str, dict[int, Row]] = {}
     for name in names:
@@ -217,7 +235,10 @@ def compare(dtype: str, iterations: int, sizes: Sequence[int], path: Path) -> No
         basics.shutdown()
     if rank > 0:
         return
-    times = {name: {size: row.middle for size, row in of_sizes.items()} for name, of_sizes in rows.items()}
+    times = {
+        name: {size: row.middle for size, row in of_sizes.items()}
+        for name, of_sizes in rows.items()
+    }
     for size in sizes:
         here = {name: of_sizes[size] for name, of_sizes in rows.items() if size in of_sizes}
         told = ", ".join(f"{name} {row.middle * 1e6:.1f} us" for name, row in here.items())
@@ -238,7 +259,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     if arguments.write is not None:
-        compare(arguments.dtype, arguments.iterations, sorted(set(arguments.sizes)), arguments.write)
+        compare(
+            arguments.dtype, arguments.iterations, sorted(set(arguments.sizes)), arguments.write
+        )
         return
     basics.init()
     for size in arguments.sizes:

@@ -2,14 +2,16 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The variables of the driver that are forwarded to the workers on Spark.
 
-They are sent in the closure of Spark's tasks. Spark keeps that in caches, and administrators can read it. So only
-variables are forwarded that workers are known to need, and none that may be a secret:
+They are sent in the closure of Spark's tasks. Spark keeps that in caches, and administrators can
+read it. So only variables are forwarded that workers are known to need, and none that may be a
+secret:
 
 1. its name is in `NAMES`, or starts with one of `PREFIXES`, or matches a pattern of the user;
-2. if it matches no pattern of the user, its name contains no word of secrets, and its value is not a URL with a
-   password.
+2. if it matches no pattern of the user, its name contains no word of secrets, and its value is not
+   a URL with a password.
 
-`SparkBackend(pass_env=["WANDB_*"])` forwards further variables, and `env={...}` replaces all of them.
+`SparkBackend(pass_env=["WANDB_*"])` forwards further variables, and `env={...}` replaces all of
+them.
 """
 
 from __future__ import annotations
@@ -24,13 +26,26 @@ if TYPE_CHECKING:
 NAMES = ("LANG", "LANGUAGE", "TZ", "NO_COLOR")
 PREFIXES = (
     *("FARANDOLE_", "HOROVOD_"),
-    *("KERAS_", "TF_", "XLA_", "JAX_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "PL_"),
+    *(
+        "KERAS_",
+        "TF_",
+        "XLA_",
+        "JAX_",
+        "TORCH_",
+        "TORCHINDUCTOR_",
+        "TORCHDYNAMO_",
+        "PYTORCH_",
+        "TRITON_",
+        "PL_",
+    ),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVIDIA_", "GLOO_", "UCX_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_"),
     *("HADOOP_CONF_", "HADOOP_USER_", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
     *("PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "LC_"),
 )
-_SECRET_WORDS = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|TICKET")
+_SECRET_WORDS = re.compile(
+    r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|TICKET"
+)
 _PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 import signal as signals
 
 _HINTS = {
-    "SIGKILL": "nothing in the process can cause this signal: the kernel's out-of-memory killer and cluster managers "
-    "send it, so look at the memory of that host or container first",
+    "SIGKILL": (
+        "nothing in the process can cause this signal: the kernel's out-of-memory killer and "
+        "cluster managers send it, so look at the memory of that host or container first"
+    ),
     "SIGSEGV": "native code crashed: a library, a driver or an extension of the training function",
     "SIGABRT": "native code gave up on itself; its last words are usually on stderr",
-    "SIGBUS": "memory that a file or a shared segment should have backed was gone: a full disk or /dev/shm",
+    "SIGBUS": (
+        "memory that a file or a shared segment should have backed was gone: a full disk or "
+        "/dev/shm"
+    ),
     "SIGTERM": "something asked the process to stop: a cluster manager, a shut-down, a person",
 }
 
@@ -19,8 +24,8 @@ _HINTS = {
 class FarandoleJobError(RuntimeError):
     """A worker failed, and the job ended.
 
-    When the worker raised a Python exception that could be brought to the driver, that exception is this one's
-    `__cause__`.
+    When the worker raised a Python exception that could be brought to the driver, that exception is
+    this one's `__cause__`.
 
     Attributes:
         rank: The rank that failed first; `None` if it is unknown.
@@ -70,7 +75,9 @@ class FarandoleJobError(RuntimeError):
         if self.signal_name in _HINTS:
             parts.append(f"({_HINTS[self.signal_name]})")
         if self.remote_traceback:
-            parts.append(f"\n--- traceback of rank {self.rank} ---\n{self.remote_traceback.rstrip()}")
+            parts.append(
+                f"\n--- traceback of rank {self.rank} ---\n{self.remote_traceback.rstrip()}"
+            )
         # The traceback of an exception that was not caught is on stderr as well: once is enough.
         tail = self.stderr_tail.replace((self.remote_traceback or "").strip(), "").rstrip()
         if tail:

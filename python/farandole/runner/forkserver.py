@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The fork server of warm workers: imports once, forks at once. Started by `farandole.runner.warm`.
 
-`python -m farandole.runner.forkserver <socket> <owner> <owner's start> <idle seconds> <module...>` returns when the
-server listens in the background. The server talks to `farandole.runner.proxy`, and only to processes of its own user:
+`python -m farandole.runner.forkserver <socket> <owner> <owner's start> <idle seconds> <module...>`
+returns when the server listens in the background. The server talks to `farandole.runner.proxy`, and
+only to processes of its own user:
 
 - server: `r` if it can fork, anything else if it cannot;
 - proxy: length, descriptors, and `directory NUL names of pipes NUL name=value NUL ...`;
@@ -99,7 +100,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def sweep(folder: Path) -> None:
-    """Removes files of killed servers whose owners have ended, so that none of them starts another server there.
+    """Removes files of killed servers whose owners have ended, so that none of them starts another
+    server there.
 
     Args:
         folder: Where sockets are, each with a lock beside it that names the owner.
@@ -126,7 +128,9 @@ def _numbers() -> str:
 class Server:
     """The loop of one thread over stand-ins, workers and the owner."""
 
-    def __init__(self, listener: socket.socket, held: tuple[int, int], idle: float, preload: Sequence[str]) -> None:
+    def __init__(
+        self, listener: socket.socket, held: tuple[int, int], idle: float, preload: Sequence[str]
+    ) -> None:
         self._listener = listener
         self._held = held
         self._tie = held[1]
@@ -136,7 +140,8 @@ class Server:
         _settle()
         self._files = _files()
         self._looked: float | None = None
-        # All present objects stay: without freeze, each collection in a worker would touch their pages and copy them.
+        # All present objects stay: without freeze, each collection in a worker would touch their
+        # pages and copy them.
         gc.collect()
         gc.freeze()
 
@@ -191,8 +196,14 @@ class Server:
             message, descriptors = _request(stand_in)
             pid = os.fork()
             if pid == 0:
-                others = [number for child in self._children.values() for number in child.descriptors()]
-                _become(message, descriptors, [self._listener.fileno(), *self._held, stand_in.fileno(), *others])
+                others = [
+                    number for child in self._children.values() for number in child.descriptors()
+                ]
+                _become(
+                    message,
+                    descriptors,
+                    [self._listener.fileno(), *self._held, stand_in.fileno(), *others],
+                )
             pidfd = os.pidfd_open(pid)
             with contextlib.suppress(OSError):
                 stand_in.sendall(b"pid %d\n" % pid)
@@ -209,7 +220,9 @@ class Server:
         stand_in.close()
 
     def _is_stale(self) -> bool:
-        """Returns whether an imported file has changed. One check serves all workers that are requested together."""
+        """Returns whether an imported file has changed. One check serves all workers that are
+        requested together.
+        """
         if self._looked is not None and time.monotonic() < self._looked + _GLANCE:
             return False
         self._looked = time.monotonic()
@@ -257,21 +270,27 @@ def _import(preload: Sequence[str]) -> str | None:
 
 
 def _settle() -> None:
-    """Does once what every worker would do, each in pages of its own: a third of a worker's life, measured."""
+    """Does once what every worker would do, each in pages of its own: a third of a worker's
+    life, measured.
+    """
     if "numpy" in sys.modules:
         # NumPy loads it when it is first asked for, which is for every worker's own random numbers.
         importlib.import_module("numpy.random")
     compiler = sys.modules.get("farandole.spark.torch.training.compiler")
     if compiler is not None:
-        # The first optimizer of every worker would import it, which takes longer than to import torch.
+        # The first optimizer of every worker would import it, which takes longer than to import
+        # torch.
         compiler.defer()
     for finalizer in list(weakref.finalize._registry):  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
-        # At its exit a worker does not take apart what the imports have built, such as torch's thousands of operators.
+        # At its exit a worker does not take apart what the imports have built, such as torch's
+        # thousands of operators.
         finalizer.atexit = False
 
 
 def _threads() -> str | None:
-    """Returns the reason why this process cannot be forked, if any: a fork has only the thread that forks."""
+    """Returns the reason why this process cannot be forked, if any: a fork has only the thread
+    that forks.
+    """
     threads = len(list(Path("/proc/self/task").iterdir()))
     return None if threads == 1 else f"the imports left {threads - 1} threads"
 
@@ -305,7 +324,8 @@ def _request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
     head, descriptors, _, _ = socket.recv_fds(stand_in, 4, 8)
     try:
         message = _message(stand_in, head)
-        # A directory, the names of pipes: two descriptors for the output, one for each of the pipes.
+        # A directory, the names of pipes: two descriptors for the output, one for each of the
+        # pipes.
         words = message.split(b"\0", 2)
         is_one = len(words) >= _HEAD and len(descriptors) == 2 + len(words[1].split())
     except OSError:
@@ -323,7 +343,9 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _message(stand_in: socket.socket, head: bytes) -> bytes:
-    """Receives the message after its length; empty if the length is invalid or the stand-in hangs up."""
+    """Receives the message after its length; empty if the length is invalid or the stand-in
+    hangs up.
+    """
     length = struct.unpack("=I", head)[0] if len(head) == struct.calcsize("=I") else 0
     message = bytearray()
     while len(message) < length <= _MOST:
@@ -392,7 +414,9 @@ def _own_streams() -> None:
 def _own_state() -> None:
     """Gives a forked worker its own signal handlers, CPU affinity and random numbers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     importlib.invalidate_caches()  # modules may have come since the server looked
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

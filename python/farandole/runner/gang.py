@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The driver's side of a job on any launcher: it handles the events of the agents and ends the job.
 
-A gang either returns the outcome of every task, or leaves nothing running: `conduct` returns only after the registrar
-is closed and every agent that it could reach has reported the end of its worker.
+A gang either returns the outcome of every task, or leaves nothing running: `conduct` returns only
+after the registrar is closed and every agent that it could reach has reported the end of its
+worker.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Agents(ABC):
 
     @abstractmethod
     def endings(self) -> list[Ending]:
-        """Returns how each task ended, once `done`; raises the error that kept the agents from running."""
+        """Returns how each task ended, once `done`; raises the error that kept the agents from
+        running.
+        """
 
 
 @dataclass
@@ -151,11 +154,15 @@ class _Seen:
     well_since: float | None = None
     tails: dict[int, list[str]] = field(default_factory=dict)
     lost: str = ""
-    """The first task that a working gang lost, with the reason; cleared when the next gang works."""
+    """The first task that a working gang lost, with the reason; cleared when the next gang
+    works.
+    """
 
     @property
     def is_forming(self) -> bool:
-        """Whether tasks are awaited: at the beginning, and after the loss of one that may be started again."""
+        """Whether tasks are awaited: at the beginning, and after the loss of one that may be
+        started again.
+        """
         return not self.assigned or (self.verdict is not None and self.failed is None)
 
 
@@ -179,7 +186,9 @@ def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         parts = {name: fn} | {f"argument {place}": one for place, one in enumerate(given[1])}
         parts |= {f"argument {place!r}": one for place, one in given[2].items()}
         why = culprit(parts) or str(error)
-        raise TypeError(f"{name} and its arguments cannot be pickled for the workers: {why}") from error
+        raise TypeError(
+            f"{name} and its arguments cannot be pickled for the workers: {why}"
+        ) from error
 
 
 def conduct(
@@ -264,8 +273,12 @@ class _Gang(Hearing):
                         self.registrar.abort("a task ended before it could register")
                 if now >= news_at:
                     news_at = now + _NEWS_EVERY
-                    self.output.say(f"waiting for {self.activity}: {len(self.seen.registered)} of {self.size} are here")
-            # Each generation has its own time: a job may have trained for hours when it loses an executor.
+                    self.output.say(
+                        f"waiting for {self.activity}: {len(self.seen.registered)} of {self.size} "
+                        "are here"
+                    )
+            # Each generation has its own time: a job may have trained for hours when it loses an
+            # executor.
             if (
                 self.seen.is_forming
                 and now - self.seen.forming_since > self.start_timeout
@@ -288,7 +301,8 @@ class _Gang(Hearing):
             if now - since <= _ROWS_WITHIN:
                 return True
             self.output.say(
-                f"Spark has returned no rows for {_ROWS_WITHIN:g} s, although all workers ended successfully"
+                f"Spark has returned no rows for {_ROWS_WITHIN:g} s, although all workers ended "
+                "successfully"
             )
             self.cancel()
             return False
@@ -301,7 +315,9 @@ class _Gang(Hearing):
         return True
 
     def endings(self) -> list[Ending]:
-        """Returns how each task ended: as its agent reports, or as this generation published if Spark lost its row."""
+        """Returns how each task ended: as its agent reports, or as this generation published if
+        Spark lost its row.
+        """
         told: list[Ending] = []
         lost: FarandoleJobError | None = None
         try:
@@ -312,11 +328,13 @@ class _Gang(Hearing):
             return told
         if self.has_results():
             self.output.say(
-                "Spark lost rows of a job whose workers had all ended successfully; the driver has their results"
+                "Spark lost rows of a job whose workers had all ended successfully; the driver "
+                "has their results"
             )
             return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
         if lost is not None and self.seen.lost:
-            # Spark reports a lost executor by its own words and timeout; the registrar knows the rank and the host.
+            # Spark reports a lost executor by its own words and timeout; the registrar knows the
+            # rank and the host.
             lost.add_reason(f"before that, {self.seen.lost}")
         if lost is not None:
             raise lost
@@ -372,19 +390,23 @@ class _Gang(Hearing):
     def registered(self, event: Event) -> None:
         task = event.task or 0
         if task in self.seen.registered and self.seen.assigned:
-            # Spark runs the whole stage again after an executor was lost: what the old generation said is past.
+            # Spark runs the whole stage again after an executor was lost: what the old generation
+            # said is past.
             self.output.say(f"task {task} was started again by Spark; a new gang forms")
             self.watcher.restarted(f"task {task} was started again by Spark")
             self.seen = _Seen(time.monotonic(), lost=self.seen.lost)
         self.seen.registered.add(task)
 
     def assigned(self, event: Event) -> None:
-        # All events since the tasks began to register, also a verdict, were about the generation before.
+        # All events since the tasks began to register, also a verdict, were about the generation
+        # before.
         self.seen = _Seen(time.monotonic(), set(range(self.size)), assigned=True)
         self.seen.seats = list(getattr(event, "seats", None) or self.registrar.assignment() or [])
         self.watcher.seats(self.seen.seats)
         for seat in self.seen.seats:
-            self.output.say(f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2)
+            self.output.say(
+                f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2
+            )
 
     def exited(self, event: Event) -> None:
         if not self.seen.assigned:
@@ -396,8 +418,9 @@ class _Gang(Hearing):
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
-            # It may be a survivor that lost its peer: the verdict knows better, if one comes.
-            # If the gang meets at an executor, a lost host sends no verdict, and Spark starts all tasks again.
+            # It may be a survivor that lost its peer: the verdict knows better, if one comes. If
+            # the gang meets at an executor, a lost host sends no verdict, and Spark starts all
+            # tasks again.
             grace = self.start_timeout if self.agents.meets_elsewhere() else _GRACE_AFTER_EXIT
             self.seen.failed, self.seen.give_up_at = event, time.monotonic() + grace
 
@@ -431,22 +454,30 @@ class _Gang(Hearing):
         super().log(event)
 
     def seen_failure(self) -> FarandoleJobError:
-        """Returns the first failure as the registrar told it, for when its task does not come back with more."""
+        """Returns the first failure as the registrar told it, for when its task does not come
+        back with more.
+        """
         event, verdict = self.seen.failed, self.seen.verdict
         if event is not None:
             error, error.__cause__ = failure(self.ending(event))
             return error
         reason = verdict.text if verdict is not None else None
-        return FarandoleJobError(reason or "the job was ended", rank=verdict.rank if verdict is not None else None)
+        return FarandoleJobError(
+            reason or "the job was ended", rank=verdict.rank if verdict is not None else None
+        )
 
     def not_started(self) -> str:
         verdict, short_of = self.seen.verdict, self.agents.short_of()
         if verdict is not None:
-            return f"no new gang has formed within {self.start_timeout:g} s after the last one ended: {verdict.text}"
+            return (
+                f"no new gang has formed within {self.start_timeout:g} s after the last one "
+                f"ended: {verdict.text}"
+            )
         return (
-            f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
-            f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
-            f"had registered{f'; {short_of}' if short_of else ''}"
+            f"Timed out waiting for {self.activity}. Please check that you have enough resources "
+            f"to run all Farandole processes: after {self.start_timeout:g} s "
+            f"{len(self.seen.registered)} of {self.size} tasks had "
+            f"registered{f'; {short_of}' if short_of else ''}"
             f"{f'; before that, {self.seen.lost}' if self.seen.lost else ''}"
         )
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Handles the registrar's events in the driver of any job: writes lines of output, and passes records on."""
+"""Handles the registrar's events in the driver of any job: writes lines of output, and passes
+records on.
+"""
 
 from __future__ import annotations
 
@@ -68,18 +70,27 @@ class Hearing(ABC):
             keys.answer(self.registrar, event.data or b"")
             return
         if event.data is not None and event.text is not None:
-            record((event.task or 0, event.rank), event.text, event.data, self.watcher, self.on_progress)
+            record(
+                (event.task or 0, event.rank),
+                event.text,
+                event.data,
+                self.watcher,
+                self.on_progress,
+            )
 
     def log(self, event: Event) -> None:
         """Writes a line of a worker."""
         if event.dropped:
-            self.output.say(f"{event.dropped} lines of workers were dropped: the driver could not keep up")
+            self.output.say(
+                f"{event.dropped} lines of workers were dropped: the driver could not keep up"
+            )
         self.output.line(event.rank, event.stream, event.text or "")
         if event.rank is not None:
             self.watcher.line(event.rank, event.stream or "stderr", event.text or "")
 
     def last_words(self, event: Event) -> None:
-        """Passes on the end of a worker's stderr, if the worker's lines stay in the log of its task.
+        """Passes on the end of a worker's stderr, if the worker's lines stay in the log of its
+        task.
 
         Args:
             event: Of the worker's exit.

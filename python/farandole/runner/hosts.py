@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A function on several hosts: the agents of other hosts are reached by ssh, those of this host are threads."""
+"""A function on several hosts: the agents of other hosts are reached by ssh, those of this host
+are threads.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Reach:
     """The way to reach other hosts.
 
     Attributes:
-        ssh_command: Program that is called with a host and a command; default: the batch system's own, else `ssh`.
+        ssh_command: Program that is called with a host and a command; default: the batch system's
+            own, else `ssh`.
         ssh_port: Port for ssh; default: that of ssh's configuration.
         ssh_identity_file: Key for ssh; default: that of ssh's configuration.
     """
@@ -44,15 +47,16 @@ class Reach:
 class HostsBackend(LocalBackend):
     """Workers on several hosts, without Spark.
 
-    Workers on other hosts get this process's environment, but for `CUDA_VISIBLE_DEVICES`, functions of the shell and
-    secrets, and start in the same folder where it is there. Other hosts need the package, and at the same path an
-    interpreter of the same minor version.
+    Workers on other hosts get this process's environment, but for `CUDA_VISIBLE_DEVICES`, functions
+    of the shell and secrets, and start in the same folder where it is there. Other hosts need the
+    package, and at the same path an interpreter of the same minor version.
 
     Args:
         hosts: Hosts and their slots, in the order of ranks; none means this host alone.
         num_proc: Number of processes.
         reach: How other hosts are reached.
-        bind: Network whose address of this host the registrar listens on; default: `FARANDOLE_BIND_ADDRESS`.
+        bind: Network whose address of this host the registrar listens on; default:
+            `FARANDOLE_BIND_ADDRESS`.
         **kwargs: Further arguments of `LocalBackend`.
     """
 
@@ -97,7 +101,9 @@ class HostsAgents(Agents):
         reach: How those are reached.
     """
 
-    def __init__(self, work: Work, here: Sequence[int], there: Sequence[tuple[str, int, int]], reach: Reach) -> None:
+    def __init__(
+        self, work: Work, here: Sequence[int], there: Sequence[tuple[str, int, int]], reach: Reach
+    ) -> None:
         self._local = LocalAgents(work, here)
         self._work = work
         self._reach = reach
@@ -140,10 +146,13 @@ class HostsAgents(Agents):
         return told and self._local.done()
 
     def gave_up(self) -> bool:
-        """Returns whether a host cannot be used and all others have answered: the error then names all such hosts."""
+        """Returns whether a host cannot be used and all others have answered: the error then
+        names all such hosts.
+        """
         self._hear()
         answered = all(
-            host in self._ready or all(task in self._endings for task in tasks) for host, tasks, _ in self._remotes
+            host in self._ready or all(task in self._endings for task in tasks)
+            for host, tasks, _ in self._remotes
         )
         return (self._refused or bool(self._unusable)) and answered
 
@@ -172,7 +181,8 @@ class HostsAgents(Agents):
             hosts = [host for host, *_ in self._there if host in self._unusable]
             why = "; ".join(self._unusable[host] for host in hosts)
             raise FarandoleJobError(
-                why if len(hosts) == 1 else f"{len(hosts)} hosts cannot be used: {why}", host=hosts[0]
+                why if len(hosts) == 1 else f"{len(hosts)} hosts cannot be used: {why}",
+                host=hosts[0],
             )
         endings = {ending.task: ending for ending in self._local.endings()} | self._endings
         return [endings[task] for task in sorted(endings)]
@@ -194,4 +204,6 @@ class HostsAgents(Agents):
         if host not in self._ready:
             self._unusable[host] = why
         for task in tasks:
-            self._endings.setdefault(task, Ending(task, host, aborted=True, reason=f"the connection was lost: {why}"))
+            self._endings.setdefault(
+                task, Ending(task, host, aborted=True, reason=f"the connection was lost: {why}")
+            )

@@ -64,8 +64,17 @@ def elastic_sizes(
     for name, value in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
         if value is not None:
             at_least(1)(name, value)
-    first = num_proc if num_proc is not None else most if most is not None else max(default(), least or 1)
+    first = (
+        num_proc
+        if num_proc is not None
+        else most
+        if most is not None
+        else max(default(), least or 1)
+    )
     least, most = first if least is None else least, first if most is None else most
     if not least <= first <= most:
-        raise ValueError(f"min_num_proc <= num_proc <= max_num_proc must hold: {least} <= {first} <= {most} does not")
+        raise ValueError(
+            f"min_num_proc <= num_proc <= max_num_proc must hold: {least} <= {first} <= {most} "
+            "does not"
+        )
     return first, least, most

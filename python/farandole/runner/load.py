@@ -40,7 +40,11 @@ class _Utilization(ctypes.Structure):
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class Gpu:
@@ -54,10 +58,16 @@ class Gpu:
     def __init__(self, index: int, library: Any) -> None:
         self._library = library
         self._handle = ctypes.c_void_p()
-        visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        visible = [
+            part.strip()
+            for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if part.strip()
+        ]
         name = visible[index] if index < len(visible) else str(index)
         if name.isdigit():
-            refused = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(self._handle))
+            refused = library.nvmlDeviceGetHandleByIndex_v2(
+                ctypes.c_uint(int(name)), ctypes.byref(self._handle)
+            )
         else:
             refused = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(self._handle))
         if refused:
@@ -112,7 +122,10 @@ class Load:
             seen["cpu"] = min(max((busy - before[0]) / (whole - before[1]), 0.0), 1.0)
         host = self._fields("meminfo")
         if "MemTotal" in host and "MemAvailable" in host:
-            seen |= {"memory": host["MemTotal"] - host["MemAvailable"], "memory_total": host["MemTotal"]}
+            seen |= {
+                "memory": host["MemTotal"] - host["MemAvailable"],
+                "memory_total": host["MemTotal"],
+            }
         own = self._fields("self/status")
         if "VmRSS" in own:
             seen["process_memory"] = own["VmRSS"]
@@ -121,7 +134,10 @@ class Load:
     def _ticks(self) -> tuple[int, int]:
         """Ticks in which the host's processors worked, and all of them, since it started."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = [int(field) for field in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9]]
+            fields = [
+                int(field)
+                for field in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9]
+            ]
             return sum(fields) - sum(fields[place] for place in _IDLE), sum(fields)
         return 0, 0
 
@@ -129,7 +145,9 @@ class Load:
         """Lines such as `MemTotal:  16384 kB`, in bytes."""
         with contextlib.suppress(OSError):
             lines = (line.split() for line in (self._proc / name).read_text().splitlines())
-            return {line[0].rstrip(":"): int(line[1]) * _KIB for line in lines if line[2:] == ["kB"]}
+            return {
+                line[0].rstrip(":"): int(line[1]) * _KIB for line in lines if line[2:] == ["kB"]
+            }
         return {}
 
 
@@ -143,7 +161,9 @@ def takes(index: int) -> None:
 
 
 def introduce() -> None:
-    """Reports identity, load and stalls of this process to a driver that shows its ranks. Further calls do nothing."""
+    """Reports identity, load and stalls of this process to a driver that shows its ranks.
+    Further calls do nothing.
+    """
     if TOLD not in os.environ or _INTRODUCED:
         return
     from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first

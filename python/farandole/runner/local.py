@@ -26,7 +26,9 @@ class LocalAgents(Agents):
         self._work = work
         self._endings: dict[int, Ending] = {}
         self._threads = [
-            threading.Thread(target=self._serve, args=(task,), name=f"farandole-agent-{task}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(task,), name=f"farandole-agent-{task}", daemon=True
+            )
             for task in tasks
         ]
 
@@ -54,7 +56,9 @@ class LocalCrew(Crew):
     """Workers of an elastic job; their agents end with the registrar."""
 
     def __init__(self, work: Work, most: int) -> None:
-        super().__init__(most, lambda run, name: threading.Thread(target=run, name=name, daemon=True))
+        super().__init__(
+            most, lambda run, name: threading.Thread(target=run, name=name, daemon=True)
+        )
         self._work = work
 
     def _one(self, task: int) -> str | None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The outcome of one task: the agent creates it, rows carry it to the driver, and the driver evaluates it."""
+"""The outcome of one task: the agent creates it, rows carry it to the driver, and the driver
+evaluates it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ SCHEMA = "task int, kind string, chunk int, data binary"
 
 _UNREACHABLE = "cannot reach the registrar"
 _WAYS = (
-    "Name an address of the driver that executors reach in FARANDOLE_DRIVER_HOST, and the ports that a firewall lets "
-    "pass in FARANDOLE_PORT_RANGE"
+    "Name an address of the driver that executors reach in FARANDOLE_DRIVER_HOST, and the ports "
+    "that a firewall lets pass in FARANDOLE_PORT_RANGE"
 )
 
 Row = tuple[int, str, int, bytes]
@@ -113,7 +115,8 @@ def results(endings: Iterable[Ending], size: int) -> list[Any]:
         What the function returned on each rank, rank 0 first.
 
     Raises:
-        FarandoleJobError: A task failed; raised from the worker's own exception where it could be brought along.
+        FarandoleJobError: A task failed; raised from the worker's own exception where it could be
+            brought along.
     """
     endings = list(endings)
     if len(endings) == size and all(ending.succeeded for ending in endings):
@@ -133,15 +136,24 @@ def raise_first(endings: list[Ending], size: int) -> None:
     if not failed:
         missing = sorted(set(range(size)) - {ending.task for ending in endings})
         raise FarandoleJobError(f"Spark returned no rows of these tasks: {missing}")
-    # The worker that failed by itself is the cause; an agent's refusal comes before its consequences.
-    cause = min(failed, key=lambda ending: (ending.aborted, ending.refused is None, ending.rank or 0))
+    # The worker that failed by itself is the cause; an agent's refusal comes before its
+    # consequences.
+    cause = min(
+        failed, key=lambda ending: (ending.aborted, ending.refused is None, ending.rank or 0)
+    )
     error, origin = failure(cause)
     raise error from origin
 
 
 def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
-    """Returns the exception for one task's failure, and the worker's own exception if it could be unpickled."""
-    who = f"task {ending.task} on {ending.host}" if ending.rank is None else f"rank {ending.rank} on {ending.host}"
+    """Returns the exception for one task's failure, and the worker's own exception if it could
+    be unpickled.
+    """
+    who = (
+        f"task {ending.task} on {ending.host}"
+        if ending.rank is None
+        else f"rank {ending.rank} on {ending.host}"
+    )
     remote: tuple[str, str, str, bytes | None] | None = None
     if ending.result is not None and ending.exit_code != 0:
         tag, *told = pickle.loads(ending.result)  # noqa: S301 - bytes of this job's own worker, from Spark or its own link
@@ -158,7 +170,9 @@ def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
     elif ending.signal_name is not None:
         reason = f"{who} was ended by signal {ending.signal_name}"
     elif ending.exit_code == 0:
-        reason = f"{who} left without a result: its function ended the process before it could return"
+        reason = (
+            f"{who} left without a result: its function ended the process before it could return"
+        )
     else:
         reason = f"{who} exited with code {ending.exit_code}"
     error = FarandoleJobError(
@@ -190,7 +204,8 @@ def _value(ending: Ending) -> Any:
         _, value = pickle.loads(ending.result)  # noqa: S301 - as in `failure`
     except Exception as error:
         raise FarandoleJobError(
-            f"rank {ending.rank} on {ending.host} returned a value that the driver cannot unpickle: {error!r}",
+            f"rank {ending.rank} on {ending.host} returned a value that the driver cannot "
+            f"unpickle: {error!r}",
             rank=ending.rank,
             host=ending.host,
             exit_code=0,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Finds which of several objects cannot be pickled. pickle itself names a type that its user may not know."""
+"""Finds which of several objects cannot be pickled. pickle itself names a type that its user may
+not know.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ _DEPTH = 6
 
 
 def culprit(things: Mapping[str, Any]) -> str:
-    """Returns the first object that cannot be pickled, the part of it that is the cause, and pickle's message.
+    """Returns the first object that cannot be pickled, the part of it that is the cause, and
+    pickle's message.
 
     Args:
         things: by the names that their user knows them by.
 
     Returns:
-        Such as `loss: variable 'spark' of <lambda>: cannot pickle ...`; empty when each can be pickled by itself.
+        Such as `loss: variable 'spark' of <lambda>: cannot pickle ...`; empty when each can be
+        pickled by itself.
     """
     for name, value in things.items():
         found = _refusal(value)
@@ -30,7 +34,9 @@ def culprit(things: Mapping[str, Any]) -> str:
 
 
 def _path(value: Any, why: str, depth: int) -> str:
-    """Returns the path of the innermost object with this reason. Other parts may be impossible to pickle, too."""
+    """Returns the path of the innermost object with this reason. Other parts may be impossible
+    to pickle, too.
+    """
     for step, inner in _inside(value) if depth else ():
         if _refusal(inner) == why:
             return f"{step}{_path(inner, why, depth - 1)}"

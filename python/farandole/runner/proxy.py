@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The proxy of a warm worker: the process that the agent starts, watches and ends.
 
-It runs as `proxy.py <socket> <command...>` in a bare interpreter, so that it starts in milliseconds. It passes its
-output, its pipes, its directory and its environment to the fork server behind the socket, and ends like the worker. If
-no server answers, or the server declines, this process executes the command itself.
+It runs as `proxy.py <socket> <command...>` in a bare interpreter, so that it starts in
+milliseconds. It passes its output, its pipes, its directory and its environment to the fork server
+behind the socket, and ends like the worker. If no server answers, or the server declines, this
+process executes the command itself.
 """
 
 import _socket
@@ -31,7 +32,9 @@ def main() -> None:
     words = _words(server)
     told = next(words, None)
     if told is None or told[0] != "pid":
-        sys.stderr.write("farandole: the fork server did not start the worker that it had accepted\n")
+        sys.stderr.write(
+            "farandole: the fork server did not start the worker that it had accepted\n"
+        )
         sys.stderr.flush()
         os._exit(70)
     # The agent ends a worker by SIGTERM, then by SIGKILL, which closes the connection.
@@ -70,7 +73,9 @@ def _hand_over(server: "_socket.socket") -> None:
     words += [name + b"=" + value for name, value in os.environb.items()]
     message = b"\0".join(words)
     descriptors = array.array("i", [1, 2, *pipes.values()])
-    server.sendmsg([struct.pack("=I", len(message))], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)])
+    server.sendmsg(
+        [struct.pack("=I", len(message))], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)]
+    )
     left = memoryview(message)
     while left:
         left = left[server.send(left) :]
@@ -94,7 +99,9 @@ def _words(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings, from a
 
 
 def _end(worker: int) -> None:
-    """The server is gone, and the kernel has ended the worker with it: this ends what the worker had started."""
+    """The server is gone, and the kernel has ended the worker with it: this ends what the worker
+    had started.
+    """
     try:
         os.killpg(worker, signal.SIGKILL)
     except ProcessLookupError:

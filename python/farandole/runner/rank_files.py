@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Output of the workers in files: `rank.<N>/stdout` and `rank.<N>/stderr` of a folder, as Horovod writes them."""
+"""Output of the workers in files: `rank.<N>/stdout` and `rank.<N>/stderr` of a folder, as
+Horovod writes them.
+"""
 
 from __future__ import annotations
 

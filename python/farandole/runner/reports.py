@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checks the reports of workers where they arrive, so that everything that listens can rely on their form.
+"""Checks the reports of workers where they arrive, so that everything that listens can rely on
+their form.
 
-A report is any JSON object. Two kinds have a form, because curves are drawn of them: `{"kind": "step", "epoch": 0,
-"step": 3, "steps": 10, "loss": 0.5, ...}` and `{"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 0.5,
-"all_metrics": [{"accuracy": 0.9}]}, ...}, ...}`. Estimators add `epochs` and `rows_per_second` to both, and `steps` to
-an epoch. A number of an entry may be `None`.
+A report is any JSON object. Two kinds have a form, because curves are drawn of them: `{"kind":
+"step", "epoch": 0, "step": 3, "steps": 10, "loss": 0.5, ...}` and `{"kind": "epoch", "entry":
+{"epoch": 0, "train": {"loss": 0.5, "all_metrics": [{"accuracy": 0.9}]}, ...}, ...}`. Estimators add
+`epochs` and `rows_per_second` to both, and `steps` to an epoch. A number of an entry may be `None`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A queue of jobs for a number of slots.
 
-A job gets all of its slots at once or waits, first come, first served. So two jobs never hold half of what each needs,
-and small jobs cannot overtake a large one without limit.
+A job gets all of its slots at once or waits, first come, first served. So two jobs never hold half
+of what each needs, and small jobs cannot overtake a large one without limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LONGEST_WAIT: Final = 86_400.0
-"""Seconds that a job waits for the slots of others if no limit is given. Those jobs have limits of their own."""
+"""Seconds that a job waits for the slots of others if no limit is given. Those jobs have limits
+of their own.
+"""
 
 _LEAST_LEFT = 0.1
 _LOOK_EVERY = 0.25
@@ -43,10 +45,13 @@ class Slots:
         self._jobs: dict[object, int] = {}
 
     @contextlib.contextmanager
-    def taken(self, number: int, say: Callable[[str], None], patience: float = LONGEST_WAIT) -> Iterator[float]:
+    def taken(
+        self, number: int, say: Callable[[str], None], patience: float = LONGEST_WAIT
+    ) -> Iterator[float]:
         """Holds slots for one job.
 
-        A job that needs more slots than there are runs when no other does: its backend then reports the missing slots.
+        A job that needs more slots than there are runs when no other does: its backend then reports
+        the missing slots.
 
         Args:
             number: Slots of the job.
@@ -68,7 +73,10 @@ class Slots:
                         news_at = time.monotonic() + _NEWS_EVERY
                         say(self._waiting(job, number))
                     if time.monotonic() - began >= patience:
-                        late = f"Timed out waiting for {self._awaited}: 0 of {number} after {patience:g} s"
+                        late = (
+                            f"Timed out waiting for {self._awaited}: 0 of {number} after "
+                            f"{patience:g} s"
+                        )
                         raise TimeoutError(f"{late}; {self._waiting(job, number)}")
                     self._changed.wait(_LOOK_EVERY)
                 self._jobs[job] = number
@@ -83,14 +91,17 @@ class Slots:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def started(self, number: int, say: Callable[[str], None], start_timeout: float | None) -> Iterator[float]:
-        """Holds slots for one job, whose wait for them is a part of the time that it may take to start.
+    def started(
+        self, number: int, say: Callable[[str], None], start_timeout: float | None
+    ) -> Iterator[float]:
+        """Holds slots for one job, whose wait for them is a part of the time that it may take to
+        start.
 
         Args:
             number: As `taken`.
             say: As `taken`.
-            start_timeout: Seconds for the wait and the start together, as the user gave them. `None` waits up to
-                `LONGEST_WAIT`, and leaves the start what `start_limit` says.
+            start_timeout: Seconds for the wait and the start together, as the user gave them.
+                `None` waits up to `LONGEST_WAIT`, and leaves the start what `start_limit` says.
 
         Yields:
             Seconds that are left for the start.
@@ -109,6 +120,7 @@ class Slots:
 
     def _waiting(self, job: object, number: int) -> str:
         return (
-            f"a job of {number} processes waits for slots: {len(self._jobs)} jobs hold {sum(self._jobs.values())} of "
-            f"{self._total()}, {self._queue.index(job)} wait before it"
+            f"a job of {number} processes waits for slots: {len(self._jobs)} jobs hold "
+            f"{sum(self._jobs.values())} of {self._total()}, {self._queue.index(job)} wait before "
+            "it"
         )

@@ -24,7 +24,8 @@ _REPORT: Final = re.compile(rf"\nMissing ranks:((?:{_MISSING.pattern})+)")
 def follow(say: Callable[[dict[str, Any]], object]) -> None:
     """Sends each stall report that this process logs as an event.
 
-    It is a filter of the logger, because with a handler, reports would no longer go to stderr by themselves.
+    It is a filter of the logger, because with a handler, reports would no longer go to stderr by
+    themselves.
 
     Args:
         say: Gets an event.
@@ -33,7 +34,8 @@ def follow(say: Callable[[dict[str, Any]], object]) -> None:
     def heard(record: logging.LogRecord) -> bool:
         told = event(record.getMessage())
         if told is not None:
-            with contextlib.suppress(Exception):  # such as a driver that is gone; the report is logged anyway
+            # such as a driver that is gone; the report is logged anyway
+            with contextlib.suppress(Exception):
                 say(told)
         return True
 

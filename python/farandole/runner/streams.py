@@ -21,11 +21,14 @@ class Streams:
     """Output arguments of every backend.
 
     Attributes:
-        stdout: Where the workers' stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stdout: Where the workers' stdout goes, each line as `[rank]<stdout>:line`; default:
+            `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         timestamp: Whether those lines also start with the time.
-        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each rank runs.
-        folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
+        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each
+            rank runs.
+        folder: Where each rank's output is also written, to `rank.<N>/stdout` and
+            `rank.<N>/stderr`.
     """
 
     stdout: TextIO | None = None
@@ -35,12 +38,15 @@ class Streams:
     folder: str | os.PathLike[str] | None = None
 
     def output(self, size: int) -> Output:
-        """Returns the output of one job. It uses the present `sys.stdout`, because notebooks replace it.
+        """Returns the output of one job. It uses the present `sys.stdout`, because notebooks
+        replace it.
 
         Args:
             size: Number of ranks.
         """
-        made = Output(self.stdout or sys.stdout, self.stderr or sys.stderr, self.timestamp, self.verbose)
+        made = Output(
+            self.stdout or sys.stdout, self.stderr or sys.stderr, self.timestamp, self.verbose
+        )
         if self.folder is not None:
             made.files = RankFiles(Path(self.folder), size)
         return made

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The timelines of all ranks of a job: agents send them to the driver, which merges them into one trace."""
+"""The timelines of all ranks of a job: agents send them to the driver, which merges them into
+one trace.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Gathering:
         """Gets the place of the trace once it is written."""
 
     def begin(self) -> None:
-        """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are other ones."""
+        """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are
+        other ones.
+        """
         self._is_begun, self._pieces, self._came = True, self._new(), False
         self._started = {}
 
@@ -86,10 +90,11 @@ class Gathering:
             _LOG.warning("a piece of a timeline is lost: %s", error)
 
     def _earlier(self, task: int, piece: bytes) -> int | None:
-        """Returns the task whose timeline is left out because another one of its rank and world has started later.
+        """Returns the task whose timeline is left out because another one of its rank and world has
+        started later.
 
-        Spark may start a stage again after it has lost an executor. Ranks then have other tasks, and a task of before
-        may have sent its timeline.
+        Spark may start a stage again after it has lost an executor. Ranks then have other tasks,
+        and a task of before may have sent its timeline.
         """
         title = _title(piece)
         if title is None:
@@ -104,7 +109,8 @@ class Gathering:
         self._started[place] = late
         rank, world = place
         _LOG.warning(
-            "tasks %d and %d have sent timelines of rank %d in world %d: that of task %d began earlier and is left out",
+            "tasks %d and %d have sent timelines of rank %d in world %d: that of task %d began "
+            "earlier and is left out",
             early, late[1], rank, world, early,
         )  # fmt: skip
         return early
@@ -140,7 +146,9 @@ class Gathering:
                 return []
             return ["no rank has sent a timeline: there is none unless the ranks call init()"]
         if self._path is None:
-            return self._kept or ["the timeline is lost: no store keeps this run; give timeline= a path"]
+            return self._kept or [
+                "the timeline is lost: no store keeps this run; give timeline= a path"
+            ]
         lines = self._merged(self._path)
         if not self.summary:
             return lines
@@ -161,23 +169,29 @@ class Gathering:
 
 
 def _title(piece: bytes) -> tuple[tuple[int, int], int] | None:
-    """Returns the rank and the world of a timeline, and when it started, if this is its first piece."""
+    """Returns the rank and the world of a timeline, and when it started, if this is its first
+    piece.
+    """
     try:
         head, begin, record = piece.split(b"\n", 3)[:3]
         if json.loads(head)["offset"] != 0 or begin != b"[":
             return None
         told = json.loads(record.removesuffix(b","))["args"]
-        return (int(told["rank"]), int(told["generation"])), int(told["start_time_since_epoch_in_micros"])
+        return (int(told["rank"]), int(told["generation"])), int(
+            told["start_time_since_epoch_in_micros"]
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None  # what it is, is for the merge to say
 
 
 @contextlib.contextmanager
 def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering | None]:
-    """Gathers the timelines of the jobs that run inside, and merges them at the end, also after a failure.
+    """Gathers the timelines of the jobs that run inside, and merges them at the end, also after a
+    failure.
 
     Args:
-        path: File for the trace; `True` keeps it in the directory of the run; `None` gathers nothing.
+        path: File for the trace; `True` keeps it in the directory of the run; `None` gathers
+            nothing.
 
     Yields:
         The receivers; `None` for no path.

@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Warm workers: processes that start with a framework already imported.
 
-A short job spends most of its time in `import torch`, once per worker. A fork server (`farandole.runner.forkserver`)
-imports it once for all workers of its owner (an executor or a driver) and forks each of them in milliseconds. The agent
-starts a proxy (`farandole.runner.proxy`), which passes its pipes and its environment to the server and ends like the
-worker. If there is no server, or the server declines, the proxy becomes the worker itself.
+A short job spends most of its time in `import torch`, once per worker. A fork server
+(`farandole.runner.forkserver`) imports it once for all workers of its owner (an executor or a
+driver) and forks each of them in milliseconds. The agent starts a proxy (`farandole.runner.proxy`),
+which passes its pipes and its environment to the server and ends like the worker. If there is no
+server, or the server declines, the proxy becomes the worker itself.
 
-A server serves one owner, one environment and one state of the installed packages. The name of its socket is their
-digest. It ends with its owner, and after a time without work.
+A server serves one owner, one environment and one state of the installed packages. The name of its
+socket is their digest. It ends with its owner, and after a time without work.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ _FOR_IMPORTS: Final = re.compile(
     r"PYTHON(?!_)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH|ATEN_|MALLOC_|GLIBC_|LC_|LANG$|HOME$|VIRTUAL_ENV$"
 )
 # A server has one thread. Workers set their own number of threads.
-_ALONE: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_ALONE: Final = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
 _TUNING: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
 
 
@@ -68,7 +74,8 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
     Only a driver that has imported torch has workers that will: others gain nothing.
 
     Args:
-        asked: What the caller says; `None` leaves it to `FARANDOLE_WARM_WORKERS`, and that to `by_default`.
+        asked: What the caller says; `None` leaves it to `FARANDOLE_WARM_WORKERS`, and that to
+            `by_default`.
         by_default: The default outside of notebooks and of Spark's searches over parameters.
 
     Raises:
@@ -88,7 +95,9 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
         raise ValueError(f"{IDLE} must be a number of seconds: {idle}") from None
 
 
-def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], owner: int) -> list[str]:
+def command(
+    warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], owner: int
+) -> list[str]:
     """Returns the command that starts a worker by the server, which is started if it does not run.
 
     Args:
@@ -114,7 +123,9 @@ def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], 
 
 
 def executor() -> int:
-    """Returns the owner of a server that this Spark task starts: Spark's own process, above its Python processes."""
+    """Returns the owner of a server that this Spark task starts: Spark's own process, above its
+    Python processes.
+    """
     pid = os.getppid()
     while pid > 1:
         told = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -125,7 +136,9 @@ def executor() -> int:
 
 
 def started(pid: int) -> int:
-    """Returns the start of a process in the kernel's ticks. A later process with the same id has another one."""
+    """Returns the start of a process in the kernel's ticks. A later process with the same id has
+    another one.
+    """
     return int(_stat(pid)[19])
 
 
@@ -138,7 +151,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def _preloads() -> tuple[str, ...]:
-    """Returns the modules that workers will import: torch, and Lightning if this driver has its estimator."""
+    """Returns the modules that workers will import: torch, and Lightning if this driver has its
+    estimator.
+    """
     if "farandole.spark.lightning.estimator" not in sys.modules:
         return PRELOADS
     packages = tuple(name for name in _LIGHTNING if name in sys.modules)
@@ -171,28 +186,41 @@ def in_search() -> bool:
 
 
 def _digest(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int) -> str:
-    roots = [part or str(Path.cwd()) for part in env.get("PYTHONPATH", "").split(os.pathsep)] + sys.path
+    roots = [
+        part or str(Path.cwd()) for part in env.get("PYTHONPATH", "").split(os.pathsep)
+    ] + sys.path
     facts = {
         "owner": [owner, started(owner)],
         "python": [os.path.realpath(interpreter), sys.version],
         "preload": warm.preload,
         "packages": [[root, _installed(root)] for root in dict.fromkeys(roots)],
-        "farandole": [_changed(path) for path in (*sorted(_HERE.glob("*.py")), *_HERE.parent.glob("_native*"))],
+        "farandole": [
+            _changed(path) for path in (*sorted(_HERE.glob("*.py")), *_HERE.parent.glob("_native*"))
+        ],
         "directory": str(Path.cwd()),
-        "env": {name: value for name, value in sorted(env.items()) if _FOR_IMPORTS.match(name) and name not in _ALONE},
+        "env": {
+            name: value
+            for name, value in sorted(env.items())
+            if _FOR_IMPORTS.match(name) and name not in _ALONE
+        },
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
 def _installed(root: str) -> int | None:
-    """Returns the time of the last change to the packages of a directory; `None` if it holds no packages.
+    """Returns the time of the last change to the packages of a directory; `None` if it holds no
+    packages.
 
-    In other directories, such as the one a notebook runs in, files come and go as jobs write them. What the server has
-    imported from there it looks at by itself.
+    In other directories, such as the one a notebook runs in, files come and go as jobs write them.
+    What the server has imported from there it looks at by itself.
     """
     folder = Path(root)
     is_for_packages = folder.name in ("site-packages", "dist-packages")
-    return _changed(folder) if is_for_packages or next(folder.glob("*.dist-info"), None) is not None else None
+    return (
+        _changed(folder)
+        if is_for_packages or next(folder.glob("*.dist-info"), None) is not None
+        else None
+    )
 
 
 def _changed(path: str | Path) -> int | None:
@@ -205,8 +233,9 @@ def _changed(path: str | Path) -> int | None:
 def _start(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int, place: Path) -> None:
     """Starts a server and returns when it listens; of several at once, one stays."""
     arguments = [str(place), str(owner), str(started(owner)), repr(warm.idle), *warm.preload]
-    # One thread, also in the libraries that count cores when they are loaded: a process with threads cannot be forked.
-    # The C library reads these when it starts; agents set them for workers that come the long way.
+    # One thread, also in the libraries that count cores when they are loaded: a process with
+    # threads cannot be forked. The C library reads these when it starts; agents set them for
+    # workers that come the long way.
     alone = dict.fromkeys(_ALONE, "1")
     subprocess.run(  # noqa: S603 - this interpreter, this package
         [interpreter, "-m", "farandole.runner.forkserver", *arguments],

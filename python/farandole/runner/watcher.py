@@ -17,11 +17,15 @@ EVENT: Final = "event"
 """Kind of the records in which a worker says that something has happened, such as a stall."""
 
 TOLD: Final = "FARANDOLE_SPARK_TOLD"
-"""Variable of workers whose driver shows what its ranks say of themselves, by `farandole.spark.task`."""
+"""Variable of workers whose driver shows what its ranks say of themselves, by
+`farandole.spark.task`.
+"""
 
 
 class Watcher:
-    """Shows nothing; what shows a job derives from it. Its methods are called on the job's thread, and never raise."""
+    """Shows nothing; what shows a job derives from it. Its methods are called on the job's
+    thread, and never raise.
+    """
 
     def look(self) -> None:
         """Is called a few times a second."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The worker's entry: `python -m farandole.runner.worker` runs one pickled function and sends its value back.
+"""The worker's entry: `python -m farandole.runner.worker` runs one pickled function and sends its
+value back.
 
-The agent passes two pipes by number: `FARANDOLE_PAYLOAD_FD` contains the cloudpickled `(fn, args, kwargs)`, and
-`FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or `("error", type name, message, traceback, pickled
-exception or None)`. Both are the agent's own, so the pickles that are loaded here come from the process that started
-this one. The process exits with 0 after "ok" and 1 after "error".
+The agent passes two pipes by number: `FARANDOLE_PAYLOAD_FD` contains the cloudpickled `(fn, args,
+kwargs)`, and `FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or `("error", type name,
+message, traceback, pickled exception or None)`. Both are the agent's own, so the pickles that are
+loaded here come from the process that started this one. The process exits with 0 after "ok" and 1
+after "error".
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ def main() -> int:
     payload = _take(PAYLOAD_FD)
     result = _take(RESULT_FD)
     if payload is None or result is None:
-        sys.stderr.write(f"farandole.runner.worker is started by an agent, which sets {PAYLOAD_FD} and {RESULT_FD}\n")
+        sys.stderr.write(
+            f"farandole.runner.worker is started by an agent, which sets {PAYLOAD_FD} and "
+            f"{RESULT_FD}\n"
+        )
         return 2
     with os.fdopen(payload, "rb") as pipe:
         packed = pipe.read()
@@ -67,7 +72,8 @@ def _call(packed: bytes) -> tuple[int, tuple[Any, ...]]:
         fn, args, kwargs = pickle.loads(packed)  # noqa: S301 - the agent's own pipe
         return 0, ("ok", fn(*args, **kwargs))
     except SystemExit as error:
-        # `sys.exit(0)` in a function is a plain end; any other status is a failure with its own exit code.
+        # `sys.exit(0)` in a function is a plain end; any other status is a failure with its own
+        # exit code.
         if error.code is None or error.code == 0:
             return 0, ("ok", None)
         if not isinstance(error.code, int):
@@ -84,7 +90,11 @@ def _call(packed: bytes) -> tuple[int, tuple[Any, ...]]:
 
 def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
     # The first frame is `_call`, which does not help the user.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(kind, error, frames))
@@ -96,7 +106,9 @@ def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Returns the exception, if it survives a round trip: many take arguments that they do not keep."""
+    """Returns the exception, if it survives a round trip: many take arguments that they do not
+    keep.
+    """
     try:
         packed = pickling.dumps(error)
         same = isinstance(pickle.loads(packed), type(error))  # noqa: S301 - made one line above
@@ -106,7 +118,9 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _take(variable: str) -> int | None:
-    """Returns the descriptor named by a variable, which is then forgotten: it is not for the worker's own children."""
+    """Returns the descriptor named by a variable, which is then forgotten: it is not for the
+    worker's own children.
+    """
     number = os.environ.pop(variable, None)
     if number is None:
         return None
@@ -123,9 +137,11 @@ def _flush() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process as the interpreter would, but does not unload modules: with torch that takes seconds.
+    """Ends the process as the interpreter would, but does not unload modules: with torch that takes
+    seconds.
 
-    In the interpreter's order: pools of threads are ended, non-daemon threads are awaited, and exit functions run.
+    In the interpreter's order: pools of threads are ended, non-daemon threads are awaited, and exit
+    functions run.
     """
     threading._shutdown()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue] - what the interpreter calls
     atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs

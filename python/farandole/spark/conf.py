@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Spark settings that decide where failed tasks run again, as (key, value) pairs.
 
-The names are Horovod's. Spark 3.1 renamed `spark.blacklist.*` to `spark.excludeOnFailure.*` and Spark 4 reads only the
-new names; `both` gives a setting under both.
+The names are Horovod's. Spark 3.1 renamed `spark.blacklist.*` to `spark.excludeOnFailure.*` and
+Spark 4 reads only the new names; `both` gives a setting under both.
 """
 
 from typing import Final
@@ -16,7 +16,10 @@ SPARK_CONF_MAX_INT_MINUS_ONE: Final = "2147483646"
 _OLD: Final = "spark.blacklist."
 _NEW: Final = "spark.excludeOnFailure."
 
-SPARK_CONF_ALWAYS_RESTART_FAILED_TASK: Final[Setting] = ("spark.task.maxFailures", SPARK_CONF_MAX_INT)
+SPARK_CONF_ALWAYS_RESTART_FAILED_TASK: Final[Setting] = (
+    "spark.task.maxFailures",
+    SPARK_CONF_MAX_INT,
+)
 
 SPARK_CONF_BLACKLIST_DISABLED: Final[Setting] = (_OLD + "enabled", "false")
 SPARK_CONF_BLACKLIST_ENABLED: Final[Setting] = (_OLD + "enabled", "true")
@@ -31,14 +34,23 @@ _APP_EXECUTORS: Final = "application.maxFailedExecutorsPerNode"
 SPARK_CONF_REUSE_FAILED_EXECUTOR: Final[Setting] = (_OLD + _STAGE_TASKS, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR: Final[Setting] = (_OLD + _STAGE_TASKS, "1")
 
-SPARK_CONF_REUSE_FAILING_NODE: Final[Setting] = (_OLD + _STAGE_EXECUTORS, SPARK_CONF_MAX_INT_MINUS_ONE)
+SPARK_CONF_REUSE_FAILING_NODE: Final[Setting] = (
+    _OLD + _STAGE_EXECUTORS,
+    SPARK_CONF_MAX_INT_MINUS_ONE,
+)
 SPARK_CONF_DONT_REUSE_FAILING_NODE: Final[Setting] = (_OLD + _STAGE_EXECUTORS, "1")
 
-SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_EXECUTOR, SPARK_CONF_MAX_INT)
+SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK: Final[Setting] = (
+    _OLD + _TASK_EXECUTOR,
+    SPARK_CONF_MAX_INT,
+)
 SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_EXECUTOR, "2")
 SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_EXECUTOR, "1")
 
-SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_NODE, SPARK_CONF_MAX_INT_MINUS_ONE)
+SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final[Setting] = (
+    _OLD + _TASK_NODE,
+    SPARK_CONF_MAX_INT_MINUS_ONE,
+)
 SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_NODE, "2")
 SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_NODE, "1")
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The function of `farandole demo`: a first fit with the installed packages, on data that it generates.
+"""The function of `farandole demo`: a first fit with the installed packages, on data that it
+generates.
 
-With a Java it trains on Spark `local[2]`, otherwise on two processes of this host. `TorchEstimator` does both.
-`examples/spark_torch_digits.py` has nearly the same estimator as a script to read and change, with `transform` and a
-saved model. The command cannot run that file, because it must work without a checkout.
+With a Java it trains on Spark `local[2]`, otherwise on two processes of this host. `TorchEstimator`
+does both. `examples/spark_torch_digits.py` has nearly the same estimator as a script to read and
+change, with `transform` and a saved model. The command cannot run that file, because it must work
+without a checkout.
 """
 
 # ruff: noqa: T201 - printing is what it is for
@@ -41,16 +43,24 @@ def main(words: Sequence[str]) -> int:
         words: The path of the store, then `local` if Spark shall not be started.
 
     Returns:
-        The exit status; 1 if a package is missing, with a message that names the extras that install it.
+        The exit status; 1 if a package is missing, with a message that names the extras that
+        install it.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         extras = ",".join(dict.fromkeys(_NEEDED[name] for name in missing))
-        print(f"farandole: the demo needs {', '.join(missing)}: pip install 'farandole[{extras}]'", file=sys.stderr)
+        print(
+            f"farandole: the demo needs {', '.join(missing)}: pip install 'farandole[{extras}]'",
+            file=sys.stderr,
+        )
         return 1
     store, local = words[0], "local" in words[1:] or not _has_java()
     _train(store, local=local)
-    command = "farandole" if shutil.which("farandole") else f"{os.path.relpath(sys.executable)} -m farandole"
+    command = (
+        "farandole"
+        if shutil.which("farandole")
+        else f"{os.path.relpath(sys.executable)} -m farandole"
+    )
     print(f"see the run in the browser: {command} ui {shlex.quote(store)}")
     return 0
 
@@ -62,13 +72,17 @@ def _has_java() -> bool:
 
 
 def _rows() -> tuple[np.ndarray, np.ndarray]:
-    """Pictures of 8 by 8 pixels, each the picture of its class with noise, and their classes. Always the same."""
+    """Pictures of 8 by 8 pixels, each the picture of its class with noise, and their classes.
+    Always the same.
+    """
     import numpy as np  # noqa: PLC0415 - `main` checks first what is installed
 
     random = np.random.default_rng(1)
     classes = random.integers(_CLASSES, size=_ROWS)
     pictures = random.normal(size=(_CLASSES, _PIXELS))
-    return (pictures[classes] + random.normal(scale=_BLUR, size=(_ROWS, _PIXELS))).astype(np.float32), classes
+    return (pictures[classes] + random.normal(scale=_BLUR, size=(_ROWS, _PIXELS))).astype(
+        np.float32
+    ), classes
 
 
 def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -82,11 +96,15 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def _session() -> SparkSession | None:
-    """Returns a session of Spark on this host with two slots; `None`, with a message, if Spark cannot start."""
+    """Returns a session of Spark on this host with two slots; `None`, with a message, if Spark
+    cannot start.
+    """
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false")
+    builder = SparkSession.builder.master("local[2]").config(
+        "spark.ui.showConsoleProgress", "false"
+    )
     try:
         session = builder.getOrCreate()
     except Exception as error:  # noqa: BLE001 - an old Java, for example; the first fit needs no Spark
@@ -116,7 +134,9 @@ def _train(path: str, *, local: bool) -> None:
         rows = list(zip(features.tolist(), classes.tolist(), strict=True))
         frame = session.createDataFrame(rows, "features array<float>, label long")
     torch.manual_seed(1)
-    network = torch.nn.Sequential(torch.nn.Linear(_PIXELS, 128), torch.nn.ReLU(), torch.nn.Linear(128, _CLASSES))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(_PIXELS, 128), torch.nn.ReLU(), torch.nn.Linear(128, _CLASSES)
+    )
     fitted = TorchEstimator(
         num_proc=None if local else 2,
         backend=LocalBackend(2) if local else None,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Finds the GPUs of a host for Spark: `python -m farandole.spark.gpus` is what a discovery script has to run.
+"""Finds the GPUs of a host for Spark: `python -m farandole.spark.gpus` is what a discovery script
+has to run.
 
-Spark gives a task the addresses of GPUs, and accepts resource profiles with GPUs, only if a script on each host lists
-them (`spark.worker.resource.gpu.discoveryScript`, or `spark.executor.resource.gpu.discoveryScript` on YARN and
-Kubernetes). The numbers are those of `nvidia-smi`. A host without it has no GPUs for Spark, and the exit status is 1.
+Spark gives a task the addresses of GPUs, and accepts resource profiles with GPUs, only if a script
+on each host lists them (`spark.worker.resource.gpu.discoveryScript`, or
+`spark.executor.resource.gpu.discoveryScript` on YARN and Kubernetes). The numbers are those of
+`nvidia-smi`. A host without it has no GPUs for Spark, and the exit status is 1.
 """
 
 from __future__ import annotations

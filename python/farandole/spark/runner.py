@@ -67,56 +67,67 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     timeline: bool | str | os.PathLike[str] | None = None,
     ui: bool | str | os.PathLike[str] | Store = False,
 ) -> list[Any]:
-    """Runs a function on `num_proc` Spark tasks that start together, and returns the result of each rank.
+    """Runs a function on `num_proc` Spark tasks that start together, and returns the result of each
+    rank.
 
-    Each task starts one worker process and passes it the function; inside, `farandole.torch.init()` and its siblings
-    form the world. Works on classic Spark and on Spark Connect.
+    Each task starts one worker process and passes it the function; inside, `farandole.torch.init()`
+    and its siblings form the world. Works on classic Spark and on Spark Connect.
 
-    A worker starts with the environment of its Spark task, not with the driver's, changed by `env`. Spark sets
-    `OMP_NUM_THREADS` there to `spark.task.cpus`, the task's share of its executor's cores; set it in `env` to give
-    workers more. A worker imports what its task can import.
+    A worker starts with the environment of its Spark task, not with the driver's, changed by `env`.
+    Spark sets `OMP_NUM_THREADS` there to `spark.task.cpus`, the task's share of its executor's
+    cores; set it in `env` to give workers more. A worker imports what its task can import.
 
     Args:
         fn: The function. It is pickled by cloudpickle once, on the driver.
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of processes; default: Spark's default parallelism.
-        start_timeout: Seconds within which all tasks must start, the wait for slots of other jobs of this process
-            included;
-            default: `FARANDOLE_SPARK_START_TIMEOUT`, or Horovod's name of it, else 600, without that wait.
+        start_timeout: Seconds within which all tasks must start, the wait for slots of other jobs
+            of this process included;
+            default: `FARANDOLE_SPARK_START_TIMEOUT`, or Horovod's name of it, else 600, without
+            that wait.
         env: Variables to set in every worker; `None` as a value removes one.
-        stdout: Text stream that gets the workers' stdout, each line as `[rank]<stdout>:line`; by default it stays in
-            the logs of the Spark tasks.
+        stdout: Text stream that gets the workers' stdout, each line as `[rank]<stdout>:line`; by
+            default it stays in the logs of the Spark tasks.
         stderr: The same for stderr.
         verbose: 0 shows nothing, 1 what the job waits for, 2 also where each rank runs.
         prefix_output_with_timestamp: Whether those lines also start with the time.
         executable: Python interpreter of the workers; default: the one that runs the Spark task.
-        use_mpi, use_gloo, extra_mpi_args, nics: Accepted for compatibility with Horovod. There is one transport, and
-            its addresses are found by trying them; a value that asks for something else gets a warning.
-        resource_profile: What each task needs, for Spark's stage-level scheduling; pyspark 4.0 and newer.
-        store: Where results of more than 16 MiB travel, and a function with its arguments that is as large: a store or
-            its URL, which every executor and this process must reach. Without it they travel in Spark's rows, which
-            `spark.driver.maxResultSize` bounds, and its closure.
-        warm: Whether workers start warm, from a fork server of their executor that has imported torch; by default they
-            do in notebooks, inside Spark's `CrossValidator` and its like, and where `FARANDOLE_WARM_WORKERS` says `on`.
-        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it in
-            the run of `ui`.
-        ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of the current directory;
-            a store, or its path or URL, keeps it there. Shows ranks, their load, events and what
-            `farandole.spark.task.report` says. Of what ranks print, a local store gets all lines that go to `stdout`
-            and `stderr` of this call; without these, the last lines of stderr of each rank.
+        use_mpi, use_gloo, extra_mpi_args, nics: Accepted for compatibility with Horovod. There is
+            one transport, and its addresses are found by trying them; a value that asks for
+            something else gets a warning.
+        resource_profile: What each task needs, for Spark's stage-level scheduling; pyspark 4.0 and
+            newer.
+        store: Where results of more than 16 MiB travel, and a function with its arguments that is
+            as large: a store or its URL, which every executor and this process must reach. Without
+            it they travel in Spark's rows, which `spark.driver.maxResultSize` bounds, and its
+            closure.
+        warm: Whether workers start warm, from a fork server of their executor that has imported
+            torch; by default they do in notebooks, inside Spark's `CrossValidator` and its like,
+            and where `FARANDOLE_WARM_WORKERS` says `on`.
+        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto;
+            `True` keeps it in the run of `ui`.
+        ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of
+            the current directory; a store, or its path or URL, keeps it there. Shows ranks, their
+            load, events and what `farandole.spark.task.report` says. Of what ranks print, a local
+            store gets all lines that go to `stdout` and `stderr` of this call; without these, the
+            last lines of stderr of each rank.
 
     Returns:
         The results by rank.
 
     Raises:
-        FarandoleJobError: A worker failed; its rank, host, exit, traceback and last words are in the exception, which
-            is raised from the worker's own exception where that can be unpickled here. Nothing is run again.
+        FarandoleJobError: A worker failed; its rank, host, exit, traceback and last words are in
+            the exception, which is raised from the worker's own exception where that can be
+            unpickled here. Nothing is run again.
         ValueError: Spark has fewer slots than `num_proc`, or cannot fulfil the request.
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
-    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run", Shim.active(), writes_output=True):
+    with (
+        timelines.gathered(timeline),
+        watched(ui, fn, num_proc, "run", Shim.active(), writes_output=True),
+    ):
         return run_with(
             fn,
             args,
@@ -165,23 +176,26 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     timeline: bool | str | os.PathLike[str] | None = None,
     ui: bool | str | os.PathLike[str] | Store = False,
 ) -> list[Any]:
-    """Runs a function on Spark tasks whose number changes while it runs, and returns its results on the last ones.
+    """Runs a function on Spark tasks whose number changes while it runs, and returns its results on
+    the last ones.
 
-    There is no barrier stage: each worker is a Spark job of one task. When an executor is lost, the other workers
-    continue in a new world, and a new one joins as soon as Spark offers a slot; when Spark decommissions an executor
-    its workers leave before that. `fn` keeps what it needs in a `State` and trains in a function of
-    `farandole.torch.elastic.run` or its siblings, or uses an optimizer that is fault tolerant.
+    There is no barrier stage: each worker is a Spark job of one task. When an executor is lost, the
+    other workers continue in a new world, and a new one joins as soon as Spark offers a slot; when
+    Spark decommissions an executor its workers leave before that. `fn` keeps what it needs in a
+    `State` and trains in a function of `farandole.torch.elastic.run` or its siblings, or uses an
+    optimizer that is fault tolerant.
 
     Args:
         fn: The function. It is pickled by cloudpickle once, on the driver.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        num_proc: Workers that the first world waits for; default: Spark's default parallelism, or `max_num_proc`.
+        num_proc: Workers that the first world waits for; default: Spark's default parallelism, or
+            `max_num_proc`.
         min_num_proc: Smallest number of workers; default: `num_proc`.
         max_num_proc: Largest number of workers; default: `num_proc`.
         start_timeout: Seconds within which a worker must start; default as for `run`.
-        elastic_timeout: Seconds the job may wait for `min_num_proc` workers; default: `FARANDOLE_ELASTIC_TIMEOUT`, or
-            Horovod's name of it, else 600.
+        elastic_timeout: Seconds the job may wait for `min_num_proc` workers; default:
+            `FARANDOLE_ELASTIC_TIMEOUT`, or Horovod's name of it, else 600.
         reset_limit: Number of changes of the world after which the job fails; default: no limit.
         env: Variables to set in every worker; `None` as a value removes one.
         stdout: As for `run`.
@@ -200,13 +214,19 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         The results by rank of the last world.
 
     Raises:
-        FarandoleJobError: The function failed on all workers by itself, or the job could not continue; as for `run`.
+        FarandoleJobError: The function failed on all workers by itself, or the job could not
+            continue; as for `run`.
         ValueError: Numbers that contradict each other, or fewer slots than `min_num_proc`.
     """
     if nics:
-        warnings.warn(f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2)
+        warnings.warn(
+            f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2
+        )
     shim = Shim.active()
-    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run_elastic", shim, writes_output=True):
+    with (
+        timelines.gathered(timeline),
+        watched(ui, fn, num_proc, "run_elastic", shim, writes_output=True),
+    ):
         return run_elastic_with(
             fn,
             args,
@@ -256,7 +276,9 @@ def run_elastic_with(
     With `ends_on_error` an exception of the function on one rank ends the job.
     """
     cluster = Cluster.active()
-    first, least, most = elastic_sizes(num_proc, min_num_proc, max_num_proc, cluster.default_parallelism)
+    first, least, most = elastic_sizes(
+        num_proc, min_num_proc, max_num_proc, cluster.default_parallelism
+    )
     cluster.check(least)
     if resource_profile is not None:
         cluster.check_profiles()
@@ -264,12 +286,18 @@ def run_elastic_with(
     patience = elastic_limit(elastic_timeout)
     output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
     job = _Job(
-        cluster, output, payload(fn, args, kwargs), None if store is None else Spill.below(store), env, executable
+        cluster,
+        output,
+        payload(fn, args, kwargs),
+        None if store is None else Spill.below(store),
+        env,
+        executable,
     )
 
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-    # With fewer slots than it may have workers it would hold some that the next gang in the queue counts on.
+    # With fewer slots than it may have workers it would hold some that the next gang in the queue
+    # counts on.
     with job.begun(fn, "run_elastic", most, start_timeout, resource_profile) as (limit, training):
         registrar = Registrar.elastic(
             first, least, most, timeout=patience, reset_limit=reset_limit, start_timeout=limit
@@ -278,7 +306,13 @@ def run_elastic_with(
         crew = SparkCrew(cluster, work, most, output, resource_profile)
         with job.heard(crew.tag, first, training):
             found = elastic.conduct(
-                registrar, crew, output, on_progress, Decommissions(cluster), training, ends_on_error=ends_on_error
+                registrar,
+                crew,
+                output,
+                on_progress,
+                Decommissions(cluster),
+                training,
+                ends_on_error=ends_on_error,
             )
         return job.fetched(found)
 
@@ -312,21 +346,27 @@ class _Job:
         start_timeout: float | None,
         profile: ResourceProfile | None,
     ) -> Iterator[tuple[float, Training]]:
-        """Holds what the job needs: the seconds that are left for its start, and what tells the plugin of it."""
+        """Holds what the job needs: the seconds that are left for its start, and what tells the
+        plugin of it.
+        """
         from farandole.common import logs  # noqa: PLC0415 - starts its threads here
 
         logs.start()
         with contextlib.ExitStack() as held:
             if self.spill is not None:
                 held.callback(self.spill.clear)
-            limit = held.enter_context(_turn(self.cluster, number, self.output, start_timeout, profile))
+            limit = held.enter_context(
+                _turn(self.cluster, number, self.output, start_timeout, profile)
+            )
             shim = Shim.of(self.cluster.context)
             yield limit, held.enter_context(telling(shim, getattr(fn, "__qualname__", "run"), kind))
 
     def work(self, ticket: str, training: Training, limit: float, **more: Any) -> Work:
         """Returns the description of the job for its agents."""
         packed = (
-            ahead.sent(self.cluster.session, self.packed) if self.spill is None else self.spill.carried(self.packed)
+            ahead.sent(self.cluster.session, self.packed)
+            if self.spill is None
+            else self.spill.carried(self.packed)
         )
         changes = _handed_on() | training.variables() | dict(self.env or {}) | timelines.variables()
         return Work(ticket, packed, changes, self.executable, self.output.streaming, limit, **more)
@@ -350,7 +390,11 @@ class _Job:
 
 @contextlib.contextmanager
 def _turn(
-    cluster: Cluster, number: int, output: Output, start_timeout: float | None, profile: ResourceProfile | None
+    cluster: Cluster,
+    number: int,
+    output: Output,
+    start_timeout: float | None,
+    profile: ResourceProfile | None,
 ) -> Iterator[float]:
     """Waits for a job's slots and holds them; the seconds that are left for its start."""
     if profile is not None:
@@ -391,10 +435,14 @@ def run_with(
     """Like `run`, with a callback for the records of workers; raises as `run`."""
     del use_gloo
     if use_mpi or extra_mpi_args:
-        warnings.warn("use_mpi and extra_mpi_args are ignored: Farandole has a transport of its own", stacklevel=3)
+        warnings.warn(
+            "use_mpi and extra_mpi_args are ignored: Farandole has a transport of its own",
+            stacklevel=3,
+        )
     if nics:
         warnings.warn(
-            f"nics={sorted(set(nics))} is ignored: addresses are found by trying them; FARANDOLE_DRIVER_HOST names the "
+            f"nics={sorted(set(nics))} is ignored: addresses are found by trying them; "
+            "FARANDOLE_DRIVER_HOST names the "
             "driver's",
             stacklevel=3,
         )
@@ -421,7 +469,16 @@ def run_with(
         meeting = _meeting(cluster, registrar, size, spill)
         agents = SparkAgents(cluster, work, size, output, resource_profile, meeting)
         with job.heard(agents.tag, size, training):
-            endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start", training)
+            endings = conduct(
+                registrar,
+                agents,
+                size,
+                output,
+                on_progress,
+                limit,
+                "Spark tasks to start",
+                training,
+            )
             found = outcome.results(endings, size)
         return job.fetched(found)
 
@@ -431,8 +488,16 @@ def _handed_on() -> dict[str, str | None]:
     return {name: os.environ[name] for name in (DIAL_OUT, GRADIENTS) if name in os.environ}
 
 
-def _meeting(cluster: Cluster, registrar: Registrar, size: int, spill: Spill | None) -> Meeting | None:
-    """Executors of classic Spark reach the driver, or there would be no job; a Connect client may be anywhere."""
-    if cluster.context is not None or cluster.is_dynamic or os.environ.get(DIAL_OUT, "0") not in ("", "0"):
+def _meeting(
+    cluster: Cluster, registrar: Registrar, size: int, spill: Spill | None
+) -> Meeting | None:
+    """Executors of classic Spark reach the driver, or there would be no job; a Connect client
+    may be anywhere.
+    """
+    if (
+        cluster.context is not None
+        or cluster.is_dynamic
+        or os.environ.get(DIAL_OUT, "0") not in ("", "0")
+    ):
         return None
     return Meeting(tuple(registrar.addresses), size, spill)

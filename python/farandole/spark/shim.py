@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The Spark plugin, which is a jar, and the access to it from a Python driver.
 
-Everything works without it. It adds a Training tab to Spark's UI and to the History Server, numbers to Spark's metrics,
-and Spark's own reason to the error of a lost worker. A Connect client has no JVM, and so no access to it.
+Everything works without it. It adds a Training tab to Spark's UI and to the History Server, numbers
+to Spark's metrics, and Spark's own reason to the error of a lost worker. A Connect client has no
+JVM, and so no access to it.
 """
 
 from __future__ import annotations
@@ -35,24 +36,28 @@ _LOG = logging.getLogger("farandole.spark")
 def plugin(builder: SparkSession.Builder, *, warm: bool | None = None) -> SparkSession.Builder:
     """Enables the Spark plugin for a session that does not exist yet.
 
-    Jars and plugins that the builder was given stay. Those of `spark-defaults.conf` do not, as with any setting that a
-    builder is given: where that file has `spark.jars` or `spark.plugins`, add to them there instead.
+    Jars and plugins that the builder was given stay. Those of `spark-defaults.conf` do not, as with
+    any setting that a builder is given: where that file has `spark.jars` or `spark.plugins`, add to
+    them there instead.
 
     Args:
         builder: `SparkSession.builder`, of a session that does not exist yet.
-        warm: Whether each executor starts the fork server of warm workers when it starts, so that also the first job
-            finds PyTorch imported; by default where `FARANDOLE_WARM_WORKERS` says `on`, and in notebooks that have
-            imported torch.
+        warm: Whether each executor starts the fork server of warm workers when it starts, so that
+            also the first job finds PyTorch imported; by default where `FARANDOLE_WARM_WORKERS`
+            says `on`, and in notebooks that have imported torch.
 
     Returns:
         The builder.
 
     Raises:
-        FileNotFoundError: This installation has no jar: it is a checkout in which `make install` has not run.
+        FileNotFoundError: This installation has no jar: it is a checkout in which `make install`
+            has not run.
         ValueError: `FARANDOLE_WARM_WORKERS` or `FARANDOLE_WARM_IDLE_SECONDS` does not parse.
     """
     if not JAR.is_file():
-        raise FileNotFoundError(f"the jar of the Spark plugin is not installed: {JAR}; in a checkout run: make shim")
+        raise FileNotFoundError(
+            f"the jar of the Spark plugin is not installed: {JAR}; in a checkout run: make shim"
+        )
     given: dict[str, Any] = getattr(builder, "_options", {})
     for name, value in (("spark.jars", str(JAR)), ("spark.plugins", CLASS)):
         before = [one.strip() for one in str(given.get(name) or "").split(",") if one.strip()]
@@ -63,7 +68,8 @@ def plugin(builder: SparkSession.Builder, *, warm: bool | None = None) -> SparkS
 
 
 class Shim(Told):
-    """The plugin of the driver's SparkContext. Nothing here raises: after the first error it is left alone.
+    """The plugin of the driver's SparkContext. Nothing here raises: after the first error it is
+    left alone.
 
     Args:
         door: The Java class.
@@ -90,7 +96,9 @@ class Shim(Told):
 
     @classmethod
     def active(cls) -> Shim | None:
-        """Returns the plugin of the context that runs in this process, if there is one; loads no pyspark."""
+        """Returns the plugin of the context that runs in this process, if there is one; loads no
+        pyspark.
+        """
         context = getattr(sys.modules.get("pyspark"), "SparkContext", None)
         return cls.of(getattr(context, "_active_spark_context", None))
 
@@ -124,7 +132,9 @@ class Shim(Told):
         self._call("timeline", run, path)
 
     def news(self) -> list[dict[str, str]]:
-        """Returns Spark's news of executors and of the gangs' stages and tasks since the last call of this object."""
+        """Returns Spark's news of executors and of the gangs' stages and tasks since the last
+        call of this object.
+        """
         told = self._call("news", self._next)
         if told is None:
             return []

@@ -17,7 +17,10 @@ from farandole.runner.watcher import RANK, TOLD
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BY_LOCAL_RANK: Final = ("FARANDOLE_SPARK_USE_LOCAL_RANK_GPU_INDEX", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX")
+BY_LOCAL_RANK: Final = (
+    "FARANDOLE_SPARK_USE_LOCAL_RANK_GPU_INDEX",
+    "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",
+)
 """Variables that choose the GPU by local rank even where Spark has assigned one."""
 
 
@@ -25,8 +28,8 @@ def get_available_devices() -> list[str]:
     """Addresses of the GPUs that Spark assigned to this worker's task.
 
     Returns:
-        The addresses of resource `gpu`, such as `["0"]`; empty when Spark assigned none, or outside Spark.
-        `CUDA_VISIBLE_DEVICES` is left as it is.
+        The addresses of resource `gpu`, such as `["0"]`; empty when Spark assigned none, or outside
+        Spark. `CUDA_VISIBLE_DEVICES` is left as it is.
     """
     told = os.environ.get(RESOURCES)
     if told is not None:
@@ -39,7 +42,8 @@ class Choice:
     """The GPU of one rank.
 
     Attributes:
-        index: Its number among those that this process sees, as `torch.device("cuda", index)` counts.
+        index: Its number among those that this process sees, as `torch.device("cuda", index)`
+            counts.
         reason: What decided.
     """
 
@@ -57,9 +61,10 @@ def choose_device(
 ) -> Choice | None:
     """Chooses the GPU of a rank.
 
-    Spark's address has priority. It counts the host's GPUs. If `CUDA_VISIBLE_DEVICES` hides some of them, the address
-    is looked up in that list. If the list lacks it, the cluster manager has hidden the rest of the host, and it counts
-    the visible GPUs. Without an address, the local rank decides.
+    Spark's address has priority. It counts the host's GPUs. If `CUDA_VISIBLE_DEVICES` hides some of
+    them, the address is looked up in that list. If the list lacks it, the cluster manager has
+    hidden the rest of the host, and it counts the visible GPUs. Without an address, the local rank
+    decides.
 
     Args:
         count: GPUs that this process sees.
@@ -78,13 +83,19 @@ def choose_device(
         address = str(addresses[0])
         mask = [part.strip() for part in visible.split(",")] if visible else []
         if address in mask[:count]:
-            return Choice(mask.index(address), f"Spark assigned {address}, which CUDA_VISIBLE_DEVICES={visible} lists")
+            return Choice(
+                mask.index(address),
+                f"Spark assigned {address}, which CUDA_VISIBLE_DEVICES={visible} lists",
+            )
         if address.isdigit() and int(address) < count:
             within = f" within CUDA_VISIBLE_DEVICES={visible}" if mask else ""
             return Choice(int(address), f"Spark assigned {address}{within}")
         if count == 1:
             return Choice(0, f"Spark assigned {address}, and it is the only one here")
-        why = f"Spark assigned {address}, which is not among the {count} here, so local rank {local_rank} decides"
+        why = (
+            f"Spark assigned {address}, which is not among the {count} here, so local rank "
+            f"{local_rank} decides"
+        )
     else:
         why = f"local rank {local_rank}" + ("" if addresses else ", Spark assigned none")
     shared = f", {local_size} ranks share {count}" if local_size > count else ""
@@ -104,13 +115,17 @@ def device(count: int, local_rank: int, local_size: int) -> Choice | None:
     """
     by_local_rank = any(os.environ.get(name, "0") not in ("", "0") for name in BY_LOCAL_RANK)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    choice = choose_device(count, local_rank, local_size, get_available_devices(), visible, by_local_rank)
+    choice = choose_device(
+        count, local_rank, local_size, get_available_devices(), visible, by_local_rank
+    )
     if choice is not None:
         rank = os.environ.get("RANK", str(local_rank))
         load.takes(choice.index)
         if is_told():
             say({"gpu": choice.index})
-        sys.stderr.write(f"farandole: rank {rank} takes GPU {choice.index} of {count}: {choice.reason}\n")
+        sys.stderr.write(
+            f"farandole: rank {rank} takes GPU {choice.index} of {count}: {choice.reason}\n"
+        )
     return choice
 
 
@@ -148,8 +163,9 @@ def report(record: Mapping[str, Any]) -> bool:
     It never blocks training: when the connection is slow the oldest waiting records are dropped.
 
     Args:
-        record: An object that `json` can write, at most 1 MiB. Curves are drawn of the kinds `step` and `epoch`, so the
-            driver leaves out such a record with a warning if it has another form than `farandole.runner.reports` says.
+        record: An object that `json` can write, at most 1 MiB. Curves are drawn of the kinds `step`
+            and `epoch`, so the driver leaves out such a record with a warning if it has another
+            form than `farandole.runner.reports` says.
 
     Returns:
         Whether there is a driver to report to.

@@ -2,12 +2,15 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Consent to unpickle files of a store, which runs their code.
 
-The variable `FARANDOLE_ALLOW_PICKLE` applies to a process: `1` allows, `0` refuses. `allow_pickle`, a method of readers
-and a parameter of `LightningEstimator`, has priority. Without either, the two kinds of reads differ:
+The variable `FARANDOLE_ALLOW_PICKLE` applies to a process: `1` allows, `0` refuses. `allow_pickle`,
+a method of readers and a parameter of `LightningEstimator`, has priority. Without either, the two
+kinds of reads differ:
 
-- when a run is resumed, the user has not named the checkpoint: only tensors and plain values are unpickled;
-- in `load(path)`, the user has named the path: it is unpickled, with a warning. Spark ML's own `PipelineModel.load`
-  takes no such parameter, and users expect that a saved pipeline can be loaded.
+- when a run is resumed, the user has not named the checkpoint: only tensors and plain values are
+  unpickled;
+- in `load(path)`, the user has named the path: it is unpickled, with a warning. Spark ML's own
+  `PipelineModel.load` takes no such parameter, and users expect that a saved pipeline can be
+  loaded.
 """
 
 from __future__ import annotations
@@ -62,6 +65,6 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     """
     if decision(allowed) is False:
         raise PickleNotAllowedError(
-            f"the object saved at {path} holds pickled code, which is not allowed to run: allow it with "
-            f"read().allow_pickle(True) or {VARIABLE}=1{instead}"
+            f"the object saved at {path} holds pickled code, which is not allowed to run: allow "
+            f"it with read().allow_pickle(True) or {VARIABLE}=1{instead}"
         )

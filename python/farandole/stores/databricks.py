@@ -10,13 +10,17 @@ from farandole.stores.store import FilesystemStore
 
 
 class DBFSLocalStore(FilesystemStore):
-    """A store on Databricks, through its local file API: `dbfs:/x`, `/dbfs/x`, `file:///dbfs/x`, `/Volumes/...`.
+    """A store on Databricks, through its local file API: `dbfs:/x`, `/dbfs/x`, `file:///dbfs/x`,
+    `/Volumes/...`.
 
-    The variable `FARANDOLE_DBFS_ROOT` names a directory that stands in for `/dbfs` outside Databricks.
+    The variable `FARANDOLE_DBFS_ROOT` names a directory that stands in for `/dbfs` outside
+    Databricks.
     """
 
     CHECKPOINT = "checkpoint.tf"
-    DBFS_PATH_FORMAT_ERROR = "not a path of Databricks (dbfs:/x, /dbfs/x, file:///dbfs/x, /Volumes/x): {}"
+    DBFS_PATH_FORMAT_ERROR = (
+        "not a path of Databricks (dbfs:/x, /dbfs/x, file:///dbfs/x, /Volumes/x): {}"
+    )
     _FORMS = re.compile(r"^(dbfs:/(?!/)|(file:(//)?)?/dbfs(/|$)|(file:(//)?)?/Volumes/)")
 
     @classmethod

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checkpoints that survive a loss of power, and the use of the previous one if the last one is damaged.
+"""Checkpoints that survive a loss of power, and the use of the previous one if the last one is
+damaged.
 
-On a file system, a checkpoint is written to a temporary name and synchronized. Then the previous one gets its second
-name, the new one gets its name, and the directory is synchronized:
+On a file system, a checkpoint is written to a temporary name and synchronized. Then the previous
+one gets its second name, the new one gets its name, and the directory is synchronized:
 
     checkpoint             the last one
     checkpoint.previous    the one before
 
-Object stores show a file only when it is complete. There, the previous one is copied, then the new one is written. On
-HDFS the previous one is renamed, and the settings of the data nodes decide what survives a loss of power.
+Object stores show a file only when it is complete. There, the previous one is copied, then the new
+one is written. On HDFS the previous one is renamed, and the settings of the data nodes decide what
+survives a loss of power.
 
-Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums show whether a file is complete.
+Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums show whether a file is
+complete.
 """
 
 from __future__ import annotations
@@ -80,7 +83,9 @@ class Disk:
 _DISK = Disk()
 
 
-def write(store: native.Store, name: str, data: bytes, *, keeps: bool = False, disk: Disk = _DISK) -> None:
+def write(
+    store: native.Store, name: str, data: bytes, *, keeps: bool = False, disk: Disk = _DISK
+) -> None:
     """Writes a file that is whole, or the one before, after a loss of power at any moment.
 
     Args:
@@ -115,7 +120,8 @@ def _write_locally(directory: Path, name: str, data: bytes, *, keeps: bool, disk
         if keeps and path.exists():
             try:
                 disk.link(path, second)
-            except OSError:  # a file system without links: for a moment there is the one before alone
+            # a file system without links: for a moment there is the one before alone
+            except OSError:
                 disk.rename(path, directory / (name + PREVIOUS))
             else:
                 disk.rename(second, directory / (name + PREVIOUS))
@@ -139,7 +145,8 @@ def synchronize(directory: Path, disk: Disk = _DISK) -> None:
             disk.sync(Path(folder) / name)
         disk.sync(Path(folder))
     for above in directory.parents:
-        with contextlib.suppress(PermissionError):  # a directory of another user, which existed before
+        # a directory of another user, which existed before
+        with contextlib.suppress(PermissionError):
             disk.sync(above)
 
 
@@ -166,7 +173,8 @@ def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | 
 
 
 def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """Returns the checkpoint to continue from: the last one, or where that is damaged or missing, the one before.
+    """Returns the checkpoint to continue from: the last one, or where that is damaged or missing,
+    the one before.
 
     The one before then replaces the damaged one, so that the next write does not keep that.
 
@@ -194,7 +202,14 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
             )
         return None
     state = "cannot be used" if there else "is missing"
-    _log.warning("%s/%s %s: the run continues from the one before, %s%s", store.url, name, state, name, PREVIOUS)
+    _log.warning(
+        "%s/%s %s: the run continues from the one before, %s%s",
+        store.url,
+        name,
+        state,
+        name,
+        PREVIOUS,
+    )
     write(store, name, found)
     return found
 

@@ -12,7 +12,8 @@ from farandole._native import store as native
 try:
     from fsspec import AbstractFileSystem
     from fsspec.spec import AbstractBufferedFile
-except ImportError:  # fsspec comes with torch, pandas and pyspark's helpers; without it there is no `Store.fs`
+# fsspec comes with torch, pandas and pyspark's helpers; without it there is no `Store.fs`
+except ImportError:
     AbstractFileSystem = AbstractBufferedFile = object
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 
 
 class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeIssues]
-    """fsspec over the native store: paths are URLs, or local paths; credentials are those the stores were given.
+    """fsspec over the native store: paths are URLs, or local paths; credentials are those the
+    stores were given.
 
     Args:
-        storage: the store's options; they travel with a pickle of this, as they do with the store's.
+        storage: the store's options; they travel with a pickle of this, as they do with the
+            store's.
         **options: of fsspec.
 
     Raises:
@@ -63,7 +66,9 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         items = native.Store(path).look()
         if not items:
             found = self.info(path)
-            items = [] if found["type"] == "directory" else [("", found["size"], found["mtime"], False)]
+            items = (
+                [] if found["type"] == "directory" else [("", found["size"], found["mtime"], False)]
+            )
         described = [
             self._described(f"{base}/{name}" if name else base, size, modified, is_directory)
             for name, size, modified, is_directory in items
@@ -71,11 +76,20 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return described if detail else [one["name"] for one in described]
 
     @staticmethod
-    def _described(name: str, size: int, modified: float | None, is_directory: bool) -> dict[str, Any]:
+    def _described(
+        name: str, size: int, modified: float | None, is_directory: bool
+    ) -> dict[str, Any]:
         kind = "directory" if is_directory else "file"
-        return {"name": name, "size": None if is_directory else size, "type": kind, "mtime": modified}
+        return {
+            "name": name,
+            "size": None if is_directory else size,
+            "type": kind,
+            "mtime": modified,
+        }
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
         """Returns the bytes of a file; negative positions count from its end."""
         store, name = self._at(path)
         if start is None and end is None:
@@ -98,7 +112,12 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
 
     _rm = rm_file
 
-    def rm(self, path: str | Sequence[str], recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: ARG002
+    def rm(
+        self,
+        path: str | Sequence[str],
+        recursive: bool = False,
+        maxdepth: int | None = None,  # noqa: ARG002
+    ) -> None:
         """Deletes files, or with `recursive` everything below directories."""
         for one in [path] if isinstance(path, str) else path:
             if recursive:
@@ -142,7 +161,8 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
                 raise FileExistsError(path)
             return _Writing(self, path)
         raise ValueError(
-            f"files of a store can only be read or written as a whole, not opened with mode {mode!r}: {path}"
+            "files of a store can only be read or written as a whole, not opened with mode "
+            f"{mode!r}: {path}"
         )
 
 

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The keys of runs that workers get from their driver.
 
-The secret of a store's owner does not leave the driver. A worker that commits an elastic state sends a record with the
-name of the run, and the driver publishes the key of that run at the registrar. Both ways have TLS and the job's token.
-So neither Spark's closure nor the environment of a process contains a key. A worker gets only the keys it asks for.
+The secret of a store's owner does not leave the driver. A worker that commits an elastic state
+sends a record with the name of the run, and the driver publishes the key of that run at the
+registrar. Both ways have TLS and the job's token. So neither Spark's closure nor the environment of
+a process contains a key. A worker gets only the keys it asks for.
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ def asked_for(run_id: str) -> bytes:
 
     if os.environ.get(AT_DRIVER, "").endswith(_UNREACHABLE):
         raise FarandoleEnvironmentError(
-            f"the driver has {seals.SECRET}, and the workers of this job cannot ask it for the key of run {run_id!r}, "
-            "because no task of Spark reaches the driver. Commits without a seal are neither written nor used: let "
-            f"tasks reach the driver (FARANDOLE_DRIVER_HOST, FARANDOLE_PORT_RANGE), or unset {seals.SECRET} there"
+            f"the driver has {seals.SECRET}, and the workers of this job cannot ask it for the "
+            f"key of run {run_id!r}, "
+            "because no task of Spark reaches the driver. Commits without a seal are neither "
+            "written nor used: let "
+            "tasks reach the driver (FARANDOLE_DRIVER_HOST, FARANDOLE_PORT_RANGE), or unset "
+            f"{seals.SECRET} there"
         )
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
@@ -74,8 +78,8 @@ def asked_for(run_id: str) -> bytes:
         if key is not None:
             return bytes(key)
     raise FarandoleEnvironmentError(
-        f"the driver has {seals.SECRET}, and did not give this worker the key of run {run_id!r} within "
-        f"{_PATIENCE:.0f} s. Commits without a seal are neither written nor used"
+        f"the driver has {seals.SECRET}, and did not give this worker the key of run {run_id!r} "
+        f"within {_PATIENCE:.0f} s. Commits without a seal are neither written nor used"
     )
 
 
@@ -97,7 +101,8 @@ def answer(registrar: Registrar, run: bytes) -> None:
         return
     try:
         registrar.publish(_name(run_id), key)
-    except FarandoleEnvironmentError as error:  # such as a world that has just ended: the worker asks again
+    # such as a world that has just ended: the worker asks again
+    except FarandoleEnvironmentError as error:
         _log.warning("the key of run %r could not be given to a worker: %s", run_id, error)
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Marks of this process in directories of a store: files that show which process writes or uses a directory.
+"""Marks of this process in directories of a store: files that show which process writes or uses a
+directory.
 
-Processes of this host ask the kernel whether this process is alive. Other hosts trust a mark for some time after it was
-written. So a thread of this process writes its marks again in time, as long as the process lives.
+Processes of this host ask the kernel whether this process is alive. Other hosts trust a mark for
+some time after it was written. So a thread of this process writes its marks again in time, as long
+as the process lives.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Mark:
     Args:
         url: The directory.
         name: The file's, as the native store gave it.
-        lasts: Seconds that processes elsewhere believe it, as it was given to the native store; default: a week.
+        lasts: Seconds that processes elsewhere believe it, as it was given to the native store;
+            default: a week.
     """
 
     def __init__(self, url: str, name: str, lasts: float | None = None) -> None:
@@ -67,8 +70,9 @@ class Mark:
                 with _LOCK:
                     _HELD.discard(self)
                 _log.warning(
-                    "%s/%s, by which this process holds the directory, is gone: another process may use or delete what "
-                    "is there. Was this process stopped for long, or its host asleep?",
+                    "%s/%s, by which this process holds the directory, is gone: another process "
+                    "may use or delete what is there. Was this process stopped for long, or its "
+                    "host asleep?",
                     self.url,
                     self._mark,
                 )
@@ -104,7 +108,8 @@ class Mark:
         """Takes the mark away.
 
         Args:
-            patience: Seconds after which a store that does not answer is given up; default: that of its retries.
+            patience: Seconds after which a store that does not answer is given up; default: that of
+                its retries.
         """
         waits = self._touching.acquire(timeout=-1 if patience is None else patience)
         try:
@@ -120,7 +125,9 @@ class Mark:
             return self in _HELD and self._pid == os.getpid()
 
     def _let_go(self) -> bool:
-        """Holds the mark no longer; whether this process, and no parent of it, held it until now."""
+        """Holds the mark no longer; whether this process, and no parent of it, held it until
+        now.
+        """
         with _LOCK:
             held = self in _HELD
             _HELD.discard(self)
@@ -179,8 +186,8 @@ def renew_all(*, due: bool = True) -> None:
 def release_all() -> None:
     """Deletes all marks of this process, at its end.
 
-    An unreachable store must not delay the end. A mark that stays there counts until others see that the process has
-    ended, or until its time is over if they cannot see it.
+    An unreachable store must not delay the end. A mark that stays there counts until others see
+    that the process has ended, or until its time is over if they cannot see it.
     """
     end = time.monotonic() + _AT_EXIT
     for mark in list(_HELD):

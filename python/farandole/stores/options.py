@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The options of a store, such as credentials and endpoints, which are sent with it to other processes."""
+"""The options of a store, such as credentials and endpoints, which are sent with it to other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ HADOOP_USER = "hadoop.user.name"
 
 
 class StorageOptions:
-    """Options of the places a store uses; unpickling one puts them in force in the process that does.
+    """Options of the places a store uses; unpickling one puts them in force in the process that
+    does.
 
     Args:
         places: URLs below which the options hold.

@@ -44,7 +44,8 @@ class RemoteStore:
         return run.read(name) if run.exists(name) else None
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file of the run so that no reader sees half of it; does nothing if runs are not saved.
+        """Writes a file of the run so that no reader sees half of it; does nothing if runs are not
+        saved.
 
         Args:
             name: path below the run's directory.
@@ -54,7 +55,8 @@ class RemoteStore:
             native.Store(self.run_path).write(name, data)
 
     def write_checkpoint(self, name: str, data: bytes) -> None:
-        """Writes a file as `write` does, so that it outlives a loss of power; of the run's checkpoint two are kept.
+        """Writes a file as `write` does, so that it outlives a loss of power; of the run's
+        checkpoint two are kept.
 
         Args:
             name: path below the run's directory.
@@ -66,7 +68,8 @@ class RemoteStore:
             durable.write(run, name, data, keeps=name == self.checkpoint_filename)
 
     def read_checkpoint(self, name: str) -> bytes | None:
-        """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not used.
+        """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not
+        used.
 
         Args:
             name: path below the run's directory.

@@ -2,14 +2,16 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The marker in a run's directory, which ties the checkpoints there to the jobs that wrote them.
 
-`_run.json` contains the name of the run, and size and SHA-256 of the last contents of every checkpoint. A checkpoint
-that it does not contain was not written by a job of this run, and is not used. The marker is written before the
-checkpoint, so it contains every checkpoint that can remain after a loss of power.
+`_run.json` contains the name of the run, and size and SHA-256 of the last contents of every
+checkpoint. A checkpoint that it does not contain was not written by a job of this run, and is not
+used. The marker is written before the checkpoint, so it contains every checkpoint that can remain
+after a loss of power.
 
-Anybody who can write to the store can write a marker, too. To prevent that, the owner of the store sets a secret in the
-variable `FARANDOLE_STORE_SECRET` of the driver. Then every entry has a seal, an HMAC-SHA256 of the run and the content,
-and a checkpoint without a seal is refused. The workers of a fit get a key that is valid for their run only. Workers
-that commit elastic states ask the driver for the key of their run (`keys`).
+Anybody who can write to the store can write a marker, too. To prevent that, the owner of the store
+sets a secret in the variable `FARANDOLE_STORE_SECRET` of the driver. Then every entry has a seal,
+an HMAC-SHA256 of the run and the content, and a checkpoint without a seal is refused. The workers
+of a fit get a key that is valid for their run only. Workers that commit elastic states ask the
+driver for the key of their run (`keys`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ MARKER: Final = "_run.json"
 VERSION: Final = 1
 """The version of the marker's format. A marker of a newer version is refused."""
 _KEPT: Final = 2
-"""Contents of one name that are known beside the newest: the one of before, and one that a loss of power kept back."""
+"""Contents of one name that are known beside the newest: the one of before, and one that a loss
+of power kept back.
+"""
 
 
 def is_given() -> bool:
@@ -46,7 +50,11 @@ def run_key(run_id: str) -> bytes | None:
         run_id: name of the run.
     """
     secret = os.environ.get(SECRET)
-    return hmac.digest(secret.encode(), f"farandole run {run_id}".encode(), "sha256") if secret else None
+    return (
+        hmac.digest(secret.encode(), f"farandole run {run_id}".encode(), "sha256")
+        if secret
+        else None
+    )
 
 
 def note(run: native.Store, name: str, data: bytes, key: bytes | None) -> None:
@@ -89,12 +97,17 @@ def fault(run: native.Store, name: str, data: bytes, key: bytes | None) -> str |
     mine = _entry(data, key)
     same = [one for one in known if one.get("sha256") == mine["sha256"]]
     if key is not None:
-        if not any(hmac.compare_digest(str(one.get("seal", "")), str(mine["seal"])) for one in same):
+        if not any(
+            hmac.compare_digest(str(one.get("seal", "")), str(mine["seal"])) for one in same
+        ):
             return f"no job of this run wrote it with this {SECRET}"
         return None
     if same:
         return None
-    return f"no job of this run wrote it: {MARKER} does not know it. If you put it there, delete {MARKER}"
+    return (
+        f"no job of this run wrote it: {MARKER} does not know it. If you put it there, delete "
+        f"{MARKER}"
+    )
 
 
 def _entry(data: bytes, key: bytes | None) -> dict[str, Any]:
@@ -106,19 +119,25 @@ def _entry(data: bytes, key: bytes | None) -> dict[str, Any]:
 
 
 def _known(run: native.Store) -> dict[str, list[dict[str, Any]]]:
-    """Returns the entries of the marker; none where there is no marker that can be read. A newer format is an error."""
+    """Returns the entries of the marker; none where there is no marker that can be read. A newer
+    format is an error.
+    """
     if not run.exists(MARKER):
         return {}
     try:
         marker = json.loads(run.read(MARKER))
         version, told = marker.get("version", VERSION), marker["checkpoints"]
         newer = isinstance(version, int) and version > VERSION
-        known = {name: [one for one in entries if isinstance(one, dict)] for name, entries in told.items()}
+        known = {
+            name: [one for one in entries if isinstance(one, dict)]
+            for name, entries in told.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     if newer:
         raise ValueError(
-            f"{run.url}/{MARKER} has format {version}, and this version of Farandole knows up to format {VERSION}: "
+            f"{run.url}/{MARKER} has format {version}, and this version of Farandole knows up to "
+            f"format {VERSION}: "
             "continue the run with the version that began it, or a newer one"
         )
     return known

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class ObjectStore(AbstractFilesystemStore):
-    """A store in a bucket or container: `s3://`, `gs://`, `abfss://` or `az://`; or in this process: `memory://`."""
+    """A store in a bucket or container: `s3://`, `gs://`, `abfss://` or `az://`; or in this
+    process: `memory://`.
+    """
 
     SCHEMES = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"})
 
@@ -26,20 +28,25 @@ class ObjectStore(AbstractFilesystemStore):
         """Refuses a path that is not in an object store."""
         if scheme(path) not in self.SCHEMES:
             known = ", ".join(sorted(self.SCHEMES))
-            raise ValueError(f"not a URL of an object store (its scheme is one of {known}): {path!r}")
+            raise ValueError(
+                f"not a URL of an object store (its scheme is one of {known}): {path!r}"
+            )
 
     def check_writable(self) -> None:
-        """Writes and deletes small files, one of them twice: leases need a service that creates a file once.
+        """Writes and deletes small files, one of them twice: leases need a service that creates a
+        file once.
 
         Raises:
-            OSError: nothing can be written there, or the service lets two processes create one file; the message names
-                the path.
+            OSError: nothing can be written there, or the service lets two processes create one
+                file; the message names the path.
         """
         super().check_writable()
         store, name = native.Store(self.prefix_path), f"_created_{uuid.uuid4().hex}"
         told = (
-            f"{self.prefix_path} cannot be asked to create a file only where there is none (If-None-Match), by which "
-            "processes keep each other's data: use a newer version of the service, or another store"
+            f"{self.prefix_path} cannot be asked to create a file only where there is none "
+            "(If-None-Match), by which "
+            "processes keep each other's data: use a newer version of the service, or another "
+            "store"
         )
         try:
             once, twice = store.create(name, b""), store.create(name, b"")
@@ -53,13 +60,16 @@ class ObjectStore(AbstractFilesystemStore):
 
 
 class HDFSStore(AbstractFilesystemStore):
-    """A store in HDFS, without libhdfs: `hdfs://node:8020/x`, `hdfs:///x`, or `/x` below the host given.
+    """A store in HDFS, without libhdfs: `hdfs://node:8020/x`, `hdfs:///x`, or `/x` below the host
+    given.
 
-    Name services, high availability and Kerberos come from the Hadoop configuration (`HADOOP_CONF_DIR`).
+    Name services, high availability and Kerberos come from the Hadoop configuration
+    (`HADOOP_CONF_DIR`).
 
     Args:
         prefix_path: where everything lives.
-        host: name node or name service of paths that name none; default: the Hadoop configuration's.
+        host: name node or name service of paths that name none; default: the Hadoop
+            configuration's.
         port: its port.
         user: the user name, if the cluster does not use Kerberos; default: `HADOOP_USER_NAME`.
         kerb_ticket: not used; Kerberos uses the ticket of its standard cache (`KRB5CCNAME`).
@@ -86,7 +96,9 @@ class HDFSStore(AbstractFilesystemStore):
         **kwargs: Any,
     ) -> None:
         kind = scheme(prefix_path) or "hdfs"
-        authority = prefix_path.partition("://")[2].partition("/")[0] if "://" in prefix_path else ""
+        authority = (
+            prefix_path.partition("://")[2].partition("/")[0] if "://" in prefix_path else ""
+        )
         if not authority and host not in (None, "default"):
             authority = f"{host}:{port}" if port else str(host)
         self._root = f"{kind}://{authority}"
@@ -94,7 +106,13 @@ class HDFSStore(AbstractFilesystemStore):
         if user is not None:
             options[HADOOP_USER] = user
         super().__init__(prefix_path, *args, storage_options=options or None, **kwargs)
-        hadoop = {"host": host, "port": port, "user": user, "kerb_ticket": kerb_ticket, "driver": driver}
+        hadoop = {
+            "host": host,
+            "port": port,
+            "user": user,
+            "kerb_ticket": kerb_ticket,
+            "driver": driver,
+        }
         self._arguments |= hadoop
 
     @classmethod
@@ -107,7 +125,13 @@ class HDFSStore(AbstractFilesystemStore):
         found = re.search(self.URL_PATTERN, url)
         if found is None:
             raise ValueError(f"not a path in HDFS: {url}")
-        return found[1], found[2], None if found[3] is None else int(found[3]), found[4], found.start(4)
+        return (
+            found[1],
+            found[2],
+            None if found[3] is None else int(found[3]),
+            found[4],
+            found.start(4),
+        )
 
     def check_path(self, path: str) -> None:
         """Refuses another scheme, and a URL without a path."""

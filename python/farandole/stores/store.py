@@ -5,14 +5,18 @@
 A store is a URL and a layout below it:
 
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
-    <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is checkpoint.previous
-    <prefix>/runs/<run_id>/_run.json            which contents of checkpoints the run's jobs have written
-    <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was started with
+    <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is
+                                                checkpoint.previous
+    <prefix>/runs/<run_id>/_run.json            which contents of checkpoints the run's jobs have
+                                                written
+    <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was started
+                                                with
     <prefix>/runs/<run_id>/logs/                history and logs
 
-The native store reads and writes all bytes, so the driver, Spark's executors and training processes agree on every
-path. Credentials come from `storage_options`, or else from each provider's standard environment variables and files.
-Options are sent with the store to executors and training processes; the environment is not.
+The native store reads and writes all bytes, so the driver, Spark's executors and training processes
+agree on every path. Credentials come from `storage_options`, or else from each provider's standard
+environment variables and files. Options are sent with the store to executors and training
+processes; the environment is not.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ class Store:
         """Returns the store for a path or URL.
 
         Args:
-            prefix_path: `/data/farandole`, `file:///data/farandole`, `dbfs:/farandole`, `/Volumes/main/x`,
-                `hdfs://node:8020/farandole`, `s3://bucket/farandole`, `gs://...`, `abfss://...`, `az://...`, `memory://...`.
+            prefix_path: `/data/farandole`, `file:///data/farandole`, `dbfs:/farandole`,
+                `/Volumes/main/x`, `hdfs://node:8020/farandole`, `s3://bucket/farandole`,
+                `gs://...`, `abfss://...`, `az://...`, `memory://...`.
             *args: handed to the store's class.
             **kwargs: handed to the store's class.
 
@@ -67,7 +72,9 @@ class Store:
         return FilesystemStore(prefix_path, *args, **kwargs)
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Returns whether there is a data set at `path`: prepared data, or a directory of Parquet files."""
+        """Returns whether there is a data set at `path`: prepared data, or a directory of
+        Parquet files.
+        """
         raise NotImplementedError
 
     def get_parquet_dataset(self, path: str) -> Any:
@@ -130,7 +137,9 @@ class Store:
         """Writes a text file as a whole: readers never see a part of it."""
         raise NotImplementedError
 
-    def get_local_output_dir_fn(self, run_id: str) -> Callable[[], contextlib.AbstractContextManager[str]]:
+    def get_local_output_dir_fn(
+        self, run_id: str
+    ) -> Callable[[], contextlib.AbstractContextManager[str]]:
         """A function that opens a temporary local directory for the run's files."""
         raise NotImplementedError
 
@@ -153,13 +162,15 @@ class AbstractFilesystemStore(Store):
         test_path: test data, instead of `<prefix>/intermediate_test_data`.
         runs_path: runs, instead of `<prefix>/runs`.
         save_runs: whether checkpoints and logs are kept.
-        storage_options: credentials and endpoints, by the names of fsspec's file systems (`key`, `secret`,
-            `endpoint_url`, `account_key`, ...) or of the providers' environment variables in lower case. They are never
-            shown; they travel with the store. Without them the providers' standard variables are used.
+        storage_options: credentials and endpoints, by the names of fsspec's file systems (`key`,
+            `secret`, `endpoint_url`, `account_key`, ...) or of the providers' environment variables
+            in lower case. They are never shown; they travel with the store. Without them the
+            providers' standard variables are used.
         checkpoint_filename: the checkpoint's name, instead of `checkpoint`.
 
     Raises:
-        ValueError: a path this store cannot serve, or an option the backend does not know; the message names it.
+        ValueError: a path this store cannot serve, or an option the backend does not know; the
+            message names it.
     """
 
     CHECKPOINT: str | None = None
@@ -175,13 +186,21 @@ class AbstractFilesystemStore(Store):
         storage_options: Mapping[str, Any] | None = None,
         checkpoint_filename: str | None = None,
     ) -> None:
-        given = [path for path in (prefix_path, train_path, val_path, test_path, runs_path) if path is not None]
+        given = [
+            path
+            for path in (prefix_path, train_path, val_path, test_path, runs_path)
+            if path is not None
+        ]
         for path in given:
             if scheme(path) != "file" and _SECRET.search(path):
-                raise ValueError("a URL may not carry a password or a signature: pass storage_options")
+                raise ValueError(
+                    "a URL may not carry a password or a signature: pass storage_options"
+                )
             self.check_path(path)
         self.prefix_path = self.get_full_path(prefix_path)
-        self._options = StorageOptions(tuple(self.get_full_path(path) for path in given), storage_options)
+        self._options = StorageOptions(
+            tuple(self.get_full_path(path) for path in given), storage_options
+        )
         checkpoint_filename = checkpoint_filename or self.CHECKPOINT
         self._save_runs = save_runs
         self._layout = native.Layout(
@@ -209,10 +228,17 @@ class AbstractFilesystemStore(Store):
         return _rebuild, (type(self), self._arguments)
 
     def plain(self) -> dict[str, Any]:
-        """Returns the arguments that make a store of the same places: no options, no user, no credentials."""
-        paths = {name: self._arguments[name] for name in _PATHS if self._arguments[name] is not None}
+        """Returns the arguments that make a store of the same places: no options, no user, no
+        credentials.
+        """
+        paths = {
+            name: self._arguments[name] for name in _PATHS if self._arguments[name] is not None
+        }
         whole = {name: self.get_full_path(path) for name, path in paths.items()}
-        return whole | {"save_runs": self._save_runs, "checkpoint_filename": self._arguments["checkpoint_filename"]}
+        return whole | {
+            "save_runs": self._save_runs,
+            "checkpoint_filename": self._arguments["checkpoint_filename"],
+        }
 
     def has_options(self) -> bool:
         """Returns whether there are options that `plain` leaves out."""
@@ -225,18 +251,23 @@ class AbstractFilesystemStore(Store):
 
     @property
     def fs(self) -> StoreFileSystem:
-        """An fsspec file system over this store; paths are URLs, or local paths where the store is local."""
+        """An fsspec file system over this store; paths are URLs, or local paths where the store
+        is local.
+        """
         return StoreFileSystem(storage=self._options)
 
-    def gc(self, older_than: timedelta | float | None = None, *, larger_than: int | None = None) -> list[str]:
-        """Deletes prepared data below the prefix that is old, or too much, and that no process uses.
+    def gc(
+        self, older_than: timedelta | float | None = None, *, larger_than: int | None = None
+    ) -> list[str]:
+        """Deletes prepared data below the prefix that is old, or too much, and that no process
+        uses.
 
         Runs, checkpoints and files of others are never touched.
 
         Args:
             older_than: age of a data set's newest file, as a timedelta or in seconds.
-            larger_than: bytes of prepared data that may stay. The oldest data goes until the rest, data in use
-                included, is no larger.
+            larger_than: bytes of prepared data that may stay. The oldest data goes until the rest,
+                data in use included, is no larger.
 
         Returns:
             The deleted directories, relative to the prefix.
@@ -246,7 +277,11 @@ class AbstractFilesystemStore(Store):
         """
         if older_than is None and larger_than is None:
             raise ValueError("gc needs a limit: pass older_than=, larger_than= or both")
-        age = older_than if older_than is None or isinstance(older_than, (int, float)) else older_than.total_seconds()
+        age = (
+            older_than
+            if older_than is None or isinstance(older_than, (int, float))
+            else older_than.total_seconds()
+        )
         return [path for path, _, _ in native.Store(self.prefix_path).sweep(age, larger_than)]
 
     def __repr__(self) -> str:
@@ -294,7 +329,9 @@ class AbstractFilesystemStore(Store):
         import pyarrow.dataset as arrow  # noqa: PLC0415 - stores are used where pyarrow is not
 
         url = self.get_full_path(path)
-        files = [f"{url}/{name}" for name, _ in native.Store(url).list() if name.endswith(".parquet")]
+        files = [
+            f"{url}/{name}" for name, _ in native.Store(url).list() if name.endswith(".parquet")
+        ]
         return arrow.dataset(files, filesystem=self.fs, format="parquet")
 
     def get_data_metadata_path(self, path: str) -> str:
@@ -374,7 +411,9 @@ class AbstractFilesystemStore(Store):
         directory, name = self._split(path)
         native.Store(directory).write(name, data)
 
-    def get_local_output_dir_fn(self, run_id: str) -> Callable[[], contextlib.AbstractContextManager[str]]:
+    def get_local_output_dir_fn(
+        self, run_id: str
+    ) -> Callable[[], contextlib.AbstractContextManager[str]]:
         """A function that opens a temporary local directory for the run's files.
 
         Args:
@@ -390,7 +429,8 @@ class AbstractFilesystemStore(Store):
         return local_output_dir
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """Returns a function that copies the content of a local directory to the directory of the run.
+        """Returns a function that copies the content of a local directory to the directory of the
+        run.
 
         Args:
             run_id: name of the run.
@@ -435,7 +475,9 @@ class FilesystemStore(AbstractFilesystemStore):
         if not path:
             raise ValueError("a store needs a path, got an empty one")
         if scheme(path) not in (None, "file"):
-            raise ValueError(f"not a path of a file system; use Store.create for its scheme: {path}")
+            raise ValueError(
+                f"not a path of a file system; use Store.create for its scheme: {path}"
+            )
 
     @classmethod
     def matches(cls, path: str) -> bool:
@@ -446,7 +488,9 @@ class FilesystemStore(AbstractFilesystemStore):
         """Like `fs`."""
         return self.fs
 
-    def copy(self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any) -> None:
+    def copy(
+        self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any
+    ) -> None:
         """Copies a local file, or the content of a local directory, into the store.
 
         Args:
@@ -468,7 +512,9 @@ class FilesystemStore(AbstractFilesystemStore):
             return
         for path in sorted(source.rglob("*") if recursive else source.iterdir()):
             if path.is_file():
-                self.write_bytes(f"{rpath.rstrip('/')}/{path.relative_to(source).as_posix()}", path.read_bytes())
+                self.write_bytes(
+                    f"{rpath.rstrip('/')}/{path.relative_to(source).as_posix()}", path.read_bytes()
+                )
 
 
 class LocalStore(FilesystemStore):
@@ -481,5 +527,7 @@ def scheme(path: str) -> str | None:
     return found[1].lower() if found else None
 
 
-def _rebuild(kind: type[AbstractFilesystemStore], arguments: dict[str, Any]) -> AbstractFilesystemStore:
+def _rebuild(
+    kind: type[AbstractFilesystemStore], arguments: dict[str, Any]
+) -> AbstractFilesystemStore:
     return kind(**arguments)

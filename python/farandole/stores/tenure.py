@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The lease by which one job writes the commits of a run.
 
-Rank 0 holds the lease. In the next world of an elastic job, another process may be rank 0. The lease contains the job,
-so the new rank 0 takes it at once, even if the old one still lives. A process of another job takes it only if its
-holder is dead, or, if that is on another host, has not renewed it for `LASTS` seconds.
+Rank 0 holds the lease. In the next world of an elastic job, another process may be rank 0. The
+lease contains the job, so the new rank 0 takes it at once, even if the old one still lives. A
+process of another job takes it only if its holder is dead, or, if that is on another host, has not
+renewed it for `LASTS` seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _JOB: Final = "FARANDOLE_JOB"
 _FINGERPRINT: Final = slice(32, 64)
 _log = logging.getLogger("farandole")
 _TAKING = threading.Lock()
-"""Held from the look at a directory until the lease is registered, so that no other thread deletes it."""
+"""Held from the look at a directory until the lease is registered, so that no other thread
+deletes it.
+"""
 
 
 class RunInUseError(RuntimeError):
@@ -58,7 +61,8 @@ class Tenure:
         self._mark: Mark | None = None
 
     def begin(self) -> None:
-        """Takes the lease, unless this process holds it. Waits if its holder may be lost, or about to end.
+        """Takes the lease, unless this process holds it. Waits if its holder may be lost, or about
+        to end.
 
         Raises:
             RunInUseError: Another job, a fit, or another training of this process holds the run.
@@ -80,14 +84,16 @@ class Tenure:
             if before is None:
                 lasts = [float(one.get("lasts") or _LONGEST) for one in leases.values()]
                 until = time.monotonic() + min(max(lasts, default=LASTS), _LONGEST) + _LEEWAY
-            renewed = before is not None and any(before.get(name, one) != one for name, one in leases.items())
+            renewed = before is not None and any(
+                before.get(name, one) != one for name, one in leases.items()
+            )
             seen = any(map(_is_seen, leases.values()))
             if (renewed and not seen) or time.monotonic() > (began + _lingers() if seen else until):
                 raise self._refusal("another job, or a fit, has it")
             if before is None:
                 _log.warning(
-                    "run %r in %s is held by another process, which may be lost or about to end: waiting for at most "
-                    "%.0f s",
+                    "run %r in %s is held by another process, which may be lost or about to end: "
+                    "waiting for at most %.0f s",
                     self._run_id,
                     self._run_path,
                     _lingers() if seen else until - began,
@@ -99,7 +105,8 @@ class Tenure:
         """Takes the lease if nobody has it.
 
         Returns:
-            The leases of others; `None` if the lease was taken, or an own one that was left behind was deleted.
+            The leases of others; `None` if the lease was taken, or an own one that was left behind
+            was deleted.
 
         Raises:
             RunInUseError: Another training of this process holds the run.
@@ -110,7 +117,11 @@ class Tenure:
             self._mark = Mark(self._run_path, lease, LASTS)
             return None
         leases = _leases(store)
-        own = {name for name, lease in leases.items() if _is_seen(lease) and lease.get("pid") == os.getpid()}
+        own = {
+            name
+            for name, lease in leases.items()
+            if _is_seen(lease) and lease.get("pid") == os.getpid()
+        }
         if any(marks.is_held(self._run_path, name) for name in own):
             raise self._refusal("another training of this process has it")
         for name in own:  # left by an earlier training, which could not delete it
@@ -125,7 +136,9 @@ class Tenure:
         """
         mark = self._mark  # another thread may leave it
         if mark is None or not mark.is_there():
-            raise self._refusal("another process has taken it from this one, which was cut off or stopped for long")
+            raise self._refusal(
+                "another process has taken it from this one, which was cut off or stopped for long"
+            )
 
     def forget(self) -> None:
         """Holds the lease no longer, and leaves its file to the next rank 0 of this job."""
@@ -137,25 +150,29 @@ class Tenure:
         """Gives the lease back."""
         mark, self._mark = self._mark, None
         if mark is not None:
-            with contextlib.suppress(OSError):  # the mark of a process that has ended does not count
+            # the mark of a process that has ended does not count
+            with contextlib.suppress(OSError):
                 if mark.is_there():
                     mark.release()
             mark.forget()
 
     def _refusal(self, why: str) -> RunInUseError:
         return RunInUseError(
-            f"run {self._run_id!r} is trained elsewhere: {why}: choose another run_id, or end the other one. It holds "
-            f"{self._run_path}"
+            f"run {self._run_id!r} is trained elsewhere: {why}: choose another run_id, or end the "
+            f"other one. It holds {self._run_path}"
         )
 
 
 def job_of_this_process() -> str | None:
-    """Returns the job that a launcher of Farandole has started this process for; `None` in others."""
+    """Returns the job that a launcher of Farandole has started this process for; `None` in
+    others.
+    """
     return job_of(os.environ.get(_JOB, ""))
 
 
 def job_of(ticket: str) -> str | None:
-    """Returns the fingerprint of a job's certificate, which is not secret; `None` if the text is no ticket.
+    """Returns the fingerprint of a job's certificate, which is not secret; `None` if the text is no
+    ticket.
 
     All workers of the job have the same one, also after its registrar was started again.
 
@@ -180,7 +197,9 @@ def _lingers() -> float:
 
 
 def _leases(store: NativeStore) -> dict[str, dict[str, Any]]:
-    """The leases in a directory, by name. One that cannot be read is about to be written, or damaged."""
+    """The leases in a directory, by name. One that cannot be read is about to be written, or
+    damaged.
+    """
     found: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(FileNotFoundError):
         for name, _, _, is_directory in store.look():

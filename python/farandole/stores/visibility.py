@@ -32,7 +32,8 @@ def told_local(url: str, hosts: list[str]) -> str | None:
         return None
     some = ", ".join(sorted(set(hosts))[:4])
     return (
-        f"the store {url} is a local path and Spark has executors on several hosts ({some}): all of them and the "
+        f"the store {url} is a local path and Spark has executors on several hosts ({some}): all "
+        "of them and the "
         "driver must see the same directory there, or training cannot read the prepared data"
     )
 
@@ -68,7 +69,14 @@ def seen(url: str) -> Iterator[None]:
     except OSError as error:
         local = native.Store(url).local_path is not None
         advice = (
-            ": the store is a local path, training processes on other hosts need one that they see" if local else ""
+            ": the store is a local path, training processes on other hosts need one that they see"
+            if local
+            else ""
         )
-        told = f"{socket.gethostname()} cannot read the training data that the driver sees at {url}{advice}: {error}"
-        raise (FileNotFoundError if isinstance(error, FileNotFoundError) else OSError)(told) from error
+        told = (
+            f"{socket.gethostname()} cannot read the training data that the driver sees at "
+            f"{url}{advice}: {error}"
+        )
+        raise (FileNotFoundError if isinstance(error, FileNotFoundError) else OSError)(
+            told
+        ) from error

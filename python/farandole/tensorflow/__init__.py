@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel TensorFlow: collectives as ops, distributed tapes and optimizers, broadcast of variables.
+"""Data-parallel TensorFlow: collectives as ops, distributed tapes and optimizers, broadcast of
+variables.
 
 Example:
     import farandole.tensorflow as hvd
@@ -10,18 +11,30 @@ Example:
         loss = ...
     tape = hvd.DistributedGradientTape(tape)
     optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
-"""
+"""  # noqa: E501
 
 from importlib.util import find_spec as _find_spec
 
 if _find_spec("tensorflow") is None:
-    raise ImportError("farandole.tensorflow needs TensorFlow: pip install farandole[tensorflow]", name="tensorflow")
+    raise ImportError(
+        "farandole.tensorflow needs TensorFlow: pip install farandole[tensorflow]",
+        name="tensorflow",
+    )
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
-from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.exceptions import (
+    FarandoleInternalError,
+    FarandoleUsageError,
+    HorovodInternalError,
+)
+from farandole.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import check_extension
 from farandole.tensorflow._collectives import (

@@ -41,9 +41,10 @@ def allreduce(
 ) -> Any:
     """Combines all ranks' tensors into a new one, the same on every rank.
 
-    Differentiable for `Average` and `Sum`. An `IndexedSlices` is gathered: its values and indices of all ranks, which
-    add up where it is applied; the values are divided by the number of ranks for `Average`. In a function that XLA
-    compiles, it becomes a tensor first, because the size of the gathered result would be unknown.
+    Differentiable for `Average` and `Sum`. An `IndexedSlices` is gathered: its values and indices
+    of all ranks, which add up where it is applied; the values are divided by the number of ranks
+    for `Average`. In a function that XLA compiles, it becomes a tensor first, because the size of
+    the gathered result would be unknown.
 
     Args:
         tensor: A tensor, a variable or an `IndexedSlices`; equal shape and dtype on all ranks.
@@ -63,16 +64,21 @@ def allreduce(
 
     Raises:
         ValueError: When an argument is wrong.
-        NotImplementedError: When slices are to be reduced by anything but `Average` or `Sum`, or scaled.
+        NotImplementedError: When slices are to be reduced by anything but `Average` or `Sum`, or
+            scaled.
     """
     if is_eager(tensor) and not device_dense:
         op = choose_op(op, average)
         check_adasum(op, process_set)
         if compression is Compression.none:
-            return reduce_eagerly(tensor, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
+            return reduce_eagerly(
+                tensor, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope
+            )
         value, ctx = compression.compress(tensor)
         number = rounded(op, rounds_sums(compression))
-        reduced = reduce_eagerly(value, number, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
+        reduced = reduce_eagerly(
+            value, number, prescale_factor, postscale_factor, name, process_set, ignore_name_scope
+        )
         return compression.decompress(reduced, ctx)
     reduced = grouped_allreduce(
         [tensor],
@@ -114,14 +120,21 @@ def grouped_allreduce(
     with _on(device_dense):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in dense]
         number = rounded(op, rounds_sums(compression))
-        reduced = grouped_reduce([pair[0] for pair in pairs], number, factors, name, process_set, ignore_name_scope)
-        done = [compression.decompress(value, ctx) for value, (_, ctx) in zip(reduced, pairs, strict=True)]
+        reduced = grouped_reduce(
+            [pair[0] for pair in pairs], number, factors, name, process_set, ignore_name_scope
+        )
+        done = [
+            compression.decompress(value, ctx)
+            for value, (_, ctx) in zip(reduced, pairs, strict=True)
+        ]
     if not sparse:
         return done
     done = iter(done)
     with _on(device_sparse):
         gathered = iter(_gather_slices(sparse, op, factors, name, process_set, ignore_name_scope))
-    return [next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(done) for tensor in tensors]
+    return [
+        next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(done) for tensor in tensors
+    ]
 
 
 def _on(device: str) -> Any:
@@ -150,7 +163,9 @@ def _gather_slices(
     if not slices:
         return []
     if op not in (Average, Sum):
-        raise NotImplementedError("slices are reduced by Average or Sum only: pass sparse_as_dense=True, or a tensor")
+        raise NotImplementedError(
+            "slices are reduced by Average or Sum only: pass sparse_as_dense=True, or a tensor"
+        )
     if factors != (1.0, 1.0):
         raise NotImplementedError("slices cannot be scaled by prescale_factor or postscale_factor")
     parts = [part for entry in slices for part in (entry.values, entry.indices)]
@@ -158,7 +173,11 @@ def _gather_slices(
     gathered = grouped_allgather(parts, name, ignore_name_scope, process_set)
     results = []
     for entry, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):
-        scaled = values / tf.cast(size_op(_number(process_set)), values.dtype) if op == Average else values
+        scaled = (
+            values / tf.cast(size_op(_number(process_set)), values.dtype)
+            if op == Average
+            else values
+        )
         results.append(tf.IndexedSlices(scaled, indices, dense_shape=entry.dense_shape))
     return results
 
@@ -178,7 +197,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Combines all ranks' tensors and gives every rank its own rows. Remaining rows go to the first ranks.
+    """Combines all ranks' tensors and gives every rank its own rows. Remaining rows go to the first
+    ranks.
 
     Args:
         tensor: At least one dimension; equal shape and dtype on all ranks.
@@ -198,7 +218,9 @@ def reducescatter(
         NotImplementedError: For an `IndexedSlices`.
     """
     factors = (prescale_factor, postscale_factor)
-    return _scatter([tensor], device_dense, compression, op, name, process_set, ignore_name_scope, factors)[0]
+    return _scatter(
+        [tensor], device_dense, compression, op, name, process_set, ignore_name_scope, factors
+    )[0]
 
 
 def grouped_reducescatter(
@@ -231,5 +253,9 @@ def _scatter(
         pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
         values = [pair[0] for pair in pairs]
         number = rounded(op, rounds_sums(compression))
-        parts = grouped_reduce(values, number, factors, name, process_set, ignore_name_scope, scatter=True)
-        return [compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, pairs, strict=True)]
+        parts = grouped_reduce(
+            values, number, factors, name, process_set, ignore_name_scope, scatter=True
+        )
+        return [
+            compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, pairs, strict=True)
+        ]

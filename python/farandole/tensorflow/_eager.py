@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The fastest call of an eager op.
 
-It does the same as TensorFlow's generated functions, but omits attributes that have their default values, each of which
-costs a small op more than half a microsecond. The needed parts are in no public module of TensorFlow. If they are
-missing, the generated functions are used.
+It does the same as TensorFlow's generated functions, but omits attributes that have their default
+values, each of which costs a small op more than half a microsecond. The needed parts are in no
+public module of TensorFlow. If they are missing, the generated functions are used.
 """
 
 from __future__ import annotations

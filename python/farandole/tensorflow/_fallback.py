@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Substitutes for the native ops with `tf.py_function`: the same names, arguments and results, in Python.
+"""Substitutes for the native ops with `tf.py_function`: the same names, arguments and results, in
+Python.
 
-They occupy a TensorFlow thread and, for short times, the interpreter's lock. In graphs without automatic control
-dependencies, each op waits for the one before it, because ranks that block in different orders would wait for each
-other for ever.
+They occupy a TensorFlow thread and, for short times, the interpreter's lock. In graphs without
+automatic control dependencies, each op waits for the one before it, because ranks that block in
+different orders would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _set(number: int) -> ProcessSet:
 
 
 def _wrong(text: str) -> tf.errors.OpError:
-    """Returns the native ops' error for a wrong call. The engine's error only differs in its text."""
+    """Returns the native ops' error for a wrong call. The engine's error only differs in its
+    text.
+    """
     if text.startswith("Mismatched ") or "has not been initialized" in text:
         return tf.errors.FailedPreconditionError(None, None, text)
     if _CANNOT.search(text):
@@ -82,10 +85,13 @@ def _wrong(text: str) -> tf.errors.OpError:
 
 
 def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Runs `function` on arrays when the graph runs; in sequence in graphs that would not order the calls."""
+    """Runs `function` on arrays when the graph runs; in sequence in graphs that would not order
+    the calls.
+    """
 
     def run(*tensors: Any) -> list[Any]:
-        # In a graph a ValueError becomes an InvalidArgumentError; what TensorFlow does not know, an UnknownError.
+        # In a graph a ValueError becomes an InvalidArgumentError; what TensorFlow does not know, an
+        # UnknownError.
         try:
             return function(*(tensor.numpy() for tensor in tensors))
         except FarandoleUsageError as error:
@@ -95,7 +101,9 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[
 
     if tf.executing_eagerly():
         try:
-            return [tf.convert_to_tensor(value) for value in run(*map(tf.convert_to_tensor, inputs))]
+            return [
+                tf.convert_to_tensor(value) for value in run(*map(tf.convert_to_tensor, inputs))
+            ]
         except ValueError as error:
             raise _wrong(str(error)) from error
     graph = tf.compat.v1.get_default_graph()
@@ -120,10 +128,11 @@ def _collective(
     """Runs `function` on tensors, with a gradient of its own.
 
     Args:
-        function: Takes one array for each of `tensors` and `more`, returns one for each tensor and of `more_dtypes`.
+        function: Takes one array for each of `tensors` and `more`, returns one for each tensor and
+            of `more_dtypes`.
         tensors: The tensors to send.
-        gradient: Takes the module, gradients of results for `tensors`, and the further results; returns those of
-            `tensors`.
+        gradient: Takes the module, gradients of results for `tensors`, and the further results;
+            returns those of `tensors`.
         rows_differ: Whether results have other numbers of rows.
         more: Further inputs, which have no gradient.
         more_dtypes: Of further results, which have none either.
@@ -132,7 +141,9 @@ def _collective(
 
     @tf.custom_gradient
     def run(*values: Any) -> tuple[list[Any], Any]:
-        results = _call(function, [*values, *more], [*(value.dtype for value in values), *more_dtypes])
+        results = _call(
+            function, [*values, *more], [*(value.dtype for value in values), *more_dtypes]
+        )
         for result, value in zip(results, values, strict=False):
             shape = value.shape
             if rows_differ and shape.rank:
@@ -141,7 +152,9 @@ def _collective(
                 result.set_shape(shape)
 
         def backward(*grads: Any) -> list[Any]:
-            return gradient(sys.modules[__name__], list(grads[: len(values)]), *results[len(values) :])
+            return gradient(
+                sys.modules[__name__], list(grads[: len(values)]), *results[len(values) :]
+            )
 
         return results, backward
 
@@ -155,7 +168,9 @@ def _gradients() -> Any:
     return _gradients
 
 
-def _reduce(reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], told: dict[str, Any]) -> list[Any]:
+def _reduce(
+    reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], told: dict[str, Any]
+) -> list[Any]:
     """Returns a reduction of several tensors; `gradient` names its gradient."""
     tensor_name, process_set = told["tensor_name"], told["process_set"]
 

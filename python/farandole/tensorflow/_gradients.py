@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradients of the ops. The loss is the sum of all ranks' losses, so ranks send gradients back to the sender.
+"""Gradients of the ops. The loss is the sum of all ranks' losses, so ranks send gradients back to
+the sender.
 
-By Horovod's convention (`farandole.common.convention`) some are averages, or larger by the number of ranks.
+By Horovod's convention (`farandole.common.convention`) some are averages, or larger by the number
+of ranks.
 
-Each function takes the module whose ops it uses, the gradients of the results and the arguments of the forward op, and
-returns the gradients of the tensors. Those of the native ops are registered with TensorFlow here. The substitutes call
-them directly.
+Each function takes the module whose ops it uses, the gradients of the results and the arguments of
+the forward op, and returns the gradients of the tensors. Those of the native ops are registered
+with TensorFlow here. The substitutes call them directly.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from farandole.tensorflow._names import ONE, double, gradient_arguments, normali
 
 REDUCTION = ("reduce_op", "prescale", "postscale")
 """Names of a reduction's arguments."""
-DEFAULTS = {"tensor_name": b"", "process_set": 0, "reduce_op": Average, "prescale": ONE, "postscale": ONE}
+DEFAULTS = {
+    "tensor_name": b"",
+    "process_set": 0,
+    "reduce_op": Average,
+    "prescale": ONE,
+    "postscale": ONE,
+}
 """Default arguments of eager ops."""
 
 
@@ -44,12 +52,18 @@ def total() -> int:
 
 def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
     """Returns the same reduction of the gradients."""
-    return list(here.farandole_grouped_allreduce(tensors=grads, **_reduction(told), **gradient_arguments(told)))
+    return list(
+        here.farandole_grouped_allreduce(
+            tensors=grads, **_reduction(told), **gradient_arguments(told)
+        )
+    )
 
 
 def broadcast(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
     """Sums of gradients where the values came from, nothing elsewhere."""
-    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=total(), **gradient_arguments(told))
+    summed = here.farandole_grouped_allreduce(
+        tensors=grads, reduce_op=total(), **gradient_arguments(told)
+    )
     is_root = tf.equal(here.farandole_rank(), told["root_rank"])
     return [tf.where(is_root, whole, tf.zeros_like(whole)) for whole in summed]
 
@@ -60,7 +74,9 @@ def allgather(here: Any, grads: list[Any], told: dict[str, Any], rows: Any) -> l
     summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=total(), **arguments)
     rank = here.farandole_rank(process_set=arguments["process_set"])
     starts, counts = tf.cumsum(rows, axis=1, exclusive=True)[:, rank], rows[:, rank]
-    return [whole[starts[index] : starts[index] + counts[index]] for index, whole in enumerate(summed)]
+    return [
+        whole[starts[index] : starts[index] + counts[index]] for index, whole in enumerate(summed)
+    ]
 
 
 def alltoall(here: Any, grad: Any, told: dict[str, Any], received: Any) -> Any:
@@ -113,7 +129,9 @@ def _register() -> None:
         "Broadcast": one(broadcast, "root_rank"),
         "GroupedBroadcast": several(broadcast, "root_rank"),
         "Allgather": lambda op, grad, _rows: allgather(ops, [grad], _told(op), op.outputs[1])[0],
-        "GroupedAllgather": lambda op, *grads: allgather(ops, list(grads[:-1]), _told(op), op.outputs[-1]),
+        "GroupedAllgather": lambda op, *grads: allgather(
+            ops, list(grads[:-1]), _told(op), op.outputs[-1]
+        ),
         "Alltoall": lambda op, grad, _splits: [alltoall(ops, grad, _told(op), op.outputs[1]), None],
         "Reducescatter": one(reducescatter, *REDUCTION),
         "GroupedReducescatter": several(reducescatter, *REDUCTION),

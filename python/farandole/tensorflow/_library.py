@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Loads the native ops and connects them to this process's engine. If that fails, the Python ops are used."""
+"""Loads the native ops and connects them to this process's engine. If that fails, the Python ops
+are used.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def _connect() -> Any:
     """
     if not PATH.exists():
         raise _UnusableError(f"{PATH} is missing")
-    # First of all: TensorFlow makes functions of those ops that appear while it opens the file itself.
+    # First of all: TensorFlow makes functions of those ops that appear while it opens the file
+    # itself.
     ops = tf.load_op_library(str(PATH))
     loaded = ctypes.CDLL(str(PATH), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     for name in ("farandole_tensorflow_problem", "farandole_tensorflow_register_xla"):
@@ -45,7 +48,9 @@ def _connect() -> Any:
         raise _UnusableError(problem.decode())
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    version = loaded.farandole_tensorflow_connect(ctypes.c_void_p(pointer(door.capsule(), b"farandole.door")))
+    version = loaded.farandole_tensorflow_connect(
+        ctypes.c_void_p(pointer(door.capsule(), b"farandole.door"))
+    )
     if version != 0:
         raise _UnusableError(f"{PATH} was built for version {version} of the engine's door")
     _probe(ops)
@@ -57,8 +62,8 @@ def _connect() -> Any:
 def _probe(ops: Any) -> None:
     """Runs an op whose callback comes after its kernel has returned.
 
-    In a session of its own, without GPUs: a script must still be able to choose devices and threads, which TensorFlow
-    refuses once anything has run eagerly.
+    In a session of its own, without GPUs: a script must still be able to choose devices and
+    threads, which TensorFlow refuses once anything has run eagerly.
 
     Raises:
         _UnusableError: When it does not come back, or not with the right value.
@@ -93,7 +98,8 @@ def _load() -> Any:
         from farandole.tensorflow import _fallback  # noqa: PLC0415 - only where the native ops cannot serve
 
         warnings.warn(
-            f"TensorFlow {tf.__version__} does not support the native ops ({error}): Python functions are used "
+            f"TensorFlow {tf.__version__} does not support the native ops ({error}): Python "
+            "functions are used "
             "instead, which are slower and cannot be saved in a SavedModel",
             RuntimeWarning,
             stacklevel=3,
@@ -103,4 +109,6 @@ def _load() -> Any:
 
 _keep_from_autograph()
 ops: Any = _load()
-"""`farandole_allreduce`, ...: what `tf.load_op_library` makes of the native ops, or their Python stand-ins."""
+"""`farandole_allreduce`, ...: what `tf.load_op_library` makes of the native ops, or their Python
+stand-ins.
+"""

@@ -29,11 +29,13 @@ def base_name(name: str, ignore_name_scope: bool) -> str:
     return name.rsplit("/", 1)[-1] if ignore_name_scope else name
 
 
-def eager_arguments(operation: str, name: str | None, process_set: Any, ignore_name_scope: bool) -> dict[str, Any]:
+def eager_arguments(
+    operation: str, name: str | None, process_set: Any, ignore_name_scope: bool
+) -> dict[str, Any]:
     """Like `arguments`, when running eagerly.
 
-    The thread that runs the op drives it to its end: it would wait for that anyway, and when TensorFlow runs eager ops
-    asynchronously, it is one that does them one after the other.
+    The thread that runs the op drives it to its end: it would wait for that anyway, and when
+    TensorFlow runs eager ops asynchronously, it is one that does them one after the other.
     """
     chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
     return {"tensor_name": chosen, "process_set": number_of(process_set), "attended": True}
@@ -52,12 +54,18 @@ def number_of(process_set: Any) -> int:
 
 
 def arguments(
-    operation: str, tensors: Sequence[Any], name: str | None, process_set: Any, ignore_name_scope: bool = False
+    operation: str,
+    tensors: Sequence[Any],
+    name: str | None,
+    process_set: Any,
+    ignore_name_scope: bool = False,
 ) -> dict[str, Any]:
-    """Returns the arguments of each collective's op: its name across ranks, process set and driving thread.
+    """Returns the arguments of each collective's op: its name across ranks, process set and driving
+    thread.
 
-    In a graph an unnamed operation is named after its tensors; run eagerly, the engine numbers it. Eager operations are
-    driven by the calling thread, which waits for them anyway; nodes of a graph by the engine's own.
+    In a graph an unnamed operation is named after its tensors; run eagerly, the engine numbers it.
+    Eager operations are driven by the calling thread, which waits for them anyway; nodes of a graph
+    by the engine's own.
 
     Raises:
         ValueError: When the process set is not registered.
@@ -77,11 +85,13 @@ def arguments(
 
 
 def unique(name: str) -> str:
-    """`name`, made different from those this graph has already, in the order it is built: equal on equal programs.
+    """`name`, made different from those this graph has already, in the order it is built: equal on
+    equal programs.
 
-    The graph's own `unique_name` would put the scope before it, in which Keras numbers optimizers and layers by the
-    order in which a process made them. A branch or a loop of a `tf.compat.v1` graph runs beside the rest of that, so
-    they count together; functions count by themselves, wherever they are called.
+    The graph's own `unique_name` would put the scope before it, in which Keras numbers optimizers
+    and layers by the order in which a process made them. A branch or a loop of a `tf.compat.v1`
+    graph runs beside the rest of that, so they count together; functions count by themselves,
+    wherever they are called.
     """
     graph: Any = tf.compat.v1.get_default_graph()
     if not tf.compat.v1.executing_eagerly_outside_functions():
@@ -112,8 +122,13 @@ def bits(factor: float) -> int:
 
 
 def gradient_arguments(told: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the collective in another collective's gradient, made from that one's arguments."""
+    """Returns the arguments of the collective in another collective's gradient, made from that
+    one's arguments.
+    """
     number = told["process_set"]
     if tf.executing_eagerly():
         return {"tensor_name": "", "process_set": number, "attended": True}
-    return {"tensor_name": unique(f"{told['tensor_name'] or 'Farandole'}_grad"), "process_set": number}
+    return {
+        "tensor_name": unique(f"{told['tensor_name'] or 'Farandole'}_grad"),
+        "process_set": number,
+    }

@@ -23,7 +23,9 @@ class _Wrapped(_Base):
     """Hands everything but gradients to the wrapped optimizer."""
 
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool) -> None:
-        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
+        super().__init__(
+            name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking
+        )
         self._optimizer = optimizer
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,11 +59,16 @@ class _DistributedOptimizer(_Wrapped):
         if passes > 1:
             if tf.executing_eagerly():
                 raise ValueError(
-                    "backward_passes_per_step > 1 needs a graph with optimizers of tf.compat.v1.train: "
-                    "use a Keras optimizer in eager mode"
+                    "backward_passes_per_step > 1 needs a graph with optimizers of "
+                    "tf.compat.v1.train: use a Keras optimizer in eager mode"
                 )
             self._aggregation = LocalGradientAggregationHelper(
-                passes, reducer, reducer.sparse_as_dense, average_aggregated_gradients, rank(), name=self._name
+                passes,
+                reducer,
+                reducer.sparse_as_dense,
+                average_aggregated_gradients,
+                rank(),
+                name=self._name,
             )
 
     def register_local_var(self, var: Any) -> None:
@@ -69,7 +76,9 @@ class _DistributedOptimizer(_Wrapped):
         self._reducer.register_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Gradients and variables, reduced over all ranks; arguments are the wrapped optimizer's."""
+        """Gradients and variables, reduced over all ranks; arguments are the wrapped
+        optimizer's.
+        """
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         if self._aggregation is None:
@@ -90,11 +99,17 @@ class _DistributedOptimizer(_Wrapped):
 class _AdasumOptimizer(_Wrapped):
     """Takes each rank's own step, then adds the Adasum of the steps to where all started.
 
-    Steps are dense, and no rank's step is scaled: `sparse_as_dense` and `scale_local_gradients` change nothing.
+    Steps are dense, and no rank's step is scaled: `sparse_as_dense` and `scale_local_gradients`
+    change nothing.
     """
 
     def __init__(
-        self, optimizer: Any, name: str | None, use_locking: bool, reducer: GradientReducer, passes: int
+        self,
+        optimizer: Any,
+        name: str | None,
+        use_locking: bool,
+        reducer: GradientReducer,
+        passes: int,
     ) -> None:
         super().__init__(optimizer, name, use_locking)
         self._reducer = reducer
@@ -111,7 +126,9 @@ class _AdasumOptimizer(_Wrapped):
         """Calls the method of the wrapped optimizer: gradients are not reduced."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
         """Applies them here; on every n-th call the steps of all ranks are combined.
 
         Args:
@@ -126,7 +143,10 @@ class _AdasumOptimizer(_Wrapped):
         variables = [variable for _, variable in pairs]
         self._make(variables)
         count = self._count.assign_add(1)
-        is_first, is_due = tf.equal((count - 1) % self._passes, 0), tf.equal(count % self._passes, 0)
+        is_first, is_due = (
+            tf.equal((count - 1) % self._passes, 0),
+            tf.equal(count % self._passes, 0),
+        )
         stored = [
             start.assign(tf.where(is_first, variable, start))
             for start, variable in zip(self._starts, variables, strict=True)
@@ -140,11 +160,17 @@ class _AdasumOptimizer(_Wrapped):
     def _make(self, variables: list[Any]) -> None:
         if self._count is not None:
             return
-        make: Any = tf.Variable if tf.executing_eagerly() or tf.inside_function() else tf.compat.v1.Variable
+        make: Any = (
+            tf.Variable if tf.executing_eagerly() or tf.inside_function() else tf.compat.v1.Variable
+        )
         with tf.init_scope() if tf.inside_function() else tf.name_scope(self._name):
             self._count = make(0, trainable=False, dtype=tf.int64, name="calls")
             self._starts = [
-                make(tf.zeros(variable.shape, variable.dtype.base_dtype), trainable=False, name="start")
+                make(
+                    tf.zeros(variable.shape, variable.dtype.base_dtype),
+                    trainable=False,
+                    name="start",
+                )
                 for variable in variables
             ]
 
@@ -186,15 +212,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         device_sparse: Where ops for slices are placed.
         compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
-        backward_passes_per_step: Gradients of this many steps are summed, then reduced and applied once.
-        op: `Average`, `Sum`, or `Adasum`, which combines the steps that the ranks take (`tf.compat.v1.train` only).
-        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        backward_passes_per_step: Gradients of this many steps are summed, then reduced and applied
+            once.
+        op: `Average`, `Sum`, or `Adasum`, which combines the steps that the ranks take
+            (`tf.compat.v1.train` only).
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied
+            after the sum.
         average_aggregated_gradients: Whether such sums are divided by their number.
         num_groups: Deprecated; use `groups`.
-        groups: A number of consecutive units, or lists of variables that form units; one unit by default.
+        groups: A number of consecutive units, or lists of variables that form units; one unit by
+            default.
         process_set: The ranks that take part; others keep their gradients.
-        scale_local_gradients: Whether gradients of variables given to `register_local_var` are divided by the number
-            of ranks.
+        scale_local_gradients: Whether gradients of variables given to `register_local_var` are
+            divided by the number of ranks.
 
     Returns:
         An optimizer of the same kind.
@@ -223,12 +253,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         if op == Adasum:
             return _AdasumOptimizer(optimizer, name, use_locking, reducer, backward_passes_per_step)
         return _DistributedOptimizer(
-            optimizer, name, use_locking, reducer, backward_passes_per_step, average_aggregated_gradients
+            optimizer,
+            name,
+            use_locking,
+            reducer,
+            backward_passes_per_step,
+            average_aggregated_gradients,
         )
     from farandole import _keras  # noqa: PLC0415 - graphs of tf.compat.v1 need no Keras
 
     if not _keras.is_optimizer(optimizer):
-        raise ValueError(f"optimizer must be Keras's or one of tf.compat.v1.train: {type(optimizer).__name__}")
+        raise ValueError(
+            f"optimizer must be Keras's or one of tf.compat.v1.train: {type(optimizer).__name__}"
+        )
     settings = _keras.Settings(
         name,
         device_dense,

@@ -34,7 +34,8 @@ class _Distributed(tf.GradientTape):
             target: The value to differentiate.
             sources: One variable or tensor, or any nested structure of them.
             output_gradients: As in `tf.GradientTape.gradient`.
-            use_generic_names: Accepted for compatibility with Horovod: names never depend on the variables.
+            use_generic_names: Accepted for compatibility with Horovod: names never depend on the
+                variables.
             unconnected_gradients: As in `tf.GradientTape.gradient`.
 
         Returns:
@@ -50,7 +51,11 @@ class _Distributed(tf.GradientTape):
         self._reducer.register_local(source)
 
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """Like `gradient`, but parts the gradients of local sources from the reduced ones.
 
@@ -63,8 +68,16 @@ class _Distributed(tf.GradientTape):
         Returns:
             Pairs of local sources and their gradients, and pairs of the other sources and theirs.
         """
-        grads = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
-        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(grads, expand_composites=False), strict=True))
+        grads = self.gradient(
+            target, sources, output_gradients, use_generic_names=use_generic_names
+        )
+        pairs = list(
+            zip(
+                tf.nest.flatten(sources),
+                tf.nest.flatten(grads, expand_composites=False),
+                strict=True,
+            )
+        )
         local = [pair for pair in pairs if self._reducer.is_local(pair[0])]
         return local, [pair for pair in pairs if not self._reducer.is_local(pair[0])]
 
@@ -84,7 +97,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     *,
     name: str | None = None,
 ) -> Any:
-    """Wraps a tape so that its gradients are reduced over all ranks, as one unit unless `groups` says otherwise.
+    """Wraps a tape so that its gradients are reduced over all ranks, as one unit unless `groups`
+    says otherwise.
 
     Args:
         gradtape: A `tf.GradientTape` that has recorded or still records.
@@ -93,13 +107,15 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
         op: The reduction, `Average` by default.
-        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied
+            after the sum.
         num_groups: Deprecated; use `groups`.
         groups: A number of consecutive units, or lists of variables that form units.
         process_set: The ranks that take part; others keep their gradients.
-        scale_local_gradients: Whether gradients of local sources are divided by the number of ranks, so that they
-            weigh as averaged ones do.
-        name: Names the reductions, which tapes that are used at the same time in several threads need.
+        scale_local_gradients: Whether gradients of local sources are divided by the number of
+            ranks, so that they weigh as averaged ones do.
+        name: Names the reductions, which tapes that are used at the same time in several threads
+            need.
 
     Returns:
         A tape of the same kind, an instance of a subclass of its class.
@@ -124,7 +140,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     if issubclass(kind, _Distributed):
         raise ValueError("the tape is distributed already")
     tape = object.__new__(type(kind.__name__, (_Distributed, kind), {"_reducer": reducer}))
-    # One state of both: the given tape may still record, and whichever ends that first ends it for the other, too.
+    # One state of both: the given tape may still record, and whichever ends that first ends it for
+    # the other, too.
     tape.__dict__ = gradtape.__dict__
     return tape
 
@@ -158,7 +175,8 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         num_groups: As there.
         groups: As there.
         process_set: As there.
-        local_layers: A layer or a list of layers, built, whose trainable weights belong to each rank.
+        local_layers: A layer or a list of layers, built, whose trainable weights belong to each
+            rank.
         scale_local_gradients: As there.
         name: As there.
 
@@ -166,7 +184,8 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         As there.
 
     Raises:
-        ValueError: If arguments contradict each other, or a layer is not a layer or has not been built.
+        ValueError: If arguments contradict each other, or a layer is not a layer or has not been
+            built.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -200,5 +219,7 @@ def trainable_weights(layers: Any) -> list[Any]:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"local_layers must hold layers: {type(layer).__name__}")
         if not getattr(layer, "built", True):
-            raise ValueError(f"the local layer {layer.name!r} must be built first, because it has no weights yet")
+            raise ValueError(
+                f"the local layer {layer.name!r} must be built first, because it has no weights yet"
+            )
     return [weight for layer in listed for weight in layer.trainable_weights]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic training with TensorFlow: variables that survive a failed world, and a loop that continues in the next one.
+"""Elastic training with TensorFlow: variables that survive a failed world, and a loop that
+continues in the next one.
 
 Example:
     @hvd.elastic.run
@@ -20,7 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tensorflow as tf
 
 from farandole.common import basics
-from farandole.common.elastic import HostUpdateResult, ObjectState, State, leave, leave_and_join, run_fn
+from farandole.common.elastic import (
+    HostUpdateResult,
+    ObjectState,
+    State,
+    leave,
+    leave_and_join,
+    run_fn,
+)
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.tensorflow.functions import broadcast_object, broadcast_variables
 
@@ -43,9 +51,11 @@ __all__ = [
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
+    """Wraps a training function: after a failure the state goes back to the last commit, in a new
+    world.
 
-    TensorFlow errors that one of our ops raised because a peer failed count as failures. All others are raised.
+    TensorFlow errors that one of our ops raised because a peer failed count as failures. All others
+    are raised.
 
     Args:
         func: The training function; takes a `State` first, returns when training is done.
@@ -61,7 +71,9 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
         except tf.errors.OpError as error:
             # In functions that XLA compiled all failures have one code, whatever was the matter.
             compiled = "FarandoleInternalError: " in error.message
-            if compiled or (isinstance(error, tf.errors.UnknownError) and "Farandole" in error.message):
+            if compiled or (
+                isinstance(error, tf.errors.UnknownError) and "Farandole" in error.message
+            ):
                 raise FarandoleInternalError(error.message) from error
             raise
 
@@ -80,7 +92,9 @@ class TensorFlowState(ObjectState):
         ValueError: In eager mode without variables.
     """
 
-    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any
+    ) -> None:
         if variables is None:
             if tf.executing_eagerly():
                 raise ValueError("there are no global variables in eager mode: pass variables")

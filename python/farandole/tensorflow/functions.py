@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Broadcast of variables and objects from one rank to all.
 
-Objects are sent with cloudpickle over links that the job's key secures. They need no graph and no session; these
-arguments exist for compatibility with Horovod.
+Objects are sent with cloudpickle over links that the job's key secures. They need no graph and no
+session; these arguments exist for compatibility with Horovod.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def broadcast_variables(
         variables: TensorFlow's, Keras's or `tf.compat.v1`'s.
         root_rank: The rank whose values count.
         process_set: The ranks that take part.
-        inplace: Accepted for compatibility with Horovod: variables are always read, sent and assigned.
+        inplace: Accepted for compatibility with Horovod: variables are always read, sent and
+            assigned.
 
     Returns:
         In a graph of `tf.compat.v1`, the op to run; elsewhere nothing.
@@ -104,13 +105,17 @@ def allgather_object(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Returns an op that overwrites all global variables of the default `tf.compat.v1` graph with those of one rank.
+    """Returns an op that overwrites all global variables of the default `tf.compat.v1` graph with
+    those of one rank.
 
     Raises:
         RuntimeError: When executing eagerly, where there are none: use `broadcast_variables`.
     """
     if tf.executing_eagerly():
-        raise RuntimeError("there are no global variables in eager mode: use broadcast_variables(model.variables, ...)")
+        raise RuntimeError(
+            "there are no global variables in eager mode: use "
+            "broadcast_variables(model.variables, ...)"
+        )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 

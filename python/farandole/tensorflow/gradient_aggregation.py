@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def apply_op_to_not_none_tensors(tensor_op: Callable[..., Any], tensors: Sequence[Any], *args: Any) -> list[Any]:
+def apply_op_to_not_none_tensors(
+    tensor_op: Callable[..., Any], tensors: Sequence[Any], *args: Any
+) -> list[Any]:
     """Returns the results of an operation on tensors; `None` stays `None`."""
     return [None if tensor is None else tensor_op(tensor, *args) for tensor in tensors]
 
@@ -26,10 +28,11 @@ def get_not_none_from_list(tensor_list: Sequence[Any]) -> list[Any]:
 
 
 class LocalGradientAggregationHelper:
-    """Sums the gradients of every variable and reduces them in every n-th pass, in graphs and in eager mode.
+    """Sums the gradients of every variable and reduces them in every n-th pass, in graphs and in
+    eager mode.
 
-    In the other passes nothing is sent or applied. It belongs to one optimizer. Call `compute_gradients` and then
-    `apply_gradients` once a pass.
+    In the other passes nothing is sent or applied. It belongs to one optimizer. Call
+    `compute_gradients` and then `apply_gradients` once a pass.
 
     Args:
         backward_passes_per_step: n.
@@ -39,7 +42,8 @@ class LocalGradientAggregationHelper:
         rank: Accepted for compatibility with Horovod.
         optimizer_type: Accepted for compatibility with Horovod.
         process_set: The ranks that take part.
-        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of
+            ranks.
         name: Names the variables.
 
     Raises:
@@ -63,7 +67,9 @@ class LocalGradientAggregationHelper:
     ) -> None:
         del rank, optimizer_type
         if backward_passes_per_step <= 0:
-            raise ValueError(f"backward_passes_per_step must be positive: {backward_passes_per_step}")
+            raise ValueError(
+                f"backward_passes_per_step must be positive: {backward_passes_per_step}"
+            )
         self.backward_passes_per_step = backward_passes_per_step
         self.allreduce_func = allreduce_func
         self.sparse_as_dense = sparse_as_dense
@@ -86,7 +92,9 @@ class LocalGradientAggregationHelper:
             with tf.init_scope():
                 return tf.Variable(initial(), trainable=False, name=label)
         collections = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
-        return tf.compat.v1.Variable(initial, trainable=False, collections=collections, name=label, use_resource=True)
+        return tf.compat.v1.Variable(
+            initial, trainable=False, collections=collections, name=label, use_resource=True
+        )
 
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:  # noqa: A002 - Horovod's
         """Adds gradients to the sums.
@@ -119,13 +127,20 @@ class LocalGradientAggregationHelper:
             count = self.counter.assign_add(1)
         with tf.control_dependencies([count]):
             values = [self.sums[index].read_value() for index in present]
-        # Asked once: in a graph without automatic control dependencies a second look could come too early.
+        # Asked once: in a graph without automatic control dependencies a second look could come too
+        # early.
         self._due = due = tf.equal(count, self.backward_passes_per_step)
 
         def reduce() -> list[Any]:
             scale = self.backward_passes_per_step if self.average_aggregated_gradients else 1
-            scaled = [value / tf.cast(scale, value.dtype) if scale != 1 else tf.identity(value) for value in values]
-            return [tf.convert_to_tensor(grad) for grad in self._reduced(scaled, [vars[index] for index in present])]
+            scaled = [
+                value / tf.cast(scale, value.dtype) if scale != 1 else tf.identity(value)
+                for value in values
+            ]
+            return [
+                tf.convert_to_tensor(grad)
+                for grad in self._reduced(scaled, [vars[index] for index in present])
+            ]
 
         chosen = tf.cond(due, reduce, lambda: [tf.identity(value) for value in values])
         chosen = iter(chosen if isinstance(chosen, list | tuple) else [chosen])
@@ -135,14 +150,18 @@ class LocalGradientAggregationHelper:
         if not isinstance(grad, tf.IndexedSlices):
             return grad
         if self.backward_passes_per_step > 1 and not self.sparse_as_dense:
-            raise ValueError("IndexedSlices of several passes can be summed with sparse_as_dense=True only")
+            raise ValueError(
+                "IndexedSlices of several passes can be summed with sparse_as_dense=True only"
+            )
         return tf.convert_to_tensor(grad) if self.sparse_as_dense else grad
 
     def _reduced(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         local = [key_of(variable) in self._local for variable in variables]
         shared = [index for index, is_local in enumerate(local) if not is_local]
         results = list(grads)
-        reduced = self.allreduce_func([grads[index] for index in shared], [variables[index] for index in shared])
+        reduced = self.allreduce_func(
+            [grads[index] for index in shared], [variables[index] for index in shared]
+        )
         for index, grad in zip(shared, reduced, strict=True):
             results[index] = grad
         if self.scale_local_gradients:
@@ -152,7 +171,9 @@ class LocalGradientAggregationHelper:
                     results[index] = results[index] / tf.cast(size, results[index].dtype)
         return results
 
-    def apply_gradients(self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_gradients(
+        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Applies and clears the sums in every n-th pass, and does nothing in others.
 
         Args:
@@ -174,7 +195,10 @@ class LocalGradientAggregationHelper:
         def apply() -> Any:
             applied = apply_grads_closure()
             with tf.control_dependencies([applied] if applied is not None else []):
-                cleared = [entry.assign(tf.zeros_like(entry), read_value=False) for entry in self.sums.values()]
+                cleared = [
+                    entry.assign(tf.zeros_like(entry), read_value=False)
+                    for entry in self.sums.values()
+                ]
                 cleared.append(self.counter.assign(0, read_value=False))
                 with tf.control_dependencies([entry for entry in cleared if entry is not None]):
                     return tf.constant(True)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Horovod's name for gradient aggregation in eager mode and functions; see `gradient_aggregation`."""
+"""Horovod's name for gradient aggregation in eager mode and functions; see
+`gradient_aggregation`.
+"""
 
 from __future__ import annotations
 

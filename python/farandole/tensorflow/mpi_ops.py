@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The collectives as TensorFlow ops on dense tensors; `farandole.tensorflow` adds slices, compression and devices.
+"""The collectives as TensorFlow ops on dense tensors; `farandole.tensorflow` adds slices,
+compression and devices.
 
-All work eagerly, in `tf.function`, in graphs of `tf.compat.v1` and in SavedModels. In a graph, the ranks must build the
-same operations with the same names. Eager operations without a name match in the order in which they are called.
+All work eagerly, in `tf.function`, in graphs of `tf.compat.v1` and in SavedModels. In a graph, the
+ranks must build the same operations with the same names. Eager operations without a name match in
+the order in which they are called.
 
-On a CPU, a function with `jit_compile=True` may contain them if all shapes are known when it is traced and all ranks
-have the same number of rows. XLA then calls the library directly. Otherwise, for example on GPUs, the function is
-split, and the code between collectives is compiled.
+On a CPU, a function with `jit_compile=True` may contain them if all shapes are known when it is
+traced and all ranks have the same number of rows. XLA then calls the library directly. Otherwise,
+for example on GPUs, the function is split, and the code between collectives is compiled.
 
-Failures are TensorFlow errors: `InvalidArgumentError` for a wrong call, `FailedPreconditionError` if ranks disagree or
-`init` is missing, `AbortedError` if a dtype does not support the operation, `UnknownError` if a peer failed.
+Failures are TensorFlow errors: `InvalidArgumentError` for a wrong call, `FailedPreconditionError`
+if ranks disagree or `init` is missing, `AbortedError` if a dtype does not support the operation,
+`UnknownError` if a peer failed.
 """
 
 from __future__ import annotations
@@ -43,7 +46,12 @@ from farandole.common.basics import (
     size,
 )
 from farandole.common.exceptions import HorovodInternalError
-from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, num_rank_is_power_2
 from farandole.tensorflow import _eager, _library, splitting, xla
@@ -120,7 +128,9 @@ _native = ops if _eager.IS_POSSIBLE and _library.library is not None else None
 
 
 def as_tensor(value: Any) -> Any:
-    """Converts a tensor, a TensorFlow or Keras variable, or any value that TensorFlow can convert, to a tensor."""
+    """Converts a tensor, a TensorFlow or Keras variable, or any value that TensorFlow can
+    convert, to a tensor.
+    """
     if type(value) is _eager.eager_tensor or isinstance(value, tf.Tensor):
         return value
     return tf.convert_to_tensor(native_variable(value))
@@ -133,7 +143,8 @@ def native_variable(value: Any) -> Any:
 
 
 def chosen() -> Any:
-    """Returns the ops for where one is about to be made: in a function that XLA will compile, or anywhere else.
+    """Returns the ops for where one is about to be made: in a function that XLA will compile, or
+    anywhere else.
 
     Where XLA cannot hold them, the function is split around them, if that can be.
     """
@@ -170,8 +181,9 @@ def grouped_reduce(
 def _as_one(here: Any, results: Any) -> list[Any]:
     """Results of an op of a graph, which come all at once, as those of one that does nothing.
 
-    Ops that wait for an asynchronous op go to TensorFlow's threads one by one. Ops that wait for a plain op continue on
-    its thread. With many small gradients that is half of what their reduction costs a step.
+    Ops that wait for an asynchronous op go to TensorFlow's threads one by one. Ops that wait for a
+    plain op continue on its thread. With many small gradients that is half of what their reduction
+    costs a step.
     """
     if tf.executing_eagerly() or here is not ops or _library.library is None:
         return list(results)
@@ -230,7 +242,9 @@ def _grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Reduces several dense tensors as one unit."""
-    return grouped_reduce(tensors, op, (prescale_factor, postscale_factor), name, process_set, ignore_name_scope)
+    return grouped_reduce(
+        tensors, op, (prescale_factor, postscale_factor), name, process_set, ignore_name_scope
+    )
 
 
 def allgather(
@@ -342,11 +356,16 @@ def alltoall(
         process_set: The ranks that take part.
 
     Returns:
-        The rows dealt to this rank, in rank order; with `splits` also how many each rank sent. Differentiable.
+        The rows dealt to this rank, in rank order; with `splits` also how many each rank sent.
+        Differentiable.
     """
     tensor = as_tensor(tensor)
     told = arguments("Alltoall", [tensor], name, process_set, ignore_name_scope)
-    sent = tf.constant([], tf.int64) if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    sent = (
+        tf.constant([], tf.int64)
+        if splits is None
+        else tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    )
     output, received = chosen().farandole_alltoall(tensor=tensor, splits=sent, **told)
     return output if splits is None else (output, received)
 
@@ -362,7 +381,9 @@ def _reducescatter(
 ) -> Any:
     """Reduces one dense tensor and keeps this rank's rows."""
     factors = (prescale_factor, postscale_factor)
-    return grouped_reduce([tensor], op, factors, name, process_set, ignore_name_scope, scatter=True)[0]
+    return grouped_reduce(
+        [tensor], op, factors, name, process_set, ignore_name_scope, scatter=True
+    )[0]
 
 
 def _grouped_reducescatter(
@@ -390,12 +411,16 @@ def join() -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Returns the number of ranks in a process set, as an int32 that is read when the graph runs."""
+    """Returns the number of ranks in a process set, as an int32 that is read when the graph
+    runs.
+    """
     return chosen().farandole_size(process_set=process_set_id, name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 if this rank is a member of a process set, else 0, as an int32 that is read when the graph runs."""
+    """1 if this rank is a member of a process set, else 0, as an int32 that is read when the
+    graph runs.
+    """
     return chosen().farandole_included(process_set=process_set_id, name=name)
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def key_of(variable: Any) -> Any:
-    """Returns a variable's identity, which is the same for a Keras variable and the TensorFlow variable in it."""
+    """Returns a variable's identity, which is the same for a Keras variable and the TensorFlow
+    variable in it.
+    """
     inner = native_variable(variable)
     return inner.ref() if hasattr(inner, "ref") else id(inner)
 
@@ -35,11 +37,13 @@ class GradientReducer:
         compression: Compresses the gradients for transport.
         sparse_as_dense: Whether slices become tensors first.
         op: The reduction.
-        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
-        groups: `None` for one unit, a number of consecutive units, or lists of variables that form units; variables in
-            no list form one more.
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied
+            after the sum.
+        groups: `None` for one unit, a number of consecutive units, or lists of variables that form
+            units; variables in no list form one more.
         process_set: The ranks that take part; others keep their gradients.
-        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of
+            ranks.
         name: Names the reductions, which those that run at the same time in several threads need.
 
     Raises:
@@ -81,7 +85,9 @@ class GradientReducer:
         """Returns whether a variable's gradients are left to this rank."""
         return key_of(variable) in self.local
 
-    def __call__(self, grads: Sequence[Any], variables: Sequence[Any], name: str | None = None) -> list[Any]:
+    def __call__(
+        self, grads: Sequence[Any], variables: Sequence[Any], name: str | None = None
+    ) -> list[Any]:
         """Reduces gradients; `None` stays `None`, local ones stay this rank's."""
         results = list(grads)
         if not self.process_set.included():
@@ -95,8 +101,9 @@ class GradientReducer:
                 results[index] = self._scaled(grad) if self.scale_local_gradients else grad
             else:
                 shared.append(index)
-        # The last ones first: the backward pass comes to them first, and in functions TensorFlow runs reductions in the
-        # order in which they were made, each as soon as it has its gradients.
+        # The last ones first: the backward pass comes to them first, and in functions TensorFlow
+        # runs reductions in the order in which they were made, each as soon as it has its
+        # gradients.
         for group in reversed(partition(shared, keys, self.groups)):
             reduced = self._reduce([self._dense(results[index]) for index in group], name)
             for index, grad in zip(group, reduced, strict=True):
@@ -109,7 +116,9 @@ class GradientReducer:
             return flag
         name = self._chosen(f"finite_{self.name}")
         number = tf.cast(flag, tf.int32)
-        return tf.cast(grouped_reduce([number], Min, name=name, process_set=self.process_set)[0], tf.bool)
+        return tf.cast(
+            grouped_reduce([number], Min, name=name, process_set=self.process_set)[0], tf.bool
+        )
 
     def _reduce(self, grads: list[Any], name: str | None) -> list[Any]:
         name = self._chosen(name or self.name)
@@ -127,13 +136,19 @@ class GradientReducer:
         )
 
     def _chosen(self, name: str) -> str | None:
-        """Returns an operation's name; in eager mode `None` if the reducer has no name: the engine then numbers it."""
+        """Returns an operation's name; in eager mode `None` if the reducer has no name: the
+        engine then numbers it.
+        """
         if tf.executing_eagerly():
             return name if self.is_named else None
         return unique(name)
 
     def _dense(self, grad: Any) -> Any:
-        return tf.convert_to_tensor(grad) if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices) else grad
+        return (
+            tf.convert_to_tensor(grad)
+            if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices)
+            else grad
+        )
 
     def _scaled(self, grad: Any) -> Any:
         size = size_op(self.process_set.process_set_id or 0)

@@ -2,11 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Functions with `jit_compile=True`, split around collectives that XLA cannot contain.
 
-TensorFlow decides at the end of a trace whether a function must be compiled as a whole. So if the trace comes to a
-collective, that attribute is removed, and the other ops are marked for compilation. TensorFlow then compiles the code
-between collectives, and runs the collectives as ops.
+TensorFlow decides at the end of a trace whether a function must be compiled as a whole. So if the
+trace comes to a collective, that attribute is removed, and the other ops are marked for
+compilation. TensorFlow then compiles the code between collectives, and runs the collectives as ops.
 
-The needed parts are in no public module of TensorFlow. If they are missing, functions are not split.
+The needed parts are in no public module of TensorFlow. If they are missing, functions are not
+split.
 """
 
 # ruff: noqa: SLF001 - all of it is about TensorFlow's own
@@ -47,7 +48,9 @@ def is_possible() -> bool:
 
 
 def split() -> bool:
-    """Splits the function that is being traced on this thread; returns whether that was possible."""
+    """Splits the function that is being traced on this thread; returns whether that was
+    possible.
+    """
     if not is_possible():
         return False
     functions, graphs = _being_traced()
@@ -64,7 +67,9 @@ def split() -> bool:
 
 
 def _being_traced() -> tuple[list[Any], list[Any]]:
-    """Returns the functions whose traces for compilation this thread is in, and the graphs of these traces."""
+    """Returns the functions whose traces for compilation this thread is in, and the graphs of
+    these traces.
+    """
     functions, graphs, inside = [], [], 0
     frame = sys._getframe()
     while frame is not None:

@@ -25,8 +25,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     Args:
         fused: Must be false: there is no fused kernel for it.
-        process_set: The ranks that take part: a process set, or the ranks of one, as a saved layer has them.
-        **kwargs: Keras's; the name is `sync_batch_normalization` by default, with a number from the second one on.
+        process_set: The ranks that take part: a process set, or the ranks of one, as a saved layer
+            has them.
+        **kwargs: Keras's; the name is `sync_batch_normalization` by default, with a number from the
+            second one on.
 
     Raises:
         ValueError: When `fused` is asked for.
@@ -41,18 +43,24 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if fused in (True, None):
             raise ValueError("SyncBatchNormalization has no fused kernel: pass fused=False")
         super().__init__(**kwargs)
-        self.process_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        self.process_set = (
+            process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        )
         self.supports_jit = False
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration of the Keras layer, and the ranks of a process set that is not global."""
+        """Returns the configuration of the Keras layer, and the ranks of a process set that is
+        not global.
+        """
         config: dict[str, Any] = super().get_config()
         if self.process_set is not global_process_set:
             config["process_set"] = self.process_set.ranks
         return config
 
     def _members(self) -> ProcessSet:
-        """Returns the process set; one that was only known by its ranks is the registered one of these ranks."""
+        """Returns the process set; one that was only known by its ranks is the registered one of
+        these ranks.
+        """
         if self.process_set.process_set_id is None:
             self.process_set = copy.copy(self.process_set)
         return self.process_set
@@ -63,10 +71,16 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if mask is None:
             weights = tf.ones_like(inputs)
         else:
-            weights = tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs)), inputs.dtype)
+            weights = tf.cast(
+                tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs)), inputs.dtype
+            )
         values = inputs * weights
         sums = tf.stack(
-            [tf.reduce_sum(values, axes), tf.reduce_sum(values * inputs, axes), tf.reduce_sum(weights, axes)]
+            [
+                tf.reduce_sum(values, axes),
+                tf.reduce_sum(values * inputs, axes),
+                tf.reduce_sum(weights, axes),
+            ]
         )
         name = None if tf.executing_eagerly() else unique("SyncBatchNormalization")
         total = grouped_reduce([sums], Sum, name=name, process_set=self._members())[0]

@@ -22,7 +22,8 @@ __all__ = [
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Warns if `num_rank` is not a power of two, which Horovod's Adasum requires and Farandole's does not.
+    """Warns if `num_rank` is not a power of two, which Horovod's Adasum requires and Farandole's
+    does not.
 
     Returns:
         Whether it is one.

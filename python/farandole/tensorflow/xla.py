@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Substitutes for the native ops in functions that XLA compiles for the CPU: custom calls into the same library.
+"""Substitutes for the native ops in functions that XLA compiles for the CPU: custom calls into the
+same library.
 
-XLA does not compile unknown ops, but it calls functions by name. Everything that a call needs except addresses, mainly
-shapes, is in a text that is fixed when the function is traced. So shapes must be known at that time.
+XLA does not compile unknown ops, but it calls functions by name. Everything that a call needs
+except addresses, mainly shapes, is in a text that is fixed when the function is traced. So shapes
+must be known at that time.
 
-Calls block the thread that runs the program. XLA runs independent operations in any order, also in parallel. So every
-call takes a token from the one before it; otherwise ranks could wait for each other in different calls. A token cannot
-leave a branch, a loop or a function, so the next call takes one of its results.
+Calls block the thread that runs the program. XLA runs independent operations in any order, also in
+parallel. So every call takes a token from the one before it; otherwise ranks could wait for each
+other in different calls. A token cannot leave a branch, a loop or a function, so the next call
+takes one of its results.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util  # the one place that tells whether XLA will compile a graph
+
+# the one place that tells whether XLA will compile a graph
+from tensorflow.python.ops import control_flow_util
 
 from farandole.tensorflow import _gradients, _library
 from farandole.tensorflow._names import ONE, unique
@@ -97,20 +102,25 @@ _compiled = _Compiled()
 
 
 def _trace_apart() -> None:
-    """Traces a function separately for compiled and for other callers, because they need different calls.
+    """Traces a function separately for compiled and for other callers, because they need different
+    calls.
 
-    TensorFlow tells them apart for TPUs only. Where it is asked elsewhere than today, nothing changes: then such a
-    function serves those for which it was traced first.
+    TensorFlow tells them apart for TPUs only. Where it is asked elsewhere than today, nothing
+    changes: then such a function serves those for which it was traced first.
     """
     try:
-        asked: Any = importlib.import_module("tensorflow.python.eager.polymorphic_function.function_context")
+        asked: Any = importlib.import_module(
+            "tensorflow.python.eager.polymorphic_function.function_context"
+        )
         enclosing = asked._enclosing_xla_context  # noqa: SLF001
     except (ImportError, AttributeError):
         return
 
     def enclosing_xla_context(*args: Any, **kwargs: Any) -> Any:
         context = enclosing(*args, **kwargs)
-        return context if context is None or context.RequiresUniqueFunctionRetracing() else _compiled
+        return (
+            context if context is None or context.RequiresUniqueFunctionRetracing() else _compiled
+        )
 
     asked._enclosing_xla_context = enclosing_xla_context  # noqa: SLF001
 
@@ -146,7 +156,9 @@ def _missing() -> str | None:
 
 @functools.cache
 def problem() -> str | None:
-    """Returns the reason why compiled functions cannot hold collectives; `None` if they can. Tries it once."""
+    """Returns the reason why compiled functions cannot hold collectives; `None` if they can.
+    Tries it once.
+    """
     missing = _missing()
     if missing is not None or _library.library is None:
         return missing
@@ -162,7 +174,7 @@ def problem() -> str | None:
             result = tf.function(doubled, jit_compile=True)(tf.constant(21))
     except (tf.errors.OpError, ValueError, TypeError) as error:
         return f"a compiled custom call failed: {error}"
-    return None if int(result) == 42 else f"a compiled custom call returned {result!r}"  # noqa: PLR2004 - twice 21
+    return None if int(result) == 42 else (f"a compiled custom call returned {result!r}")  # noqa: PLR2004 - twice 21
 
 
 def check() -> None:
@@ -174,7 +186,8 @@ def check() -> None:
     reason = problem()
     if reason is not None:
         raise NotImplementedError(
-            f"collectives cannot be in a function with jit_compile=True here, for {reason}; reduce outside of it"
+            f"collectives cannot be in a function with jit_compile=True here, for {reason}; "
+            "reduce outside of it"
         )
 
 
@@ -196,10 +209,18 @@ def _before(graph: Any) -> list[Any]:
     token, seen = getattr(graph, _AFTER, (None, 0))
     before = [] if token is None else [token]
     for op in graph.get_operations()[seen:]:
-        results = [result for result in op.outputs if _is_number(result.dtype)] if op.type in _HOLDS else []
+        results = (
+            [result for result in op.outputs if _is_number(result.dtype)]
+            if op.type in _HOLDS
+            else []
+        )
         if results:
             # The first of a loop counts its turns, the others may be its inputs.
-            before.append(tf.stop_gradient(results[0] if op.type.endswith("While") else min(results, key=_elements)))
+            before.append(
+                tf.stop_gradient(
+                    results[0] if op.type.endswith("While") else min(results, key=_elements)
+                )
+            )
     # A branch or a loop runs where it stands; a function may also be called from elsewhere.
     if not before and isinstance(graph, _BRANCHES):
         return _before(graph.outer_graph)
@@ -240,7 +261,8 @@ def _collective(
     shape_of: Callable[[tf.TensorShape], tf.TensorShape],
     gradient: Callable[..., Sequence[Any]],
 ) -> list[Any]:
-    """Returns a call on tensors; `shape_of` maps shapes to the results', `gradient` takes the results' gradients.
+    """Returns a call on tensors; `shape_of` maps shapes to the results', `gradient` takes the
+    results' gradients.
 
     Raises:
         NotImplementedError: When this TensorFlow cannot carry it.
@@ -251,7 +273,8 @@ def _collective(
     for tensor in tensors:
         if not tensor.shape.is_fully_defined():
             raise ValueError(
-                f"a collective in a compiled function needs shapes that are known when it is traced: {tensor!r}"
+                "a collective in a compiled function needs shapes that are known when it is "
+                f"traced: {tensor!r}"
             )
     results = [tf.TensorSpec(shape_of(tensor.shape), tensor.dtype) for tensor in tensors]
     parts = [
@@ -303,7 +326,9 @@ def farandole_grouped_allreduce(
         "postscale": postscale,
     }
     head = _text(ALLREDUCE, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale))
-    return _collective(head, tensors, _same, lambda *grads: _gradients.allreduce(_here(), list(grads), told))
+    return _collective(
+        head, tensors, _same, lambda *grads: _gradients.allreduce(_here(), list(grads), told)
+    )
 
 
 def farandole_allreduce(tensor: Any, **arguments: Any) -> Any:
@@ -317,7 +342,9 @@ def farandole_grouped_broadcast(
     """Returns the root's tensors on every rank."""
     told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
     head = _text(BROADCAST, process_set, tensor_name, root=root_rank)
-    return _collective(head, tensors, _same, lambda *grads: _gradients.broadcast(_here(), list(grads), told))
+    return _collective(
+        head, tensors, _same, lambda *grads: _gradients.broadcast(_here(), list(grads), told)
+    )
 
 
 def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
@@ -325,14 +352,18 @@ def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
     return farandole_grouped_broadcast([tensor], **arguments)[0]
 
 
-def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0) -> GroupedGathered:
+def farandole_grouped_allgather(
+    tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0
+) -> GroupedGathered:
     """Returns all ranks' tensors, which must have the same number of rows."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     size = _members(process_set)
     rows = [_rows(tensor.shape) for tensor in tensors]
 
     def gradient(*grads: Any) -> list[Any]:
-        summed = farandole_grouped_allreduce(grads, unique(f"{tensor_name}_grad"), process_set, _gradients.total())
+        summed = farandole_grouped_allreduce(
+            grads, unique(f"{tensor_name}_grad"), process_set, _gradients.total()
+        )
         # Asked when it runs: in the next world of an elastic job this may be another rank.
         rank = farandole_rank(process_set)
         parts = []
@@ -374,7 +405,9 @@ def farandole_grouped_reducescatter(
     prescale: int = ONE,
     postscale: int = ONE,
 ) -> list[Any]:
-    """Combines several tensors and keeps this rank's rows; all ranks get the same number of them."""
+    """Combines several tensors and keeps this rank's rows; all ranks get the same number of
+    them.
+    """
     size = _members(process_set)
 
     def share(shape: tf.TensorShape) -> tf.TensorShape:
@@ -394,7 +427,14 @@ def farandole_grouped_reducescatter(
     def gradient(*grads: Any) -> list[Any]:
         return _gradients.reducescatter(_here(), list(grads), told)
 
-    head = _text(REDUCESCATTER, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale), ranks=size)
+    head = _text(
+        REDUCESCATTER,
+        process_set,
+        tensor_name,
+        op=reduce_op,
+        factors=(prescale, postscale),
+        ranks=size,
+    )
     return _collective(head, tensors, share, gradient)
 
 
@@ -403,7 +443,9 @@ def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
     return farandole_grouped_reducescatter([tensor], **arguments)[0]
 
 
-def farandole_alltoall(tensor: Any, splits: Any, tensor_name: str = "", process_set: int = 0) -> Dealt:
+def farandole_alltoall(
+    tensor: Any, splits: Any, tensor_name: str = "", process_set: int = 0
+) -> Dealt:
     """Deals rows out to all ranks in equal parts."""
     known = tf.get_static_value(splits)
     size = _members(process_set)
@@ -415,7 +457,9 @@ def farandole_alltoall(tensor: Any, splits: Any, tensor_name: str = "", process_
         name = unique(f"{tensor_name}_grad")
         return [farandole_alltoall(grad, tf.constant([], tf.int64), name, process_set).output]
 
-    [output] = _collective(_text(ALLTOALL, process_set, tensor_name, ranks=size), [tensor], _same, gradient)
+    [output] = _collective(
+        _text(ALLTOALL, process_set, tensor_name, ranks=size), [tensor], _same, gradient
+    )
     return Dealt(output, tf.fill([size], _rows(tensor.shape) // size))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel PyTorch: collectives on tensors, a distributed optimizer, broadcast of parameters and objects.
+"""Data-parallel PyTorch: collectives on tensors, a distributed optimizer, broadcast of parameters
+and objects.
 
 Example:
     import farandole.torch as hvd
@@ -15,7 +16,11 @@ from importlib.util import find_spec as _find_spec
 if _find_spec("torch") is None:
     raise ImportError("farandole.torch needs PyTorch: pip install farandole[torch]", name="torch")
 
-from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
+from farandole.common.exceptions import (
+    FarandoleInternalError,
+    FarandoleUsageError,
+    HorovodInternalError,
+)
 from farandole.common.util import check_extension
 from farandole.torch import elastic, mpi_ops
 from farandole.torch.compression import Compression

@@ -41,7 +41,11 @@ def _whole(rows: Rows) -> torch.Tensor:
 
 
 def _start_one(
-    tensor: torch.Tensor, name: str | None, process_set: ProcessSet, result: Callable[[Rows], Any], attended: bool
+    tensor: torch.Tensor,
+    name: str | None,
+    process_set: ProcessSet,
+    result: Callable[[Rows], Any],
+    attended: bool,
 ) -> int:
     """Starts an allgather; `attended` when `synchronize` follows at once."""
     require_dimension("allgather", tensor)
@@ -52,11 +56,16 @@ def _start_one(
     def finish(outcomes: list[Any]) -> Any:
         return result(_rows(outcomes[0], source, tensor))
 
-    return table.submit(source, finish, engine.allgather, *described, number, attended, spot(source))
+    return table.submit(
+        source, finish, engine.allgather, *described, number, attended, spot(source)
+    )
 
 
 def _start_group(
-    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, result: Callable[[Rows], Any]
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    result: Callable[[Rows], Any],
 ) -> int:
     """Starts the allgathers of several tensors as one unit."""
     for tensor in tensors:
@@ -72,18 +81,23 @@ def _start_group(
     return table.submit(sources, finish, engine.grouped_allgather, members, number, spots(sources))
 
 
-def gather_rows(tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set) -> Rows:
+def gather_rows(
+    tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set
+) -> Rows:
     """Like `allgather`, without a gradient; returns also the number of rows every rank gave."""
     return synchronize(_start_one(tensor, name, process_set, tuple, attended=True))
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Starts an allgather.
 
     Args:
-        tensor: A dense tensor of at least one dimension. Ranks may differ in the first dimension only, which may be 0.
-            Must not be changed until `synchronize`.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        tensor: A dense tensor of at least one dimension. Ranks may differ in the first dimension
+            only, which may be 0. Must not be changed until `synchronize`.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
@@ -97,12 +111,15 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 
 
 def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allgather of several tensors as one unit; `synchronize` returns the list of results.
+    """Starts an allgather of several tensors as one unit; `synchronize` returns the list of
+    results.
 
-    Arguments and errors are those of `allgather_async`; the first member is named `<name>`, member `i` of `n` after it
-    `<name>_<i>of<n>`.
+    Arguments and errors are those of `allgather_async`; the first member is named `<name>`, member
+    `i` of `n` after it `<name>_<i>of<n>`.
     """
     return _start_group(tensors, name, process_set, _whole)
 
@@ -127,7 +144,9 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mine = ctx.process_set.rank()
         places: list[torch.Tensor | None] = [None, None, None]
-        for i, (grad, rows, needed) in enumerate(zip(grads, ctx.rows, ctx.needs_input_grad[3:], strict=True)):
+        for i, (grad, rows, needed) in enumerate(
+            zip(grads, ctx.rows, ctx.needs_input_grad[3:], strict=True)
+        ):
             if not needed:
                 places.append(None)
                 continue
@@ -143,8 +162,9 @@ def allgather(
 ) -> torch.Tensor:
     """Concatenates all ranks' tensors along the first dimension, in the order of ranks.
 
-    Differentiable: the gradient of this rank's rows is the *sum* of what all ranks derive for them, as the chain rule
-    and torch.distributed have it; their average where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
+    Differentiable: the gradient of this rank's rows is the *sum* of what all ranks derive for them,
+    as the chain rule and torch.distributed have it; their average where gradients follow Horovod
+    (`FARANDOLE_GRADIENT_CONVENTION`).
 
     Args:
         tensor: As for `allgather_async`.
@@ -164,9 +184,13 @@ def allgather(
 
 
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Concatenates all ranks' tensors, several at once as one unit; else as `allgather`, also in its gradient."""
+    """Concatenates all ranks' tensors, several at once as one unit; else as `allgather`, also in
+    its gradient.
+    """
     if wants_grad(*tensors):
         return list(_Allgather.apply(True, name, process_set, *tensors))
     return synchronize(grouped_allgather_async(tensors, name, process_set))

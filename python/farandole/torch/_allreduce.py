@@ -30,9 +30,11 @@ def allreduce_async(
     """Starts an allreduce into a new tensor.
 
     Args:
-        tensor: Any dense tensor; equal shape and dtype on all ranks. Must not be changed until `synchronize`.
+        tensor: Any dense tensor; equal shape and dtype on all ranks. Must not be changed until
+            `synchronize`.
         average: Deprecated; use `op`.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         prescale_factor: Multiplies every rank's tensor before the reduction.
         postscale_factor: Multiplies the result.
@@ -58,7 +60,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allreduce that overwrites `tensor`, which must be contiguous; else as `allreduce_async`."""
+    """Starts an allreduce that overwrites `tensor`, which must be contiguous; else as
+    `allreduce_async`.
+    """
     reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return start_one(tensor, name, reduction, in_place=True, attended=False)
 
@@ -75,9 +79,10 @@ def allreduce(
 ) -> torch.Tensor:
     """Combines all ranks' tensors into a new one, the same on every rank.
 
-    Differentiable but for `Adasum`. For `Average` and `Sum` the gradient is allreduced by the same operation; for
-    `Min` and `Max` it goes in equal parts to the ranks that hold the extreme, for `Product` it is the product of the
-    others. Where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`), every op reduces them by itself.
+    Differentiable but for `Adasum`. For `Average` and `Sum` the gradient is allreduced by the same
+    operation; for `Min` and `Max` it goes in equal parts to the ranks that hold the extreme, for
+    `Product` it is the product of the others. Where gradients follow Horovod
+    (`FARANDOLE_GRADIENT_CONVENTION`), every op reduces them by itself.
 
     Args:
         tensor: As for `allreduce_async`.
@@ -97,7 +102,9 @@ def allreduce(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     rounds = rounds_sums(compression)
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds)
+    reduction = Reduction(
+        choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
+    )
     compressed, ctx = compression.compress(tensor)
     return compression.decompress(reduce_one(compressed, name, reduction), ctx)
 
@@ -111,7 +118,9 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Like `allreduce`, but overwrites `tensor`, which must be contiguous, and returns it. No gradient."""
+    """Like `allreduce`, but overwrites `tensor`, which must be contiguous, and returns it. No
+    gradient.
+    """
     reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return synchronize(start_one(tensor, name, reduction, in_place=True, attended=True))
 
@@ -125,10 +134,12 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allreduce of several tensors as one unit; `synchronize` returns the list of results.
+    """Starts an allreduce of several tensors as one unit; `synchronize` returns the list of
+    results.
 
-    Tensors may differ in shape, dtype and device. Arguments and errors are those of `allreduce_async`; the first member
-    is named `<name>`, member `i` of `n` after it `<name>_<i>of<n>`.
+    Tensors may differ in shape, dtype and device. Arguments and errors are those of
+    `allreduce_async`; the first member is named `<name>`, member `i` of `n` after it
+    `<name>_<i>of<n>`.
     """
     reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return start_group(tensors, name, reduction, in_place=False)
@@ -143,7 +154,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an allreduce that overwrites several contiguous tensors; else as `grouped_allreduce_async`."""
+    """Starts an allreduce that overwrites several contiguous tensors; else as
+    `grouped_allreduce_async`.
+    """
     reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return start_group(tensors, name, reduction, in_place=True)
 
@@ -158,12 +171,18 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combines several tensors over all ranks as one unit into new ones; else as `allreduce`, also in its gradient."""
+    """Combines several tensors over all ranks as one unit into new ones; else as `allreduce`,
+    also in its gradient.
+    """
     rounds = rounds_sums(compression)
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds)
+    reduction = Reduction(
+        choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
+    )
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = reduce_group([compressed for compressed, _ in pairs], name, reduction)
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
+    return [
+        compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)
+    ]
 
 
 def grouped_allreduce_(
@@ -175,6 +194,10 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Like `grouped_allreduce`, but overwrites the tensors, which must be contiguous, and returns them. No gradient."""
-    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    """Like `grouped_allreduce`, but overwrites the tensors, which must be contiguous, and
+    returns them. No gradient.
+    """
+    handle = grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    )
     return synchronize(handle)

@@ -39,7 +39,12 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
     require_dimension("alltoall", tensor)
     rows, members = tensor.shape[0], len(members_of(process_set))
     if isinstance(splits, torch.Tensor):
-        if splits.dim() != 1 or splits.is_floating_point() or splits.is_complex() or not splits.is_cpu:
+        if (
+            splits.dim() != 1
+            or splits.is_floating_point()
+            or splits.is_complex()
+            or not splits.is_cpu
+        ):
             raise FarandoleUsageError(
                 f"splits must be whole numbers in one dimension, on the CPU: {splits.dtype}, "
                 f"shape {tuple(splits.shape)}, {splits.device}"
@@ -47,16 +52,24 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
         splits = splits.tolist()
     if splits is None or len(splits) == 0:
         if rows % members:
-            raise FarandoleUsageError(f"without splits, rows must divide evenly among {members} ranks: {rows}")
+            raise FarandoleUsageError(
+                f"without splits, rows must divide evenly among {members} ranks: {rows}"
+            )
         return [rows // members] * members
     if len(splits) != members:
-        raise FarandoleUsageError(f"splits must have one entry for each of {members} ranks: {len(splits)}")
+        raise FarandoleUsageError(
+            f"splits must have one entry for each of {members} ranks: {len(splits)}"
+        )
     if any(split < 0 for split in splits) or sum(splits) != rows:
-        raise FarandoleUsageError(f"splits must not be negative and add up to the {rows} rows: {list(splits)}")
+        raise FarandoleUsageError(
+            f"splits must not be negative and add up to the {rows} rows: {list(splits)}"
+        )
     return [int(split) for split in splits]
 
 
-def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet, attended: bool) -> int:
+def _start(
+    tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet, attended: bool
+) -> int:
     counts = _row_counts(tensor, splits, process_set)
     number = set_number(process_set)
     source = usable(tensor, MOVED)
@@ -67,7 +80,9 @@ def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: 
         rows = received.rows if received is not None else []
         return adopt(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
 
-    return table.submit(source, finish, engine.alltoall, *described, counts, number, attended, spot(source))
+    return table.submit(
+        source, finish, engine.alltoall, *described, counts, number, attended, spot(source)
+    )
 
 
 def alltoall_async(
@@ -79,11 +94,13 @@ def alltoall_async(
     """Starts an alltoall; `synchronize` returns the pair `(tensor, received_splits)`.
 
     Args:
-        tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on all ranks. Must
-            not be changed until `synchronize`.
-        splits: How many rows go to each member, in the order of ranks; a tensor of them lives on the CPU. Must add up
-            to all rows (Horovod drops rows that no member gets). Equal parts if not given, or empty.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on
+            all ranks. Must not be changed until `synchronize`.
+        splits: How many rows go to each member, in the order of ranks; a tensor of them lives on
+            the CPU. Must add up to all rows (Horovod drops rows that no member gets). Equal parts
+            if not given, or empty.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
@@ -131,7 +148,8 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends rows to every rank and returns the rows that all ranks sent here, in the order of ranks.
+    """Sends rows to every rank and returns the rows that all ranks sent here, in the order of
+    ranks.
 
     Differentiable: gradients travel back the way the rows came.
 

@@ -29,35 +29,57 @@ from farandole.torch._reduce import Reduction, reduce_one
 
 
 def _start(
-    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, attended: bool
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    in_place: bool,
+    attended: bool,
 ) -> int:
-    """Starts a broadcast, into a new tensor unless `in_place`; `attended` when `synchronize` follows at once."""
+    """Starts a broadcast, into a new tensor unless `in_place`; `attended` when `synchronize`
+    follows at once.
+    """
     if in_place:
         require_in_place(tensor)
     number = set_number(process_set)
     ranks = members_of(process_set)
     if root_rank not in ranks:
-        raise FarandoleUsageError(f"root_rank must be a global rank among the members {ranks}: {root_rank!r}")
+        raise FarandoleUsageError(
+            f"root_rank must be a global rank among the members {ranks}: {root_rank!r}"
+        )
     source = usable(tensor, MOVED)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
     described = describe(table.name("broadcast", name, process_set), source)
-    submission = (engine.broadcast, *described, target.data_ptr(), root_rank, number, attended, spot(source))
+    submission = (
+        engine.broadcast,
+        *described,
+        target.data_ptr(),
+        root_rank,
+        number,
+        attended,
+        spot(source),
+    )
     if in_place:
         return table.submit(source, lambda _: copy_back(tensor, source), *submission)
     return table.submit((source, target), lambda _: target.to(tensor.device), *submission)
 
 
 def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a broadcast into a new tensor.
 
     Args:
-        tensor: Any dense tensor; equal shape and dtype on all ranks, the values of the root count. Must not be changed
-            until `synchronize`.
-        root_rank: The rank that sends, always a global rank, also within a process set; equal on all ranks.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        tensor: Any dense tensor; equal shape and dtype on all ranks, the values of the root count.
+            Must not be changed until `synchronize`.
+        root_rank: The rank that sends, always a global rank, also within a process set; equal on
+            all ranks.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
@@ -71,9 +93,14 @@ def broadcast_async(
 
 
 def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a broadcast that overwrites `tensor`, which must be contiguous; else as `broadcast_async`."""
+    """Starts a broadcast that overwrites `tensor`, which must be contiguous; else as
+    `broadcast_async`.
+    """
     return _start(tensor, root_rank, name, process_set, in_place=True, attended=False)
 
 
@@ -85,16 +112,23 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         ctx.is_root = basics.rank() == root_rank
-        ctx.reduction = Reduction(Average if convention.is_horovods() else Sum, process_set=process_set)
+        ctx.reduction = Reduction(
+            Average if convention.is_horovods() else Sum, process_set=process_set
+        )
         ctx.backward_name = None if name is None else f"{name}.backward"
-        return synchronize(_start(tensor, root_rank, name, process_set, in_place=False, attended=True))
+        return synchronize(
+            _start(tensor, root_rank, name, process_set, in_place=False, attended=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         total = reduce_one(grads[0], ctx.backward_name, ctx.reduction)
-        # Zeros that still depend on `total`: a second backward pass has to come by here on every rank.
+        # Zeros that still depend on `total`: a second backward pass has to come by here on every
+        # rank.
         return (
-            total if ctx.is_root else total.masked_fill(torch.tensor(data=True, device=total.device), 0),
+            total
+            if ctx.is_root
+            else total.masked_fill(torch.tensor(data=True, device=total.device), 0),
             None,
             None,
             None,
@@ -102,12 +136,15 @@ class _Broadcast(torch.autograd.Function):
 
 
 def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Returns the root's tensor on every rank.
 
-    Differentiable: the root's gradient is the *sum* of what all ranks derive, that of the others is zero; the average
-    where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
+    Differentiable: the root's gradient is the *sum* of what all ranks derive, that of the others is
+    zero; the average where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
 
     Args:
         tensor: As for `broadcast_async`.
@@ -128,7 +165,12 @@ def broadcast(
 
 
 def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Like `broadcast`, but overwrites `tensor`, which must be contiguous, and returns it. No gradient."""
+    """Like `broadcast`, but overwrites `tensor`, which must be contiguous, and returns it. No
+    gradient.
+    """
     return synchronize(_start(tensor, root_rank, name, process_set, in_place=True, attended=True))

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Bytes between the starts of gradients in one memory are a multiple of this: a cache line."""
 PAST_CACHES = 4 << 20
-"""Bytes of a memory from which on large gradients are copied into it past the caches, where they would not stay until
-the memory is full. Measured on two cores with 32 MiB of cache, with one thread a rank: a step of 87 ms took 83."""
+"""Bytes of a memory from which on large gradients are copied into it past the caches, where they
+would not stay until the memory is full. Measured on two cores with 32 MiB of cache, with one thread
+a rank: a step of 87 ms took 83."""
 LARGE = 64 << 10
 """Bytes of a large gradient."""
 
@@ -58,7 +59,9 @@ class Slot:
         self.left = 0
         """Backward passes still to come before the gradient is whole."""
         self.sparse_dim = 0
-        """Sparse dimensions of its gradients, here or on other ranks; 0 when none was seen to be sparse."""
+        """Sparse dimensions of its gradients, here or on other ranks; 0 when none was seen to be
+        sparse.
+        """
         self.bucket: Bucket
 
 
@@ -98,7 +101,9 @@ class Bucket:
         self.started = False
         self._handle: int | None = None
         self._direct: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters whose gradients the engine reads where they are, and where it writes what they are reduced to."""
+        """Parameters whose gradients the engine reads where they are, and where it writes what
+        they are reduced to.
+        """
         self._flights: list[_Flight] = []
         self._sparse: list[tuple[Slot, Callable[[], torch.Tensor]]] = []
         self._finish: Callable[[], list[torch.Tensor]] | None = None
@@ -125,7 +130,8 @@ class Bucket:
         """Takes a gradient as autograd has left it."""
 
     def start(self) -> None:
-        """Starts the reduction; parameters without a gradient take part with zeros, frozen ones not at all.
+        """Starts the reduction; parameters without a gradient take part with zeros, frozen ones not
+        at all.
 
         Raises:
             ValueError: When a gradient cannot be reduced.
@@ -152,7 +158,9 @@ class Bucket:
                 and not grad.is_conj()
             ):
                 target = self._target(slot, grad)
-                members.append((slot.operation, slot.number, slot.shape, grad.data_ptr(), target.data_ptr()))
+                members.append(
+                    (slot.operation, slot.number, slot.shape, grad.data_ptr(), target.data_ptr())
+                )
                 sources.append(grad)
                 self._direct.append((parameter, target))
                 continue
@@ -163,15 +171,21 @@ class Bucket:
                     members.append((*describe(slot.operation, flight.wire), flight.wire.data_ptr()))
                     sources.append(flight.wire)
         if self._stateful is not None and self._flights:
-            self._compress(self._stateful, [(flight.slot.name, flight.wire) for flight in self._flights])
+            self._compress(
+                self._stateful, [(flight.slot.name, flight.wire) for flight in self._flights]
+            )
         if not members:
             return
         arguments = self.options.reduction.arguments
         keep = (sources, self._direct, self._flights)
         if len(members) == 1:
-            self._handle = table.submit(keep, len, engine.allreduce, *members[0], *arguments, False, spot(sources[0]))
+            self._handle = table.submit(
+                keep, len, engine.allreduce, *members[0], *arguments, False, spot(sources[0])
+            )
         else:
-            self._handle = table.submit(keep, len, engine.grouped_allreduce, members, *arguments, spots(sources))
+            self._handle = table.submit(
+                keep, len, engine.grouped_allreduce, members, *arguments, spots(sources)
+            )
 
     def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         """Returns the memory that receives the reduced gradient: the gradient's own."""
@@ -190,7 +204,9 @@ class Bucket:
         wire, ctx = self._cast.compress(grad.detach())
         return _Flight(slot, grad, usable(wire), ctx)
 
-    def _compress(self, compressor: StatefulCompressor, gradients: list[tuple[str, torch.Tensor]]) -> None:
+    def _compress(
+        self, compressor: StatefulCompressor, gradients: list[tuple[str, torch.Tensor]]
+    ) -> None:
         """Starts a reduction in the compressor's own form."""
         reduction = self.options.reduction
         exchange = EngineExchange(gradients[0][0], reduction.process_set)
@@ -199,10 +215,14 @@ class Bucket:
     def _start_sparse(self, slot: Slot, grad: torch.Tensor) -> None:
         reduction = self.options.reduction
         if reduction.op not in (Average, Sum):
-            raise ValueError(f"sparse gradients need op=Average, op=Sum or sparse_as_dense=True: {slot.name}")
+            raise ValueError(
+                f"sparse gradients need op=Average, op=Sum or sparse_as_dense=True: {slot.name}"
+            )
         slot.sparse_dim = grad.sparse_dim()
         name = f"sparse.{slot.name}"
-        self._sparse.append((slot, sparse_allreduce_async(grad, name, reduction.op, reduction.process_set)))
+        self._sparse.append(
+            (slot, sparse_allreduce_async(grad, name, reduction.op, reduction.process_set))
+        )
 
     def land(self) -> None:
         """Waits until the gradients are reduced and puts them where the optimizer reads them.
@@ -240,16 +260,21 @@ def _nothing(slot: Slot) -> torch.Tensor:
     """Returns the gradient of a parameter that was not used."""
     parameter = slot.parameter
     if not slot.sparse_dim:
-        return torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        return torch.zeros_like(
+            parameter, memory_format=torch.contiguous_format, requires_grad=False
+        )
     indices = torch.empty((slot.sparse_dim, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[slot.sparse_dim :]), dtype=parameter.dtype, device=parameter.device)
+    values = torch.empty(
+        (0, *parameter.shape[slot.sparse_dim :]), dtype=parameter.dtype, device=parameter.device
+    )
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 class ViewBucket(Bucket):
     """Parameters whose gradients are views of one memory, which is reduced where it lies.
 
-    What autograd stored elsewhere, since `zero_grad` dropped the view, is copied in and the view put back.
+    What autograd stored elsewhere, since `zero_grad` dropped the view, is copied in and the view
+    put back.
 
     Args:
         slots: The parameters, of one dtype on one device, in the same order on all ranks.
@@ -303,7 +328,10 @@ class ViewBucket(Bucket):
         if grad is None:
             view.zero_()
         elif grad.layout != torch.strided and not self.options.sparse_as_dense:
-            raise ValueError(f"gradient_as_bucket_view needs dense gradients, or sparse_as_dense=True: {slot.name}")
+            raise ValueError(
+                "gradient_as_bucket_view needs dense gradients, or sparse_as_dense=True: "
+                f"{slot.name}"
+            )
         elif self._mapped is not None and self._goes_past(slot, grad, view):
             self._mapped.store(self._offsets[slot], grad.data_ptr(), view.nbytes)
         else:
@@ -311,12 +339,16 @@ class ViewBucket(Bucket):
         slot.parameter.grad = view
 
     def _goes_past(self, slot: Slot, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Returns whether a gradient is copied past the caches, by one thread: not if torch copies with several."""
+        """Returns whether a gradient is copied past the caches, by one thread: not if torch
+        copies with several.
+        """
         alone = slot in self._offsets and torch.get_num_threads() == 1
         return alone and _is_plain(grad, view) and not self._holds(grad)
 
     def _holds(self, grad: torch.Tensor) -> bool:
-        """Returns whether the gradient is in the bucket's memory already, under its own name or a neighbour's."""
+        """Returns whether the gradient is in the bucket's memory already, under its own name or
+        a neighbour's.
+        """
         return 0 <= grad.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
     def start(self) -> None:
@@ -337,7 +369,13 @@ class ViewBucket(Bucket):
         wire, self._ctx = self._cast.compress(self._memory)
         self._wire = usable(wire)
         described = describe(self._name, self._wire)
-        arguments = (*described, self._wire.data_ptr(), *self.options.reduction.arguments, False, spot(self._wire))
+        arguments = (
+            *described,
+            self._wire.data_ptr(),
+            *self.options.reduction.arguments,
+            False,
+            spot(self._wire),
+        )
         self._handle = table.submit(self._wire, len, engine.allreduce, *arguments)
 
     def land(self) -> None:
@@ -363,7 +401,9 @@ class ViewBucket(Bucket):
 
 
 def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
-    """Returns whether `like`, of the same shape on the host, can be filled by copying the gradient's bytes."""
+    """Returns whether `like`, of the same shape on the host, can be filled by copying the
+    gradient's bytes.
+    """
     return (
         type(grad) is torch.Tensor
         and grad.layout is torch.strided
@@ -377,7 +417,9 @@ def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def _memory(count: int, like: torch.Tensor) -> tuple[torch.Tensor, engine.Mapped | None]:
-    """Zeros for `count` numbers; on the host in memory that the other ranks there can work in, which comes as well."""
+    """Zeros for `count` numbers; on the host in memory that the other ranks there can work in,
+    which comes as well.
+    """
     if like.device.type != "cpu":
         place = spot(like) if is_usable(like) else None
         given = None if place is None else engine.device_memory(*place, count * like.element_size())

@@ -8,6 +8,7 @@ import importlib
 def load_compiler() -> None:
     """Imports the compiler now, which takes a second on an idle core and several on busy ones.
 
-    Scripts construct an optimizer after `init`. The ranks of an elastic job would wait for a new one meanwhile.
+    Scripts construct an optimizer after `init`. The ranks of an elastic job would wait for a new
+    one meanwhile.
     """
     importlib.import_module("torch._dynamo")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors on GPUs: which of them the engine uses in place, and the streams that compute their values."""
+"""Tensors on GPUs: which of them the engine uses in place, and the streams that compute their
+values.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def ordinal_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Returns whether the stream captures a CUDA graph: operations on the tensor are recorded and not executed."""
+    """Returns whether the stream captures a CUDA graph: operations on the tensor are recorded
+    and not executed.
+    """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -56,10 +60,11 @@ def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
 
 
 def lend(keep: object, made: tuple[int, int] | list[Spot]) -> None:
-    """Keeps the memory of an operation from others until the streams that are current now are done with it.
+    """Keeps the memory of an operation from others until the streams that are current now are done
+    with it.
 
-    torch reuses memory on the stream that it was made on as soon as the last reference is gone. That stream does not
-    wait for an operation that another stream waits for.
+    torch reuses memory on the stream that it was made on as soon as the last reference is gone.
+    That stream does not wait for an operation that another stream waits for.
 
     Args:
         keep: Tensors, and lists and tuples of such, of an operation that is about to be waited for.
@@ -80,7 +85,9 @@ def _record(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Returns whether the engine uses a tensor's memory in place: on the host, or on a GPU that it can use."""
+    """Returns whether the engine uses a tensor's memory in place: on the host, or on a GPU that
+    it can use.
+    """
     if tensor.is_cpu:
         return True
     if not tensor.is_cuda:
@@ -100,5 +107,8 @@ def _open(ordinal: int) -> bool:
     try:
         return engine.open_device(ordinal, packages)
     except FarandoleEnvironmentError as error:
-        sys.stderr.write(f"farandole: warning: tensors on GPU {ordinal} are copied to the host by torch: {error}\n")
+        sys.stderr.write(
+            f"farandole: warning: tensors on GPU {ordinal} are copied to the host by torch: "
+            f"{error}\n"
+        )
         return False

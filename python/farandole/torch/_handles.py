@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors as the engine sees them (an address, a dtype and a shape), and the handles of operations in progress."""
+"""Tensors as the engine sees them (an address, a dtype and a shape), and the handles of
+operations in progress.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,16 @@ DTYPES: dict[torch.dtype, int] = {
 }
 """The engine's number of every dtype it knows."""
 _BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")  # the last: 2.7
-MOVED = DTYPES | {getattr(torch, name): DTYPES[torch.uint8] for name in _BYTES if hasattr(torch, name)}
+MOVED = DTYPES | {
+    getattr(torch, name): DTYPES[torch.uint8] for name in _BYTES if hasattr(torch, name)
+}
 """The same, and types that are only moved, as bytes: the engine cannot add them."""
 
 
 class _Table(HandleTable):
-    """Operations on tensors: what a GPU is still at work on is waited for by the stream that is current there."""
+    """Operations on tensors: what a GPU is still at work on is waited for by the stream that is
+    current there.
+    """
 
     def __init__(self, family: str) -> None:
         self._spots: dict[int, tuple[int, int] | list[_device.Spot]] = {}
@@ -54,8 +60,12 @@ class _Table(HandleTable):
         super()._reset()
         self._spots.clear()
 
-    def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
-        """Like `HandleTable.submit`; where the tensors are is the last argument of operations that have such."""
+    def submit(
+        self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any
+    ) -> int:
+        """Like `HandleTable.submit`; where the tensors are is the last argument of operations
+        that have such.
+        """
         handle = super().submit(keep, finish, call, *arguments)
         if arguments and isinstance(arguments[-1], (tuple, list)):
             self._spots[handle] = arguments[-1]
@@ -96,7 +106,8 @@ def describe(name: str, source: torch.Tensor) -> Described:
 
 
 def usable(tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int] = DTYPES) -> torch.Tensor:
-    """`tensor` as contiguous memory that the engine works on: itself if it is that already, else a copy.
+    """`tensor` as contiguous memory that the engine works on: itself if it is that already, else a
+    copy.
 
     On a GPU that the engine can use it stays there.
 
@@ -132,7 +143,8 @@ def require_in_place(tensor: torch.Tensor) -> None:
     """
     if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
         raise ValueError(
-            f"in-place operations need a contiguous tensor: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            f"in-place operations need a contiguous tensor: shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}"
         )
 
 
@@ -153,8 +165,11 @@ def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the rows an operation has collected, as a tensor that holds the engine's memory: no copy.
+def adopt(
+    gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Returns the rows an operation has collected, as a tensor that holds the engine's memory: no
+    copy.
 
     Tensors on a GPU are copied by the current stream.
 
@@ -192,19 +207,20 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits for an asynchronous operation and returns its result.
 
-    The handle is consumed, whether the operation succeeded or failed. Horovod returns `None` for a handle that was
-    consumed before; here that is an error, since it is always a mistake. Ctrl-C interrupts the wait and leaves the
-    handle valid.
+    The handle is consumed, whether the operation succeeded or failed. Horovod returns `None` for a
+    handle that was consumed before; here that is an error, since it is always a mistake. Ctrl-C
+    interrupts the wait and leaves the handle valid.
 
     Args:
         handle: What an `*_async` function returned.
 
     Returns:
-        The tensor, the list of tensors of a grouped operation, or the pair `(tensor, received_splits)` of an alltoall.
+        The tensor, the list of tensors of a grouped operation, or the pair `(tensor,
+        received_splits)` of an alltoall.
 
     Raises:
-        ValueError: When the handle was consumed already, or never given out; or when ranks disagree about the
-            operation.
+        ValueError: When the handle was consumed already, or never given out; or when ranks disagree
+            about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     return table.synchronize(handle)

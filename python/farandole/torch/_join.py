@@ -21,20 +21,24 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     number = set_number(process_set)
-    synchronize(table.submit(None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number))
+    synchronize(
+        table.submit(
+            None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number
+        )
+    )
 
 
 def join(device: int = -1, allow_gather: bool = False) -> int:
     """Says that this rank has no more data, and waits until all ranks have said so.
 
-    Until then this rank takes part in the others' allreduces without touching their results: with zeros in sums, with
-    the neutral element in `Min`, `Max` and `Product` (Horovod: zeros throughout). `Average` still divides by the
-    number of all ranks.
+    Until then this rank takes part in the others' allreduces without touching their results: with
+    zeros in sums, with the neutral element in `Min`, `Max` and `Product` (Horovod: zeros
+    throughout). `Average` still divides by the number of all ranks.
 
     Args:
         device: Not needed; accepted for compatibility with Horovod.
-        allow_gather: Takes part also in allgathers, with no rows, and in broadcasts from other ranks. Without it
-            these fail on the ranks that have not joined.
+        allow_gather: Takes part also in allgathers, with no rows, and in broadcasts from other
+            ranks. Without it these fail on the ranks that have not joined.
 
     Returns:
         The rank that joined last, the same on all ranks.
@@ -43,4 +47,6 @@ def join(device: int = -1, allow_gather: bool = False) -> int:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del device
-    return joined(synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather)))
+    return joined(
+        synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather))
+    )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Names and groups of an optimizer's parameters: the same on every rank, because gradients are matched by name."""
+"""Names and groups of an optimizer's parameters: the same on every rank, because gradients are
+matched by name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 UNITS = 8
-"""Units that a model's gradients make at least, so that most of them travel while the backward pass still runs."""
+"""Units that a model's gradients make at least, so that most of them travel while the backward
+pass still runs.
+"""
 LEAST_BYTES = 1 << 20
 """Size of a unit below which a call costs more than its earlier start saves."""
 MOST_BYTES = 16 << 20
@@ -37,24 +41,37 @@ def name_parameters(
         }
     entries = list(named_parameters)
     if any(not isinstance(entry, tuple) for entry in entries):
-        raise ValueError("named_parameters must be (name, parameter) pairs, such as model.named_parameters()")
+        raise ValueError(
+            "named_parameters must be (name, parameter) pairs, such as model.named_parameters()"
+        )
     names = [name for name, _ in entries]
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    repeated = (
+        sorted({name for name in names if names.count(name) > 1})
+        if len(set(names)) < len(names)
+        else []
+    )
     if repeated:
-        raise ValueError(f"named_parameters must name each parameter differently: {', '.join(repeated)}")
+        raise ValueError(
+            f"named_parameters must name each parameter differently: {', '.join(repeated)}"
+        )
     given = {parameter: name for name, parameter in entries}
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     unnamed = [id(parameter) for parameter in parameters if parameter not in given]
     if unnamed:
-        raise ValueError(f"named_parameters lacks parameters of the optimizer, by object id: {unnamed}")
+        raise ValueError(
+            f"named_parameters lacks parameters of the optimizer, by object id: {unnamed}"
+        )
     return {parameter: given[parameter] for parameter in parameters}
 
 
-def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = None) -> list[list[torch.Tensor]]:
-    """Neighbours whose gradients arrive one after the other, the last ones first, up to `limit` bytes together.
+def batch(
+    parameters: Sequence[torch.Tensor], limit: int, least: int | None = None
+) -> list[list[torch.Tensor]]:
+    """Neighbours whose gradients arrive one after the other, the last ones first, up to `limit`
+    bytes together.
 
-    Tensors that lie together have one dtype and one device. With `least` the batches of the second half shrink to it:
-    while the last one travels there is nothing left to compute.
+    Tensors that lie together have one dtype and one device. With `least` the batches of the second
+    half shrink to it: while the last one travels there is nothing left to compute.
     """
     batches: list[list[torch.Tensor]] = []
     room = 0
@@ -62,9 +79,15 @@ def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = No
     for parameter in reversed(parameters):
         last = batches[-1][-1] if batches else parameter
         room -= parameter.nbytes
-        if not batches or room < 0 or (last.dtype, last.device) != (parameter.dtype, parameter.device):
+        if (
+            not batches
+            or room < 0
+            or (last.dtype, last.device) != (parameter.dtype, parameter.device)
+        ):
             batches.append([])
-            room = (limit if least is None else min(limit, max(least, left // 2))) - parameter.nbytes
+            room = (
+                limit if least is None else min(limit, max(least, left // 2))
+            ) - parameter.nbytes
         batches[-1].append(parameter)
         left -= parameter.nbytes
     return batches
@@ -73,14 +96,16 @@ def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = No
 def group_parameters(
     names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None
 ) -> list[list[torch.Tensor]]:
-    """Returns the parameters whose gradients are reduced as one unit: neighbours, consecutive groups, or given ones.
+    """Returns the parameters whose gradients are reduced as one unit: neighbours, consecutive
+    groups, or given ones.
 
     Args:
         names: Every parameter of the optimizer and its name.
         groups: How many groups, or their members; the parameters in none stay alone.
 
     Raises:
-        ValueError: The number is not positive, or a list has an object that is no parameter, or a parameter twice.
+        ValueError: The number is not positive, or a list has an object that is no parameter, or a
+            parameter twice.
     """
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if groups is None:
@@ -88,21 +113,35 @@ def group_parameters(
         return batch(trainable, min(max(total // UNITS, LEAST_BYTES), MOST_BYTES), LEAST_BYTES)
     if isinstance(groups, int):
         if groups <= 0:
-            raise ValueError(f"groups must be a positive number or a list of lists of parameters: {groups!r}")
+            raise ValueError(
+                f"groups must be a positive number or a list of lists of parameters: {groups!r}"
+            )
         count = min(groups, len(trainable))
         bounds = [len(trainable) * i // count for i in range(count + 1)] if count else []
         return [trainable[first:last] for first, last in pairwise(bounds)]
     seen: set[torch.Tensor] = set()
     if not isinstance(groups, Sequence):
-        raise ValueError(f"groups must be a positive number or a list of lists of parameters: {groups!r}")
+        raise ValueError(
+            f"groups must be a positive number or a list of lists of parameters: {groups!r}"
+        )
     for group in groups:
         if isinstance(group, torch.Tensor):
-            raise ValueError("groups must be a list of lists of parameters, not a list of parameters")
+            raise ValueError(
+                "groups must be a list of lists of parameters, not a list of parameters"
+            )
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):
                 raise ValueError(f"groups must contain parameters: {type(parameter).__name__}")
             if parameter in seen:
-                raise ValueError(f"groups must contain each parameter once: {names.get(parameter, id(parameter))}")
+                raise ValueError(
+                    "groups must contain each parameter once: "
+                    f"{names.get(parameter, id(parameter))}"
+                )
             seen.add(parameter)
-    wanted = [[parameter for parameter in group if parameter in names and parameter.requires_grad] for group in groups]
-    return [group for group in wanted if group] + [[parameter] for parameter in trainable if parameter not in seen]
+    wanted = [
+        [parameter for parameter in group if parameter in names and parameter.requires_grad]
+        for group in groups
+    ]
+    return [group for group in wanted if group] + [
+        [parameter] for parameter in trainable if parameter not in seen
+    ]

@@ -21,25 +21,28 @@ _ASSIGNED = "FARANDOLE_TASK_RESOURCES"
 
 
 def init(
-    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None,
 ) -> None:
-    """Joins the world in which this process was launched, or a world of one if no launcher started it.
+    """Joins the world in which this process was launched, or a world of one if no launcher started
+    it.
 
-    Does nothing while a session runs; may be called again after `shutdown`. Leaves the world by itself when the
-    interpreter exits.
+    Does nothing while a session runs; may be called again after `shutdown`. Leaves the world by
+    itself when the interpreter exits.
 
-    Where several GPUs are to be seen and the script has not used one before, torch's current GPU is the one that Spark
-    assigned to this rank, or else the one of its local rank. Nothing is put on it, and `torch.cuda.set_device` may
-    choose another afterwards.
+    Where several GPUs are to be seen and the script has not used one before, torch's current GPU is
+    the one that Spark assigned to this rank, or else the one of its local rank. Nothing is put on
+    it, and `torch.cuda.set_device` may choose another afterwards.
 
     Args:
-        comm: `None`, or the ranks of the launched world that form this one, numbered again in ascending order.
-        process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so that sets may be
-            added and removed later.
+        comm: `None`, or the ranks of the launched world that form this one, numbered again in
+            ascending order.
+        process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so
+            that sets may be added and removed later.
 
     Raises:
-        ValueError: When an argument is wrong, ranks ask for different sets, or this process was forked from an
-            initialized one.
+        ValueError: When an argument is wrong, ranks ask for different sets, or this process was
+            forked from an initialized one.
         FarandoleEnvironmentError: When the ticket, the registrar or a host refuses.
         FarandoleInternalError: When a peer failed while the world formed.
     """
@@ -48,7 +51,9 @@ def init(
 
 
 def pin() -> None:
-    """Makes this rank's GPU the current one as soon as CUDA is used, unless the script has used it already."""
+    """Makes this rank's GPU the current one as soon as CUDA is used, unless the script has used
+    it already.
+    """
     if basics.size() == 1 or torch.cuda.is_initialized():
         return
     count = torch.cuda.device_count()
@@ -64,7 +69,9 @@ def _choice(count: int) -> int:
     if _ASSIGNED in os.environ:
         from farandole.spark import task  # noqa: PLC0415 - only on Spark
 
-        by_local_rank = any(os.environ.get(name, "0") not in ("", "0") for name in task.BY_LOCAL_RANK)
+        by_local_rank = any(
+            os.environ.get(name, "0") not in ("", "0") for name in task.BY_LOCAL_RANK
+        )
         choice = task.choose_device(
             count,
             basics.local_rank(),

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 def plain(optimizer: torch.optim.Optimizer, mixin: type) -> tuple[Any, ...]:
-    """Returns the pickle recipe of an optimizer of the wrapped class with the same parameters, options and state.
+    """Returns the pickle recipe of an optimizer of the wrapped class with the same parameters,
+    options and state.
 
-    The classes of wrapped optimizers are made while a program runs, so no other process could find them; and a copy's
-    parameters are different ones, which are unknown to the other ranks.
+    The classes of wrapped optimizers are made while a program runs, so no other process could find
+    them; and a copy's parameters are different ones, which are unknown to the other ranks.
 
     Args:
         optimizer: An optimizer whose class is a mixin and the wrapped class.

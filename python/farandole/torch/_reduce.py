@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Reductions of one tensor or a group, and their gradients: the base of all forms of allreduce.
 
-The gradients are those of the sum of all ranks' losses. By Horovod's convention, gradients are reduced by the op
-itself.
+The gradients are those of the sum of all ranks' losses. By Horovod's convention, gradients are
+reduced by the op itself.
 """
 
 from __future__ import annotations
@@ -50,8 +50,12 @@ class Reduction(NamedTuple):
         return number, self.prescale, self.postscale, set_number(self.process_set)
 
 
-def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_place: bool, attended: bool) -> int:
-    """Starts an allreduce, into a new tensor unless `in_place`; `attended` when `synchronize` follows at once."""
+def start_one(
+    tensor: torch.Tensor, name: str | None, reduction: Reduction, in_place: bool, attended: bool
+) -> int:
+    """Starts an allreduce, into a new tensor unless `in_place`; `attended` when `synchronize`
+    follows at once.
+    """
     op, prescale, postscale, number = reduction.arguments
     source = usable(tensor)
     if in_place and source is not tensor:
@@ -76,7 +80,9 @@ def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_p
     )
 
 
-def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, in_place: bool) -> int:
+def start_group(
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, in_place: bool
+) -> int:
     """Starts the allreduces of several tensors as one unit, into new ones unless `in_place`."""
     if in_place:
         for tensor in tensors:
@@ -95,10 +101,14 @@ def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Re
 
     def finish(_: object) -> list[torch.Tensor]:
         if in_place:
-            return [copy_back(tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
+            return [
+                copy_back(tensor, source) for tensor, source in zip(tensors, sources, strict=True)
+            ]
         return [target.to(tensor.device) for tensor, target in zip(tensors, targets, strict=True)]
 
-    return table.submit((sources, targets), finish, engine.grouped_allreduce, members, *arguments, spots(sources))
+    return table.submit(
+        (sources, targets), finish, engine.grouped_allreduce, members, *arguments, spots(sources)
+    )
 
 
 def reduce_one(tensor: torch.Tensor, name: str | None, reduction: Reduction) -> torch.Tensor:
@@ -108,7 +118,9 @@ def reduce_one(tensor: torch.Tensor, name: str | None, reduction: Reduction) -> 
     return synchronize(start_one(tensor, name, reduction, in_place=False, attended=True))
 
 
-def reduce_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> list[torch.Tensor]:
+def reduce_group(
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction
+) -> list[torch.Tensor]:
     """Combines several tensors over all ranks as one unit into new ones; differentiable."""
     if wants_grad(*tensors):
         return _differentiable(tensors, name, reduction, grouped=True)
@@ -122,7 +134,10 @@ def _differentiable(
         kind = _Product if reduction.op == Product else _Extreme
         plain = reduction._replace(prescale=1.0, postscale=1.0)
         scaled = [_scale(tensor, reduction.prescale) for tensor in tensors]
-        return [_scale(result, reduction.postscale) for result in kind.apply(grouped, name, plain, *scaled)]
+        return [
+            _scale(result, reduction.postscale)
+            for result in kind.apply(grouped, name, plain, *scaled)
+        ]
     return list(_Linear.apply(grouped, name, reduction, *tensors))
 
 
@@ -147,7 +162,9 @@ class _Reduce(torch.autograd.Function):
         if grouped:
             results = synchronize(start_group(tensors, name, reduction, in_place=False))
         else:
-            results = [synchronize(start_one(tensors[0], name, reduction, in_place=False, attended=True))]
+            results = [
+                synchronize(start_one(tensors[0], name, reduction, in_place=False, attended=True))
+            ]
         if reduction.op in (Min, Max, Product) and not convention.is_horovods():
             ctx.save_for_backward(*tensors, *results)
         return tuple(results)
@@ -167,7 +184,9 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Linear(_Reduce):
-    """Sum and Average: the gradient is reduced in the same way as the tensor. By Horovod's convention, every op."""
+    """Sum and Average: the gradient is reduced in the same way as the tensor. By Horovod's
+    convention, every op.
+    """
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -180,25 +199,37 @@ class _Linear(_Reduce):
 
 
 class _Extreme(_Reduce):
-    """Min and Max: the gradient goes to the ranks and elements that hold the extreme, in equal parts."""
+    """Min and Max: the gradient goes to the ranks and elements that hold the extreme, in equal
+    parts.
+    """
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted, count = _Reduce.wanted(ctx), len(grads)
         inputs, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         holds = [
-            ((inputs[i] == results[i]) | (inputs[i].isnan() & results[i].isnan())).to(grads[i].dtype) for i in wanted
+            ((inputs[i] == results[i]) | (inputs[i].isnan() & results[i].isnan())).to(
+                grads[i].dtype
+            )
+            for i in wanted
         ]
-        sums = reduce_group([*(grads[i] for i in wanted), *holds], ctx.backward_name, ctx.reduction._replace(op=Sum))
+        sums = reduce_group(
+            [*(grads[i] for i in wanted), *holds], ctx.backward_name, ctx.reduction._replace(op=Sum)
+        )
         totals, holders = sums[: len(wanted)], sums[len(wanted) :]
         return _Reduce.spread(
             ctx,
-            [total * held / number.clamp(min=1) for total, held, number in zip(totals, holds, holders, strict=True)],
+            [
+                total * held / number.clamp(min=1)
+                for total, held, number in zip(totals, holds, holders, strict=True)
+            ],
         )
 
 
 class _Product(_Reduce):
-    """Product: the gradient is the product of the other ranks' elements, zeros among them or not."""
+    """Product: the gradient is the product of the other ranks' elements, zeros among them or
+    not.
+    """
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -206,7 +237,9 @@ class _Product(_Reduce):
         inputs = [ctx.saved_tensors[i] for i in wanted]
         zeros = [(tensor == 0).to(tensor.dtype) for tensor in inputs]
         filled = [torch.where(tensor == 0, torch.ones_like(tensor), tensor) for tensor in inputs]
-        sums = reduce_group([*(grads[i] for i in wanted), *zeros], ctx.backward_name, ctx.reduction._replace(op=Sum))
+        sums = reduce_group(
+            [*(grads[i] for i in wanted), *zeros], ctx.backward_name, ctx.reduction._replace(op=Sum)
+        )
         name = None if ctx.backward_name is None else f"{ctx.backward_name}.filled"
         products = reduce_group(filled, name, ctx.reduction)
         totals, numbers = sums[: len(wanted)], sums[len(wanted) :]
@@ -214,6 +247,8 @@ class _Product(_Reduce):
             ctx,
             [
                 total * torch.where(number - zero > 0, torch.zeros_like(own), product / own).conj()
-                for total, number, zero, own, product in zip(totals, numbers, zeros, filled, products, strict=True)
+                for total, number, zero, own, product in zip(
+                    totals, numbers, zeros, filled, products, strict=True
+                )
             ],
         )

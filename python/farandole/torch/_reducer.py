@@ -79,7 +79,9 @@ class GradientReducer:
         return any(slot.left != self.passes for slot in self._slots.values())
 
     def reset(self) -> None:
-        """Resets counts and started reductions. Call it only if none is in progress, or the world is lost."""
+        """Resets counts and started reductions. Call it only if none is in progress, or the
+        world is lost.
+        """
         for bucket in self._buckets:
             bucket.reset(self.passes)
         self._open = sum(bucket.waiting > 0 for bucket in self._buckets)
@@ -122,10 +124,12 @@ class GradientReducer:
             raise failure
 
     def _agree(self) -> None:
-        """Ranks tell each other which gradients are sparse: a rank without a gradient must take part likewise.
+        """Ranks tell each other which gradients are sparse: a rank without a gradient must take
+        part likewise.
 
-        Once a world, and again while some parameter has had no gradient on any rank, or has come new. And after every
-        join: a rank that ran out of data before its first step has not heard what the others agreed on.
+        Once a world, and again while some parameter has had no gradient on any rank, or has come
+        new. And after every join: a rank that ran out of data before its first step has not heard
+        what the others agreed on.
         """
         since = engine.world().generation, door.joins()
         if self._as_view or (self._agreed == since and not self._undecided):
@@ -137,7 +141,8 @@ class GradientReducer:
             slot.sparse_dim = max(kind, slot.sparse_dim, 0)
         self._agreed = since
         self._undecided = any(
-            kind == _NO_GRADIENT and slot.sparse_dim == 0 for slot, kind in zip(slots, kinds.tolist(), strict=True)
+            kind == _NO_GRADIENT and slot.sparse_dim == 0
+            for slot, kind in zip(slots, kinds.tolist(), strict=True)
         )
 
     def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -153,7 +158,9 @@ class GradientReducer:
         return (ViewBucket if self._as_view else Bucket)(slots, self._options)
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        """Returns autograd's hook for an accumulated gradient. The hook keeps neither parameter nor reducer alive."""
+        """Returns autograd's hook for an accumulated gradient. The hook keeps neither parameter
+        nor reducer alive.
+        """
         slot_of, reducer_of = weakref.ref(slot), weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
@@ -174,7 +181,8 @@ class GradientReducer:
             elif slot.left < 0:
                 slot.left = 0
                 raise AssertionError(
-                    f"the gradient of {slot.name} was computed more than backward_passes_per_step={reducer.passes} "
+                    f"the gradient of {slot.name} was computed more than "
+                    f"backward_passes_per_step={reducer.passes} "
                     "times before step() or synchronize()"
                 )
 
@@ -226,8 +234,8 @@ basics.on_init(_enter_world)
 def _has_spare_core(world: engine.World, cores: int) -> bool:
     """Returns whether reductions can run beside the backward pass without slowing it down.
 
-    Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on two cores a step of
-    89 ms took 102. With several hosts the network's time is hidden in any case.
+    Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on
+    two cores a step of 89 ms took 102. With several hosts the network's time is hidden in any case.
     """
     return world.local_size < world.size or world.local_size < cores
 

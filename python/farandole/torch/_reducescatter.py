@@ -38,7 +38,9 @@ def _check(op: int) -> int:
 
 
 def _prepare(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the input, and memory for this rank's rows: the first members get the rows that are left over."""
+    """Returns the input, and memory for this rank's rows: the first members get the rows that
+    are left over.
+    """
     require_dimension("reducescatter", tensor)
     rows, left = divmod(tensor.shape[0], len(members_of(process_set)))
     source = usable(tensor)
@@ -50,7 +52,14 @@ def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, att
     arguments = reduction.arguments
     source, target = _prepare(tensor, reduction.process_set)
     described = describe(table.name("reducescatter", name, reduction.process_set), source)
-    submission = (engine.reducescatter, *described, target.data_ptr(), *arguments, attended, spot(source))
+    submission = (
+        engine.reducescatter,
+        *described,
+        target.data_ptr(),
+        *arguments,
+        attended,
+        spot(source),
+    )
     return table.submit((source, target), lambda _: target.to(tensor.device), *submission)
 
 
@@ -59,14 +68,22 @@ def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: R
     pairs = [_prepare(tensor, reduction.process_set) for tensor in tensors]
     names = table.names("grouped_reducescatter", name, len(tensors), reduction.process_set)
     members = [
-        (*describe(member, source), target.data_ptr()) for member, (source, target) in zip(names, pairs, strict=True)
+        (*describe(member, source), target.data_ptr())
+        for member, (source, target) in zip(names, pairs, strict=True)
     ]
 
     def finish(_: object) -> list[torch.Tensor]:
-        return [target.to(tensor.device) for tensor, (_, target) in zip(tensors, pairs, strict=True)]
+        return [
+            target.to(tensor.device) for tensor, (_, target) in zip(tensors, pairs, strict=True)
+        ]
 
     return table.submit(
-        pairs, finish, engine.grouped_reducescatter, members, *arguments, spots([source for source, _ in pairs])
+        pairs,
+        finish,
+        engine.grouped_reducescatter,
+        members,
+        *arguments,
+        spots([source for source, _ in pairs]),
     )
 
 
@@ -81,9 +98,10 @@ def reducescatter_async(
     """Starts a reduce-scatter.
 
     Args:
-        tensor: A dense tensor of at least one dimension, of equal shape and dtype on all ranks. Must not be changed
-            until `synchronize`.
-        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        tensor: A dense tensor of at least one dimension, of equal shape and dtype on all ranks.
+            Must not be changed until `synchronize`.
+        name: Names the operation across ranks; unnamed operations match in the order they are
+            issued.
         op: `Average` or `Sum`.
         process_set: The ranks that take part; this one must be a member.
         prescale_factor: Multiplies every rank's tensor before the reduction.
@@ -108,10 +126,11 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a reduce-scatter of several tensors as one unit; `synchronize` returns the list of results.
+    """Starts a reduce-scatter of several tensors as one unit; `synchronize` returns the list of
+    results.
 
-    Arguments and errors are those of `reducescatter_async`; the first member is named `<name>`, member `i` of `n`
-    after it `<name>_<i>of<n>`.
+    Arguments and errors are those of `reducescatter_async`; the first member is named `<name>`,
+    member `i` of `n` after it `<name>_<i>of<n>`.
     """
     reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
     return _start_group(tensors, name, reduction)
@@ -153,11 +172,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combines all ranks' tensors and returns this rank's part: consecutive rows, the first ranks get those left over.
+    """Combines all ranks' tensors and returns this rank's part: consecutive rows, the first ranks
+    get those left over.
 
-    Differentiable: the gradient is put together from what all ranks derive for their parts, times the factors and,
-    for `Average`, divided by the number of ranks; it is larger by the number of ranks where gradients follow Horovod
-    (`FARANDOLE_GRADIENT_CONVENTION`).
+    Differentiable: the gradient is put together from what all ranks derive for their parts, times
+    the factors and, for `Average`, divided by the number of ranks; it is larger by the number of
+    ranks where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
 
     Args:
         tensor: As for `reducescatter_async`.
@@ -194,7 +214,9 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Combines several tensors and returns this rank's parts; else as `reducescatter`, also in its gradient."""
+    """Combines several tensors and returns this rank's parts; else as `reducescatter`, also in
+    its gradient.
+    """
     rounds = rounds_sums(compression)
     reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set, rounds)
     pairs = [compression.compress(tensor) for tensor in tensors]

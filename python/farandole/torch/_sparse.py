@@ -23,18 +23,19 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Starts the sum or average of sparse tensors.
 
-    Entries of the same index are added up on this rank before they travel; those of different ranks stay apart in the
-    result.
+    Entries of the same index are added up on this rank before they travel; those of different ranks
+    stay apart in the result.
 
     Args:
-        tensor: A tensor in coordinate format; equal shape, dtype and number of sparse dimensions on all ranks. Must
-            not be changed until the result is taken.
+        tensor: A tensor in coordinate format; equal shape, dtype and number of sparse dimensions on
+            all ranks. Must not be changed until the result is taken.
         name: Names the operation across ranks.
         op: `Average` or `Sum`; Horovod takes anything but `Average` for `Sum`.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
-        A function that waits and returns the sparse result, not coalesced; each call returns the same tensor.
+        A function that waits and returns the sparse result, not coalesced; each call returns the
+        same tensor.
 
     Raises:
         ValueError: When an argument is wrong, or an operation with this name is in progress.
@@ -56,7 +57,11 @@ def sparse_allreduce_async(
             all_indices = synchronize(indices)
             if op == Average:
                 all_values = all_values / members
-            results.append(torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape, check_invariants=False))
+            results.append(
+                torch.sparse_coo_tensor(
+                    all_indices.t(), all_values, own.shape, check_invariants=False
+                )
+            )
         return results[0]
 
     return finish

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Compares what ranks have, before some of them send it to others.
 
-Tensors that should be equal on all senders may differ: parameters that are not reduced, noise of each rank, or errors
-of rounding. A taker that got a part from each sender would then have a mixture. So the senders compare digests first.
+Tensors that should be equal on all senders may differ: parameters that are not reduced, noise of
+each rank, or errors of rounding. A taker that got a part from each sender would then have a
+mixture. So the senders compare digests first.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor: where they are, or a copy if the tensor is not contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # one element counts as contiguous with every stride, but has no other view
+        # one element counts as contiguous with every stride, but has no other view
+        flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a number for the bytes of a tensor, on its device: a sum of its words, weighted by their places."""
+    """Returns a number for the bytes of a tensor, on its device: a sum of its words, weighted by
+    their places.
+    """
     sums = [_weighted(part) for part in bytes_of(tensor).split(_WORD * _WORDS)]
     return sums[0] if len(sums) == 1 else digest(torch.stack(sums))
 
@@ -68,7 +72,8 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 def equal_and_others(
     name: str, tensors: Sequence[torch.Tensor], roles: Roles
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Divides tensors into those that have the same bytes on all senders, and others; in the same way on all ranks.
+    """Divides tensors into those that have the same bytes on all senders, and others; in the same
+    way on all ranks.
 
     If one sender sends everything anyway, nothing is compared.
 
@@ -133,7 +138,8 @@ def require_same_model(lines: Sequence[str], source: int, takers: Sequence[int])
     pairs = zip_longest(of_all[source], of_all[first], fillvalue="no other parameter")
     expected, found = next(pair for pair in pairs if pair[0] != pair[1])
     raise FarandoleUsageError(
-        "parameters must have the same names, shapes, data types and groups on all ranks; those of rank "
-        f"{source} differ from those of ranks: {', '.join(map(str, misfits))}. Rank {source} has {expected}, where "
-        f"rank {first} has {found}"
+        "parameters must have the same names, shapes, data types and groups on all ranks; those "
+        "of rank "
+        f"{source} differ from those of ranks: {', '.join(map(str, misfits))}. Rank {source} has "
+        f"{expected}, where rank {first} has {found}"
     )

@@ -2,15 +2,16 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Moves tensors from ranks that have them to ranks that lack them.
 
-Tensors are moved as bytes, in pieces of limited size: a large tensor is cut, small ones are packed into one piece. All
-ranks of the world take part, because a collective needs them all, but a rank that neither sends nor takes has no memory
-for the tensors. There are two ways:
+Tensors are moved as bytes, in pieces of limited size: a large tensor is cut, small ones are packed
+into one piece. All ranks of the world take part, because a collective needs them all, but a rank
+that neither sends nor takes has no memory for the tensors. There are two ways:
 
-- Every sender sends a part of each piece to each taker, all at the same time, by `alltoall`. Nobody else receives
-  anything. The taker copies each piece into its place. The tensors must have the same bytes on all senders, as
-  `farandole.torch._state_comparison` finds out.
-- If there are more takers than senders, each byte would be sent too often. Then one sender broadcasts each piece. In a
-  world of two, the sender does so, too, because a large tensor is then received in its place.
+- Every sender sends a part of each piece to each taker, all at the same time, by `alltoall`. Nobody
+  else receives anything. The taker copies each piece into its place. The tensors must have the same
+  bytes on all senders, as `farandole.torch._state_comparison` finds out.
+- If there are more takers than senders, each byte would be sent too often. Then one sender
+  broadcasts each piece. In a world of two, the sender does so, too, because a large tensor is then
+  received in its place.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ def pieces_of(sizes: Sequence[int]) -> list[Piece]:
     for index, size in enumerate(sizes):
         if size >= _LARGE:
             starts = range(0, size, _PIECE)
-            pieces += [Piece([Span(index, start, min(start + _PIECE, size))], is_packed=False) for start in starts]
+            pieces += [
+                Piece([Span(index, start, min(start + _PIECE, size))], is_packed=False)
+                for start in starts
+            ]
         elif size > 0:
             if held + size > _PIECE:
                 pieces.append(Piece(packed, is_packed=True))
@@ -125,7 +129,8 @@ def move(name: str, tensors: Sequence[torch.Tensor], roles: Roles) -> None:
 
     Args:
         name: Names the operations across ranks.
-        tensors: The same shapes and data types on all ranks: `Layout.shadows` on those that neither send nor take.
+        tensors: The same shapes and data types on all ranks: `Layout.shadows` on those that neither
+            send nor take.
         roles: The ranks that send and those that take.
 
     Raises:
@@ -191,7 +196,9 @@ class _Mover:
         splits = [0] * self._size
         if not self._sends:
             in_place = self._takes and not piece.is_packed
-            nothing = self._window(piece.spans[0])[:0] if in_place else torch.empty(0, dtype=torch.uint8)
+            nothing = (
+                self._window(piece.spans[0])[:0] if in_place else torch.empty(0, dtype=torch.uint8)
+            )
             return alltoall_async(nothing, splits, name)
         place = senders.index(self._rank)
         start, end = edges_of(piece.size, len(senders))[place : place + 2]
@@ -232,7 +239,9 @@ class _Mover:
         tensor = self._tensors[index].detach()
         if self._takes and (not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()):
             if index not in self._dense:
-                self._dense[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                self._dense[index] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device=tensor.device
+                )
             tensor = self._dense[index]
         return bytes_of(tensor)
 

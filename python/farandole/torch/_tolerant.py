@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Training that finishes a step in which ranks are lost: `DistributedOptimizer(fault_tolerant=True)`.
+"""Training that finishes a step in which ranks are lost:
+`DistributedOptimizer(fault_tolerant=True)`.
 
-Gradients are reduced into separate memory, so they still exist after a failed reduction. This needs memory but no copy.
-If a rank is lost in step `s`, the others leave the broken world and join the next one. There they compare the number of
-steps that each has finished. These numbers differ by at most one, because no rank finishes step `s + 1` without the
-gradients of all ranks. Ranks that have finished fewer steps, and new ranks, get the parameters and the state of the
-optimizer from the ranks that have finished most; they are then after step `s`. The others reduce their gradients again,
-over the present ranks. A new rank, or one that has caught up, joins them with its next gradients.
+Gradients are reduced into separate memory, so they still exist after a failed reduction. This needs
+memory but no copy. If a rank is lost in step `s`, the others leave the broken world and join the
+next one. There they compare the number of steps that each has finished. These numbers differ by at
+most one, because no rank finishes step `s + 1` without the gradients of all ranks. Ranks that have
+finished fewer steps, and new ranks, get the parameters and the state of the optimizer from the
+ranks that have finished most; they are then after step `s`. The others reduce their gradients
+again, over the present ranks. A new rank, or one that has caught up, joins them with its next
+gradients.
 
-A rank has a state when all of it has come. If a rank is lost while it sends, the transfer begins again in the next
-world.
+A rank has a state when all of it has come. If a rank is lost while it sends, the transfer begins
+again in the next world.
 
-If workers are ready to join, or must leave, all ranks change worlds before the same reduction, because the gradients of
-the previous step carry the news from every rank. So when the state is sent to new ranks, the script has finished
-everything that it does after a step, such as a step of its learning rate schedule. A call of `rejoin` between a
-reduction and its step waits for the next reduction, for the same reason.
+If workers are ready to join, or must leave, all ranks change worlds before the same reduction,
+because the gradients of the previous step carry the news from every rank. So when the state is sent
+to new ranks, the script has finished everything that it does after a step, such as a step of its
+learning rate schedule. A call of `rejoin` between a reduction and its step waits for the next
+reduction, for the same reason.
 """
 
 from __future__ import annotations
@@ -36,7 +40,12 @@ from farandole.torch._allreduce import allreduce_async_
 from farandole.torch._buckets import Bucket
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._state_comparison import equal_and_others, fingerprint, parameter_lines, require_same_model
+from farandole.torch._state_comparison import (
+    equal_and_others,
+    fingerprint,
+    parameter_lines,
+    require_same_model,
+)
 from farandole.torch._state_transfer import Layout, Roles, move, room
 from farandole.torch.functions import allgather_object, broadcast_value, described, packed
 
@@ -63,8 +72,9 @@ def claim(owner: object) -> None:
         gc.collect()  # it may be in a cycle of references
     if any(other() is not None for other in _owners):
         raise ValueError(
-            "a process can have one FaultTolerantDataParallel or DistributedOptimizer(fault_tolerant=True): delete the "
-            "first one and all references to it before you create another"
+            "a process can have one FaultTolerantDataParallel or "
+            "DistributedOptimizer(fault_tolerant=True): delete the first one and all references "
+            "to it before you create another"
         )
     _owners[:] = [weakref.ref(owner)]
 
@@ -79,7 +89,9 @@ class SafeBucket(Bucket):
 
     def __init__(self, slots: list[Slot], options: Options) -> None:
         self._own: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        """Parameters, and the gradients that they had when the reduction of this step first started."""
+        """Parameters, and the gradients that they had when the reduction of this step first
+        started.
+        """
         self._targets: dict[Slot, list[torch.Tensor]] = {}
         super().__init__(slots, options)
 
@@ -110,7 +122,9 @@ class SafeBucket(Bucket):
         self._own = []
 
     def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
-        """Memory for the result that is not the gradient's: of two, where gradients stay from step to step."""
+        """Memory for the result that is not the gradient's: of two, where gradients stay from
+        step to step.
+        """
         targets = self._targets.setdefault(slot, [])
         for target in targets:
             if target.data_ptr() != grad.data_ptr():
@@ -133,7 +147,9 @@ class TolerantReducer(GradientReducer):
         passes: Backward passes per reduction.
     """
 
-    def __init__(self, names: dict[torch.Tensor, str], groups: Any, options: Options, *, passes: int) -> None:
+    def __init__(
+        self, names: dict[torch.Tensor, str], groups: Any, options: Options, *, passes: int
+    ) -> None:
         self.tolerance: Tolerance
         """Function that brings this rank into the next world; set right after construction."""
         self.caught_up = False
@@ -167,7 +183,9 @@ class TolerantReducer(GradientReducer):
         return SafeBucket(slots, self._options)
 
     def _complete(self, bucket: Bucket) -> None:
-        """As in `GradientReducer`; a broken world is the business of `finish`, not of the backward pass."""
+        """As in `GradientReducer`; a broken world is the business of `finish`, not of the
+        backward pass.
+        """
         if self.tolerance.changes:
             return  # they are for the next world
         try:
@@ -184,7 +202,8 @@ class Tolerance:
     Args:
         optimizer: Its parameters and its state are sent to new ranks.
         is_elastic: Whether another world can follow a broken one.
-        others: Returns other tensors that are sent to new ranks, the same ones in the same order on all ranks.
+        others: Returns other tensors that are sent to new ranks, the same ones in the same order on
+            all ranks.
     """
 
     def __init__(
@@ -196,7 +215,9 @@ class Tolerance:
         self.steps = 0
         """Steps that training has finished, on this rank or before it came."""
         self.changes = False
-        """Whether some rank has heard that another world should come: before the next step's reduction."""
+        """Whether some rank has heard that another world should come: before the next step's
+        reduction.
+        """
         self._told = torch.zeros(1, dtype=torch.int32)
         self._optimizer = optimizer
         self._others = others
@@ -211,9 +232,11 @@ class Tolerance:
         self._changes: list[tuple[float, int]] = []
 
     def share(self, objects: dict[str, Any]) -> None:
-        """Sends objects with the state to new ranks, and loads the objects that have come for this rank.
+        """Sends objects with the state to new ranks, and loads the objects that have come for this
+        rank.
 
-        A reader of `farandole.data` continues with the right rows on all ranks when the world changes.
+        A reader of `farandole.data` continues with the right rows on all ranks when the world
+        changes.
 
         Raises:
             TypeError: One has no `state_dict` and `load_state_dict`.
@@ -222,7 +245,9 @@ class Tolerance:
             if not callable(getattr(value, "state_dict", None)) or not callable(
                 getattr(value, "load_state_dict", None)
             ):
-                raise TypeError(f"{name} has no state_dict and load_state_dict: {type(value).__name__}")
+                raise TypeError(
+                    f"{name} has no state_dict and load_state_dict: {type(value).__name__}"
+                )
         self._shared.update(objects)
         for name, value in objects.items():
             is_reader = hasattr(value, "take_turns")
@@ -284,7 +309,8 @@ class Tolerance:
                 return False
 
     def recover(self) -> bool:
-        """Leaves a broken world for the next one; whether this rank took the state of another there.
+        """Leaves a broken world for the next one; whether this rank took the state of another
+        there.
 
         Raises:
             FarandoleInternalError: The one that is being handled, outside of an elastic job.
@@ -300,7 +326,8 @@ class Tolerance:
         return self.enter()
 
     def rejoin(self, is_step_due: bool) -> None:
-        """Like `change`, but not before the next reduction if the optimizer's step after the last one is still due.
+        """Like `change`, but not before the next reduction if the optimizer's step after the last
+        one is still due.
 
         Until then the parameters of this rank are older than `steps`, and no rank may take them.
         """
@@ -310,7 +337,9 @@ class Tolerance:
             self.change()
 
     def enter(self) -> bool:
-        """Agrees with the ranks of a new world on the state; whether this rank got a step there that it lacked."""
+        """Agrees with the ranks of a new world on the state; whether this rank got a step there
+        that it lacked.
+        """
         before = self.steps
         while True:
             self._changes.clear()
@@ -334,7 +363,9 @@ class Tolerance:
         self._deal(self._catch_up(self._statuses()))
 
     def _statuses(self) -> list[list[int]]:
-        """Returns each rank's number of finished steps, whether its state is of one step, and whether it is new."""
+        """Returns each rank's number of finished steps, whether its state is of one step, and
+        whether it is new.
+        """
         own = torch.tensor([[self.steps, self._is_whole, self._is_new]], dtype=torch.int64)
         return allgather(own, name="tolerant.status").tolist()
 
@@ -357,12 +388,15 @@ class Tolerance:
             self._turns[name].agree(of_all, basics.rank())
 
     def _catch_up(self, told: list[list[int]]) -> bool:
-        """Brings ranks that are behind up to date; returns whether this rank must finish a step after that."""
+        """Brings ranks that are behind up to date; returns whether this rank must finish a step
+        after that.
+        """
         whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(told) if is_whole]
         most = max((steps for steps, _ in whole), default=0)
         if not whole and any(steps or not is_new for steps, _, is_new in told):
             raise RuntimeError(
-                "all ranks that had the parameters and the state of the optimizer are lost; continue from a checkpoint"
+                "all ranks that had the parameters and the state of the optimizer are lost; "
+                "continue from a checkpoint"
             )
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
@@ -400,10 +434,11 @@ class Tolerance:
     def _transfer(self, roles: Roles) -> None:
         """Sends parameters, the optimizer's state and shared objects to the ranks that take them.
 
-        Parameters and tensors of the state that are equal on all senders come from all of them, a part from each. All
-        else comes from the first sender. A sender whose state has other tensors or options than that one's sends
-        nothing. A rank that has trained before keeps its options: what its script does after a step, such as a step of
-        the schedule of learning rates, it does by itself.
+        Parameters and tensors of the state that are equal on all senders come from all of them, a
+        part from each. All else comes from the first sender. A sender whose state has other tensors
+        or options than that one's sends nothing. A rank that has trained before keeps its options:
+        what its script does after a step, such as a step of the schedule of learning rates, it does
+        by itself.
 
         Raises:
             ValueError: On all ranks, when a taker has other buffers than the first sender.
@@ -411,7 +446,9 @@ class Tolerance:
         if not roles.takers:
             return
         source, takes = roles.senders[0], basics.rank() in roles.takers
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
         kept: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         options = described([_options_of(group) for group in self._optimizer.param_groups], kept)
@@ -421,10 +458,15 @@ class Tolerance:
         description = None
         if basics.rank() == source:
             # States of objects that this rank has not shared yet are passed on.
-            shared = {**self._received, **{name: value.state_dict() for name, value in self._shared.items()}}
+            shared = {
+                **self._received,
+                **{name: value.state_dict() for name, value in self._shared.items()},
+            }
             description = own, options, states, shared
         content = 0 if takes else fingerprint(packed([options, states]))
-        layouts, options, states, shared = broadcast_value(description, source, "tolerant.description")
+        layouts, options, states, shared = broadcast_value(
+            description, source, "tolerant.description"
+        )
         roles = roles._replace(senders=self._senders(roles, own, layouts, content))
         if takes:
             options, states, kept, sent = room(options, states, self._optimizer.param_groups)
@@ -440,15 +482,20 @@ class Tolerance:
         if takes:
             self._take(parameters, options, states, shared)
 
-    def _senders(self, roles: Roles, own: list[Layout], layouts: list[Layout], content: int) -> list[int]:
-        """Returns the senders whose parameters, states and options are described as those of the first one.
+    def _senders(
+        self, roles: Roles, own: list[Layout], layouts: list[Layout], content: int
+    ) -> list[int]:
+        """Returns the senders whose parameters, states and options are described as those of the
+        first one.
 
         Raises:
             ValueError: As `_transfer`.
         """
         model, rest, state, _ = (one == other for one, other in zip(own, layouts, strict=True))
         fits = model and (rest if basics.rank() in roles.takers else state)
-        everywhere = allgather(torch.tensor([[fits, content]], dtype=torch.int64), name="tolerant.fits").tolist()
+        everywhere = allgather(
+            torch.tensor([[fits, content]], dtype=torch.int64), name="tolerant.fits"
+        ).tolist()
         misfits = [rank for rank in roles.takers if not everywhere[rank][0]]
         if misfits:
             raise FarandoleUsageError(
@@ -458,7 +505,9 @@ class Tolerance:
         first = everywhere[roles.senders[0]]
         return [rank for rank in roles.senders if everywhere[rank] == first]
 
-    def _take(self, parameters: list[torch.Tensor], options: list[Any], states: list[Any], shared: Any) -> None:
+    def _take(
+        self, parameters: list[torch.Tensor], options: list[Any], states: list[Any], shared: Any
+    ) -> None:
         """Makes the state that has come the optimizer's."""
         for parameter, state in zip(parameters, states, strict=True):
             self._optimizer.state.pop(parameter, None)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     """The mixin that `DistributedOptimizer(op=Adasum)` adds to the class of the wrapped optimizer.
 
-    Horovod steps parameter by parameter while the backward pass runs; here the wrapped optimizer takes one whole step,
-    so that gradients can be clipped before it, and options that look at all parameters work.
+    Horovod steps parameter by parameter while the backward pass runs; here the wrapped optimizer
+    takes one whole step, so that gradients can be clipped before it, and options that look at all
+    parameters work.
     """
 
     _parameter_names: dict[torch.Tensor, str]
@@ -31,7 +32,9 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     _reduction: Reduction | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps it again."""
+        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps
+        it again.
+        """
         return plain(self, _DistributedAdasumOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -45,10 +48,13 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuses a GradScaler, which reads this first: ranks would skip different steps, and others would wait."""
+        """Refuses a GradScaler, which reads this first: ranks would skip different steps, and
+        others would wait.
+        """
         if self._reduction is not None:
             raise ValueError(
-                "op=Adasum cannot be combined with a GradScaler: train in bfloat16, or reduce with Average"
+                "op=Adasum cannot be combined with a GradScaler: train in bfloat16, or reduce "
+                "with Average"
             )
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
@@ -66,11 +72,14 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         Raises:
             AssertionError: Always.
         """
-        raise AssertionError("skip_synchronize() is not possible with op=Adasum, which combines steps, not gradients")
+        raise AssertionError(
+            "skip_synchronize() is not possible with op=Adasum, which combines steps, not gradients"
+        )
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the wrapped optimizer's step on this rank's gradients, then combines what all ranks' steps changed.
+        """Takes the wrapped optimizer's step on this rank's gradients, then combines what all
+        ranks' steps changed.
 
         Args:
             closure: Evaluates the model again and returns the loss.
@@ -80,17 +89,23 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: When ranks disagree about a parameter.
-            FarandoleInternalError: When a peer failed or the session was shut down; parameters are as before.
+            FarandoleInternalError: When a peer failed or the session was shut down; parameters are
+                as before.
         """
         if self._reduction is None:
             return super().step(closure)
         parameters = [
-            parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
         ]
         starts = [parameter.detach().clone() for parameter in parameters]
         result = super().step(closure)
         with torch.no_grad():
-            changes = [parameter - start for parameter, start in zip(parameters, starts, strict=True)]
+            changes = [
+                parameter - start for parameter, start in zip(parameters, starts, strict=True)
+            ]
             for parameter, start in zip(parameters, starts, strict=True):
                 parameter.copy_(start)
             combined = grouped_allreduce(

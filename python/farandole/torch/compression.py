@@ -13,8 +13,8 @@ class Compressor:
     rounds_partial_sums = False
     """Whether the sums of a host's ranks are rounded to 16 bits on their way to other hosts.
 
-    That halves the bytes between hosts with several ranks, and rounds once more. It concerns sums and averages of
-    float16 and bfloat16. On one host nothing is rounded but the result.
+    That halves the bytes between hosts with several ranks, and rounds once more. It concerns sums
+    and averages of float16 and bfloat16. On one host nothing is rounded but the result.
     """
 
     @staticmethod

@@ -23,12 +23,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from farandole.torch.compress import Compressor, GroupExchange, PowerSGD, Waiting
 
 
-def fp16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fp16_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Averages gradients as float16; the state is the group, or `None` for the default one."""
     return _cast_and_average(process_group, bucket, torch.float16)
 
 
-def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Averages gradients as bfloat16; the state is the group, or `None` for the default one."""
     return _cast_and_average(process_group, bucket, torch.bfloat16)
 
@@ -55,12 +59,16 @@ class CompressorState:
     Args:
         compressor: Makes gradients smaller; one for each model.
         process_group: The ranks; the default group when `None`.
-        start_step: Steps that are averaged as they are before compression begins. At least 2 lets DDP settle its
-            buckets first, which spares the states of gradients that change their company.
+        start_step: Steps that are averaged as they are before compression begins. At least 2 lets
+            DDP settle its buckets first, which spares the states of gradients that change their
+            company.
     """
 
     def __init__(
-        self, compressor: Compressor, process_group: dist.ProcessGroup | None = None, start_step: int = 2
+        self,
+        compressor: Compressor,
+        process_group: dist.ProcessGroup | None = None,
+        start_step: int = 2,
     ) -> None:
         self.compressor = compressor
         self.process_group = process_group
@@ -85,11 +93,13 @@ class CompressorState:
         return name
 
 
-def compressor_hook(state: CompressorState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compressor_hook(
+    state: CompressorState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Averages gradients by a compressor.
 
-    A compressor of several rounds waits here for all but the last: rounds that began in callbacks would begin in
-    different orders on different ranks.
+    A compressor of several rounds waits here for all but the last: rounds that began in callbacks
+    would begin in different orders on different ranks.
     """
     exchange, buffer = state.exchange, bucket.buffer()
     step = state.step
@@ -154,7 +164,10 @@ class PowerSGDState(CompressorState):
         min_compression: float = 2.0,
     ) -> None:
         compressor = PowerSGD(
-            rank, error_feedback=error_feedback, warm_start=warm_start, min_compression=min_compression
+            rank,
+            error_feedback=error_feedback,
+            warm_start=warm_start,
+            min_compression=min_compression,
         )
         super().__init__(compressor, process_group, start_step)
 

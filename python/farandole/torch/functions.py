@@ -19,7 +19,9 @@ from farandole.torch._handles import synchronize
 
 
 def broadcast_tensors(
-    named: Sequence[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet = global_process_set
+    named: Sequence[tuple[str | None, torch.Tensor]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrites all tensors by the root's, contiguous or not, all at once."""
     handles: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -33,17 +35,20 @@ def broadcast_tensors(
                 tensor.copy_(dense)
 
 
-def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+def broadcast_parameters(
+    params: Any, root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
     """Overwrites parameters with those of one rank, so that all ranks start from the same model.
 
     Args:
-        params: A mapping such as `model.state_dict()`, or a list of tensors or of `(name, tensor)` pairs such as
-            `list(model.named_parameters())`.
+        params: A mapping such as `model.state_dict()`, or a list of tensors or of `(name, tensor)`
+            pairs such as `list(model.named_parameters())`.
         root_rank: The global rank whose values count.
         process_set: The ranks that take part; this one must be a member.
 
     Raises:
-        ValueError: When `params` is something else, e.g. a generator, or holds an object that is no tensor.
+        ValueError: When `params` is something else, e.g. a generator, or holds an object that is no
+            tensor.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     named: list[tuple[str | None, Any]]
@@ -52,7 +57,10 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     elif isinstance(params, list):
         named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     else:
-        raise ValueError(f"params must be a mapping, or a list of tensors or (name, tensor) pairs: {type(params)!r}")
+        raise ValueError(
+            "params must be a mapping, or a list of tensors or (name, tensor) pairs: "
+            f"{type(params)!r}"
+        )
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"params must hold tensors; {name!r} is a {type(tensor).__name__}")
@@ -60,12 +68,16 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's object on every rank; it travels by cloudpickle over links that the job's key secures.
+    """Returns the root's object on every rank; it travels by cloudpickle over links that the job's
+    key secures.
 
-    Unnamed calls are numbered like unnamed operations, and ranks that call something else get an error. Horovod
-    names them after the type of `obj`, and hangs if ranks pass different types.
+    Unnamed calls are numbered like unnamed operations, and ranks that call something else get an
+    error. Horovod names them after the type of `obj`, and hangs if ranks pass different types.
 
     Args:
         obj: What to send; ignored on other ranks.
@@ -80,7 +92,9 @@ def broadcast_object(
         ValueError: When an argument is wrong.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    size_name, data_name = (None, None) if name is None else (f"object.{name}.size", f"object.{name}.data")
+    size_name, data_name = (
+        (None, None) if name is None else (f"object.{name}.size", f"object.{name}.data")
+    )
     is_root = basics.rank() == root_rank
     data = _dump(obj) if is_root else None
     size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64).view(_SHAPE)
@@ -91,8 +105,11 @@ def broadcast_object(
     return obj if is_root else _load(data)
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Returns the objects of all ranks, in the order of ranks; they travel as in `broadcast_object`.
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Returns the objects of all ranks, in the order of ranks; they travel as in
+    `broadcast_object`.
 
     Args:
         obj: This rank's object.
@@ -110,7 +127,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 _SHAPE = (-1, 1, 1, 1)
-"""Objects travel in a shape of their own: what an unnamed tensor of another rank's meets is then no object."""
+"""Objects travel in a shape of their own: what an unnamed tensor of another rank's meets is then
+no object.
+"""
 
 
 def _dump(obj: Any) -> torch.Tensor:
@@ -134,8 +153,8 @@ class _Slot:
 def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
     """Returns the root's value on every rank.
 
-    It is sent without pickle if `plain.pack` takes it, where types of tensors and what `described` returns count as
-    plain. Any other value is pickled.
+    It is sent without pickle if `plain.pack` takes it, where types of tensors and what `described`
+    returns count as plain. Any other value is pickled.
 
     Args:
         value: What to send; ignored on other ranks.
@@ -146,7 +165,11 @@ def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
     told = plain.broadcast_plain(told, root_rank, name)
     if basics.rank() == root_rank:
         return value
-    return plain.unpack(told, _from_plain_form) if isinstance(told, bytes) else cloudpickle.loads(told[0])
+    return (
+        plain.unpack(told, _from_plain_form)
+        if isinstance(told, bytes)
+        else cloudpickle.loads(told[0])
+    )
 
 
 def _packed(value: Any) -> bytes | tuple[bytes, str]:
@@ -157,7 +180,9 @@ def _packed(value: Any) -> bytes | tuple[bytes, str]:
 
 
 def packed(value: Any) -> bytes:
-    """Returns the bytes that `broadcast_value` sends for a value. If they are pickled, equal values may differ."""
+    """Returns the bytes that `broadcast_value` sends for a value. If they are pickled, equal
+    values may differ.
+    """
     told = _packed(value)
     return told if isinstance(told, bytes) else told[0]
 
@@ -180,11 +205,15 @@ def _from_plain_form(told: Any) -> Any:
     return _Slot(index, shape, _from_plain_form(dtype), on_host)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Overwrites an optimizer's state and options (learning rate, momentum, ...) with those of one rank.
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
+) -> None:
+    """Overwrites an optimizer's state and options (learning rate, momentum, ...) with those of one
+    rank.
 
-    It takes no step and changes no gradient, also if the state is empty. Afterwards every rank has the state
-    of the root. Horovod fills an empty state with a real step, which may change parameters.
+    It takes no step and changes no gradient, also if the state is empty. Afterwards every rank has
+    the state of the root. Horovod fills an empty state with a real step, which may change
+    parameters.
 
     Args:
         optimizer: Plain or distributed; the same parameters in the same groups on all ranks.
@@ -192,25 +221,36 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: Not needed; accepted for compatibility with Horovod.
 
     Raises:
-        ValueError: On all ranks, when the optimizer is an `LBFGS`, or some rank's groups differ from the root's.
+        ValueError: On all ranks, when the optimizer is an `LBFGS`, or some rank's groups differ
+            from the root's.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("the state of an LBFGS optimizer cannot be broadcast: it is bound to the last evaluation")
+        raise ValueError(
+            "the state of an LBFGS optimizer cannot be broadcast: it is bound to the last "
+            "evaluation"
+        )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layout = [len(group["params"]) for group in optimizer.param_groups]
     tensors: list[torch.Tensor] = []
     description = None
     if basics.rank() == root_rank:
-        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         states = [optimizer.state.get(parameter) for parameter in parameters]
         description = layout, described(options, tensors), described(states, tensors)
     expected, options, states = broadcast_value(description, root_rank, "optimizer.description")
     everywhere = plain.allgather_plain(layout, "optimizer.layout")
-    misfits = [f"rank {rank}: {found}" for rank, found in enumerate(everywhere) if found != expected]
+    misfits = [
+        f"rank {rank}: {found}" for rank, found in enumerate(everywhere) if found != expected
+    ]
     if misfits:
-        raise ValueError(f"parameters per group must be {expected} as on rank {root_rank}: {'; '.join(misfits)}")
+        raise ValueError(
+            f"parameters per group must be {expected} as on rank {root_rank}: {'; '.join(misfits)}"
+        )
     if basics.rank() != root_rank:
         slots: dict[int, torch.Tensor] = {}
         for group, received in zip(optimizer.param_groups, options, strict=True):
@@ -220,7 +260,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             if received is not None:
                 optimizer.state[parameter] = rebuilt(received, parameter, slots)
         tensors = [slots[index] for index in range(len(slots))]
-    broadcast_tensors([(f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
+    broadcast_tensors(
+        [(f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank
+    )
 
 
 def described(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -237,7 +279,9 @@ def described(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def rebuilt(value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]) -> Any:
-    """Inverts `described`: fills slots with fresh tensors, on the parameter's device if they were on a device."""
+    """Inverts `described`: fills slots with fresh tensors, on the parameter's device if they
+    were on a device.
+    """
     if isinstance(value, _Slot):
         device = "cpu" if value.on_host or parameter is None else parameter.device
         slots[value.index] = torch.empty(value.shape, dtype=value.dtype, device=device)

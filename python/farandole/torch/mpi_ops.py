@@ -25,11 +25,30 @@ from farandole.common.basics import (
     size,
 )
 from farandole.common.exceptions import HorovodInternalError
-from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from farandole.common.timeline import start_timeline, stop_timeline
-from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, gpu_available, num_rank_is_power_2
+from farandole.common.util import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    gpu_available,
+    num_rank_is_power_2,
+)
 from farandole.common.util import choose_op as handle_average_backwards_compatibility
-from farandole.torch._allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from farandole.torch._allgather import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from farandole.torch._allreduce import (
     allreduce,
     allreduce_,
@@ -116,7 +135,13 @@ __all__ = [
     "synchronize",
 ]
 
-_also = (Compression, HorovodInternalError, gpu_available, handle_average_backwards_compatibility, num_rank_is_power_2)
+_also = (
+    Compression,
+    HorovodInternalError,
+    gpu_available,
+    handle_average_backwards_compatibility,
+    num_rank_is_power_2,
+)
 """Names that Horovod has here and not in `horovod.torch`."""
 
 _basics = basics.HorovodBasics()

@@ -42,7 +42,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _scaled: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps it again."""
+        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps
+        it again.
+        """
         return plain(self, _DistributedOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -57,7 +59,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.reset()
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced; parameters without a gradient take part with zeros.
+        """Waits until all gradients are reduced; parameters without a gradient take part with
+        zeros.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
@@ -69,7 +72,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Lets `step` use gradients as they are, after an explicit `synchronize`: to clip or unscale in between."""
+        """Lets `step` use gradients as they are, after an explicit `synchronize`: to clip or
+        unscale in between.
+        """
         self._skips = True
         try:
             yield
@@ -78,7 +83,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets backward passes add to the gradients without being counted, for accumulation of uneven length."""
+        """Lets backward passes add to the gradients without being counted, for accumulation of
+        uneven length.
+        """
         if self._reducer is None:
             yield
             return
@@ -91,8 +98,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduces gradients, then takes the wrapped optimizer's step.
 
-        With a closure, gradients are reduced each time it has been evaluated; Horovod reduces only before, so what
-        the closure computes stays local.
+        With a closure, gradients are reduced each time it has been evaluated; Horovod reduces only
+        before, so what the closure computes stays local.
 
         Args:
             closure: Evaluates the model again and returns the loss.
@@ -115,8 +122,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 # Scripts filter this warning by Horovod's words.
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
-                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to "
+                    "consider using optimizer.skip_synchronize() context if you use "
+                    "optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -127,17 +135,21 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Steps that training has finished, before this rank came included. Only with `fault_tolerant`."""
+        """Steps that training has finished, before this rank came included. Only with
+        `fault_tolerant`.
+        """
         return self._tolerant().steps
 
     def share(self, **objects: Any) -> None:
-        """Sends objects such as a schedule of learning rates to ranks that join later. Only with `fault_tolerant`.
+        """Sends objects such as a schedule of learning rates to ranks that join later. Only with
+        `fault_tolerant`.
 
         On such a rank each object takes its state in this call.
 
         Args:
-            **objects: Objects with `state_dict` and `load_state_dict`, under names that are the same on all ranks. A
-                loader of `farandole.data` continues with the right rows whenever the world changes.
+            **objects: Objects with `state_dict` and `load_state_dict`, under names that are the
+                same on all ranks. A loader of `farandole.data` continues with the right rows
+                whenever the world changes.
 
         Raises:
             TypeError: An object has no such methods.
@@ -145,11 +157,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._tolerant().share(objects)
 
     def rejoin(self) -> None:
-        """Leaves a world that another collective has found broken, for the next one. Only with `fault_tolerant`.
+        """Leaves a world that another collective has found broken, for the next one. Only with
+        `fault_tolerant`.
 
-        `step` does so by itself. Call it where a collective of your own, such as the average of a metric, has raised
-        `FarandoleInternalError`. Between `synchronize` and `step` it only has the next reduction leave the world;
-        collectives of your own fail until then.
+        `step` does so by itself. Call it where a collective of your own, such as the average of a
+        metric, has raised `FarandoleInternalError`. Between `synchronize` and `step` it only has
+        the next reduction leave the world; collectives of your own fail until then.
 
         Raises:
             WorkerDismissed: When this worker is not in the next world.
@@ -158,13 +171,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _tolerant(self) -> Tolerance:
         if self._tolerance is None:
-            raise ValueError("the optimizer is not fault tolerant: create it with fault_tolerant=True")
+            raise ValueError(
+                "the optimizer is not fault tolerant: create it with fault_tolerant=True"
+            )
         return self._tolerance
 
     def _tolerant_step(self, closure: Callable[[], Any] | None) -> Any:
         """A step that ranks which are lost in it do not end."""
         if closure is not None:
-            raise ValueError("a fault-tolerant optimizer takes no closure: it may have to reduce gradients again")
+            raise ValueError(
+                "a fault-tolerant optimizer takes no closure: it may have to reduce gradients again"
+            )
         tolerance, reducer = self._tolerant(), self._reducer
         assert isinstance(reducer, TolerantReducer)  # noqa: S101 - made with the tolerance
         if not (self._skips or self._settled()):
@@ -187,7 +204,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return evaluate
 
     def _settled(self) -> bool:
-        """Returns whether a GradScaler has had the gradients reduced, and none was computed since."""
+        """Returns whether a GradScaler has had the gradients reduced, and none was computed
+        since.
+        """
         return self._scaled and self._reducer is not None and not self._reducer.is_touched()
 
     @property
@@ -196,7 +215,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         Then all ranks find the same infinities and skip the same steps.
         """
-        if self._reducer is not None and not self._skips and (not self._synchronized or self._reducer.is_touched()):
+        if (
+            self._reducer is not None
+            and not self._skips
+            and (not self._synchronized or self._reducer.is_touched())
+        ):
             self.synchronize()
             self._scaled = True
         return self.__dict__.get("_step_supports_amp_scaling", False)
@@ -212,7 +235,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             AssertionError: When gradients are being reduced; `step` or `synchronize` comes first.
         """
         if self._reducer is not None and self._reducer.is_busy():
-            raise AssertionError("zero_grad() came before step() or synchronize() while gradients are being reduced")
+            raise AssertionError(
+                "zero_grad() came before step() or synchronize() while gradients are being reduced"
+            )
         if self._reducer is not None:
             self._reducer.reset()
         self._synchronized = False
@@ -233,9 +258,13 @@ def _require_positive(passes: int) -> None:
 
 
 def _wrap(optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]) -> Any:
-    """Returns an instance of a subclass of the optimizer's class, of the same name, with its parameters and state."""
+    """Returns an instance of a subclass of the optimizer's class, of the same name, with its
+    parameters and state.
+    """
     kind = type(optimizer)
-    cls: Any = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    cls: Any = type(
+        kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
     wrapped = cls.__new__(cls)
     # A learning-rate scheduler of the wrapped optimizer has replaced `step` on that instance only.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
@@ -260,34 +289,39 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Wraps an optimizer so that every step uses gradients reduced over all ranks.
 
-    The result is an instance of a subclass of the optimizer's class and shares its parameters and its state (Horovod
-    drops the state). Gradients are reduced in place while the backward pass still runs; gradients of several passes
-    per step are summed.
+    The result is an instance of a subclass of the optimizer's class and shares its parameters and
+    its state (Horovod drops the state). Gradients are reduced in place while the backward pass
+    still runs; gradients of several passes per step are summed.
 
-    With `op=Adasum` each rank takes the wrapped optimizer's step on its own gradients, and the changes are
-    combined. `groups`, `sparse_as_dense` and `gradient_as_bucket_view` then have no effect.
+    With `op=Adasum` each rank takes the wrapped optimizer's step on its own gradients, and the
+    changes are combined. `groups`, `sparse_as_dense` and `gradient_as_bucket_view` then have no
+    effect.
 
     Args:
         optimizer: Any optimizer except `LBFGS`, whose line search would differ between ranks.
-        named_parameters: Such as `model.named_parameters()`; names the gradients across ranks. Must name every
-            parameter of the optimizer, if given.
-        compression: Compresses the gradients for transport, for example `Compression.bf16`, or a compressor of
-            `farandole.torch.compress` of this optimizer's own.
-        backward_passes_per_step: Backward passes whose gradients are summed up before one reduction.
+        named_parameters: Such as `model.named_parameters()`; names the gradients across ranks. Must
+            name every parameter of the optimizer, if given.
+        compression: Compresses the gradients for transport, for example `Compression.bf16`, or a
+            compressor of `farandole.torch.compress` of this optimizer's own.
+        backward_passes_per_step: Backward passes whose gradients are summed up before one
+            reduction.
         op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
-        gradient_predivide_factor: Splits the averaging: gradients are divided by it before the sum and multiplied
-            after. Needs `op=Average`.
+        gradient_predivide_factor: Splits the averaging: gradients are divided by it before the sum
+            and multiplied after. Needs `op=Average`.
         num_groups: Deprecated; use `groups`.
-        groups: Gradients that are reduced as one unit: a number of consecutive groups, or lists of parameters.
-        sparse_as_dense: Converts sparse gradients to dense ones before the reduction; otherwise their entries are
-            gathered.
+        groups: Gradients that are reduced as one unit: a number of consecutive groups, or lists of
+            parameters.
+        sparse_as_dense: Converts sparse gradients to dense ones before the reduction; otherwise
+            their entries are gathered.
         process_set: The ranks that train together; on others the result is a plain local optimizer.
-        gradient_as_bucket_view: Puts gradients into a few buffers that are reduced in place. They stay there
-            from step to step with `zero_grad(set_to_none=False)`; with the default they are copied in.
-        fault_tolerant: In an elastic job, if ranks are lost in a step, the others finish that step with the average
-            over the remaining ranks, and new ranks join; see `docs/user-guide/elastic.md`. All ranks create the
-            optimizer right after `init`, before any other collective, because it sends them parameters and state. It
-            needs as much additional memory as the gradients.
+        gradient_as_bucket_view: Puts gradients into a few buffers that are reduced in place. They
+            stay there from step to step with `zero_grad(set_to_none=False)`; with the default they
+            are copied in.
+        fault_tolerant: In an elastic job, if ranks are lost in a step, the others finish that step
+            with the average over the remaining ranks, and new ranks join; see
+            `docs/user-guide/elastic.md`. All ranks create the optimizer right after `init`, before
+            any other collective, because it sends them parameters and state. It needs as much
+            additional memory as the gradients.
 
     Returns:
         The distributed optimizer.
@@ -308,14 +342,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     _require_positive(backward_passes_per_step)
     if num_groups:
         warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=2
+            "Parameter `num_groups` has been replaced by `groups`, and is deprecated",
+            DeprecationWarning,
+            stacklevel=2,
         )
         groups = num_groups if groups is None else groups
     _refuse_intolerant(
         fault_tolerant,
         {
             "op=Adasum": op == Adasum,
-            "a compressor that keeps what it has left out": isinstance(compression, StatefulCompressor),
+            "a compressor that keeps what it has left out": isinstance(
+                compression, StatefulCompressor
+            ),
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "a process set": process_set is not global_process_set,
         },
@@ -340,26 +378,34 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         reducer = GradientReducer(
             names, units, options, passes=backward_passes_per_step, as_view=gradient_as_bucket_view
         )
-    wrapped = _wrap(optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer})
+    wrapped = _wrap(
+        optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer}
+    )
     if fault_tolerant:
         _enter(wrapped)
     return wrapped
 
 
 def _refuse_intolerant(fault_tolerant: bool, options: dict[str, bool]) -> None:
-    """Refuses what a reduction cannot be repeated with, or what fault tolerance has no meaning for."""
+    """Refuses what a reduction cannot be repeated with, or what fault tolerance has no meaning
+    for.
+    """
     for name, given in options.items():
         if fault_tolerant and given:
             raise ValueError(f"fault_tolerant=True cannot be combined with {name}")
 
 
 def _enter(optimizer: Any) -> None:
-    """Makes a distributed optimizer fault tolerant, and gives it the state of the ranks that have trained already."""
+    """Makes a distributed optimizer fault tolerant, and gives it the state of the ranks that
+    have trained already.
+    """
     tolerance = Tolerance(optimizer, is_elastic())
     optimizer._tolerance = tolerance  # noqa: SLF001 - its own module's
     reducer = optimizer._reducer  # noqa: SLF001 - as above
     if reducer is None:
-        raise ValueError("fault_tolerant=True needs several ranks, or an elastic job: see farandole run --min-np")
+        raise ValueError(
+            "fault_tolerant=True needs several ranks, or an elastic job: see farandole run --min-np"
+        )
     reducer.tolerance = tolerance
     claim(optimizer)
     heed()

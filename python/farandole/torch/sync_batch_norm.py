@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batch normalization over the batches of all ranks, on any device, with public functions of torch only."""
+"""Batch normalization over the batches of all ranks, on any device, with public functions of
+torch only.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,18 @@ basics.on_init(_reset)
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """Like `torch.nn.BatchNorm1d` to `3d`, with statistics over the batches of all ranks.
 
-    Works on CPU and GPU, for any input of at least two dimensions, and for batches of different sizes, also none.
-    In evaluation with tracked statistics it is local. Ranks run their layers in the same order.
+    Works on CPU and GPU, for any input of at least two dimensions, and for batches of different
+    sizes, also none. In evaluation with tracked statistics it is local. Ranks run their layers in
+    the same order.
 
     Args:
         num_features: Channels: size of the input's second dimension.
         eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics; `None` for the average of all batches.
+        momentum: Weight of a batch in the running statistics; `None` for the average of all
+            batches.
         affine: Whether there are a weight and a bias to learn.
-        track_running_stats: Whether there are running statistics; without, evaluation normalizes by the batches too.
+        track_running_stats: Whether there are running statistics; without, evaluation normalizes by
+            the batches too.
         process_set: The ranks whose batches count; on others the layer is local.
     """
 
@@ -64,15 +69,26 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         """Normalizes every channel.
 
         Raises:
-            ValueError: When the input has less than two dimensions, other channels, or only one value per channel.
+            ValueError: When the input has less than two dimensions, other channels, or only one
+                value per channel.
         """
         if input.dim() < 2:  # noqa: PLR2004 - batch and channels
-            raise ValueError(f"batch norm needs an input of at least two dimensions: shape {tuple(input.shape)}")
+            raise ValueError(
+                f"batch norm needs an input of at least two dimensions: shape {tuple(input.shape)}"
+            )
         if input.shape[1] != self.num_features:
-            raise ValueError(f"batch norm needs {self.num_features} channels: shape {tuple(input.shape)}")
+            raise ValueError(
+                f"batch norm needs {self.num_features} channels: shape {tuple(input.shape)}"
+            )
         if not self.training and self.running_mean is not None:
             return torch.nn.functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=False,
+                eps=self.eps,
             )
         if len(members_of(self.process_set)) == 1 or not self.process_set.included():
             statistics = _local(input)
@@ -80,13 +96,17 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             statistics = _together(input, self.name_of("forward"), self.process_set)
         count, mean, variance = statistics
         if count <= 1:
-            raise ValueError(f"batch norm needs more than one value per channel: shape {tuple(input.shape)}")
+            raise ValueError(
+                f"batch norm needs more than one value per channel: shape {tuple(input.shape)}"
+            )
         if self.training:
             self._track(count, mean, variance)
         return _Normalize.apply(input, self.weight, self.bias, statistics, self)
 
     def name_of(self, what: str) -> str:
-        """Returns a unique name of this layer, so that layers may run at the same time in several threads."""
+        """Returns a unique name of this layer, so that layers may run at the same time in
+        several threads.
+        """
         if self._number < 0 or self._number_of_world != _world:
             self._number, self._number_of_world = next(_layers), _world
         return f"sync_batch_norm.{self._number}.{what}"
@@ -107,7 +127,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: torch.nn.Module, process_group: Any = None, process_set: ProcessSet = global_process_set
+        cls,
+        module: torch.nn.Module,
+        process_group: Any = None,
+        process_set: ProcessSet = global_process_set,
     ) -> torch.nn.Module:
         """Replaces every batch norm in a module, keeping weights and running statistics.
 
@@ -120,7 +143,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             The module, or what replaces it.
         """
         del process_group
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):  # noqa: SLF001 - the class that BatchNorm1d to 3d have in common
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(  # noqa: SLF001 - the class that BatchNorm1d to 3d have in common
+            module, cls
+        ):
             layer = cls(
                 module.num_features,
                 module.eps,
@@ -163,9 +188,13 @@ def _local(tensor: torch.Tensor) -> Statistics:
 
 
 def _together(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> Statistics:
-    """Returns the statistics of all ranks' batches, put together in double precision from one gathered row per rank."""
+    """Returns the statistics of all ranks' batches, put together in double precision from one
+    gathered row per rank.
+    """
     count, mean, variance = _local(tensor)
-    row = torch.cat([torch.tensor([count], dtype=torch.float64), mean.double().cpu(), variance.double().cpu()])
+    row = torch.cat(
+        [torch.tensor([count], dtype=torch.float64), mean.double().cpu(), variance.double().cpu()]
+    )
     rows = allgather(row.unsqueeze(0), name, process_set)
     counts, means, variances = rows[:, :1], *rows[:, 1:].chunk(2, dim=1)
     total = counts.sum()
@@ -192,7 +221,11 @@ def _derive(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         mean_derived, mean_product = sums / ctx.count
         slope = scale if weight is None else scale * weight.to(scale)
-        inner = derived - mean_derived.view(shape) - centred * (mean_product * scale * scale).view(shape)
+        inner = (
+            derived
+            - mean_derived.view(shape)
+            - centred * (mean_product * scale * scale).view(shape)
+        )
         for_input = (inner * slope.view(shape)).to(tensor.dtype)
     for_weight = for_bias = None
     if weight is not None:
@@ -201,7 +234,9 @@ def _derive(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes by given statistics, which depend on the input; backward is one small allreduce."""
+    """Normalizes by given statistics, which depend on the input; backward is one small
+    allreduce.
+    """
 
     @staticmethod
     def forward(

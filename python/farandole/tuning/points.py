@@ -30,14 +30,15 @@ def fmin(
     rstate: Any = None,
     catch: Sequence[type[Exception]] = (),
 ) -> dict[str, Any]:
-    """Minimizes as `hyperopt.fmin` does, with trials that are jobs of several processes, several at a time.
+    """Minimizes as `hyperopt.fmin` does, with trials that are jobs of several processes, several at
+    a time.
 
-    Hyperopt never stops a trial early, so `farandole.tuning.report` has no effect. If the search fails or is
-    interrupted, running trials end at their next report.
+    Hyperopt never stops a trial early, so `farandole.tuning.report` has no effect. If the search
+    fails or is interrupted, running trials end at their next report.
 
     Args:
-        train: Runs on every rank of a trial with a point of the space. What rank 0 returns is the loss, or a dict with
-            it.
+        train: Runs on every rank of a trial with a point of the space. What rank 0 returns is the
+            loss, or a dict with it.
         space: The space, of `hyperopt.hp`.
         algo: Draws points; default: `hyperopt.tpe.suggest`.
         max_evals: Final number of trials, including finished ones of `trials`.
@@ -50,7 +51,8 @@ def fmin(
         catch: Exceptions that make a trial fail without ending the search.
 
     Returns:
-        The best point, as `hyperopt.fmin` returns it: `hyperopt.space_eval(space, point)` says what it stands for.
+        The best point, as `hyperopt.fmin` returns it: `hyperopt.space_eval(space, point)` says what
+        it stands for.
 
     Raises:
         ValueError: There are fewer slots than a trial has processes.
@@ -132,9 +134,16 @@ class _Points:
 
     def of(self, trial: dict[str, Any]) -> Any:
         """Returns the point of a trial, as the training function gets it."""
-        return self._hyperopt.space_eval(self._space, self._hyperopt.base.spec_from_misc(trial["misc"]))
+        return self._hyperopt.space_eval(
+            self._space, self._hyperopt.base.spec_from_misc(trial["misc"])
+        )
 
-    def end(self, trial: dict[str, Any], future: Future[dict[str, Any]], catch: tuple[type[Exception], ...]) -> None:
+    def end(
+        self,
+        trial: dict[str, Any],
+        future: Future[dict[str, Any]],
+        catch: tuple[type[Exception], ...],
+    ) -> None:
         """Notes the outcome of a trial; raises exceptions that are not in `catch`."""
         error = future.exception()
         if error is None:
@@ -162,5 +171,7 @@ def _hyperopt() -> Any:
     try:
         import hyperopt  # noqa: PLC0415 - the package imports without it
     except ImportError as error:
-        raise ImportError('this search needs Hyperopt: pip install "farandole[hyperopt]"') from error
+        raise ImportError(
+            'this search needs Hyperopt: pip install "farandole[hyperopt]"'
+        ) from error
     return hyperopt

@@ -10,7 +10,8 @@ KIND: Final = "tuning"
 
 
 def report(step: int, **metrics: float) -> bool:
-    """Reports the progress of the trial to the search. Only rank 0's report counts, so every rank may call it.
+    """Reports the progress of the trial to the search. Only rank 0's report counts, so every rank
+    may call it.
 
     A trial that the search gives up ends on all of its ranks: nothing comes back from here.
 
@@ -53,6 +54,8 @@ def told(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, float]] | No
         from farandole.runner.show.history import flat  # noqa: PLC0415 - a search without estimators needs none
 
         row = flat(record["entry"])
-        numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        numbers = {
+            name: float(value) for name, value in row.items() if isinstance(value, int | float)
+        }
         return int(record["entry"]["epoch"]), numbers
     return None

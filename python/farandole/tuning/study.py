@@ -33,20 +33,23 @@ def optimize(
     catch: Sequence[type[Exception]] = (),
     callbacks: Sequence[Callable[[Study, FrozenTrial], None]] = (),
 ) -> None:
-    """Searches with trials that are jobs of several processes, as many at a time as there are slots.
+    """Searches with trials that are jobs of several processes, as many at a time as there are
+    slots.
 
-    The reports of rank 0 go to the study's pruner. A pruned trial ends on all ranks at once. A study
-    in a database or a file (`optuna.create_study(storage=..., load_if_exists=True)`) continues: trials
-    that it has already finished count.
+    The reports of rank 0 go to the study's pruner. A pruned trial ends on all ranks at once. A
+    study in a database or a file (`optuna.create_study(storage=..., load_if_exists=True)`)
+    continues: trials that it has already finished count.
 
     Args:
         study: The study.
-        train: Runs on every rank of a trial with its parameters; what rank 0 returns is the trial's value, or a dict
-            with it under `metric`.
-        space: Draws the parameters of a trial, such as `lambda trial: {"lr": trial.suggest_float("lr", 1e-4, 1)}`.
+        train: Runs on every rank of a trial with its parameters; what rank 0 returns is the trial's
+            value, or a dict with it under `metric`.
+        space: Draws the parameters of a trial, such as `lambda trial: {"lr":
+            trial.suggest_float("lr", 1e-4, 1)}`.
         backend: Where trials run; default: `LocalBackend()`.
         n_trials: Trials that the study has in the end, finished or pruned.
-        metric: Which of the reported metrics the pruner gets; needed where more than one is reported.
+        metric: Which of the reported metrics the pruner gets; needed where more than one is
+            reported.
         slots: Processes that may run at once; default: one trial at a time.
         timeout: Seconds after which no new trial begins.
         catch: Exceptions that make a trial fail without ending the search.
@@ -126,7 +129,9 @@ class TrialBackend(Backend):
 
     def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._metric is None and len(metrics) != 1:
-            raise ValueError(f"name the metric that decides the trial, one of {', '.join(metrics) or 'none'}")
+            raise ValueError(
+                f"name the metric that decides the trial, one of {', '.join(metrics) or 'none'}"
+            )
         name = self._metric or next(iter(metrics))
         if name not in metrics:
             raise ValueError(f"the trial reported no {name!r}, but {', '.join(metrics)}")

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The run viewer: a page in the browser with the runs of stores.
 
-`farandole ui STORE` shows it from a terminal, `show(STORE)` from Python and notebooks. The page is served on loopback
-by a thread of this process. Its link has a token, and requests without the token get no answer.
+`farandole ui STORE` shows it from a terminal, `show(STORE)` from Python and notebooks. The page is
+served on loopback by a thread of this process. Its link has a token, and requests without the token
+get no answer.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Viewer:
 
     @property
     def link(self) -> str:
-        """The link as a notebook's browser opens it: by the proxy of JupyterHub or Databricks where there is one."""
+        """The link as a notebook's browser opens it: by the proxy of JupyterHub or Databricks
+        where there is one.
+        """
         return proxied(self._server.port, self._server.path) + self._place
 
     @property
@@ -137,7 +140,11 @@ def announce(viewer: Viewer, what: str) -> None:
 def _runs_of(store: Any) -> str:
     if isinstance(store, str | os.PathLike):
         path = os.fspath(store)
-        return str(path) if "://" in str(path) or str(path).startswith("dbfs:") else str(Path(path).absolute())
+        return (
+            str(path)
+            if "://" in str(path) or str(path).startswith("dbfs:")
+            else str(Path(path).absolute())
+        )
     return store.get_runs_path()
 
 
@@ -158,11 +165,17 @@ def _prefix(port: int) -> str | None:
     if hub:
         return f"{hub.rstrip('/')}/proxy/{port}/"
     session = getattr(sys.modules.get("pyspark.sql"), "SparkSession", None)
-    active = session.getActiveSession() if session is not None and "DATABRICKS_RUNTIME_VERSION" in os.environ else None
+    active = (
+        session.getActiveSession()
+        if session is not None and "DATABRICKS_RUNTIME_VERSION" in os.environ
+        else None
+    )
     if active is None:
         return None
     tags = "spark.databricks.clusterUsageTags."
-    owner, cluster = (active.conf.get(tags + name, "") for name in ("clusterOwnerOrgId", "clusterId"))
+    owner, cluster = (
+        active.conf.get(tags + name, "") for name in ("clusterOwnerOrgId", "clusterId")
+    )
     return f"/driver-proxy/o/{owner}/{cluster}/{port}/" if owner and cluster else None
 
 

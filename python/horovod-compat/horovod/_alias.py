@@ -60,14 +60,17 @@ class _Finder(MetaPathFinder):
                 raise  # a framework that is not installed, not a module of ours
             found = None
         if found is None:
-            raise ModuleNotFoundError(f"Farandole has no counterpart of Horovod's module: {fullname}", name=fullname)
+            raise ModuleNotFoundError(
+                f"Farandole has no counterpart of Horovod's module: {fullname}", name=fullname
+            )
         spec = ModuleSpec(fullname, _SameModule(theirs), origin=found.origin)
         spec.submodule_search_locations = found.submodule_search_locations
         return spec
 
 
 class _Back(MetaPathFinder):
-    """Finds for Farandole's packages what lies only here: `from horovod.spark.common import constants`.
+    """Finds for Farandole's packages what lies only here: `from horovod.spark.common import
+    constants`.
 
     Python asks a package for such a name by the package's own name, which is Farandole's.
     """
@@ -98,6 +101,8 @@ def _own(fullname: str) -> ModuleSpec | None:
 
 
 def install() -> None:
-    """Puts the finders first, once: Python's own would load the files here a second time, by Farandole's name."""
+    """Puts the finders first, once: Python's own would load the files here a second time, by
+    Farandole's name.
+    """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path[:0] = [_Finder(), _Back()]

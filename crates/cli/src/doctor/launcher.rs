@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The way to launch a job from here: the batch system, its hosts, the way to reach them; and the launcher of this
-//! process.
+//! The way to launch a job from here: the batch system, its hosts, the way to reach them; and the
+//! launcher of this process.
 
 use farandole::launcher::HostSlots;
 use farandole::launcher::allocation::{Allocation, Surroundings, allocation};
@@ -12,8 +12,8 @@ use super::Page;
 /// Hosts that are named.
 const NAMED: usize = 16;
 
-/// Variables that name this process's rank: the required ones, and the starters that set them. The first one has the
-/// rank.
+/// Variables that name this process's rank: the required ones, and the starters that set them. The
+/// first one has the rank.
 const LAUNCHERS: [(&[&str], &str); 8] = [
     (&["OMPI_COMM_WORLD_RANK"], "mpirun of Open MPI"),
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
@@ -32,7 +32,10 @@ pub(super) fn section(page: &mut Page, here: &dyn Surroundings) {
     match allocation(here) {
         Ok(Some(found)) => batch(page, here, &found, ssh),
         Ok(None) => {
-            page.line("launcher", "none: processes start on this host, or on those of -H and --hostfile");
+            page.line(
+                "launcher",
+                "none: processes start on this host, or on those of -H and --hostfile",
+            );
             page.line("reached by", "ssh");
         }
         Err(error) => {
@@ -40,7 +43,8 @@ pub(super) fn section(page: &mut Page, here: &dyn Surroundings) {
             page.problems.push(format!("{error}: correct or unset the variable"));
         }
     }
-    let detail = if ssh { "installed" } else { "not installed: other hosts cannot be reached by it" };
+    let detail =
+        if ssh { "installed" } else { "not installed: other hosts cannot be reached by it" };
     page.check(ssh, "ssh", detail);
     page.line("this process", &started_by(here));
 }
@@ -50,7 +54,12 @@ fn batch(page: &mut Page, here: &dyn Surroundings, found: &Allocation, ssh: bool
     let hosts = found.hosts.len();
     page.line(
         "launcher",
-        &format!("{}: {} with {}", found.system, counted(hosts as u64, "host"), counted(slots, "slot")),
+        &format!(
+            "{}: {} with {}",
+            found.system,
+            counted(hosts as u64, "host"),
+            counted(slots, "slot")
+        ),
     );
     page.line("hosts", &named(&found.hosts));
     page.line("reached by", &reached_by(here, found));
@@ -96,13 +105,17 @@ fn named(hosts: &[HostSlots]) -> String {
 /// Returns all starters that seem to have started this process.
 fn started_by(here: &dyn Surroundings) -> String {
     let seen = LAUNCHERS.iter().filter_map(|(variables, who)| {
-        let values: Option<Vec<String>> =
-            variables.iter().map(|name| here.variable(name).map(|value| format!("{name}={value}"))).collect();
+        let values: Option<Vec<String>> = variables
+            .iter()
+            .map(|name| here.variable(name).map(|value| format!("{name}={value}")))
+            .collect();
         Some(format!("{who} ({})", values?.join(", ")))
     });
     let seen: Vec<String> = seen.collect();
     match seen.is_empty() {
-        true => "has no rank in its environment: no mpirun, srun or torchrun has started it".to_owned(),
+        true => {
+            "has no rank in its environment: no mpirun, srun or torchrun has started it".to_owned()
+        }
         false => format!("was started by {}", seen.join(", by ")),
     }
 }
@@ -137,7 +150,8 @@ mod tests {
     }
 
     fn page(variables: &[(&'static str, &'static str)], programs: &[&'static str]) -> Page {
-        let here = Played { variables: variables.iter().copied().collect(), programs: programs.to_vec() };
+        let here =
+            Played { variables: variables.iter().copied().collect(), programs: programs.to_vec() };
         let mut page = Page::default();
         section(&mut page, &here);
         page
@@ -154,8 +168,11 @@ mod tests {
 
     #[test]
     fn a_batch_system_has_hosts_slots_and_a_way_to_them() {
-        let slurm =
-            [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("SLURM_TASKS_PER_NODE", "4(x2)")];
+        let slurm = [
+            ("SLURM_JOB_ID", "7"),
+            ("SLURM_JOB_NODELIST", "n[1-2]"),
+            ("SLURM_TASKS_PER_NODE", "4(x2)"),
+        ];
         let page = page(&slurm, &["srun"]);
         for line in [
             "launcher        Slurm: 2 hosts with 8 slots\n",
@@ -172,7 +189,11 @@ mod tests {
     fn hosts_that_only_a_missing_ssh_reaches_are_a_problem() {
         let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/nodes")];
         let without = page(&pbs, &[]);
-        assert!(without.text.contains("launcher        PBS: 2 hosts with 3 slots\n"), "{}", without.text);
+        assert!(
+            without.text.contains("launcher        PBS: 2 hosts with 3 slots\n"),
+            "{}",
+            without.text
+        );
         assert!(
             without.problems[0].starts_with("the hosts of PBS are reached by ssh"),
             "{:?}",
@@ -183,7 +204,8 @@ mod tests {
 
     #[test]
     fn the_program_of_an_mpijob_is_the_one_it_names() {
-        let job = [("HYDRA_HOST_FILE", "/nodes"), ("OMPI_MCA_plm_rsh_agent", "/etc/mpi/kubexec.sh")];
+        let job =
+            [("HYDRA_HOST_FILE", "/nodes"), ("OMPI_MCA_plm_rsh_agent", "/etc/mpi/kubexec.sh")];
         let page = page(&job, &["kubectl"]);
         let line = "reached by      /etc/mpi/kubexec.sh (OMPI_MCA_plm_rsh_agent)\n";
         assert!(page.text.contains(line), "{}", page.text);
@@ -202,14 +224,17 @@ mod tests {
         assert!(told(&[("OMPI_COMM_WORLD_RANK", "3")]).contains(line));
         // A batch script has the first of them, and no step of its own.
         assert!(told(&[("SLURM_PROCID", "0")]).contains("has no rank"));
-        let line = "was started by srun (SLURM_PROCID=1, SLURM_STEP_ID=0), by torchrun or alike (RANK=1, WORLD_SIZE=4)\n";
-        let both = [("SLURM_PROCID", "1"), ("SLURM_STEP_ID", "0"), ("RANK", "1"), ("WORLD_SIZE", "4")];
+        let line = "was started by srun (SLURM_PROCID=1, SLURM_STEP_ID=0), by torchrun or alike \
+                    (RANK=1, WORLD_SIZE=4)\n";
+        let both =
+            [("SLURM_PROCID", "1"), ("SLURM_STEP_ID", "0"), ("RANK", "1"), ("WORLD_SIZE", "4")];
         assert!(told(&both).contains(line), "{}", told(&both));
     }
 
     #[test]
     fn many_hosts_are_counted() {
-        let hosts: Vec<HostSlots> = (0..20).map(|index| HostSlots::new(format!("n{index}"), 1)).collect();
+        let hosts: Vec<HostSlots> =
+            (0..20).map(|index| HostSlots::new(format!("n{index}"), 1)).collect();
         assert!(named(&hosts).ends_with("n15:1 and 4 more"), "{}", named(&hosts));
     }
 }

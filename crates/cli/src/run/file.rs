@@ -68,7 +68,9 @@ fn keys_of(name: &str, section: &str, keys: &Map<String, Value>, file: &mut File
             Value::Null => continue,
             Value::String(text) => text.clone(),
             Value::Bool(_) | Value::Number(_) => value.to_string(),
-            Value::Array(_) | Value::Object(_) => bail!("{name}: {section}.{key} must be one value: {value}"),
+            Value::Array(_) | Value::Object(_) => {
+                bail!("{name}: {section}.{key} must be one value: {value}")
+            }
         };
         if section == OURS {
             match KNOBS.iter().find(|knob| knob.key == key) {
@@ -78,7 +80,9 @@ fn keys_of(name: &str, section: &str, keys: &Map<String, Value>, file: &mut File
         } else if let Some(flag) = flag_of(section, key) {
             let text = match (flag.takes, truth(&text)) {
                 (Takes::Nothing, Some(truth)) => truth.to_owned(),
-                (Takes::Nothing, None) => bail!("{name}: {section}.{key} must be true or false: {value}"),
+                (Takes::Nothing, None) => {
+                    bail!("{name}: {section}.{key} must be true or false: {value}")
+                }
                 _ => text,
             };
             file.flags.push((flag.name, text));
@@ -158,7 +162,11 @@ farandole: {peer_timeout: 7s}
     fn every_section_is_read() {
         let file = read("c.yaml", EVERY).unwrap();
         let value = |name: &str| {
-            file.flags.iter().find(|(flag, _)| *flag == name).map(|(_, value)| value.as_str()).unwrap()
+            file.flags
+                .iter()
+                .find(|(flag, _)| *flag == name)
+                .map(|(_, value)| value.as_str())
+                .unwrap()
         };
         assert_eq!(
             (value("gloo"), value("fusion-threshold-mb"), value("cycle-time-ms")),
@@ -174,12 +182,14 @@ farandole: {peer_timeout: 7s}
     fn an_unknown_key_is_reported_with_the_nearest_one() {
         let file = read(
             "c.yaml",
-            "params:\n  fusion_treshold_mb: 1\nlogging:\n  hide_timestamp: true\nverbose: 2\nx: {y: 1}\n",
+            "params:\n  fusion_treshold_mb: 1\nlogging:\n  hide_timestamp: true\nverbose: 2\nx: \
+             {y: 1}\n",
         );
         assert_eq!(
             file.unwrap().warnings,
             [
-                "c.yaml: no such key, params.fusion_treshold_mb is ignored; perhaps params.fusion_threshold_mb is meant",
+                "c.yaml: no such key, params.fusion_treshold_mb is ignored; perhaps \
+                 params.fusion_threshold_mb is meant",
                 "c.yaml: no such section, verbose is ignored",
                 "c.yaml: no such key, x.y is ignored"
             ]

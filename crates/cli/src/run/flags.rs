@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Every flag of `farandole run`: Horovod's in one table, and those of knobs that Horovod does not have.
+//! Every flag of `farandole run`: Horovod's in one table, and those of knobs that Horovod does not
+//! have.
 
 use clap::builder::Str;
 use clap::{Arg, ArgAction};
@@ -52,7 +53,8 @@ pub(crate) struct Flag {
     pub(crate) single: &'static [&'static str],
     pub(crate) takes: Takes,
     pub(crate) does: Does,
-    /// Section and key in the configuration file. For flags that take nothing, `true` there is the flag.
+    /// Section and key in the configuration file. For flags that take nothing, `true` there is the
+    /// flag.
     pub(crate) key: Option<(&'static str, &'static str)>,
     pub(crate) help: &'static str,
 }
@@ -109,7 +111,8 @@ const fn ignored_in(
 const ELASTIC: &str = "elastic";
 const NO_MPI: &str = "Farandole does not use MPI";
 const NO_CYCLES: &str = "the engine has no cycles: it works as soon as there is something to do";
-const BY_ITSELF: &str = "the engine chooses the algorithm by size and layout (FARANDOLE_ALLREDUCE_ALGORITHM)";
+const BY_ITSELF: &str =
+    "the engine chooses the algorithm by size and layout (FARANDOLE_ALLREDUCE_ALGORITHM)";
 const ONE_ENGINE: &str = "there is one engine, and it needs no controller";
 const NO_CACHE: &str = "nothing is cached from run to run";
 
@@ -130,7 +133,8 @@ pub(crate) const FLAGS: &[Flag] = &[
         ..own(
             "hostfile",
             Takes::Text,
-            "A file with one host on each line: \"a slots=2\", \"a:2\" or \"a\"; # begins a comment",
+            "A file with one host on each line: \"a slots=2\", \"a:2\" or \"a\"; # begins a \
+             comment",
         )
     },
     Flag {
@@ -144,27 +148,35 @@ pub(crate) const FLAGS: &[Flag] = &[
     own(
         "ssh-command",
         Takes::Text,
-        "Program that reaches other hosts. It is called with a host and a command; default: that of the batch system, else ssh",
+        "Program that reaches other hosts. It is called with a host and a command; default: that \
+         of the batch system, else ssh",
     ),
     own(
         "network-interfaces",
         Takes::Text,
-        "Interfaces, such as eth0,ib0. The registrar and the links use the network of the first one that exists",
+        "Interfaces, such as eth0,ib0. The registrar and the links use the network of the first \
+         one that exists",
     ),
     own("network-interface", Takes::Text, "The older form of --network-interfaces"),
     own(
         "output-filename",
         Takes::Text,
-        "Folder in which the output of each rank is also written, to rank.<N>/stdout and rank.<N>/stderr",
+        "Folder in which the output of each rank is also written, to rank.<N>/stdout and \
+         rank.<N>/stderr",
     ),
     Flag {
         single: &["prefix-timestamp"],
-        ..own("prefix-output-with-timestamp", Takes::Nothing, "Begin each line of the workers with the time")
+        ..own(
+            "prefix-output-with-timestamp",
+            Takes::Nothing,
+            "Begin each line of the workers with the time",
+        )
     },
     own(
         "timeline",
         Takes::Text,
-        "File for one timeline of all ranks, for Perfetto; clocks of hosts are aligned, a late rank is named",
+        "File for one timeline of all ranks, for Perfetto; clocks of hosts are aligned, a late \
+         rank is named",
     ),
     own(
         "ui",
@@ -316,21 +328,24 @@ pub(crate) const FLAGS: &[Flag] = &[
         &["min-np"],
         Takes::Count,
         "min_num_proc",
-        "Makes the job elastic: smallest number of processes; default in an elastic job: the number of processes",
+        "Makes the job elastic: smallest number of processes; default in an elastic job: the \
+         number of processes",
     ),
     elastic(
         "max-num-proc",
         &["max-np"],
         Takes::Count,
         "max_num_proc",
-        "Elastic: largest number of processes; default: all slots; with spares, the number of processes",
+        "Elastic: largest number of processes; default: all slots; with spares, the number of \
+         processes",
     ),
     elastic(
         "host-discovery-script",
         &[],
         Takes::Text,
         "host_discovery_script",
-        "Makes the job elastic: a program that prints the available hosts, one `host` or `host:slots` on each line; run every second",
+        "Makes the job elastic: a program that prints the available hosts, one `host` or \
+         `host:slots` on each line; run every second",
     ),
     elastic(
         "slots-per-host",
@@ -344,7 +359,8 @@ pub(crate) const FLAGS: &[Flag] = &[
         &[],
         Takes::Count,
         "spares",
-        "Elastic: additional processes that have done their imports and wait to replace a lost process",
+        "Elastic: additional processes that have done their imports and wait to replace a lost \
+         process",
     ),
     elastic(
         "elastic-timeout",
@@ -358,14 +374,17 @@ pub(crate) const FLAGS: &[Flag] = &[
         &[],
         Takes::Text,
         "journal",
-        "Elastic: a file that records the state of the job; if this command is killed and started again with the same file, it continues the job with the same processes; contains the job's secrets",
+        "Elastic: a file that records the state of the job; if this command is killed and started \
+         again with the same file, it continues the job with the same processes; contains the \
+         job's secrets",
     ),
     elastic(
         "registrar-timeout",
         &[],
         Takes::Text,
         "registrar_timeout",
-        "Elastic: seconds for which the processes of a job with a journal wait for a command that was killed; then they end; default: 60",
+        "Elastic: seconds for which the processes of a job with a journal wait for a command that \
+         was killed; then they end; default: 60",
     ),
     elastic(
         "reset-limit",
@@ -379,7 +398,8 @@ pub(crate) const FLAGS: &[Flag] = &[
         &[],
         Takes::Pair,
         "blacklist_cooldown_range",
-        "Elastic: seconds for which a host gets no new process after a failure there: after the first failure, and at most; default: 5 300",
+        "Elastic: seconds for which a host gets no new process after a failure there: after the \
+         first failure, and at most; default: 5 300",
     ),
     elastic(
         "discovery-timeout",
@@ -389,17 +409,36 @@ pub(crate) const FLAGS: &[Flag] = &[
         "Elastic: seconds after which the program is killed and started again",
     ),
     ignored_in("cycle-time-ms", Takes::Number, ("params", "cycle_time_ms"), NO_CYCLES),
-    ignored_in("hierarchical-allreduce", Takes::Nothing, ("params", "hierarchical_allreduce"), BY_ITSELF),
+    ignored_in(
+        "hierarchical-allreduce",
+        Takes::Nothing,
+        ("params", "hierarchical_allreduce"),
+        BY_ITSELF,
+    ),
     ignored("no-hierarchical-allreduce", Takes::Nothing, BY_ITSELF),
-    ignored_in("hierarchical-allgather", Takes::Nothing, ("params", "hierarchical_allgather"), BY_ITSELF),
+    ignored_in(
+        "hierarchical-allgather",
+        Takes::Nothing,
+        ("params", "hierarchical_allgather"),
+        BY_ITSELF,
+    ),
     ignored("no-hierarchical-allgather", Takes::Nothing, BY_ITSELF),
     ignored_in("torus-allreduce", Takes::Nothing, ("params", "torus_allreduce"), BY_ITSELF),
     ignored("no-torus-allreduce", Takes::Nothing, BY_ITSELF),
-    ignored_in("mpi-threads-disable", Takes::Nothing, ("library_options", "mpi_threads_disable"), NO_MPI),
+    ignored_in(
+        "mpi-threads-disable",
+        Takes::Nothing,
+        ("library_options", "mpi_threads_disable"),
+        NO_MPI,
+    ),
     ignored("no-mpi-threads-disable", Takes::Nothing, NO_MPI),
     ignored("mpi-args", Takes::Text, NO_MPI),
     ignored("binding-args", Takes::Text, NO_MPI),
-    ignored("tcp", Takes::Nothing, "links between hosts always use TCP; for NCCL, set NCCL_IB_DISABLE"),
+    ignored(
+        "tcp",
+        Takes::Nothing,
+        "links between hosts always use TCP; for NCCL, set NCCL_IB_DISABLE",
+    ),
     ignored_in(
         "num-nccl-streams",
         Takes::Count,
@@ -487,7 +526,8 @@ pub(crate) fn is_switch(knob: &Knob) -> bool {
 pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
     let table = FLAGS.iter().map(argument);
     table.chain(knob_flags().map(|(name, knob)| {
-        let arg = Arg::new(name).long(name).help(format!("{} [{PREFIX}{}]", knob.doc.trim(), knob.name));
+        let arg =
+            Arg::new(name).long(name).help(format!("{} [{PREFIX}{}]", knob.doc.trim(), knob.name));
         // A negative number is a wrong value, and no flag.
         if is_switch(knob) {
             arg.action(ArgAction::SetTrue)
@@ -536,9 +576,10 @@ fn argument(flag: &Flag) -> Arg {
 
 fn help(flag: &Flag) -> String {
     let variable = match flag.does {
-        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => {
-            KNOBS.iter().find(|knob| knob.key == key).map(|knob| format!(" [{PREFIX}{}]", knob.name))
-        }
+        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => KNOBS
+            .iter()
+            .find(|knob| knob.key == key)
+            .map(|knob| format!(" [{PREFIX}{}]", knob.name)),
         Does::Nothing(_) | Does::Own => None,
     };
     format!("{}{}", flag.help, variable.unwrap_or_default())

@@ -33,9 +33,15 @@ use crate::timeline::Gathering;
 pub(crate) fn command() -> Command {
     Command::new("run")
         .display_name("farandole")
-        .about("Runs a program on several processes, of this host or of several; `-np N` is the same as `--num-proc N`.")
+        .about(
+            "Runs a program on several processes, of this host or of several; `-np N` is the \
+                same as `--num-proc N`.",
+        )
         .override_usage("farandole run [-np N] [-H HOST:SLOTS,...] [OPTIONS] COMMAND...")
-        .after_help("Horovod's other flags are accepted and mean nothing here; each says why when it is used.")
+        .after_help(
+            "Horovod's other flags are accepted and mean nothing here; each says why when \
+                     it is used.",
+        )
         .disable_version_flag(true)
         .args(flags::arguments())
         .arg(
@@ -57,7 +63,11 @@ pub(crate) fn command() -> Command {
 }
 
 /// Runs the program; the exit status is that of the first failure. `called` is the command's name.
-pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+pub(crate) fn run(
+    called: &str,
+    matches: &ArgMatches,
+    surroundings: &dyn Surroundings,
+) -> Result<i32> {
     if matches.get_flag("check-build") {
         print!("{}", check_build(&surroundings.python(), &surroundings.modules()));
         return Ok(0);
@@ -101,7 +111,8 @@ fn sinks(options: &RunOptions, place: &Place, watching: &Watching) -> Result<Sin
     let folder = options.output_folder.as_deref().or(shown.as_deref());
     let console = Console::new(options.timestamps, folder, place.num_proc, options.is_continued())?;
     let sink = watching.before(Arc::new(console) as Arc<dyn Sink>);
-    let timeline = options.timeline.as_deref().map(|path| Gathering::new(path, &sink)).transpose()?;
+    let timeline =
+        options.timeline.as_deref().map(|path| Gathering::new(path, &sink)).transpose()?;
     let sink = timeline.as_ref().map_or(sink, |timeline| Arc::clone(timeline) as Arc<dyn Sink>);
     Ok((sink, timeline))
 }
@@ -117,19 +128,25 @@ fn fixed(
     let verbose = options.verbose;
     let Place { num_proc, hosts, allocation, .. } = &place;
     if verbose {
-        let system =
-            allocation.as_ref().map_or_else(String::new, |given| format!(", as {} says", given.system));
+        let system = allocation
+            .as_ref()
+            .map_or_else(String::new, |given| format!(", as {} says", given.system));
         say(&format!("starting {num_proc} processes of {}{system}", options.command.join(" ")));
     }
     let assigned = |world: &World| {
-        let host =
-            |task| world.seats.iter().find(|seat| seat.task.0 == task).map(|seat| seat.host.to_string());
+        let host = |task| {
+            world.seats.iter().find(|seat| seat.task.0 == task).map(|seat| seat.host.to_string())
+        };
         watching.world(world, |task| host(task).unwrap_or_default());
         for seat in (0u32..).zip(&world.seats).filter(|_| verbose) {
             say(&format!("rank {} is local rank {} on {}", seat.0, seat.1.local_rank, seat.1.host));
         }
     };
-    let job = Job { num_proc: *num_proc, hosts: hosts.clone(), work: work(options, &place, surroundings) };
+    let job = Job {
+        num_proc: *num_proc,
+        hosts: hosts.clone(),
+        work: work(options, &place, surroundings),
+    };
     Ok(job.run_told(sink, &|| surroundings.wish(), &assigned)?)
 }
 
@@ -146,7 +163,9 @@ fn elastic(
     let verbose = options.verbose;
     let before = RefCell::new(HashSet::new());
     let heard = |happening: Happening<'_>| match happening {
-        Happening::Resumed { workers } => say(&format!("continues a job that has {workers} processes")),
+        Happening::Resumed { workers } => {
+            say(&format!("continues a job that has {workers} processes"))
+        }
         Happening::Loss(what) => {
             say(what);
             if let Some(watch) = watching.watch() {

@@ -17,7 +17,9 @@ use farandole::launcher::{HostSlots, Shell, placements};
 use farandole::registrar::host::network_of;
 
 use super::file::{self, File};
-use super::flags::{Does, FLAGS, Flag, IGNORED_VARIABLES, Takes, checked, is_elastic, is_switch, knob_flags};
+use super::flags::{
+    Does, FLAGS, Flag, IGNORED_VARIABLES, Takes, checked, is_elastic, is_switch, knob_flags,
+};
 
 /// Value of the knob by which agents send the timelines of their workers.
 const GATHER: &str = "GATHER";
@@ -86,8 +88,11 @@ impl RunOptions {
             apply(flag, &values, &format!("--{}", flag.name), &mut given, &mut remarks)?;
         }
         for (name, knob) in knob_flags().filter(|(name, _)| is_given(matches, name)) {
-            let value =
-                if is_switch(knob) { "1".to_owned() } else { text(matches, name).unwrap_or_default() };
+            let value = if is_switch(knob) {
+                "1".to_owned()
+            } else {
+                text(matches, name).unwrap_or_default()
+            };
             given.insert(knob.key.to_owned(), value);
         }
         let mut extra = BTreeMap::new();
@@ -99,7 +104,10 @@ impl RunOptions {
         }
         let timeline = text(matches, "timeline").map(PathBuf::from);
         if timeline.is_some() && given.insert("timeline".to_owned(), GATHER.to_owned()).is_some() {
-            bail!("--timeline and --timeline-filename exclude each other: each takes the ranks' timelines");
+            bail!(
+                "--timeline and --timeline-filename exclude each other: each takes the ranks' \
+                 timelines"
+            );
         }
         let store = text(matches, "ui-store");
         let ui = (matches.get_flag("ui") || store.is_some()).then_some(store);
@@ -108,19 +116,27 @@ impl RunOptions {
         }
         remarks.extend(ignored_variables());
         remarks.dedup();
-        let config = Config::read(environment, &given).map_err(|error| named(error, matches, &path))?;
+        let config =
+            Config::read(environment, &given).map_err(|error| named(error, matches, &path))?;
         let switched = config.min_num_proc.is_some() || !config.host_discovery_script.is_empty();
-        for flag in FLAGS.iter().filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name))
+        for flag in FLAGS
+            .iter()
+            .filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name))
         {
             remarks.push(format!(
-                "--{} means nothing without --min-num-proc or --host-discovery-script, which make a job elastic",
+                "--{} means nothing without --min-num-proc or --host-discovery-script, which make \
+                 a job elastic",
                 flag.name
             ));
         }
         let number = |name: &str| text(matches, name).map(|text| (name.to_owned(), text));
         Ok(Self {
             config,
-            environment: for_workers(&given).into_iter().chain(without_journal()).chain(extra).collect(),
+            environment: for_workers(&given)
+                .into_iter()
+                .chain(without_journal())
+                .chain(extra)
+                .collect(),
             num_proc: number("num-proc").map(|(_, text)| processes(&text)).transpose()?,
             hosts: text(matches, "hosts"),
             hostfile: text(matches, "hostfile"),
@@ -153,14 +169,17 @@ impl RunOptions {
         self.is_elastic() && self.journal().is_some_and(left)
     }
 
-    /// Returns the hosts of the processes: those of the command line, of the batch system, or this host.
+    /// Returns the hosts of the processes: those of the command line, of the batch system, or this
+    /// host.
     ///
     /// # Errors
     /// Hosts that cannot be understood, and too few slots.
     pub(crate) fn place(&self) -> Result<Place> {
         let named = self.named()?;
         let given = allocation(&Here)?;
-        let asked = self.ssh_command.is_some() || self.ssh_port.is_some() || self.ssh_identity_file.is_some();
+        let asked = self.ssh_command.is_some()
+            || self.ssh_port.is_some()
+            || self.ssh_identity_file.is_some();
         let own = given.as_ref().and_then(|given| given.shell.clone()).filter(|_| !asked);
         let shell = match own {
             Some(shell) => shell,
@@ -172,18 +191,27 @@ impl RunOptions {
             )?,
         };
         if !self.config.host_discovery_script.is_empty() {
-            return Ok(Place { hosts: Vec::new(), num_proc: self.first()?, shell, allocation: None });
+            return Ok(Place {
+                hosts: Vec::new(),
+                num_proc: self.first()?,
+                shell,
+                allocation: None,
+            });
         }
         let given = given.filter(|_| named.is_none());
         let is_named = named.is_some();
-        let hosts = named.or_else(|| given.as_ref().map(|given| given.hosts.clone())).unwrap_or_default();
+        let hosts =
+            named.or_else(|| given.as_ref().map(|given| given.hosts.clone())).unwrap_or_default();
         let slots: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
         let num_proc = match self.num_proc.or(self.config.min_num_proc) {
             Some(num_proc) => num_proc,
-            None if slots > 0 => u32::try_from(slots).context("more slots than ranks can be counted")?,
+            None if slots > 0 => {
+                u32::try_from(slots).context("more slots than ranks can be counted")?
+            }
             None => bail!("say how many processes to start: -np N"),
         };
-        // A job of one host, which this is, may have any number of processes: slots are then tasks of the batch system.
+        // A job of one host, which this is, may have any number of processes: slots are then tasks
+        // of the batch system.
         let alone = !is_named && hosts.len() == 1 && placements(&hosts, 1)?.1.is_empty();
         let hosts = if alone { Vec::new() } else { hosts };
         Ok(Place { hosts, num_proc, shell, allocation: given })
@@ -208,7 +236,8 @@ impl RunOptions {
         })
     }
 
-    /// Returns the host discovery of an elastic job. If it is this host alone, it has room for `most`.
+    /// Returns the host discovery of an elastic job. If it is this host alone, it has room for
+    /// `most`.
     pub(crate) fn discovery(&self, place: &Place, most: u32) -> Box<dyn Discovery> {
         // Without a largest number there is one process for each that was asked for.
         let slots = if most == u32::MAX { place.num_proc } else { most };
@@ -224,12 +253,17 @@ impl RunOptions {
 }
 
 /// Calls a knob by what the user has written: its flag, or its key in the file.
-fn named(mut error: farandole::config::Error, matches: &ArgMatches, file: &str) -> farandole::config::Error {
+fn named(
+    mut error: farandole::config::Error,
+    matches: &ArgMatches,
+    file: &str,
+) -> farandole::config::Error {
     let sets = |flag: &&Flag| match flag.does {
         Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => key == error.name,
         _ => false,
     };
-    let flag = FLAGS.iter().filter(|flag| is_given(matches, flag.name)).find(sets).map(|flag| flag.name);
+    let flag =
+        FLAGS.iter().filter(|flag| is_given(matches, flag.name)).find(sets).map(|flag| flag.name);
     let own = knob_flags().find(|(name, knob)| knob.key == error.name && is_given(matches, name));
     if let Some(name) = flag.or(own.map(|(name, _)| name)) {
         error.name = format!("--{name}");
@@ -277,7 +311,9 @@ fn apply(
             set(given, key, if on == "1" { "0" } else { "1" }.to_owned())
         }
         Does::Turns(key, on) => set(given, key, on.to_owned()),
-        Does::Nothing(why) if value != "false" => remarks.push(format!("{called} means nothing here: {why}")),
+        Does::Nothing(why) if value != "false" => {
+            remarks.push(format!("{called} means nothing here: {why}"))
+        }
         Does::Nothing(_) | Does::Own => {}
     }
     Ok(())
@@ -302,7 +338,9 @@ fn interfaces(matches: &ArgMatches, remarks: &mut Vec<String>) -> Option<Vec<Str
     let mut all = Vec::new();
     for name in ["network-interfaces", "network-interface"] {
         for value in matches.get_many::<String>(name).unwrap_or_default() {
-            all.extend(value.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned));
+            all.extend(
+                value.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned),
+            );
         }
     }
     if is_given(matches, "network-interface") {
@@ -334,6 +372,8 @@ fn without_journal() -> impl Iterator<Item = (String, Option<String>)> {
 fn for_workers(given: &BTreeMap<String, String>) -> BTreeMap<String, Option<String>> {
     let known = KNOBS.iter().filter(|knob| knob.propagate);
     known
-        .filter_map(|knob| Some((format!("{PREFIX}{}", knob.name), Some(given.get(knob.key)?.clone()))))
+        .filter_map(|knob| {
+            Some((format!("{PREFIX}{}", knob.name), Some(given.get(knob.key)?.clone())))
+        })
         .collect()
 }

@@ -160,7 +160,10 @@ fn elastic_numbers_that_contradict_each_other_are_refused_by_their_flags() {
     for range in [["0", "5"], ["9", "5"], ["5", "3601"]] {
         let line = ["--min-np", "1", "--blacklist-cooldown-range", range[0], range[1]];
         let error = read(&line).unwrap_err().to_string();
-        assert!(error.starts_with("--blacklist-cooldown-range must be two whole numbers"), "{error}");
+        assert!(
+            error.starts_with("--blacklist-cooldown-range must be two whole numbers"),
+            "{error}"
+        );
     }
     for named in [["-H", "a:1"], ["--hostfile", "f"]] {
         let line = ["horovodrun", named[0], named[1], "--host-discovery-script", "find", "a"];
@@ -171,7 +174,8 @@ fn elastic_numbers_that_contradict_each_other_are_refused_by_their_flags() {
 #[test]
 fn an_ignored_flag_is_named_once() {
     let options =
-        read(&["--tcp", "--mpi-args", "-x A", "--cycle-time-ms", "2.5", "--gloo", "-np", "2"]).unwrap();
+        read(&["--tcp", "--mpi-args", "-x A", "--cycle-time-ms", "2.5", "--gloo", "-np", "2"])
+            .unwrap();
     assert_eq!(options.remarks.len(), 4, "{:?}", options.remarks);
     assert!(options.remarks.iter().all(|remark| remark.contains(" means nothing here: ")));
     assert!(read(&["-np", "2"]).unwrap().remarks.is_empty());
@@ -188,7 +192,10 @@ fn every_variable_that_means_nothing_has_a_flag_that_says_why() {
 #[test]
 fn values_out_of_range_are_refused_by_name() {
     for (line, part) in [
-        (&["--cache-capacity", "-1"][..], "--cache-capacity must be a whole number of at least 0: -1"),
+        (
+            &["--cache-capacity", "-1"][..],
+            "--cache-capacity must be a whole number of at least 0: -1",
+        ),
         (&["--fusion-threshold-mb", "x"], "--fusion-threshold-mb must be a whole number"),
         (&["--autotune-gaussian-process-noise", "2"], "must be a number from 0 to 1: 2"),
         (&["-np", "0"], "--num-proc must be a whole number of at least 1: 0"),
@@ -206,15 +213,21 @@ fn values_out_of_range_are_refused_by_name() {
 
 #[test]
 fn an_unknown_flag_names_the_nearest_one_and_flags_that_exclude_each_other_are_refused() {
-    let error =
-        matches(&["horovodrun", "-np", "2", "--fusion-treshold-mb", "1", "a"]).unwrap_err().to_string();
-    assert!(error.contains("--fusion-threshold-mb") && error.contains("Usage: horovodrun "), "{error}");
+    let error = matches(&["horovodrun", "-np", "2", "--fusion-treshold-mb", "1", "a"])
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("--fusion-threshold-mb") && error.contains("Usage: horovodrun "),
+        "{error}"
+    );
     for line in [["--gloo", "--mpi", "a"].as_slice(), &["-H", "a:1", "--hostfile", "f", "a"]] {
         let mut words = vec!["farandole", "run"];
         words.extend(line);
         assert!(matches(&words).unwrap_err().to_string().contains("cannot be used with"));
     }
-    assert!(matches(&["farandole", "run", "-np", "2"]).unwrap_err().to_string().contains("COMMAND"));
+    assert!(
+        matches(&["farandole", "run", "-np", "2"]).unwrap_err().to_string().contains("COMMAND")
+    );
     assert!(matches(&["horovodrun", "-cb"]).unwrap().get_flag("check-build"));
 }
 
@@ -226,9 +239,13 @@ fn a_flag_wins_over_the_file_and_the_last_of_two_opposites_counts() {
     );
     let path = file.path().to_str().unwrap();
     let options =
-        read(&["--config-file", path, "--cache-capacity", "8", "--autotune", "--no-autotune"]).unwrap();
+        read(&["--config-file", path, "--cache-capacity", "8", "--autotune", "--no-autotune"])
+            .unwrap();
     let config = &options.config;
-    assert_eq!((config.cache_capacity, config.fusion_threshold, config.autotune), (8, 32 << 20, false));
+    assert_eq!(
+        (config.cache_capacity, config.fusion_threshold, config.autotune),
+        (8, 32 << 20, false)
+    );
     assert!(config.stall_check_disable);
     assert_eq!(
         (config.stall_check_time, config.peer_timeout),
@@ -260,8 +277,11 @@ fn hosts_give_the_number_of_processes_and_too_few_slots_are_refused_when_it_is_p
     assert_eq!(options.place().unwrap().num_proc, 3);
     let none = read(&[]).unwrap().place().unwrap_err().to_string();
     assert!(none.contains("-np N"), "{none}");
-    let rsh =
-        read(&["-np", "1", "--ssh-command", "rsh", "-p", "1"]).unwrap().place().unwrap_err().to_string();
+    let rsh = read(&["-np", "1", "--ssh-command", "rsh", "-p", "1"])
+        .unwrap()
+        .place()
+        .unwrap_err()
+        .to_string();
     assert!(rsh.contains("hosts are reached by: rsh"), "{rsh}");
 }
 
@@ -281,13 +301,17 @@ fn every_knob_with_a_flag_is_one() {
 #[test]
 fn a_wrong_value_is_called_as_the_user_has_written_it() {
     let file = written("params: {fusion_threshold_mb: many}\n");
-    let (level, own) = (written("logging: {level: loud}\n"), written("farandole: {start_timeout: soon}\n"));
+    let (level, own) =
+        (written("logging: {level: loud}\n"), written("farandole: {start_timeout: soon}\n"));
     let [path, level, own] = [&file, &level, &own].map(|file| file.path().display().to_string());
     for (line, told) in [
         (&["--start-timeout", "-5"][..], "--start-timeout must be a duration".to_owned()),
         (&["--log-level", "loud"], "--log-level must be trace, ".to_owned()),
         (&["-np", "-1"], "--num-proc must be a whole number of at least 1: -1".to_owned()),
-        (&["--config-file", &path], format!("{path}: params.fusion_threshold_mb must be a whole number")),
+        (
+            &["--config-file", &path],
+            format!("{path}: params.fusion_threshold_mb must be a whole number"),
+        ),
         (&["--config-file", &level], format!("{level}: logging.level must be trace, ")),
         (&["--config-file", &own], format!("{own}: farandole.start_timeout must be a duration")),
     ] {

@@ -23,13 +23,20 @@ impl Watching {
     ///
     /// # Errors
     /// The store cannot be written, or the page is not installed.
-    pub(super) fn open(options: &RunOptions, ranks: u32, surroundings: &dyn Surroundings) -> Result<Self> {
+    pub(super) fn open(
+        options: &RunOptions,
+        ranks: u32,
+        surroundings: &dyn Surroundings,
+    ) -> Result<Self> {
         let Some(store) = &options.ui else { return Ok(Self(None)) };
         // Of `python train.py`, the script names the run.
-        let named = options.command.iter().find(|word| word.ends_with(".py")).or(options.command.first());
+        let named =
+            options.command.iter().find(|word| word.ends_with(".py")).or(options.command.first());
         let name = named.and_then(|word| Path::new(word).file_stem()?.to_str()).unwrap_or("run");
         let opened = surroundings.watch(store.as_deref(), name, ranks);
-        Ok(Self(Some(opened.map_err(|error| anyhow!("the run viewer cannot show the job: {error}"))?)))
+        Ok(Self(Some(
+            opened.map_err(|error| anyhow!("the run viewer cannot show the job: {error}"))?,
+        )))
     }
 
     pub(super) fn watch(&self) -> Option<&dyn Watch> {

@@ -5,8 +5,9 @@
 
 use super::{Buffer, copy_past_caches};
 
-/// Host buffers of one operation, end to end. The methods are safe because an operation's buffers are, by the promise
-/// made at `Buffer::from_raw`, nobody else's until it completes, and every slice made here ends with its call.
+/// Host buffers of one operation, end to end. The methods are safe because an operation's buffers
+/// are, by the promise made at `Buffer::from_raw`, nobody else's until it completes, and every
+/// slice made here ends with its call.
 #[derive(Debug, Default)]
 pub(crate) struct Flat {
     buffers: Vec<Buffer>,
@@ -42,7 +43,8 @@ impl Flat {
     /// Writes `from` from position `at` on.
     pub(crate) fn write(&self, at: usize, from: &[u8]) {
         self.pieces(at, from.len(), |offset, buffer| {
-            // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends here.
+            // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends
+            // here.
             let bytes = unsafe { buffer.bytes_mut() };
             bytes.copy_from_slice(&from[offset..offset + bytes.len()]);
         });
@@ -51,7 +53,8 @@ impl Flat {
     /// Like [`Flat::write`], past the caches.
     pub(crate) fn write_past_caches(&self, at: usize, from: &[u8]) {
         self.pieces(at, from.len(), |offset, buffer| {
-            // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends here.
+            // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends
+            // here.
             let bytes = unsafe { buffer.bytes_mut() };
             copy_past_caches(&from[offset..offset + bytes.len()], bytes);
         });
@@ -66,19 +69,22 @@ impl Flat {
     /// Shows `len` bytes from position `at` on, piece by piece, each with its offset from `at`.
     pub(crate) fn visit(&self, at: usize, len: usize, mut see: impl FnMut(usize, &[u8])) {
         self.pieces(at, len, |offset, buffer| {
-            // SAFETY: the operation's buffers are ours alone (see the type); `see` has no way to write them.
+            // SAFETY: the operation's buffers are ours alone (see the type); `see` has no way to
+            // write them.
             see(offset, unsafe { buffer.bytes() });
         });
     }
 
-    /// Copies everything to another list of the same length; buffers that are the same are left alone.
+    /// Copies everything to another list of the same length; buffers that are the same are left
+    /// alone.
     pub(crate) fn copy_to(&self, to: &Self) {
         let mut at = 0;
         for buffer in &self.buffers {
             to.pieces(at, buffer.len(), |offset, target| {
                 let source = buffer.view(offset, target.len());
                 if source.address() != target.address() {
-                    // SAFETY: both ranges are valid for their length, which is the same, and may overlap.
+                    // SAFETY: both ranges are valid for their length, which is the same, and may
+                    // overlap.
                     unsafe { std::ptr::copy(source.address(), target.address(), target.len()) }
                 }
             });
@@ -86,8 +92,8 @@ impl Flat {
         }
     }
 
-    /// Gives `len` bytes from position `at` on of several lists that are cut alike, for reading and writing: one piece of
-    /// each at a time. No two lists have bytes in common.
+    /// Gives `len` bytes from position `at` on of several lists that are cut alike, for reading and
+    /// writing: one piece of each at a time. No two lists have bytes in common.
     pub(crate) fn change_all(
         lists: &[Self],
         at: usize,
@@ -99,9 +105,11 @@ impl Flat {
         first.pieces(at, len, |offset, piece| {
             for list in lists {
                 list.pieces(at + offset, piece.len(), |_, buffer| {
-                    // SAFETY: as in `write`, and the lists have nothing in common; the memory outlives this call, which
-                    // `list` keeps alive.
-                    all.push(unsafe { std::slice::from_raw_parts_mut(buffer.address(), buffer.len()) });
+                    // SAFETY: as in `write`, and the lists have nothing in common; the memory
+                    // outlives this call, which `list` keeps alive.
+                    all.push(unsafe {
+                        std::slice::from_raw_parts_mut(buffer.address(), buffer.len())
+                    });
                 });
             }
             change(&mut all);
@@ -118,7 +126,9 @@ impl Flat {
         let mut index = self.ends.partition_point(|end| *end <= at);
         let mut done = 0;
         while done < len {
-            let (Some(buffer), Some(end)) = (self.buffers.get(index), self.ends.get(index)) else { return };
+            let (Some(buffer), Some(end)) = (self.buffers.get(index), self.ends.get(index)) else {
+                return;
+            };
             let start = end - buffer.len();
             let piece = buffer.view(at + done - start, len - done);
             let bytes = piece.len();

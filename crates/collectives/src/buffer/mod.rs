@@ -35,7 +35,8 @@ impl Stream {
     /// Returns the stream of this handle, as the framework and the device's driver know it.
     ///
     /// # Safety
-    /// It is a stream of the device it is used with, or 0 for the default one, and lives while it is used.
+    /// It is a stream of the device it is used with, or 0 for the default one, and lives while it
+    /// is used.
     pub unsafe fn from_raw(handle: usize) -> Self {
         Self(handle)
     }
@@ -55,8 +56,8 @@ pub struct Buffer {
     owner: Option<Memory>,
 }
 
-// SAFETY: a buffer is an address and a length; the caller of `from_raw` promised that the range may be used from the
-// engine's threads until the operation completes.
+// SAFETY: a buffer is an address and a length; the caller of `from_raw` promised that the range may
+// be used from the engine's threads until the operation completes.
 unsafe impl Send for Buffer {}
 // SAFETY: as for Send; shared references only hand out the address.
 unsafe impl Sync for Buffer {}
@@ -65,10 +66,15 @@ impl Buffer {
     /// Returns a range with another owner.
     ///
     /// # Safety
-    /// `address` must stay valid for `bytes` bytes, for writing if it is used as an output, and no one else may write
-    /// it, until every operation given this buffer has completed or failed.
+    /// `address` must stay valid for `bytes` bytes, for writing if it is used as an output, and no
+    /// one else may write it, until every operation given this buffer has completed or failed.
     pub unsafe fn from_raw(address: *mut u8, bytes: usize, place: Place) -> Self {
-        Self { address: NonNull::new(address).unwrap_or(NonNull::dangling()), bytes, place, owner: None }
+        Self {
+            address: NonNull::new(address).unwrap_or(NonNull::dangling()),
+            bytes,
+            place,
+            owner: None,
+        }
     }
 
     /// Length in bytes.
@@ -115,7 +121,8 @@ impl Buffer {
     /// Nobody may write them while the slice lives.
     pub unsafe fn bytes(&self) -> &[u8] {
         match self.place {
-            // SAFETY: valid for `bytes` by the promise of `from_raw` or by the owner; not written by the caller's promise.
+            // SAFETY: valid for `bytes` by the promise of `from_raw` or by the owner; not written
+            // by the caller's promise.
             Place::Host => unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.bytes) },
             Place::Device(_) => &[],
         }
@@ -132,7 +139,9 @@ impl Buffer {
     pub unsafe fn bytes_mut(&self) -> &mut [u8] {
         match self.place {
             // SAFETY: as in `bytes`, and exclusive by the caller's promise.
-            Place::Host => unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) },
+            Place::Host => unsafe {
+                std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes)
+            },
             Place::Device(_) => &mut [],
         }
     }
@@ -172,7 +181,8 @@ impl Drop for Allocation {
     }
 }
 
-/// Returns the layout of memory for tensors, aligned for vector instructions; `None` for impossible sizes.
+/// Returns the layout of memory for tensors, aligned for vector instructions; `None` for impossible
+/// sizes.
 fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), 64).ok()
 }
@@ -197,7 +207,8 @@ impl Memory {
         Some(Self(Arc::new(Allocation { address, bytes, store: Store::Heap(layout) })))
     }
 
-    /// Returns memory filled with one element again and again, the last one cut off where it must be.
+    /// Returns memory filled with one element again and again, the last one cut off where it must
+    /// be.
     pub fn repeating(bytes: usize, element: &[u8]) -> Self {
         let memory = Self::new(bytes);
         if element.iter().any(|byte| *byte != 0) {
@@ -243,7 +254,12 @@ impl Memory {
 
     /// Returns the whole range as a buffer that keeps this memory alive.
     pub fn buffer(&self) -> Buffer {
-        Buffer { address: self.0.address, bytes: self.0.bytes, place: Place::Host, owner: Some(self.clone()) }
+        Buffer {
+            address: self.0.address,
+            bytes: self.0.bytes,
+            place: Place::Host,
+            owner: Some(self.clone()),
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 
 //! Copies that bypass the caches: lines of the target are written without being read first.
 //!
-//! That saves a third of a large copy's traffic, and leaves the content of the caches. It costs where the target is
-//! read so soon that it would still have been in a cache.
+//! That saves a third of a large copy's traffic, and leaves the content of the caches. It costs
+//! where the target is read so soon that it would still have been in a cache.
 
 /// Copies `from` to `to`, of the same length; of different ones, as far as both go.
 #[cfg(target_arch = "x86_64")]
@@ -17,12 +17,13 @@ pub fn copy_past_caches(from: &[u8], to: &mut [u8]) {
     let head = to.as_ptr().align_offset(LINE).min(bytes);
     let (first, rest) = from[..bytes].split_at(head);
     let (to_first, to_rest) = to[..bytes].split_at_mut(head);
-    let ((lines, last), (to_lines, to_last)) = (rest.as_chunks::<LINE>(), to_rest.as_chunks_mut::<LINE>());
+    let ((lines, last), (to_lines, to_last)) =
+        (rest.as_chunks::<LINE>(), to_rest.as_chunks_mut::<LINE>());
     to_first.copy_from_slice(first);
     for (line, target) in lines.iter().zip(to_lines) {
         for at in (0..LINE).step_by(PIECE) {
-            // SAFETY: both lines have 64 bytes, the target's begins where memory is aligned to a line, and every x86-64 has
-            // these instructions.
+            // SAFETY: both lines have 64 bytes, the target's begins where memory is aligned to a
+            // line, and every x86-64 has these instructions.
             unsafe {
                 let piece = _mm_loadu_si128(line.as_ptr().add(at).cast());
                 _mm_stream_si128(target.as_mut_ptr().add(at).cast(), piece);
@@ -30,12 +31,13 @@ pub fn copy_past_caches(from: &[u8], to: &mut [u8]) {
         }
     }
     to_last.copy_from_slice(last);
-    // Bytes that went past the caches are ordered before all later writes of this thread. SAFETY: every x86-64 has
-    // this.
+    // Bytes that went past the caches are ordered before all later writes of this thread. SAFETY:
+    // every x86-64 has this.
     unsafe { _mm_sfence() }
 }
 
-/// Copies `from` to `to`, of the same length; of different ones, as far as both go. This processor decides by itself.
+/// Copies `from` to `to`, of the same length; of different ones, as far as both go. This processor
+/// decides by itself.
 #[cfg(not(target_arch = "x86_64"))]
 pub fn copy_past_caches(from: &[u8], to: &mut [u8]) {
     let bytes = from.len().min(to.len());

@@ -24,7 +24,8 @@ pub(super) fn forget(address: NonNull<u8>) {
 }
 
 impl Memory {
-    /// Zeroed memory that the other members of this host can work in; such as `try_new` has where the system gives none.
+    /// Zeroed memory that the other members of this host can work in; such as `try_new` has where
+    /// the system gives none.
     pub fn shareable(bytes: usize) -> Option<Self> {
         let region = Region::create(bytes).ok().and_then(|region| Self::of(region, bytes));
         let Some(memory) = region else { return Self::try_new(bytes) };

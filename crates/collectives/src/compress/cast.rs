@@ -42,13 +42,23 @@ macro_rules! cast {
 
             fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()> {
                 require_length(self, payload.len(), into.len())?;
-                decode::<$half>(payload, into, |into, value| *into += value, <$half>::from_ne_bytes);
+                decode::<$half>(
+                    payload,
+                    into,
+                    |into, value| *into += value,
+                    <$half>::from_ne_bytes,
+                );
                 Ok(())
             }
 
             fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
                 require_length(self, payload.len(), from.len())?;
-                decode::<$half>(payload, from, |from, value| *from -= value, <$half>::from_ne_bytes);
+                decode::<$half>(
+                    payload,
+                    from,
+                    |from, value| *from -= value,
+                    <$half>::from_ne_bytes,
+                );
                 Ok(())
             }
         }

@@ -8,8 +8,9 @@ use crate::{Error, Result};
 
 /// Encodes `values + residual` and leaves in `residual` what the payload has lost.
 ///
-/// Start with zeros. Over many steps the sum of payloads then is the sum of values, up to one step's loss. A loss that
-/// is not a number, as of an overflown gradient, is forgotten instead of spoiling all that follows.
+/// Start with zeros. Over many steps the sum of payloads then is the sum of values, up to one
+/// step's loss. A loss that is not a number, as of an overflown gradient, is forgotten instead of
+/// spoiling all that follows.
 ///
 /// # Errors
 /// [`Error::Shape`] when the lengths do not fit.
@@ -21,7 +22,11 @@ pub fn encode_with_residual(
 ) -> Result<()> {
     if values.len() != residual.len() {
         return Err(Error::Shape {
-            reason: format!("{} numbers have as many residuals, not: {}", values.len(), residual.len()),
+            reason: format!(
+                "{} numbers have as many residuals, not: {}",
+                values.len(),
+                residual.len()
+            ),
         });
     }
     for (left, value) in residual.iter_mut().zip(values) {

@@ -13,8 +13,8 @@ const ROUNDER: f32 = 12_582_912.0;
 
 /// Codes from -127 to 127 in blocks; each block has a scale, the largest magnitude in it over 127.
 ///
-/// The payload is all scales, then all codes: 1 byte a number and 4 a block. The error of a number is at most half
-/// its block's scale. A block with a number that is not finite becomes NaN.
+/// The payload is all scales, then all codes: 1 byte a number and 4 a block. The error of a number
+/// is at most half its block's scale. A block with a number that is not finite becomes NaN.
 #[derive(Clone, Copy, Debug)]
 pub struct Int8 {
     block: usize,
@@ -31,7 +31,12 @@ impl Int8 {
     }
 
     /// Combines every number of `payload` with its place in `with`.
-    fn decode(&self, payload: &[u8], with: &mut [f32], combine: impl Fn(&mut f32, f32)) -> Result<()> {
+    fn decode(
+        &self,
+        payload: &[u8],
+        with: &mut [f32],
+        combine: impl Fn(&mut f32, f32),
+    ) -> Result<()> {
         require_length(self, payload.len(), with.len())?;
         let (scales, codes) = payload.split_at(self.scales(with.len()));
         let blocks = with.chunks_mut(self.block).zip(codes.chunks(self.block));

@@ -9,8 +9,9 @@
 //!         +-- residual = values - what the payload says                     accumulate, in member order: the sum
 //! ```
 //!
-//! A payload is never summed in its own form, so 8-bit codes cannot overflow. Payloads are opaque to the engine: it
-//! moves them as bytes. Members that accumulate the same payloads in the same order get the same bits.
+//! A payload is never summed in its own form, so 8-bit codes cannot overflow. Payloads are opaque
+//! to the engine: it moves them as bytes. Members that accumulate the same payloads in the same
+//! order get the same bits.
 
 mod cast;
 mod feedback;
@@ -40,7 +41,8 @@ pub trait Compressor: Send + Sync {
     /// Adds what `payload` says to `into`.
     ///
     /// # Errors
-    /// [`Error::Shape`] when `payload` is not one for `into.len()` numbers; `into` is then partly written at most.
+    /// [`Error::Shape`] when `payload` is not one for `into.len()` numbers; `into` is then partly
+    /// written at most.
     fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()>;
 
     /// Subtracts the values of `payload` from `from`: the rest is the loss of the payload.
@@ -57,6 +59,8 @@ fn require_length(compressor: &dyn Compressor, payload: usize, values: usize) ->
         return Ok(());
     }
     Err(Error::Shape {
-        reason: format!("a payload for {values} numbers has {expected} bytes, this one has: {payload}"),
+        reason: format!(
+            "a payload for {values} numbers has {expected} bytes, this one has: {payload}"
+        ),
     })
 }

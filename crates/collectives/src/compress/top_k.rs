@@ -9,10 +9,11 @@ use crate::{Error, Result};
 /// Bytes of an index and its value.
 const ENTRY: usize = 8;
 
-/// A share of the numbers: those of largest magnitude, with their indices; of equal ones those that come first.
+/// A share of the numbers: those of largest magnitude, with their indices; of equal ones those that
+/// come first.
 ///
-/// The payload is entries of index and value in the order of indices: 8 bytes for each number that is sent, one at
-/// least. NaN counts as largest, so that it is noticed.
+/// The payload is entries of index and value in the order of indices: 8 bytes for each number that
+/// is sent, one at least. NaN counts as largest, so that it is noticed.
 #[derive(Clone, Copy, Debug)]
 pub struct TopK {
     share: f64,
@@ -26,7 +27,10 @@ impl TopK {
 
     /// Returns how many of `values` numbers are sent.
     pub fn count(&self, values: usize) -> usize {
-        #[expect(clippy::cast_possible_truncation, reason = "a share of a length is no larger than it")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "a share of a length is no larger than it"
+        )]
         #[expect(
             clippy::cast_sign_loss,
             clippy::cast_precision_loss,
@@ -37,7 +41,12 @@ impl TopK {
     }
 
     /// Combines every number of `payload` with its place in `with`.
-    fn decode(&self, payload: &[u8], with: &mut [f32], combine: impl Fn(&mut f32, f32)) -> Result<()> {
+    fn decode(
+        &self,
+        payload: &[u8],
+        with: &mut [f32],
+        combine: impl Fn(&mut f32, f32),
+    ) -> Result<()> {
         require_length(self, payload.len(), with.len())?;
         for [i0, i1, i2, i3, v0, v1, v2, v3] in payload.as_chunks::<ENTRY>().0 {
             let index = u32::from_ne_bytes([*i0, *i1, *i2, *i3]);
@@ -61,14 +70,17 @@ impl Compressor for TopK {
     fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()> {
         require_length(self, payload.len(), values.len())?;
         if u32::try_from(values.len()).is_err() {
-            return Err(Error::Shape { reason: format!("indices have 32 bits; numbers: {}", values.len()) });
+            return Err(Error::Shape {
+                reason: format!("indices have 32 bits; numbers: {}", values.len()),
+            });
         }
         let count = self.count(values.len());
         if count == 0 {
             return Ok(());
         }
         let mut magnitudes: Vec<u32> = values.iter().map(|value| magnitude(*value)).collect();
-        let (_, smallest, above) = magnitudes.select_nth_unstable_by(values.len() - count, u32::cmp);
+        let (_, smallest, above) =
+            magnitudes.select_nth_unstable_by(values.len() - count, u32::cmp);
         let smallest = *smallest;
         let larger = above.iter().filter(|magnitude| **magnitude > smallest).count();
         let mut ties = count - larger;

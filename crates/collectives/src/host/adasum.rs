@@ -3,21 +3,24 @@
 
 //! Allreduce by Adasum: vector halving, distance doubling.
 //!
-//! Members are leaves of a binary tree of neighbours, `log2 P` levels. At each level the two sides, of `d` members each,
-//! hold a vector each, spread over their members; a member swaps one half of its piece with the member `d` away, sums
-//! the three products of the halves it now has both of, agrees on the sums with the `2 d` members that have the rest of
-//! the two vectors, and combines. Afterwards the halves go back the same way. Per member `2 * (P - 1) / P * N` bytes and
-//! `log2 P * (log2 P + 5) / 2` swaps. Every tensor is halved and summed by itself, so fusing changes no bits; each element of the
-//! result is computed by one member, so all have the same bits.
+//! Members are leaves of a binary tree of neighbours, `log2 P` levels. At each level the two sides,
+//! of `d` members each, hold a vector each, spread over their members; a member swaps one half of
+//! its piece with the member `d` away, sums the three products of the halves it now has both of,
+//! agrees on the sums with the `2 d` members that have the rest of the two vectors, and combines.
+//! Afterwards the halves go back the same way. Per member `2 * (P - 1) / P * N` bytes and `log2 P *
+//! (log2 P + 5) / 2` swaps. Every tensor is halved and summed by itself, so fusing changes no bits;
+//! each element of the result is computed by one member, so all have the same bits.
 //!
-//! **Any number of members.** With `p` the largest power of two, `2 * (P - p)` first members are folded in pairs: the
-//! odd one sends its whole vector to the even one before it, which combines both and takes part for the two; at the end
-//! it sends the result back. Two more messages of `N` bytes for those.
+//! **Any number of members.** With `p` the largest power of two, `2 * (P - p)` first members are
+//! folded in pairs: the odd one sends its whole vector to the even one before it, which combines
+//! both and takes part for the two; at the end it sends the result back. Two more messages of `N`
+//! bytes for those.
 //!
 //! `float16` and `bfloat16` are `float32` from the first input to the last scaling, on links too.
 //!
-//! **No deadlock.** Steps are the same sequence on the two ends of every link, a member reads whatever comes from its
-//! partner while it writes to it, and the earliest unfinished step has both its ends in it.
+//! **No deadlock.** Steps are the same sequence on the two ends of every link, a member reads
+//! whatever comes from its partner while it writes to it, and the earliest unfinished step has both
+//! its ends in it.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -77,15 +80,29 @@ impl Adasum {
             inputs.read(at, block);
             reducer.begin(&[block], &mut own[at * expansion..(at + block.len()) * expansion]);
         }
-        let carrier =
-            if reducer.reduction().dtype == DataType::F64 { Carrier::Double } else { Carrier::Single };
+        let carrier = if reducer.reduction().dtype == DataType::F64 {
+            Carrier::Double
+        } else {
+            Carrier::Single
+        };
         let element = reducer.reduction().dtype.size();
         let tensors: Vec<usize> = tensors.iter().map(|bytes| bytes / element).collect();
-        let steps = Plan { element: element * expansion }.steps(peers.member, peers.size(), &tensors);
+        let steps =
+            Plan { element: element * expansion }.steps(peers.member, peers.size(), &tensors);
         let other = vec![0; own.len()];
         let measures = vec![0; tensors.len() * Measures::BYTES];
         let theirs = measures.clone();
-        Self { reducer, outputs, carrier, own, other, measures, theirs, steps: steps.into(), swap: None }
+        Self {
+            reducer,
+            outputs,
+            carrier,
+            own,
+            other,
+            measures,
+            theirs,
+            steps: steps.into(),
+            swap: None,
+        }
     }
 
     /// True when the step is over.
@@ -93,14 +110,16 @@ impl Adasum {
         let Some(step) = self.steps.front() else { return Ok(true) };
         match step {
             Step::Swap { with, gives, takes, results } => {
-                let (out, incoming) =
-                    self.swap.get_or_insert_with(|| (Message::new(bytes(gives)), Message::new(bytes(takes))));
+                let (out, incoming) = self.swap.get_or_insert_with(|| {
+                    (Message::new(bytes(gives)), Message::new(bytes(takes)))
+                });
                 let link = peers.link_to(*with);
                 let link = &mut peers.links[link];
                 let own = &mut self.own;
                 *any |= out.put(&mut *link.sender, |at, to| gather(own, gives, at, to))?;
                 let into = if *results { own } else { &mut self.other };
-                *any |= incoming.take(&mut *link.receiver, |at, from| scatter(into, takes, at, from))?;
+                *any |= incoming
+                    .take(&mut *link.receiver, |at, from| scatter(into, takes, at, from))?;
                 Ok(out.is_finished() && incoming.is_finished())
             }
             Step::Agree { with } => {
@@ -109,14 +128,18 @@ impl Adasum {
                 let link = peers.link_to(*with);
                 let link = &mut peers.links[link];
                 let (ours, theirs) = (&self.measures, &mut self.theirs);
-                *any |= out.put(&mut *link.sender, |at, to| to.copy_from_slice(&ours[at..at + to.len()]))?;
+                *any |= out.put(&mut *link.sender, |at, to| {
+                    to.copy_from_slice(&ours[at..at + to.len()])
+                })?;
                 *any |= incoming.take(&mut *link.receiver, |at, from| {
                     theirs[at..at + from.len()].copy_from_slice(from);
                 })?;
                 let over = out.is_finished() && incoming.is_finished();
                 if over {
                     let theirs = self.theirs.chunks_exact(Measures::BYTES);
-                    for (ours, theirs) in self.measures.chunks_exact_mut(Measures::BYTES).zip(theirs) {
+                    for (ours, theirs) in
+                        self.measures.chunks_exact_mut(Measures::BYTES).zip(theirs)
+                    {
                         let sum = Measures::from_bytes(ours).plus(Measures::from_bytes(theirs));
                         ours.copy_from_slice(&sum.to_bytes());
                     }
@@ -124,7 +147,9 @@ impl Adasum {
                 Ok(over)
             }
             Step::Measure { piece, first } => {
-                for (range, into) in piece.iter().zip(self.measures.chunks_exact_mut(Measures::BYTES)) {
+                for (range, into) in
+                    piece.iter().zip(self.measures.chunks_exact_mut(Measures::BYTES))
+                {
                     let (own, other) = (&self.own[range.clone()], &self.other[range.clone()]);
                     let (a, b) = if *first { (own, other) } else { (other, own) };
                     into.copy_from_slice(&Measures::of(self.carrier, a, b).to_bytes());
@@ -132,7 +157,9 @@ impl Adasum {
                 Ok(true)
             }
             Step::Combine { piece, first } => {
-                for (range, measures) in piece.iter().zip(self.measures.chunks_exact(Measures::BYTES)) {
+                for (range, measures) in
+                    piece.iter().zip(self.measures.chunks_exact(Measures::BYTES))
+                {
                     let (own, other) = (&mut self.own[range.clone()], &self.other[range.clone()]);
                     Measures::from_bytes(measures).combine(self.carrier, own, other, *first);
                 }
@@ -146,7 +173,8 @@ impl Adasum {
         let mut block = vec![0; BLOCK.min(bytes)];
         for at in (0..bytes).step_by(BLOCK) {
             let block = &mut block[..BLOCK.min(bytes - at)];
-            self.reducer.finish(&[&self.own[at * expansion..(at + block.len()) * expansion]], block);
+            self.reducer
+                .finish(&[&self.own[at * expansion..(at + block.len()) * expansion]], block);
             self.outputs.write(at, block);
         }
     }
@@ -180,8 +208,14 @@ fn bytes(piece: &[Range<usize>]) -> usize {
     piece.iter().map(Range::len).sum()
 }
 
-/// The ranges of `piece` that make up `len` bytes of it from `at` on, each with its place among them.
-fn within(piece: &[Range<usize>], at: usize, len: usize, mut each: impl FnMut(usize, Range<usize>)) {
+/// The ranges of `piece` that make up `len` bytes of it from `at` on, each with its place among
+/// them.
+fn within(
+    piece: &[Range<usize>],
+    at: usize,
+    len: usize,
+    mut each: impl FnMut(usize, Range<usize>),
+) {
     let (mut start, end) = (0, at + len);
     for range in piece {
         let (from, to) = (start.max(at), (start + range.len()).min(end));
@@ -194,7 +228,9 @@ fn within(piece: &[Range<usize>], at: usize, len: usize, mut each: impl FnMut(us
 
 fn gather(vector: &[u8], piece: &[Range<usize>], at: usize, into: &mut [u8]) {
     let len = into.len();
-    within(piece, at, len, |place, range| into[place..place + range.len()].copy_from_slice(&vector[range]));
+    within(piece, at, len, |place, range| {
+        into[place..place + range.len()].copy_from_slice(&vector[range])
+    });
 }
 
 fn scatter(vector: &mut [u8], piece: &[Range<usize>], at: usize, from: &[u8]) {
@@ -246,7 +282,12 @@ impl Plan {
             let (with, first) = (at(place ^ distance), place & distance == 0);
             let (low, high) = self.halves(&piece);
             let (keeps, gives) = if first { (low, high) } else { (high, low) };
-            steps.push(Step::Swap { with, gives: gives.clone(), takes: keeps.clone(), results: false });
+            steps.push(Step::Swap {
+                with,
+                gives: gives.clone(),
+                takes: keeps.clone(),
+                results: false,
+            });
             steps.push(Step::Measure { piece: keeps.clone(), first });
             let group = distances().take_while(|d| *d <= distance);
             steps.extend(group.map(|d| Step::Agree { with: at(place ^ d) }));
@@ -256,7 +297,12 @@ impl Plan {
         }
         steps.extend(back.into_iter().rev());
         if member < folded {
-            steps.push(Step::Swap { with: member + 1, gives: whole, takes: nothing(), results: true });
+            steps.push(Step::Swap {
+                with: member + 1,
+                gives: whole,
+                takes: nothing(),
+                results: true,
+            });
         }
         steps
     }

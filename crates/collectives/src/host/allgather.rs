@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allgather: every member sends its parts of all tensors, end to end as one message, to all members on its host and
-//! to one member of each other host, which distributes them there.
+//! Allgather: every member sends its parts of all tensors, end to end as one message, to all
+//! members on its host and to one member of each other host, which distributes them there.
 //!
-//! On one host 1 step, `(P - 1) * n` bytes sent by a member with `n` bytes. On `H` hosts 2 steps; `n` bytes cross to each
-//! other host once, whatever the number of its members, and its members take turns at handing out.
+//! On one host 1 step, `(P - 1) * n` bytes sent by a member with `n` bytes. On `H` hosts 2 steps;
+//! `n` bytes cross to each other host once, whatever the number of its members, and its members
+//! take turns at handing out.
 //!
-//! **No deadlock.** On a link first come the sender's own parts, then, within a host, what it hands out, by sender.
-//! All arriving bytes can be stored at once, so no ring stays full. Bytes that are distributed within the host have
-//! arrived from another host, on a link with no other traffic.
+//! **No deadlock.** On a link first come the sender's own parts, then, within a host, what it hands
+//! out, by sender. All arriving bytes can be stored at once, so no ring stays full. Bytes that are
+//! distributed within the host have arrived from another host, on a link with no other traffic.
 
 use std::collections::VecDeque;
 
@@ -46,18 +47,20 @@ struct Part {
 
 impl Allgather {
     pub(super) fn new(peers: &Peers, segments: &[Segment], bytes: &[Vec<usize>]) -> Self {
-        let place =
-            |member: usize| {
-                Flat::new(segments.iter().zip(bytes).map(|(segment, counts)| {
-                    segment.output.slice(counts[..member].iter().sum(), counts[member])
-                }))
-            };
+        let place = |member: usize| {
+            Flat::new(segments.iter().zip(bytes).map(|(segment, counts)| {
+                segment.output.slice(counts[..member].iter().sum(), counts[member])
+            }))
+        };
         let places: Vec<Flat> = (0..peers.size()).map(place).collect();
         let own = Flat::new(segments.iter().map(|segment| segment.input.clone()));
         own.copy_to(&places[peers.member]);
         let parts = |from: usize, to: usize| {
             let part = |of: usize| Part { of, message: Message::new(places[of].len()) };
-            carried(&peers.hosts, from, to).map(part).filter(|part| !part.message.is_finished()).collect()
+            carried(&peers.hosts, from, to)
+                .map(part)
+                .filter(|part| !part.message.is_finished())
+                .collect()
         };
         let stream = |link: usize| {
             let peer = peers.member_of(link);
@@ -74,8 +77,9 @@ impl Allgather {
 fn carried(hosts: &Hosts, from: usize, to: usize) -> impl Iterator<Item = usize> {
     let (ours, theirs) = (hosts.of(from), hosts.of(to));
     let own = ours == theirs || hosts.carrier(theirs, from) == to;
-    let foreign =
-        move |of: &usize| ours == theirs && hosts.of(*of) != ours && hosts.carrier(ours, *of) == from;
+    let foreign = move |of: &usize| {
+        ours == theirs && hosts.of(*of) != ours && hosts.carrier(ours, *of) == from
+    };
     let members = 0..hosts.members(hosts.count() - 1).end;
     own.then_some(from).into_iter().chain(members.filter(foreign))
 }
@@ -96,10 +100,14 @@ impl Job for Allgather {
             }
             if let Some(Part { of, message }) = out.front_mut() {
                 let whole = stored[*of] == places[*of].len();
-                let ready =
-                    if whole { PIECE } else { (stored[*of] / UNIT * UNIT).saturating_sub(message.done()) };
+                let ready = if whole {
+                    PIECE
+                } else {
+                    (stored[*of] / UNIT * UNIT).saturating_sub(message.done())
+                };
                 let from = if *of == peers.member { &*own } else { &places[*of] };
-                any |= message.put_some(ready.min(PIECE), &mut *link.sender, |at, to| from.read(at, to))?;
+                any |= message
+                    .put_some(ready.min(PIECE), &mut *link.sender, |at, to| from.read(at, to))?;
                 if message.is_finished() {
                     out.pop_front();
                 }
@@ -126,9 +134,13 @@ mod tests {
             let everybody = 0..numbers.len();
             for to in everybody.clone() {
                 let senders = everybody.clone().filter(|from| *from != to);
-                let mut brought: Vec<usize> = senders.flat_map(|from| carried(&hosts, from, to)).collect();
+                let mut brought: Vec<usize> =
+                    senders.flat_map(|from| carried(&hosts, from, to)).collect();
                 brought.sort_unstable();
-                assert!(brought.iter().copied().eq(everybody.clone().filter(|of| *of != to)), "{numbers:?}");
+                assert!(
+                    brought.iter().copied().eq(everybody.clone().filter(|of| *of != to)),
+                    "{numbers:?}"
+                );
             }
             for from in everybody.clone() {
                 let others = everybody.clone().filter(|to| hosts.of(*to) != hosts.of(from));

@@ -3,14 +3,14 @@
 
 //! Alltoall: one message to and from every member, directly between the tensors.
 //!
-//! 1 step; a member sends its values for others in pieces, to all links in turn. It begins with its successor, so
-//! that members do not all start with the same ring.
+//! 1 step; a member sends its values for others in pieces, to all links in turn. It begins with its
+//! successor, so that members do not all start with the same ring.
 //!
-//! Across hosts too: every block is for one member alone, so hosts could not send fewer bytes, only fewer messages, and
-//! would copy everything twice for that.
+//! Across hosts too: every block is for one member alone, so hosts could not send fewer bytes, only
+//! fewer messages, and would copy everything twice for that.
 //!
-//! **No deadlock.** On every link lies one message each way, and whatever arrives can be stored at once: no ring stays
-//! full while its reader is polled.
+//! **No deadlock.** On every link lies one message each way, and whatever arrives can be stored at
+//! once: no ring stays full while its reader is polled.
 
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
@@ -38,13 +38,24 @@ fn block(buffer: &Buffer, bytes: &[usize], member: usize) -> Flat {
 }
 
 impl Alltoall {
-    pub(super) fn new(peers: &Peers, segment: &Segment, sends: &[usize], receives: &[usize]) -> Self {
+    pub(super) fn new(
+        peers: &Peers,
+        segment: &Segment,
+        sends: &[usize],
+        receives: &[usize],
+    ) -> Self {
         let kept = block(&segment.input, sends, peers.member);
         kept.copy_to(&block(&segment.output, receives, peers.member));
         let stream = |link: usize| {
             let peer = peers.member_of(link);
-            let (ours, theirs) = (block(&segment.input, sends, peer), block(&segment.output, receives, peer));
-            Stream { out: Message::new(ours.len()), incoming: Message::new(theirs.len()), ours, theirs }
+            let (ours, theirs) =
+                (block(&segment.input, sends, peer), block(&segment.output, receives, peer));
+            Stream {
+                out: Message::new(ours.len()),
+                incoming: Message::new(theirs.len()),
+                ours,
+                theirs,
+            }
         };
         Self { streams: (0..peers.links.len()).map(stream).collect() }
     }

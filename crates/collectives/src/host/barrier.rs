@@ -3,9 +3,9 @@
 
 //! Barrier: one token from every member to every member, or dissemination among many members.
 //!
-//! Up to `ALL_TO_ALL` members 1 step of `P - 1` tokens each; beyond, `log2 P` steps of one token: in step `k` a member
-//! tells the one `2^k` ahead and hears from the one `2^k` behind. The distances differ, so a link carries one token a
-//! barrier at most.
+//! Up to `ALL_TO_ALL` members 1 step of `P - 1` tokens each; beyond, `log2 P` steps of one token:
+//! in step `k` a member tells the one `2^k` ahead and hears from the one `2^k` behind. The
+//! distances differ, so a link carries one token a barrier at most.
 
 use std::collections::BTreeSet;
 
@@ -77,6 +77,10 @@ impl Job for Barrier {
 
     fn links(&self, _peers: &Peers) -> Vec<usize> {
         let exchanges = self.rounds.iter().flatten();
-        exchanges.flat_map(|one| [one.to, one.from]).collect::<BTreeSet<usize>>().into_iter().collect()
+        exchanges
+            .flat_map(|one| [one.to, one.from])
+            .collect::<BTreeSet<usize>>()
+            .into_iter()
+            .collect()
     }
 }

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Broadcast down a tree, in a pipeline of windows: a tree of hosts, each fed at one member, and one within each host.
+//! Broadcast down a tree, in a pipeline of windows: a tree of hosts, each fed at one member, and
+//! one within each host.
 //!
-//! Among few members the root sends to all: 1 step, `(P - 1) * N` bytes sent by the root. Among more a small message
-//! goes down a binomial tree, `log2 P` steps, and a large one down a chain in which every member sends `N` bytes
-//! once, the root to its successor and so on, all at the same time. Between hosts a large message goes down a chain
-//! if there are more than two: the root's network would carry it several times otherwise.
+//! Among few members the root sends to all: 1 step, `(P - 1) * N` bytes sent by the root. Among
+//! more a small message goes down a binomial tree, `log2 P` steps, and a large one down a chain in
+//! which every member sends `N` bytes once, the root to its successor and so on, all at the same
+//! time. Between hosts a large message goes down a chain if there are more than two: the root's
+//! network would carry it several times otherwise.
 
 use super::hosts::Hosts;
 use super::message::Message;
@@ -113,9 +115,11 @@ fn chain(position: usize, size: usize) -> Place {
 
 /// The parent lacks the lowest set bit; children add one below it, the largest subtree first.
 fn binomial(position: usize, size: usize) -> Place {
-    let lowest = if position == 0 { size.next_power_of_two() } else { 1 << position.trailing_zeros() };
+    let lowest =
+        if position == 0 { size.next_power_of_two() } else { 1 << position.trailing_zeros() };
     let parent = (position > 0).then(|| position - lowest);
-    let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|bit| *bit > 0);
+    let bits =
+        std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|bit| *bit > 0);
     (parent, bits.map(|bit| position + bit).filter(|child| *child < size).collect())
 }
 
@@ -131,8 +135,11 @@ impl Job for Broadcast {
                         self.inputs.read(at, &mut sender.window()?[..payload]);
                     }
                     Some(parent) => {
-                        let Ok([from, to]) = peers.links.get_disjoint_mut([parent, *child]) else { continue };
-                        to.sender.window()?[..payload].copy_from_slice(&from.receiver.window()?[..payload]);
+                        let Ok([from, to]) = peers.links.get_disjoint_mut([parent, *child]) else {
+                            continue;
+                        };
+                        to.sender.window()?[..payload]
+                            .copy_from_slice(&from.receiver.window()?[..payload]);
                     }
                 }
                 let sender = &mut peers.links[*child].sender;
@@ -196,8 +203,13 @@ mod tests {
                             assert_eq!(place(&hosts, child, root, bytes).0, Some(member));
                         }
                     }
-                    let expected: Vec<usize> = (0..numbers.len()).map(|k| usize::from(k != root)).collect();
-                    assert_eq!((fed, crossed), (expected, hosts.count() - 1), "{numbers:?} from {root}");
+                    let expected: Vec<usize> =
+                        (0..numbers.len()).map(|k| usize::from(k != root)).collect();
+                    assert_eq!(
+                        (fed, crossed),
+                        (expected, hosts.count() - 1),
+                        "{numbers:?} from {root}"
+                    );
                 }
             }
         }

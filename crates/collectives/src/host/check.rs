@@ -44,7 +44,11 @@ pub(super) fn broadcast(peers: &Peers, root: usize, segments: &[Segment]) -> Res
 
 pub(super) fn allgather(peers: &Peers, segments: &[Segment], bytes: &[Vec<usize>]) -> Result<()> {
     if segments.len() != bytes.len() {
-        return refuse(format!("an allgather of {} tensors has sizes for {}", segments.len(), bytes.len()));
+        return refuse(format!(
+            "an allgather of {} tensors has sizes for {}",
+            segments.len(),
+            bytes.len()
+        ));
     }
     for (segment, counts) in segments.iter().zip(bytes) {
         on_host(segment)?;
@@ -59,25 +63,34 @@ pub(super) fn allgather(peers: &Peers, segments: &[Segment], bytes: &[Vec<usize>
         let (input, output) = (segment.input.len(), segment.output.len());
         if input != mine || output != total {
             return refuse(format!(
-                "an allgather of {mine} of {total} bytes has an input of {input} and an output of {output}"
+                "an allgather of {mine} of {total} bytes has an input of {input} and an output of \
+                 {output}"
             ));
         }
     }
     Ok(())
 }
 
-pub(super) fn alltoall(peers: &Peers, segment: &Segment, sends: &[usize], receives: &[usize]) -> Result<()> {
+pub(super) fn alltoall(
+    peers: &Peers,
+    segment: &Segment,
+    sends: &[usize],
+    receives: &[usize],
+) -> Result<()> {
     on_host(segment)?;
     let size = peers.size();
     if sends.len() != size || receives.len() != size {
         let (sends, receives) = (sends.len(), receives.len());
-        return refuse(format!("an alltoall among {size} members has sizes for {sends} and {receives}"));
+        return refuse(format!(
+            "an alltoall among {size} members has sizes for {sends} and {receives}"
+        ));
     }
     let (input, output) = (segment.input.len(), segment.output.len());
     let (sent, received) = (sends.iter().sum::<usize>(), receives.iter().sum::<usize>());
     if input != sent || output != received {
         return refuse(format!(
-            "an alltoall of {sent} bytes for {received} has an input of {input} and an output of {output}"
+            "an alltoall of {sent} bytes for {received} has an input of {input} and an output of \
+             {output}"
         ));
     }
     let (kept, taken) = (sends[peers.member], receives[peers.member]);
@@ -113,12 +126,15 @@ pub(super) fn reducescatter(
         let (input, output) = (segment.input.len(), segment.output.len());
         if input != total || output != mine {
             return refuse(format!(
-                "a reducescatter of {mine} of {total} bytes has an input of {input} and an output of {output}"
+                "a reducescatter of {mine} of {total} bytes has an input of {input} and an output \
+                 of {output}"
             ));
         }
         let own = segment.input.slice(counts[..peers.member].iter().sum(), mine);
         if overlap(&segment.input, &segment.output) && own.address() != segment.output.address() {
-            return refuse("the output of a reducescatter overlaps the part of another member".to_owned());
+            return refuse(
+                "the output of a reducescatter overlaps the part of another member".to_owned(),
+            );
         }
     }
     Ok(())

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce in one hop: every member sends its tensor to all others, and each reduces in rank order.
+//! Allreduce in one hop: every member sends its tensor to all others, and each reduces in rank
+//! order.
 //!
-//! 1 step, `(P - 1) * N` bytes sent by each member. Tensors are packed once: small ones cost more to walk than to copy.
+//! 1 step, `(P - 1) * N` bytes sent by each member. Tensors are packed once: small ones cost more
+//! to walk than to copy.
 
 use super::message::{Message, padded};
 use super::peers::{Job, Moved, Peers, reduce_in_order, whole_units, with_incoming};
@@ -40,8 +42,9 @@ impl Job for Direct {
             let mut unsent = false;
             for (link, message) in links.iter_mut().zip(&mut self.out) {
                 let packed = &scratch.packed;
-                any |= message
-                    .put(&mut *link.sender, |at, to| to.copy_from_slice(&packed[at..at + to.len()]))?;
+                any |= message.put(&mut *link.sender, |at, to| {
+                    to.copy_from_slice(&packed[at..at + to.len()])
+                })?;
                 unsent |= !message.is_finished();
             }
             self.unsent = unsent;
@@ -56,7 +59,8 @@ impl Job for Direct {
         }
         if ready > 0 {
             let (at, payload) = (self.incoming.done(), self.incoming.payload(ready));
-            let (packed, result) = (&scratch.packed[at..at + payload], &mut scratch.result[at..at + payload]);
+            let (packed, result) =
+                (&scratch.packed[at..at + payload], &mut scratch.result[at..at + payload]);
             let (reducer, member) = (&self.reducer, *member);
             with_incoming(links, |windows| {
                 reduce_in_order(reducer, member, windows, 0..payload, packed, result)

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce of small tensors: the first member of each host collects; these members double and distribute.
+//! Allreduce of small tensors: the first member of each host collects; these members double and
+//! distribute.
 //!
-//! `2 + log2 H` steps among `H` hosts, of `N` bytes each; accumulators (see `kernel`) between hosts. In step `k` a host swaps the
-//! sum over its `2^k` hosts with the host `2^k` away; of what exceeds a power of two, the first hosts are paired before
-//! and served after, which is the order of `Order::pairs`. Both of a pair join the same two partials in the same order.
+//! `2 + log2 H` steps among `H` hosts, of `N` bytes each; accumulators (see `kernel`) between
+//! hosts. In step `k` a host swaps the sum over its `2^k` hosts with the host `2^k` away; of what
+//! exceeds a power of two, the first hosts are paired before and served after, which is the order
+//! of `Order::pairs`. Both of a pair join the same two partials in the same order.
 //!
-//! **No deadlock.** Both ends of a link take the same sequence of steps. In a swap, a member reads while it writes.
-//! Both ends are in the earliest unfinished step.
+//! **No deadlock.** Both ends of a link take the same sequence of steps. In a swap, a member reads
+//! while it writes. Both ends are in the earliest unfinished step.
 
 pub(super) mod program;
 
@@ -114,14 +116,16 @@ impl Doubling {
                 Step::Swap { .. } | Step::Give { .. } => &self.partial,
                 _ => &self.values,
             };
-            *any |= out.put(&mut *link.sender, |at, to| to.copy_from_slice(&given[at..at + to.len()]))?;
+            *any |=
+                out.put(&mut *link.sender, |at, to| to.copy_from_slice(&given[at..at + to.len()]))?;
             let taken = match step {
                 Step::Collect => &mut self.inputs[k],
                 Step::Fetch { .. } => &mut self.values,
                 _ => &mut self.theirs,
             };
-            *any |= incoming
-                .take(&mut *link.receiver, |at, from| taken[at..at + from.len()].copy_from_slice(from))?;
+            *any |= incoming.take(&mut *link.receiver, |at, from| {
+                taken[at..at + from.len()].copy_from_slice(from)
+            })?;
             over &= out.is_finished() && incoming.is_finished();
         }
         Ok(over)
@@ -139,14 +143,19 @@ impl Doubling {
             Step::Swap { earlier: false, .. } => self.merge(false),
             Step::Swap { earlier: true, .. } | Step::Take { .. } => self.merge(true),
             Step::Finish => self.reducer.conclude(&self.partial, &mut self.values),
-            Step::Post { .. } | Step::Give { .. } | Step::Fetch { .. } | Step::Serve | Step::Hand { .. } => {}
+            Step::Post { .. }
+            | Step::Give { .. }
+            | Step::Fetch { .. }
+            | Step::Serve
+            | Step::Hand { .. } => {}
         }
     }
 
     fn merge(&mut self, own_is_earlier: bool) {
         let own = std::mem::take(&mut self.partial);
         let mut joined = vec![0; own.len()];
-        let (earlier, later) = if own_is_earlier { (&own, &self.theirs) } else { (&self.theirs, &own) };
+        let (earlier, later) =
+            if own_is_earlier { (&own, &self.theirs) } else { (&self.theirs, &own) };
         self.reducer.merge(earlier, later, &mut joined);
         self.partial = joined;
     }
@@ -173,7 +182,8 @@ fn plan(hosts: &Hosts, member: usize) -> Vec<Step> {
     let place = if host < folded { host / 2 } else { host - folded / 2 };
     let at = |place: usize| if place < folded / 2 { 2 * place } else { place + folded / 2 };
     for distance in std::iter::successors(Some(1), |d| Some(d * 2)).take_while(|d| *d < full) {
-        steps.push(Step::Swap { with: first(at(place ^ distance)), earlier: place & distance == 0 });
+        steps
+            .push(Step::Swap { with: first(at(place ^ distance)), earlier: place & distance == 0 });
     }
     steps.push(Step::Finish);
     if host < folded {

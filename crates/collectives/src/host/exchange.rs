@@ -7,7 +7,8 @@ use super::message::Message;
 use super::peers::Peers;
 use crate::Result;
 
-/// A member waits for others only after it has sent its own bytes, and takes arriving bytes at once.
+/// A member waits for others only after it has sent its own bytes, and takes arriving bytes at
+/// once.
 pub(super) struct Exchange {
     own: Vec<u8>,
     out: Vec<Message>,
@@ -29,7 +30,8 @@ impl Exchange {
         let mut any = false;
         let Self { own, out, incoming } = self;
         for ((link, out), (message, theirs)) in peers.links.iter_mut().zip(out).zip(incoming) {
-            any |= out.put(&mut *link.sender, |at, to| to.copy_from_slice(&own[at..at + to.len()]))?;
+            any |=
+                out.put(&mut *link.sender, |at, to| to.copy_from_slice(&own[at..at + to.len()]))?;
             any |= message.take(&mut *link.receiver, |at, from| {
                 theirs[at..at + from.len()].copy_from_slice(from);
             })?;
@@ -47,7 +49,8 @@ impl Exchange {
 
     /// Returns the messages of all members, with the own one, in member order.
     pub(super) fn said(&self, member: usize) -> impl Iterator<Item = &[u8]> {
-        let theirs = |links: std::ops::Range<usize>| self.incoming[links].iter().map(|(_, said)| &**said);
+        let theirs =
+            |links: std::ops::Range<usize>| self.incoming[links].iter().map(|(_, said)| &**said);
         theirs(0..member).chain([&*self.own]).chain(theirs(member..self.incoming.len()))
     }
 }

@@ -6,8 +6,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Members of one host follow each other. A host whose members do not is taken for several: that costs time, and
-/// changes no result but the order of sums, for all members alike.
+/// Members of one host follow each other. A host whose members do not is taken for several: that
+/// costs time, and changes no result but the order of sums, for all members alike.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
     /// Start of each host's members, and the end of the last ones.

@@ -48,8 +48,8 @@ impl Message {
         self.done += wire.min(self.left());
     }
 
-    /// Sends what the window takes; `fill` is given the position in the message and where to write. True when anything
-    /// was sent.
+    /// Sends what the window takes; `fill` is given the position in the message and where to write.
+    /// True when anything was sent.
     pub(super) fn put(
         &mut self,
         sender: &mut dyn LinkSender,
@@ -81,8 +81,8 @@ impl Message {
         Ok(true)
     }
 
-    /// Receives what the window holds; `drain` is given the position in the message and the bytes. True when anything
-    /// arrived.
+    /// Receives what the window holds; `drain` is given the position in the message and the bytes.
+    /// True when anything arrived.
     pub(super) fn take(
         &mut self,
         receiver: &mut dyn LinkReceiver,

@@ -3,10 +3,12 @@
 
 //! The communicator over links: every member has one to every other, of any kind.
 //!
-//! Links may be of the kind that is opened at its first use. **No deadlock** with those: an operation asks for all links
-//! that it uses before it moves anything ([`Job::links`](peers::Job::links)). A link opens when both ends have asked for
-//! it, whatever the members do next. Consider the first operation that is not over on all members. All members have begun
-//! it, so both ends of each of its links have asked, and the links open. Then the proofs of the algorithms hold.
+//! Links may be of the kind that is opened at its first use. **No deadlock** with those: an
+//! operation asks for all links that it uses before it moves anything
+//! ([`Job::links`](peers::Job::links)). A link opens when both ends have asked for it, whatever the
+//! members do next. Consider the first operation that is not over on all members. All members have
+//! begun it, so both ends of each of its links have asked, and the links open. Then the proofs of
+//! the algorithms hold.
 
 mod adasum;
 mod allgather;
@@ -37,7 +39,8 @@ use farandole_world::Rank;
 use crate::buffer::Flat;
 use crate::kernel::{self, Reducer, Reduction};
 use crate::{
-    Algorithm, Communicator, Crossover, DataType, Error, Operation, ReduceOp, Result, Segment, Token,
+    Algorithm, Communicator, Crossover, DataType, Error, Operation, ReduceOp, Result, Segment,
+    Token,
 };
 use peers::{Job, Peers};
 
@@ -64,7 +67,8 @@ struct Running {
     done: bool,
 }
 
-/// An operation that passed its checks. Jobs are made when their turn comes: they need the agreed capacity.
+/// An operation that passed its checks. Jobs are made when their turn comes: they need the agreed
+/// capacity.
 enum Planned {
     Allreduce { reducer: Reducer, inputs: Flat, outputs: Flat },
     Adasum { reducer: Reducer, tensors: Vec<usize>, inputs: Flat, outputs: Flat },
@@ -76,19 +80,20 @@ enum Planned {
 }
 
 impl HostCommunicator {
-    /// Returns a communicator of `rank` and the peers of `links`, all on one host, members in rank order. Every
-    /// member must make its own at the same point of all links' streams; the first operation begins with a greeting
-    /// that compares what they made. Links that are opened at their first use are not greeted over: the others must
-    /// connect all members.
+    /// Returns a communicator of `rank` and the peers of `links`, all on one host, members in rank
+    /// order. Every member must make its own at the same point of all links' streams; the first
+    /// operation begins with a greeting that compares what they made. Links that are opened at
+    /// their first use are not greeted over: the others must connect all members.
     ///
     /// # Errors
-    /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple of `ALIGNMENT`.
+    /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple
+    /// of `ALIGNMENT`.
     pub fn new(rank: Rank, links: Vec<Link>) -> Result<Self> {
         Ok(Self::of(Peers::new(rank, links, None)?))
     }
 
-    /// Like [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member order, equal for those
-    /// that share memory. They should follow each other.
+    /// Like [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member
+    /// order, equal for those that share memory. They should follow each other.
     ///
     /// # Errors
     /// Those of `new`, and `Shape` when there are not as many hosts as members.
@@ -97,8 +102,14 @@ impl HostCommunicator {
     }
 
     fn of(peers: Peers) -> Self {
-        Self { peers, crossover: Crossover::default(), queue: VecDeque::new(), running: None, failure: None }
-            .greeting()
+        Self {
+            peers,
+            crossover: Crossover::default(),
+            queue: VecDeque::new(),
+            running: None,
+            failure: None,
+        }
+        .greeting()
     }
 
     /// Other algorithms than those of the table; the same on every member.
@@ -120,7 +131,13 @@ impl HostCommunicator {
         self.peers.links
     }
 
-    fn reducer(&self, dtype: DataType, op: ReduceOp, prescale: f64, postscale: f64) -> Result<Reducer> {
+    fn reducer(
+        &self,
+        dtype: DataType,
+        op: ReduceOp,
+        prescale: f64,
+        postscale: f64,
+    ) -> Result<Reducer> {
         let reduction = Reduction { dtype, op, members: self.peers.size(), prescale, postscale };
         Reducer::ordered(reduction, kernel::Path::best(), self.peers.orders.clone())
     }
@@ -142,8 +159,8 @@ impl HostCommunicator {
             any = moved.any || moved.done;
             running.done = moved.done;
             if !any {
-                // Bytes that a socket did not take at once are sent only by a later call, and peers may wait only for
-                // these bytes.
+                // Bytes that a socket did not take at once are sent only by a later call, and peers
+                // may wait only for these bytes.
                 self.peers.flush();
             }
         }
@@ -164,7 +181,9 @@ impl Planned {
             }
             Self::Allreduce { reducer, inputs, outputs } => {
                 match crossover.choose(peers.shape, inputs.len(), peers.capacity) {
-                    Algorithm::Direct => Box::new(direct::Direct::new(peers, reducer, inputs, outputs)),
+                    Algorithm::Direct => {
+                        Box::new(direct::Direct::new(peers, reducer, inputs, outputs))
+                    }
                     Algorithm::Doubling => {
                         Box::new(doubling::Doubling::new(peers, reducer, &inputs, outputs))
                     }
@@ -177,7 +196,9 @@ impl Planned {
                     Algorithm::Hierarchy => {
                         Box::new(hierarchy::Hierarchy::new(peers, reducer, inputs, outputs)?)
                     }
-                    Algorithm::Halving => Box::new(halving::Halving::new(peers, reducer, inputs, outputs)?),
+                    Algorithm::Halving => {
+                        Box::new(halving::Halving::new(peers, reducer, inputs, outputs)?)
+                    }
                 }
             }
             Self::Adasum { reducer, inputs, outputs, .. } if peers.size() == 1 => {
@@ -232,10 +253,12 @@ impl Communicator for HostCommunicator {
                     check::adasum(dtype)?;
                     let tensors = segments.iter().map(|segment| segment.input.len()).collect();
                     // Converts and scales one vector.
-                    let alone = Reduction { dtype, op: ReduceOp::Sum, members: 1, prescale, postscale };
+                    let alone =
+                        Reduction { dtype, op: ReduceOp::Sum, members: 1, prescale, postscale };
                     let (inputs, outputs) = flats(segments);
                     let reducer = Reducer::new(alone)?;
-                    self.queue.push_back((token, Planned::Adasum { reducer, tensors, inputs, outputs }));
+                    self.queue
+                        .push_back((token, Planned::Adasum { reducer, tensors, inputs, outputs }));
                     return Ok(());
                 }
                 let reducer = self.reducer(dtype, op, prescale, postscale)?;
@@ -294,7 +317,8 @@ impl Communicator for HostCommunicator {
     }
 
     fn pending(&self) -> usize {
-        self.queue.len() + usize::from(self.running.as_ref().is_some_and(|running| running.token.is_some()))
+        self.queue.len()
+            + usize::from(self.running.as_ref().is_some_and(|running| running.token.is_some()))
     }
 }
 

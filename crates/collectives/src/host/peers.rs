@@ -18,7 +18,8 @@ use crate::crossover::Shape;
 use crate::kernel::{Orders, Reducer};
 use crate::{Error, Result};
 
-/// Members are numbered by rank; link `k` leads to member `k` below this member and to `k + 1` from it on.
+/// Members are numbered by rank; link `k` leads to member `k` below this member and to `k + 1` from
+/// it on.
 pub(super) struct Peers {
     pub(super) member: usize,
     pub(super) rank: Rank,
@@ -29,7 +30,8 @@ pub(super) struct Peers {
     pub(super) shape: Shape,
     /// Parentheses of sums; nothing on one host.
     pub(super) orders: Option<Arc<Orders>>,
-    /// The smallest ring in the communicator, equal on all members once they have greeted each other.
+    /// The smallest ring in the communicator, equal on all members once they have greeted each
+    /// other.
     pub(super) capacity: usize,
     /// Reused by jobs that pack.
     pub(super) scratch: Scratch,
@@ -66,8 +68,9 @@ pub(super) trait Job: Send {
     /// Moves all bytes that can move.
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved>;
 
-    /// The links over which something goes, before anything has moved. Those that are opened at their first use are
-    /// asked for at once, so that they open side by side. Whatever a job polls besides opens then.
+    /// The links over which something goes, before anything has moved. Those that are opened at
+    /// their first use are asked for at once, so that they open side by side. Whatever a job polls
+    /// besides opens then.
     fn links(&self, peers: &Peers) -> Vec<usize> {
         (0..peers.links.len()).collect()
     }
@@ -75,8 +78,8 @@ pub(super) trait Job: Send {
 
 impl Peers {
     /// # Errors
-    /// `Shape` when two links lead to one rank, to this one, their rings are not a multiple of the alignment, or there
-    /// are hosts for other than all members.
+    /// `Shape` when two links lead to one rank, to this one, their rings are not a multiple of the
+    /// alignment, or there are hosts for other than all members.
     pub(super) fn new(rank: Rank, mut links: Vec<Link>, hosts: Option<&[u32]>) -> Result<Self> {
         links.sort_by_key(|link| link.peer);
         let refuse = |reason: String| Err(Error::Shape { reason });
@@ -86,7 +89,9 @@ impl Peers {
         if links.iter().any(|link| link.peer == rank) {
             return refuse(format!("rank {rank} has a link to itself"));
         }
-        if let Some(link) = links.iter().find(|link| link.capacity == 0 || link.capacity % UNIT != 0) {
+        if let Some(link) =
+            links.iter().find(|link| link.capacity == 0 || link.capacity % UNIT != 0)
+        {
             return refuse(format!("the ring to rank {} holds {} bytes", link.peer, link.capacity));
         }
         let member = links.iter().filter(|link| link.peer < rank).count();
@@ -135,8 +140,8 @@ impl Peers {
         members.start..members.end - 1
     }
 
-    /// Asks for links that are not open, the nearest lower members first: when all members ask at the same time, they ask
-    /// different ones.
+    /// Asks for links that are not open, the nearest lower members first: when all members ask at
+    /// the same time, they ask different ones.
     pub(super) fn ask(&mut self, links: &[usize]) {
         for link in links.iter().rev() {
             if let Some(link) = self.links.get_mut(*link) {
@@ -147,8 +152,8 @@ impl Peers {
 
     /// Pushes out what links keep locally. True when nothing is left that could still arrive.
     pub(super) fn flush(&mut self) -> bool {
-        // Rings in memory keep nothing. A peer that is gone gets nothing any more; if that is a failure and not just
-        // an end, the next operation with it says so.
+        // Rings in memory keep nothing. A peer that is gone gets nothing any more; if that is a
+        // failure and not just an end, the next operation with it says so.
         let mut flushed = true;
         for link in self.links.iter_mut().filter(|link| link.kind == LinkKind::Tcp) {
             flushed &= link.sender.flush().unwrap_or(true);
@@ -157,8 +162,8 @@ impl Peers {
     }
 }
 
-/// Returns the bytes of the window that are whole units. The rest of a unit is on its way, unless the link ended inside
-/// it.
+/// Returns the bytes of the window that are whole units. The rest of a unit is on its way, unless
+/// the link ended inside it.
 pub(super) fn whole_units(link: &mut Link) -> Result<usize> {
     let bytes = link.receiver.window()?.len();
     if bytes == 0 || bytes >= UNIT {
@@ -177,7 +182,8 @@ pub(super) fn whole_units(link: &mut Link) -> Result<usize> {
 /// Inputs on the stack up to this many members.
 const FEW: usize = 16;
 
-/// Reduces equally long blocks of all members, `own` in this member's place among those of the others.
+/// Reduces equally long blocks of all members, `own` in this member's place among those of the
+/// others.
 pub(super) fn reduce_in_order(
     reducer: &Reducer,
     member: usize,
@@ -214,7 +220,8 @@ pub(super) fn with_incoming<T>(links: &mut [Link], work: impl FnOnce(&[&[u8]]) -
         }
         Ok(work(&incoming[..count]))
     } else {
-        let windows: Result<Vec<&[u8]>> = links.iter_mut().map(|link| Ok(link.receiver.window()?)).collect();
+        let windows: Result<Vec<&[u8]>> =
+            links.iter_mut().map(|link| Ok(link.receiver.window()?)).collect();
         Ok(work(&windows?))
     }
 }

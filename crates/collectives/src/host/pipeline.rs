@@ -1,28 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce in two hops: every member reduces its own part of the elements straight from the others' windows and
-//! writes the result straight into theirs.
+//! Allreduce in two hops: every member reduces its own part of the elements straight from the
+//! others' windows and writes the result straight into theirs.
 //!
-//! 2 steps, `2 * (P - 1) / P * N` bytes sent by each member, every chunk of them overlapping with the next. Member `p`
-//! owns part `p`; a part is cut into chunks, of equal size in all parts. On the link from `r` to `q` goes a fixed
-//! sequence of messages, empty ones left out, with `D` for [`LOOKAHEAD`]:
+//! 2 steps, `2 * (P - 1) / P * N` bytes sent by each member, every chunk of them overlapping with
+//! the next. Member `p` owns part `p`; a part is cut into chunks, of equal size in all parts. On
+//! the link from `r` to `q` goes a fixed sequence of messages, empty ones left out, with `D`
+//! for [`LOOKAHEAD`]:
 //!
 //! ```text
 //! post(0) .. post(D)  result(0)  post(D+1)  result(1)  post(D+2)  ...  result(last)
 //! post(t):   r's input of chunk t of part q          result(t): the reduced chunk t of part r
 //! ```
 //!
-//! **No deadlock.** Suppose no member can move, and let `j` be the smallest number of a result that some member `r`
-//! has not written fully. Everybody wrote `result(i)` for all `i < j`, so it has reduced, and released, `post(i)`;
-//! and whatever result arrives can be stored at once. So what lies in a ring begins at the earliest with `post(j)`,
-//! and before `result(j)` it holds at most `D + 1` posts and `D` results. A ring holds `2 * D + 2` chunks (see
-//! [`chunk_for`]), so every member could write everything before `result(j)`, and `result(j)`, too. Then the inputs
-//! of `result(j)` are in the windows of `r` and its outgoing windows have room: `r` can move. Earlier and later
-//! operations change nothing: links are drained in order, a member begins an operation only after it has read and
-//! written all of the one before, and the argument holds for the earliest operation that is not finished on all
-//! members. Rings are whole numbers of units, messages too, so a window never ends inside a unit for longer than
-//! bytes take to arrive.
+//! **No deadlock.** Suppose no member can move, and let `j` be the smallest number of a result that
+//! some member `r` has not written fully. Everybody wrote `result(i)` for all `i < j`, so it has
+//! reduced, and released, `post(i)`; and whatever result arrives can be stored at once. So what
+//! lies in a ring begins at the earliest with `post(j)`, and before `result(j)` it holds at most
+//! `D + 1` posts and `D` results. A ring holds `2 * D + 2` chunks (see [`chunk_for`]), so every
+//! member could write everything before `result(j)`, and `result(j)`, too. Then the inputs of
+//! `result(j)` are in the windows of `r` and its outgoing windows have room: `r` can move. Earlier
+//! and later operations change nothing: links are drained in order, a member begins an operation
+//! only after it has read and written all of the one before, and the argument holds for the
+//! earliest operation that is not finished on all members. Rings are whole numbers of units,
+//! messages too, so a window never ends inside a unit for longer than bytes take to arrive.
 
 pub(super) mod program;
 
@@ -45,11 +47,12 @@ const SMALLEST_CHUNK: usize = 16 << 10;
 const OVERLAP: usize = 4;
 /// Bytes reduced before they are copied on: they are still in the first-level cache.
 const BLOCK: usize = 16 << 10;
-/// Bytes from which on results go past the caches to memory that is not the input's: no cache holds all of them until
-/// they are read, and the lines of that memory need not be read first.
+/// Bytes from which on results go past the caches to memory that is not the input's: no cache holds
+/// all of them until they are read, and the lines of that memory need not be read first.
 const PAST_CACHES: usize = 32 << 20;
 
-/// Position of one direction of a link in the sequence of messages: even slots are posts, odd ones results.
+/// Position of one direction of a link in the sequence of messages: even slots are posts, odd ones
+/// results.
 #[derive(Clone, Copy, Debug, Default)]
 struct Position {
     slot: usize,
@@ -98,9 +101,8 @@ impl Cut {
         (from, (end - from).min(self.chunk))
     }
 
-    /// Returns the first position from `slot` on whose message is not empty: posts of chunks of `posted`'s part,
-    /// results of
-    /// `reduced`'s. Past the last slot the message is finished.
+    /// Returns the first position from `slot` on whose message is not empty: posts of chunks of
+    /// `posted`'s part, results of `reduced`'s. Past the last slot the message is finished.
     fn seek(&self, mut slot: usize, posted: usize, reduced: usize) -> Position {
         while slot < self.slots() {
             let t = slot / 2;
@@ -149,10 +151,16 @@ struct Stream {
 }
 
 impl Pipeline {
-    pub(super) fn new(peers: &Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Result<Self> {
+    pub(super) fn new(
+        peers: &Peers,
+        reducer: Reducer,
+        inputs: Flat,
+        outputs: Flat,
+    ) -> Result<Self> {
         let cut = Cut::new(inputs.len(), peers.size(), peers.capacity);
         if cut.chunk == 0 {
-            let reason = format!("a ring of {} bytes is too small for an allreduce", peers.capacity);
+            let reason =
+                format!("a ring of {} bytes is too small for an allreduce", peers.capacity);
             return Err(Error::Shape { reason });
         }
         let member = peers.member;
@@ -183,7 +191,9 @@ impl Pipeline {
         let Some(t) = reading.result().filter(|t| *t < self.cut.steps) else { return Ok(false) };
         let (start, outputs) = (self.cut.chunk_of(*peer, t).0, &self.outputs);
         let store = if self.past_caches { Flat::write_past_caches } else { Flat::write };
-        let any = reading.message.take(&mut *link.receiver, |at, from| store(outputs, start + at, from))?;
+        let any = reading
+            .message
+            .take(&mut *link.receiver, |at, from| store(outputs, start + at, from))?;
         if reading.message.is_finished() {
             *reading = self.cut.seek(reading.slot + 1, self.member, *peer);
         }
@@ -193,10 +203,13 @@ impl Pipeline {
     /// Reduces the values that have arrived from all members into all members' windows.
     fn reduce(&mut self, links: &mut [Link]) -> Result<bool> {
         let Some(first) = self.streams.first() else { return Ok(false) };
-        let Some(t) = first.writing.result().filter(|t| *t < self.cut.steps) else { return Ok(false) };
+        let Some(t) = first.writing.result().filter(|t| *t < self.cut.steps) else {
+            return Ok(false);
+        };
         let message = first.writing.message;
-        let in_step =
-            |stream: &Stream| stream.writing.result() == Some(t) && stream.reading.post() == Some(t);
+        let in_step = |stream: &Stream| {
+            stream.writing.result() == Some(t) && stream.reading.post() == Some(t)
+        };
         if !self.streams.iter().all(in_step) {
             return Ok(false);
         }
@@ -205,7 +218,8 @@ impl Pipeline {
         let store = if self.past_caches { Flat::write_past_caches } else { Flat::write };
         let wire = with_windows(links, |incoming, outgoing| {
             let lengths = incoming.iter().map(|window| window.len());
-            let shortest = lengths.chain(outgoing.iter().map(|window| window.len())).min().unwrap_or(0);
+            let shortest =
+                lengths.chain(outgoing.iter().map(|window| window.len())).min().unwrap_or(0);
             let wire = shortest.min(message.left()) / UNIT * UNIT;
             let payload = message.payload(wire);
             for from in (0..payload).step_by(BLOCK) {
@@ -251,7 +265,8 @@ impl Pipeline {
     pub(super) fn post_all(&mut self, peers: &mut Peers) -> Result<bool> {
         let mut any = false;
         let links = &mut peers.links;
-        // Every member begins with its successor, so that members do not all start with the same ring.
+        // Every member begins with its successor, so that members do not all start with the same
+        // ring.
         for k in 0..links.len() {
             let index = (self.member + k) % links.len();
             any |= self.post(index, &mut links[index])?;
@@ -285,9 +300,13 @@ mod tests {
             for members in 1..9 {
                 let cut = Cut::new(bytes, members, 1 << 20);
                 assert_eq!((cut.start(0), cut.start(members)), (0, bytes));
-                let units: Vec<usize> =
-                    (0..members).map(|p| (cut.start(p + 1) - cut.start(p)).div_ceil(UNIT)).collect();
-                assert!(units.iter().max().unwrap() - units.iter().min().unwrap() <= 1, "{bytes} {units:?}");
+                let units: Vec<usize> = (0..members)
+                    .map(|p| (cut.start(p + 1) - cut.start(p)).div_ceil(UNIT))
+                    .collect();
+                assert!(
+                    units.iter().max().unwrap() - units.iter().min().unwrap() <= 1,
+                    "{bytes} {units:?}"
+                );
             }
         }
     }

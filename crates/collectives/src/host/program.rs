@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The steps of an allreduce on each member, without their execution: for simulators and for export.
+//! The steps of an allreduce on each member, without their execution: for simulators and for
+//! export.
 //!
-//! A [`Plan`] holds the schedules by which the jobs of this crate run, and writes them down as steps. Sends to one member
-//! leave in the order of the steps and are received in that order, as messages on a link are.
+//! A [`Plan`] holds the schedules by which the jobs of this crate run, and writes them down as
+//! steps. Sends to one member leave in the order of the steps and are received in that order, as
+//! messages on a link are.
 
 use super::doubling::program as doubling;
 use super::halving::program as halving;
@@ -24,7 +26,8 @@ pub struct Transfer {
     pub bytes: u64,
     /// Messages that they are; more than one in a folded program only.
     pub messages: u32,
-    /// Whether they are copied between the tensor and the link; a reduction reads and writes links itself.
+    /// Whether they are copied between the tensor and the link; a reduction reads and writes links
+    /// itself.
     pub copied: bool,
 }
 
@@ -102,7 +105,8 @@ impl Builder {
         self.send_over(to, to, load, after)
     }
 
-    /// As [`send`](Self::send), over one of several links to a member, which each have a number of their own.
+    /// As [`send`](Self::send), over one of several links to a member, which each have a number of
+    /// their own.
     pub(super) fn send_over(&mut self, link: usize, to: usize, load: Load, after: &[u32]) -> u32 {
         let mut all = after.to_vec();
         all.extend(self.last.get(link).copied().flatten());
@@ -193,9 +197,9 @@ enum Way {
 }
 
 impl Plan {
-    /// Returns an allreduce of `bytes` among members with these host numbers, over rings of `capacity` bytes. `width`
-    /// is how many times the bytes of an element a partial sum takes: 1 for `float32`. `None` where the rings are too
-    /// small.
+    /// Returns an allreduce of `bytes` among members with these host numbers, over rings of
+    /// `capacity` bytes. `width` is how many times the bytes of an element a partial sum takes: 1
+    /// for `float32`. `None` where the rings are too small.
     pub fn new(
         hosts: &[u32],
         bytes: usize,
@@ -211,8 +215,12 @@ impl Plan {
             Algorithm::Direct => Way::Direct,
             Algorithm::Doubling => Way::Doubling,
             Algorithm::Pipeline => Way::Pipeline(pipeline::cut(bytes, members, capacity)?),
-            Algorithm::Hierarchy => Way::Hierarchy(hierarchy::Schedule::new(bytes, &hosts, width, capacity)?),
-            Algorithm::Halving => Way::Halving(halving::Schedule::new(bytes, &hosts, width, capacity)?),
+            Algorithm::Hierarchy => {
+                Way::Hierarchy(hierarchy::Schedule::new(bytes, &hosts, width, capacity)?)
+            }
+            Algorithm::Halving => {
+                Way::Halving(halving::Schedule::new(bytes, &hosts, width, capacity)?)
+            }
         };
         Some(Self { hosts, bytes, width, way })
     }
@@ -251,7 +259,8 @@ impl Plan {
             }
             Way::Halving(schedule) => {
                 let hosts = self.hosts.count() as u64;
-                schedule.chunks() as u64 * (2 * hosts * u64::from(hosts.ilog2()) + 2 * (members - hosts))
+                schedule.chunks() as u64
+                    * (2 * hosts * u64::from(hosts.ilog2()) + 2 * (members - hosts))
             }
         }
     }
@@ -268,7 +277,8 @@ impl Plan {
         }
     }
 
-    /// Returns whether all hosts do the same, so that one of them stands for all: see [`Plan::folded`].
+    /// Returns whether all hosts do the same, so that one of them stands for all: see
+    /// [`Plan::folded`].
     pub fn folds(&self) -> bool {
         let sizes = self.hosts.sizes();
         let equal = sizes.len() > 1 && sizes.iter().all(|size| *size == sizes[0]);
@@ -285,8 +295,9 @@ impl Plan {
         self.hosts.largest()
     }
 
-    /// Returns the steps of a member of the first host, in which transfers to other hosts go to the member itself, as
-    /// one transfer for each chunk, or for each of its swaps: its counterparts on other hosts send the same bytes at the same time.
+    /// Returns the steps of a member of the first host, in which transfers to other hosts go to the
+    /// member itself, as one transfer for each chunk, or for each of its swaps: its counterparts on
+    /// other hosts send the same bytes at the same time.
     pub fn folded(&self, member: usize) -> Program {
         match &self.way {
             Way::Pipeline(cut) => pipeline::folded(cut),

@@ -43,7 +43,9 @@ impl Measures {
 
     pub(crate) fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
-        for (to, value) in bytes.as_chunks_mut().0.iter_mut().zip([self.dot, self.first, self.second]) {
+        for (to, value) in
+            bytes.as_chunks_mut().0.iter_mut().zip([self.dot, self.first, self.second])
+        {
             *to = value.to_ne_bytes();
         }
         bytes
@@ -66,12 +68,19 @@ impl Measures {
 
     /// Returns the factors of the two vectors.
     fn factors(self) -> (f64, f64) {
-        let factor = |length: f64| if length < NOTHING { 1.0 } else { 1.0 - self.dot / (2.0 * length) };
+        let factor =
+            |length: f64| if length < NOTHING { 1.0 } else { 1.0 - self.dot / (2.0 * length) };
         (factor(self.first), factor(self.second))
     }
 
     /// Writes the sum over the first of the two vectors, or over the second.
-    pub(crate) fn combine(self, carrier: Carrier, own: &mut [u8], other: &[u8], own_is_first: bool) {
+    pub(crate) fn combine(
+        self,
+        carrier: Carrier,
+        own: &mut [u8],
+        other: &[u8],
+        own_is_first: bool,
+    ) {
         let (first, second) = self.factors();
         let (mine, theirs) = if own_is_first { (first, second) } else { (second, first) };
         match carrier {

@@ -13,7 +13,8 @@ type RunInPlace = unsafe fn(&mut [&mut [u8]], f64) -> bool;
 
 /// A chosen kernel.
 pub(super) enum Kernel {
-    /// One loop over inputs in a line, accumulators are elements; the factor multiplies the result of a Sum of floats.
+    /// One loop over inputs in a line, accumulators are elements; the factor multiplies the result
+    /// of a Sum of floats.
     Direct { run: Run, in_place: RunInPlace, factor: f64 },
     /// Through accumulators.
     Staged(Box<dyn Staged>),
@@ -102,10 +103,11 @@ fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {
     Kernel::Staged(Box::new(Stages::new::<F, J>(path, factors)))
 }
 
-/// Returns the kernel of a reduction without rounding between hosts, or nothing where it is not defined. Only kernels
-/// in stages join in other orders than a line.
+/// Returns the kernel of a reduction without rounding between hosts, or nothing where it is not
+/// defined. Only kernels in stages join in other orders than a line.
 pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option<Kernel> {
-    let kind = Kind { plain: in_line && reduction.prescale == 1.0 && reduction.postscale == 1.0, path };
+    let kind =
+        Kind { plain: in_line && reduction.prescale == 1.0 && reduction.postscale == 1.0, path };
     match reduction.dtype {
         DataType::U8 => integer::<u8, u8, i64>(reduction, kind),
         DataType::I8 => integer::<i8, u8, i64>(reduction, kind),
@@ -125,8 +127,13 @@ pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option
             ReduceOp::Sum | ReduceOp::Max if in_line => Some(direct::<u8, Or>(path, 1.0)),
             ReduceOp::Product | ReduceOp::Min if in_line => Some(direct::<u8, And>(path, 1.0)),
             ReduceOp::Sum | ReduceOp::Max => Some(staged::<Truth, Or>(path, factors(reduction))),
-            ReduceOp::Product | ReduceOp::Min => Some(staged::<Truth, And>(path, factors(reduction))),
-            ReduceOp::Average | ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum => None,
+            ReduceOp::Product | ReduceOp::Min => {
+                Some(staged::<Truth, And>(path, factors(reduction)))
+            }
+            ReduceOp::Average
+            | ReduceOp::Adasum
+            | ReduceOp::RoundedAverage
+            | ReduceOp::RoundedSum => None,
         },
         DataType::C64 => complex(reduction).and_then(|()| native_float::<f32>(reduction, kind)),
         DataType::C128 => complex(reduction).and_then(|()| native_float::<f64>(reduction, kind)),

@@ -5,15 +5,16 @@
 
 use super::wide::{Float, Format};
 
-/// 8-bit floats of the OCP 8-bit Floating Point Specification (OFP8, revision 1.0, 2023): a sign, an exponent with
-/// this bias, and so many bits of mantissa; exponents of zero are subnormal. `LAST` is the code, without a sign, for
-/// values that are too large: infinity, whose mantissa is 0, or the largest number. The codes after it are no
-/// numbers.
+/// 8-bit floats of the OCP 8-bit Floating Point Specification (OFP8, revision 1.0, 2023): a sign,
+/// an exponent with this bias, and so many bits of mantissa; exponents of zero are subnormal.
+/// `LAST` is the code, without a sign, for values that are too large: infinity, whose mantissa is
+/// 0, or the largest number. The codes after it are no numbers.
 ///
-/// An `f32` is rounded to the nearest of them, of two that are as near to the even one, as though there were no
-/// largest; results beyond `LAST` become `LAST`. For E4M3 that is the specification's saturating conversion, in which
-/// an infinity becomes 448, for E5M2 the other one: both as torch 2.15 converts on the CPU (2.6 made NaN of what E4M3
-/// has no number for, as `ml_dtypes` does). A NaN becomes `0x7f` with its sign.
+/// An `f32` is rounded to the nearest of them, of two that are as near to the even one, as though
+/// there were no largest; results beyond `LAST` become `LAST`. For E4M3 that is the specification's
+/// saturating conversion, in which an infinity becomes 448, for E5M2 the other one: both as torch
+/// 2.15 converts on the CPU (2.6 made NaN of what E4M3 has no number for, as `ml_dtypes` does). A
+/// NaN becomes `0x7f` with its sign.
 pub(super) struct Float8<const MANTISSA: u32, const BIAS: u32, const LAST: u32>;
 
 /// `float8_e4m3fn`.
@@ -71,7 +72,9 @@ impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Float8<MANTISSA, BIA
     }
 }
 
-impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Format for Float8<MANTISSA, BIAS, LAST> {
+impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Format
+    for Float8<MANTISSA, BIAS, LAST>
+{
     const SIZE: usize = 1;
     type Acc = f32;
 

@@ -85,9 +85,14 @@ impl Format for HardF16 {
         let (lanes, _) = acc.as_chunks_mut::<8>();
         let done = eights.len().min(lanes.len()) * 8;
         for (a, b) in lanes.iter_mut().zip(eights) {
-            // SAFETY: 16 bytes are read from and 8 floats written to arrays of that size, unaligned accesses allowed;
-            // the format is chosen only on paths whose processors have F16C.
-            unsafe { _mm256_storeu_ps(a.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(b.as_ptr().cast()))) }
+            // SAFETY: 16 bytes are read from and 8 floats written to arrays of that size, unaligned
+            // accesses allowed; the format is chosen only on paths whose processors have F16C.
+            unsafe {
+                _mm256_storeu_ps(
+                    a.as_mut_ptr(),
+                    _mm256_cvtph_ps(_mm_loadu_si128(b.as_ptr().cast())),
+                )
+            }
         }
         SoftF16::widen(bytes.get(done * 2..).unwrap_or_default(), &mut acc[done..]);
     }
@@ -103,7 +108,8 @@ impl Format for HardF16 {
         for (a, b) in lanes.iter().zip(eights) {
             // SAFETY: as in `widen`, the other way round.
             unsafe {
-                let half = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(a.as_ptr()));
+                let half =
+                    _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(a.as_ptr()));
                 _mm_storeu_si128(b.as_mut_ptr().cast(), half);
             }
         }
@@ -130,7 +136,8 @@ pub(super) fn bf16_from_f32(value: f32) -> u16 {
     (if value.is_nan() { (bits >> 16) | 0x40 } else { rounded }) as u16
 }
 
-/// Exact. Subnormals go through an integer, so that a thread which flushes them to zero computes the same.
+/// Exact. Subnormals go through an integer, so that a thread which flushes them to zero computes
+/// the same.
 #[inline(always)]
 pub(super) fn f32_from_f16(half: u16) -> f32 {
     let half = u32::from(half);
@@ -156,12 +163,15 @@ pub(super) fn f16_from_f32(value: f32) -> u16 {
     const INFINITE: u32 = 0x7f80_0000;
     const TOO_LARGE: u32 = 0x477f_f000; // 65520
     const NORMAL: u32 = 113 << 23; // 2^-14
-    const HALF_ULP: u32 = 126 << 23; // 0.5, whose unit in the last place is the subnormal step 2^-24
+    // 0.5, whose unit in the last place is the subnormal step 2^-24
+    const HALF_ULP: u32 = 126 << 23;
     let bits = value.to_bits();
     let sign = (bits >> 16) & 0x8000;
     let magnitude = bits & 0x7fff_ffff;
-    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
-    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(HALF_ULP)).to_bits().wrapping_sub(HALF_ULP);
+    let normal =
+        magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
+    let subnormal =
+        (f32::from_bits(magnitude) + f32::from_bits(HALF_ULP)).to_bits().wrapping_sub(HALF_ULP);
     let nan = 0x7e00 | ((magnitude >> 13) & 0x1ff);
     let half = if magnitude > INFINITE {
         nan

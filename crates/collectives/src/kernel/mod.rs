@@ -3,28 +3,36 @@
 
 //! Reductions of equally long byte blocks, one per member, in member order.
 //!
-//! `out = post * (((pre * x0) op (pre * x1)) op (pre * x2) ...)` for every element by itself, so the bits do not depend
-//! on how a tensor was cut into blocks; or with the parentheses of an [`Order`]. The joined value of some members can
-//! leave as a partial, an accumulator that is neither scaled nor rounded, and be joined with others elsewhere: the bits
-//! are those of doing it all in one place. What each type does:
+//! `out = post * (((pre * x0) op (pre * x1)) op (pre * x2) ...)` for every element by itself, so
+//! the bits do not depend on how a tensor was cut into blocks; or with the parentheses of an
+//! [`Order`]. The joined value of some members can leave as a partial, an accumulator that is
+//! neither scaled nor rounded, and be joined with others elsewhere: the bits are those of doing it
+//! all in one place. What each type does:
 //!
-//! - `float32`, `float64`: IEEE arithmetic in the type; an Average divides by the number of members, then scales.
-//! - `float16`, `bfloat16`: as `float32` from the first input to the last scaling, rounded once, to nearest even.
-//! - `float8_e4m3fn`, `float8_e5m2`: the same. For values that are too large, also infinities, the first has its
-//!   largest number, 448, and the second an infinity, as in torch.
-//! - integers: Sum and Product wrap. An Average sums in 64 bits (128 for the 64-bit types), so it never overflows, and
-//!   truncates toward zero. A scale factor other than 1 goes through `float64`, truncates toward zero and saturates;
-//!   the factor 1 is exact.
-//! - `bool`: Sum and Max are or, Product and Min are and; any byte but 0 is true; no Average, no scale factors.
+//! - `float32`, `float64`: IEEE arithmetic in the type; an Average divides by the number of
+//!   members, then scales.
+//! - `float16`, `bfloat16`: as `float32` from the first input to the last scaling, rounded once, to
+//!   nearest even.
+//! - `float8_e4m3fn`, `float8_e5m2`: the same. For values that are too large, also infinities, the
+//!   first has its largest number, 448, and the second an infinity, as in torch.
+//! - integers: Sum and Product wrap. An Average sums in 64 bits (128 for the 64-bit types), so it
+//!   never overflows, and truncates toward zero. A scale factor other than 1 goes through
+//!   `float64`, truncates toward zero and saturates; the factor 1 is exact.
+//! - `bool`: Sum and Max are or, Product and Min are and; any byte but 0 is true; no Average, no
+//!   scale factors.
 //! - `complex64`, `complex128`: Sum and Average, by parts.
-//! - A rounded Sum or Average of `float16` and `bfloat16` rounds the partial of each host to the type, unless there is only
-//!   one host; it does so wherever it is made, so that its bits do not depend on the algorithm. A sum within a host that
-//!   leaves the range of the type becomes infinite. Of other types nothing is rounded.
-//! - Min and Max give NaN when any input is NaN; of equal values (`-0.0` and `0.0`) the later member's. Which NaN a
-//!   reduction gives is not defined, only that it is one.
+//! - A rounded Sum or Average of `float16` and `bfloat16` rounds the partial of each host to the
+//!   type, unless there is only one host; it does so wherever it is made, so that its bits do not
+//!   depend on the algorithm. A sum within a host that leaves the range of the type becomes
+//!   infinite. Of other types nothing is rounded.
+//! - Min and Max give NaN when any input is NaN; of equal values (`-0.0` and `0.0`) the later
+//!   member's. Which NaN a reduction gives is not defined, only that it is one.
 //!
 //! Every path of [`Path`] gives the same bits; [`Path::best`] is chosen once per process.
-#![expect(unsafe_code, reason = "functions compiled for instructions that only some processors have")]
+#![expect(
+    unsafe_code,
+    reason = "functions compiled for instructions that only some processors have"
+)]
 
 mod adasum;
 mod dispatch;
@@ -126,7 +134,11 @@ pub struct Orders {
 impl Orders {
     /// For hosts of these many members, which follow each other.
     pub fn new(hosts: &[usize]) -> Self {
-        Self { members: Order::groups(hosts), hosts: Order::pairs(hosts.len()), sizes: hosts.to_vec() }
+        Self {
+            members: Order::groups(hosts),
+            hosts: Order::pairs(hosts.len()),
+            sizes: hosts.to_vec(),
+        }
     }
 }
 
@@ -147,7 +159,8 @@ impl Reducer {
     /// Chooses the kernel for this processor.
     ///
     /// # Errors
-    /// `Unsupported` when the operation is not defined for the type, `Shape` for no members or scaled booleans.
+    /// `Unsupported` when the operation is not defined for the type, `Shape` for no members or
+    /// scaled booleans.
     pub fn new(reduction: Reduction) -> Result<Self> {
         Self::on(reduction, Path::best())
     }
@@ -166,8 +179,9 @@ impl Reducer {
     /// Like [`Reducer::on`].
     pub fn ordered(reduction: Reduction, path: Path, orders: Option<Arc<Orders>>) -> Result<Self> {
         let halves = matches!(reduction.dtype, DataType::F16 | DataType::Bf16);
-        let rounding =
-            orders.clone().filter(|orders| reduction.op.is_rounded() && halves && orders.sizes.len() > 1);
+        let rounding = orders
+            .clone()
+            .filter(|orders| reduction.op.is_rounded() && halves && orders.sizes.len() > 1);
         let reduction = Reduction { op: reduction.op.exact(), ..reduction };
         let orders = orders.filter(|orders| !orders.members.is_line());
         let refuse = |reason: &str| Error::Shape { reason: reason.to_owned() };
@@ -191,8 +205,8 @@ impl Reducer {
         &self.reduction
     }
 
-    /// Reduces the `inputs` of all members, which are in member order, into `out`. Elements beyond the shortest of them
-    /// are left alone.
+    /// Reduces the `inputs` of all members, which are in member order, into `out`. Elements beyond
+    /// the shortest of them are left alone.
     pub fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
         if let Some(orders) = &self.rounding
             && (self.reduction.prescale != 1.0 || orders.sizes.iter().any(|size| *size > 1))
@@ -217,19 +231,22 @@ impl Reducer {
             let mut rest = inputs;
             for (size, partial) in sizes.iter().zip(&mut partials) {
                 let (members, others) = rest.split_at((*size).min(rest.len()));
-                let members: Vec<&[u8]> = members.iter().map(|input| &input[here.clone()]).collect();
+                let members: Vec<&[u8]> =
+                    members.iter().map(|input| &input[here.clone()]).collect();
                 self.begin(&members, &mut partial[..here.len()]);
                 rest = others;
             }
-            let partials: Vec<&[u8]> = partials.iter().map(|partial| &partial[..here.len()]).collect();
+            let partials: Vec<&[u8]> =
+                partials.iter().map(|partial| &partial[..here.len()]).collect();
             self.finish(&partials, &mut out[here]);
         }
     }
 
-    /// Like [`run`](Self::run), into all inputs, which are as long as each other: in one pass where that can be, else by
-    /// way of `block`, as many bytes at a time as it has; it has some.
+    /// Like [`run`](Self::run), into all inputs, which are as long as each other: in one pass where
+    /// that can be, else by way of `block`, as many bytes at a time as it has; it has some.
     pub fn run_in_place(&self, all: &mut [&mut [u8]], block: &mut [u8]) {
-        // SAFETY: `ordered` made sure that this processor has the instructions the kernel was compiled for.
+        // SAFETY: `ordered` made sure that this processor has the instructions the kernel was
+        // compiled for.
         if self.orders.is_none() && unsafe { self.kernel.run_in_place(all) } {
             return;
         }
@@ -292,7 +309,8 @@ impl Reducer {
     }
 
     fn join(&self, from: Form, to: Form, order: Option<&Order>, inputs: &[&[u8]], out: &mut [u8]) {
-        // SAFETY: `ordered` made sure that this processor has the instructions the kernel was compiled for.
+        // SAFETY: `ordered` made sure that this processor has the instructions the kernel was
+        // compiled for.
         unsafe { self.kernel.run(from, to, order, inputs, out) }
     }
 }
@@ -309,10 +327,14 @@ pub fn reduce(
     prescale: f64,
     postscale: f64,
 ) -> Result<()> {
-    let reducer = Reducer::new(Reduction { dtype, op, members: inputs.len(), prescale, postscale })?;
-    if inputs.iter().any(|input| input.len() != out.len()) || !out.len().is_multiple_of(dtype.size()) {
+    let reducer =
+        Reducer::new(Reduction { dtype, op, members: inputs.len(), prescale, postscale })?;
+    if inputs.iter().any(|input| input.len() != out.len())
+        || !out.len().is_multiple_of(dtype.size())
+    {
         let lengths: Vec<usize> = inputs.iter().map(|input| input.len()).collect();
-        let reason = format!("inputs of {lengths:?} bytes reduced into {} bytes of {dtype}", out.len());
+        let reason =
+            format!("inputs of {lengths:?} bytes reduced into {} bytes of {dtype}", out.len());
         return Err(Error::Shape { reason });
     }
     reducer.run(inputs, out);

@@ -3,8 +3,8 @@
 
 //! Types that are their own accumulator, and the loops over them.
 //!
-//! The loops are plain Rust over byte chunks: the compiler vectorises them for whatever instructions the function they
-//! are inlined into may use, and unaligned bytes cost nothing.
+//! The loops are plain Rust over byte chunks: the compiler vectorises them for whatever
+//! instructions the function they are inlined into may use, and unaligned bytes cost nothing.
 
 use std::marker::PhantomData;
 
@@ -21,7 +21,8 @@ pub(super) trait Native: Copy + Default + 'static {
     fn product(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
-    /// Returns the finished result times a factor. Only floats multiply: an integer kernel's factor is always 1.
+    /// Returns the finished result times a factor. Only floats multiply: an integer kernel's factor
+    /// is always 1.
     fn finish(self, factor: Self) -> Self;
     fn factor(value: f64) -> Self;
 }
@@ -133,14 +134,18 @@ macro_rules! float {
 float! { f32, 4, single; f64, 8, std::convert::identity; }
 
 #[inline(always)]
-#[expect(clippy::cast_possible_truncation, reason = "a factor takes the type of the tensor it scales")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a factor takes the type of the tensor it scales"
+)]
 fn single(value: f64) -> f32 {
     value as f32
 }
 
 /// Combines two values into one.
 pub(super) trait Join<T>: 'static {
-    /// Whether the finished value is multiplied by a factor: an Average over a power of two is a scaled Sum.
+    /// Whether the finished value is multiplied by a factor: an Average over a power of two is a
+    /// scaled Sum.
     const SCALES: bool = false;
 
     fn join(a: T, b: T) -> T;
@@ -224,7 +229,8 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
             [a, b, c, d] => {
                 let inputs = T::cells(a).iter().zip(T::cells(b)).zip(T::cells(c)).zip(T::cells(d));
                 for (o, (((a, b), c), d)) in T::cells_mut(out).iter_mut().zip(inputs) {
-                    let joined = J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
+                    let joined =
+                        J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
                     *o = Self::last(joined, factor).put();
                 }
             }
@@ -251,8 +257,8 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         }
     }
 
-    /// Like [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them than a processor fetches
-    /// ahead as well as it does two or four.
+    /// Like [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them
+    /// than a processor fetches ahead as well as it does two or four.
     #[inline(always)]
     pub(super) fn run_in_place(all: &mut [&mut [u8]], factor: f64) -> bool {
         let factor = T::factor(factor);
@@ -267,7 +273,8 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
                 let first = T::cells_mut(a).iter_mut().zip(T::cells_mut(b));
                 let second = T::cells_mut(c).iter_mut().zip(T::cells_mut(d));
                 for ((a, b), (c, d)) in first.zip(second) {
-                    let joined = J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
+                    let joined =
+                        J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
                     let result = Self::last(joined, factor).put();
                     (*a, *b, *c, *d) = (result, result, result, result);
                 }

@@ -5,9 +5,9 @@
 
 use crate::{DataType, Error, ReduceOp, Result};
 
-/// Returns the element that changes no result, in the first `dtype.size()` bytes; the others are 0. It is neutral
-/// after prescaling: contribute it to operations whose prescale is 1. A Sum's is `-0.0`, since `-0.0 + 0.0` is `0.0`;
-/// a vector of Adasum's has no length.
+/// Returns the element that changes no result, in the first `dtype.size()` bytes; the others are 0.
+/// It is neutral after prescaling: contribute it to operations whose prescale is 1. A Sum's is
+/// `-0.0`, since `-0.0 + 0.0` is `0.0`; a vector of Adasum's has no length.
 ///
 /// # Errors
 /// `Unsupported` where the reduction is not defined for the type.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The order of combination: floating-point sums are not associative, so the parentheses are part of the result.
+//! The order of combination: floating-point sums are not associative, so the parentheses are part
+//! of the result.
 
-/// A binary tree over inputs in their order, as a program for a stack: after pushing input `k`, the two topmost values
-/// are joined `merges[k]` times.
+/// A binary tree over inputs in their order, as a program for a stack: after pushing input `k`, the
+/// two topmost values are joined `merges[k]` times.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Order {
     merges: Vec<usize>,
@@ -68,8 +69,9 @@ impl Order {
     }
 }
 
-/// Leaves are numbered so that the first `2 * (count - p)` of `count` pair up to the first places of a full tree of `p`
-/// leaves, `p` the largest power of two. After a leaf all pairs are joined that it is the end of.
+/// Leaves are numbered so that the first `2 * (count - p)` of `count` pair up to the first places
+/// of a full tree of `p` leaves, `p` the largest power of two. After a leaf all pairs are joined
+/// that it is the end of.
 fn joins_after(leaf: usize, count: usize) -> usize {
     let full = 1 << count.ilog2();
     let folded = 2 * (count - full);

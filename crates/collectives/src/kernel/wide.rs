@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Reductions through an accumulator of another type, or with scale factors: a block at a time, in the first-level
-//! cache, as a sequence of stages.
+//! Reductions through an accumulator of another type, or with scale factors: a block at a time, in
+//! the first-level cache, as a sequence of stages.
 
 use std::marker::PhantomData;
 
@@ -59,7 +59,8 @@ impl Format for Truth {
     fn mean(_acc: &mut [u8], _members: usize) {}
 }
 
-/// Integers that accumulate in a wider one, so that a sum of members cannot overflow before it is divided.
+/// Integers that accumulate in a wider one, so that a sum of members cannot overflow before it is
+/// divided.
 pub(super) struct Wider<T, A>(PhantomData<(T, A)>);
 
 macro_rules! float {
@@ -120,7 +121,10 @@ macro_rules! narrowed {
         $value
     };
     (cut, $type:ty, $value:expr) => {{
-        #[expect(clippy::cast_possible_truncation, reason = "a mean fits the type of what it is of")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "a mean fits the type of what it is of"
+        )]
         let value = $value as $type;
         value
     }};
@@ -147,7 +151,8 @@ macro_rules! integer {
             }
 
             #[inline(always)]
-            #[expect(clippy::cast_possible_truncation, reason = "truncates toward zero and saturates")]
+            #[expect(clippy::cast_possible_truncation, reason = "truncates toward zero and \
+                                                                 saturates")]
             fn scale(acc: &mut [$acc], factor: f64) {
                 for a in acc {
                     *a = <$acc>::from((*a as f64 * factor) as $type);
@@ -270,7 +275,8 @@ stages!(baseline,);
 stages!(avx2, "avx2,f16c");
 
 impl<A: Native> Stages<A> {
-    /// Stages of a format. AVX-512 gains nothing here: the conversions are no wider, so it shares AVX2's.
+    /// Stages of a format. AVX-512 gains nothing here: the conversions are no wider, so it shares
+    /// AVX2's.
     pub(super) fn new<F: Format<Acc = A>, J: Join<A>>(path: Path, factors: Factors) -> Self {
         let Factors { prescale, postscale, mean } = factors;
         let size = F::SIZE;
@@ -313,7 +319,14 @@ pub(super) trait Staged: Send + Sync {
     ///
     /// # Safety
     /// This processor has the instructions of the path the stages were made for.
-    unsafe fn run(&self, from: Form, to: Form, order: Option<&Order>, inputs: &[&[u8]], out: &mut [u8]);
+    unsafe fn run(
+        &self,
+        from: Form,
+        to: Form,
+        order: Option<&Order>,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    );
 }
 
 impl<A: Native + Send + Sync> Stages<A> {
@@ -367,7 +380,14 @@ impl<A: Native + Send + Sync> Stages<A> {
     ///
     /// # Safety
     /// That of [`Staged::run`].
-    unsafe fn run_tree(&self, from: Form, to: Form, order: &Order, inputs: &[&[u8]], out: &mut [u8]) {
+    unsafe fn run_tree(
+        &self,
+        from: Form,
+        to: Form,
+        order: &Order,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) {
         let (read, written) = (self.bytes(from), self.bytes(to));
         let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
         let elements = elements.min(out.len() / written);
@@ -401,7 +421,14 @@ impl<A: Native + Send + Sync> Staged for Stages<A> {
         size_of::<A>() / self.size
     }
 
-    unsafe fn run(&self, from: Form, to: Form, order: Option<&Order>, inputs: &[&[u8]], out: &mut [u8]) {
+    unsafe fn run(
+        &self,
+        from: Form,
+        to: Form,
+        order: Option<&Order>,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) {
         if let Some(order) = order {
             // SAFETY: the caller's promise.
             return unsafe { self.run_tree(from, to, order, inputs, out) };
@@ -423,7 +450,11 @@ impl<A: Native + Send + Sync> Staged for Stages<A> {
                         (self.merge)(&mut acc[..count], &next[..count]);
                     }
                 }
-                self.write(to, &mut acc[..count], &mut out[start * written..(start + count) * written]);
+                self.write(
+                    to,
+                    &mut acc[..count],
+                    &mut out[start * written..(start + count) * written],
+                );
             }
         }
     }

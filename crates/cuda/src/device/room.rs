@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The stream of a communicator, and memory for results whose size was unknown before: allocated on that stream,
-//! freed on the stream that has fetched the result. The driver keeps the order, the host waits for nothing.
+//! The stream of a communicator, and memory for results whose size was unknown before: allocated on
+//! that stream, freed on the stream that has fetched the result. The driver keeps the order, the
+//! host waits for nothing.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::sync::Arc;
 
-use farandole_collectives::{Buffer, Error as CollectiveError, Event, Place, Result, Room, Stream as Theirs};
+use farandole_collectives::{
+    Buffer, Error as CollectiveError, Event, Place, Result, Room, Stream as Theirs,
+};
 use parking_lot::Mutex;
 
 use super::Open;
@@ -31,8 +34,13 @@ unsafe impl Sync for Own {}
 impl Drop for Own {
     fn drop(&mut self) {
         let stream = self.stream;
-        // SAFETY: the stream is ours and is destroyed once, when its work is done. There is nothing to do about a failure.
-        drop(self.open.context.call("cuStreamDestroy", |table| unsafe { (table.stream_destroy)(stream) }));
+        // SAFETY: the stream is ours and is destroyed once, when its work is done. There is nothing
+        // to do about a failure.
+        drop(
+            self.open
+                .context
+                .call("cuStreamDestroy", |table| unsafe { (table.stream_destroy)(stream) }),
+        );
     }
 }
 
@@ -46,7 +54,8 @@ impl GpuLane {
         Arc::clone(&self.0.open.context)
     }
 
-    /// Copies memory of the device in the order of the stream, which must be done before either is used otherwise.
+    /// Copies memory of the device in the order of the stream, which must be done before either is
+    /// used otherwise.
     ///
     /// # Errors
     /// `Driver`.
@@ -99,8 +108,11 @@ impl Room for GpuRoom {
     fn buffer(&self) -> Buffer {
         let address = usize::try_from(self.start).unwrap_or_default();
         let place = Place::Device(self.lane.open.context.ordinal());
-        // SAFETY: so many bytes are there, and nobody knows of them but the operation that this memory was made for.
-        unsafe { Buffer::from_raw(std::ptr::with_exposed_provenance_mut(address), self.bytes, place) }
+        // SAFETY: so many bytes are there, and nobody knows of them but the operation that this
+        // memory was made for.
+        unsafe {
+            Buffer::from_raw(std::ptr::with_exposed_provenance_mut(address), self.bytes, place)
+        }
     }
 
     fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, stream: Theirs) -> Result<()> {
@@ -123,10 +135,11 @@ impl Room for GpuRoom {
         }
         let then: Stream = std::ptr::with_exposed_provenance_mut(stream.handle());
         let (target, bytes) = (to.address().expose_provenance() as u64, self.bytes);
-        // SAFETY: both ranges have so many bytes; the target's owner uses it on this stream, which lives by the promise of
-        // `Stream::from_raw`, and ours goes back behind the copy.
-        let copied = context
-            .call("cuMemcpyDtoDAsync", |table| unsafe { (table.within)(target, self.start, bytes, then) });
+        // SAFETY: both ranges have so many bytes; the target's owner uses it on this stream, which
+        // lives by the promise of `Stream::from_raw`, and ours goes back behind the copy.
+        let copied = context.call("cuMemcpyDtoDAsync", |table| unsafe {
+            (table.within)(target, self.start, bytes, then)
+        });
         // Also when nothing was copied.
         *left = false;
         Ok(copied.and(context.free(self.start, then))?)
@@ -136,7 +149,8 @@ impl Room for GpuRoom {
 impl Drop for GpuRoom {
     fn drop(&mut self) {
         if *self.left.get_mut() {
-            // Behind what writes it, which is on this stream. There is nothing to do about a failure.
+            // Behind what writes it, which is on this stream. There is nothing to do about a
+            // failure.
             drop(self.lane.open.context.free(self.start, self.lane.stream));
         }
     }

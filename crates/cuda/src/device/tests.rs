@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Copies, events and streams over a driver whose device is host memory: work is queued, and done after a number of
-//! queries.
+//! Copies, events and streams over a driver whose device is host memory: work is queued, and done
+//! after a number of queries.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -282,7 +282,12 @@ unsafe extern "C" fn pool_set(pool: MemoryPool, attribute: i32, value: *mut c_vo
 unsafe extern "C" fn pool_destroy(_: MemoryPool) -> i32 {
     within("pool_destroy")
 }
-unsafe extern "C" fn allocate_from(place: *mut u64, bytes: usize, pool: MemoryPool, stream: Stream) -> i32 {
+unsafe extern "C" fn allocate_from(
+    place: *mut u64,
+    bytes: usize,
+    pool: MemoryPool,
+    stream: Stream,
+) -> i32 {
     assert_eq!(pool.addr(), 0x99);
     fake(|fake| fake.log.push("from the pool".to_owned()));
     // SAFETY: the caller's place.
@@ -467,7 +472,10 @@ fn nothing_is_asked_of_a_stream_that_a_graph_is_captured_on() {
     // SAFETY: the fake knows no streams.
     let error = unsafe { gpu.after(9) }.map(drop).unwrap_err();
     assert_eq!(error.fault(), farandole_world::Fault::Usage);
-    assert!(error.to_string().starts_with("a CUDA graph is being captured on device 1: "), "{error}");
+    assert!(
+        error.to_string().starts_with("a CUDA graph is being captured on device 1: "),
+        "{error}"
+    );
     assert!(!log().iter().any(|call| call.starts_with("event")));
     // SAFETY: as above.
     assert!(unsafe { gpu.after(8) }.is_ok(), "another stream is no part of it");
@@ -552,7 +560,10 @@ fn failures_name_the_device_the_function_and_the_drivers_words() {
     let event = gpu.copy(&source.buffer(), &on_device(&target, 1)).unwrap();
     assert!(matches!(event.is_ready(), Err(CollectiveError::Device { ordinal: 1, .. })));
     assert!(gpu.copy(&source.buffer(), &on_device(&target, 0)).is_err(), "another device's memory");
-    assert!(gpu.copy(&source.buffer().slice(0, 4), &on_device(&target, 1)).is_err(), "other lengths");
+    assert!(
+        gpu.copy(&source.buffer().slice(0, 4), &on_device(&target, 1)).is_err(),
+        "other lengths"
+    );
     assert!(Gpu::new(driver(), 5).staging(1).is_err(), "no such device");
 }
 
@@ -569,7 +580,10 @@ fn memory_that_cannot_be_locked_is_used_all_the_same() {
 fn facts_of_a_device_are_asked_without_a_context() {
     let driver = driver();
     let facts = driver.facts(1).unwrap();
-    assert_eq!((facts.name.as_str(), facts.arch, facts.uuid, facts.bytes >> 30), ("Fake", 90, [1; 16], 80));
+    assert_eq!(
+        (facts.name.as_str(), facts.arch, facts.uuid, facts.bytes >> 30),
+        ("Fake", 90, [1; 16], 80)
+    );
     assert_eq!(driver.count().unwrap(), 2);
     assert_eq!(log(), ["init"]);
 }
@@ -618,7 +632,9 @@ fn an_unfetched_result_is_freed_after_the_work_that_writes_it() {
 fn a_result_is_fetched_whole_or_not_at_all() {
     let (_gpu, room) = room_of(&[1, 2, 3]);
     let target = filled(&[0; 4]);
-    for to in [on_device(&target, 0), on_device(&target, 1).slice(0, 3), target.buffer().slice(0, 3)] {
+    for to in
+        [on_device(&target, 0), on_device(&target, 1).slice(0, 3), target.buffer().slice(0, 3)]
+    {
         let error = room.fetch(&to, None, framework()).unwrap_err();
         assert!(error.to_string().contains("3 bytes of device 0 are fetched to"), "{error}");
     }
@@ -646,10 +662,18 @@ fn memory_for_results_comes_from_a_pool_that_keeps_some_when_streams_are_waited_
     log();
     drop((lane.room(3).unwrap(), lane.room(4).unwrap()));
     let steps = log();
-    assert!(steps[0].starts_with("PoolSettings { kind: 1, handles: 0, place: 1, device: 1,"), "{steps:?}");
-    let expected = ["pool_create", "pool_set", "from the pool", "take 3 bytes on stream 3", "allocate"];
+    assert!(
+        steps[0].starts_with("PoolSettings { kind: 1, handles: 0, place: 1, device: 1,"),
+        "{steps:?}"
+    );
+    let expected =
+        ["pool_create", "pool_set", "from the pool", "take 3 bytes on stream 3", "allocate"];
     assert_eq!(steps[1..6], expected);
-    assert_eq!(steps[6..9], ["from the pool", "take 4 bytes on stream 3", "allocate"], "there is one pool");
+    assert_eq!(
+        steps[6..9],
+        ["from the pool", "take 4 bytes on stream 3", "allocate"],
+        "there is one pool"
+    );
     assert_eq!((fake(|fake| fake.kept), size_of::<PoolSettings>()), (256 << 20, 88));
     drop((lane, gpu));
     assert_eq!(log()[5..], ["pool_destroy", "release"]);
@@ -663,7 +687,9 @@ fn without_a_pool_of_our_own_memory_comes_from_the_default_one() {
         let gpu = Gpu::new(driver, 0);
         let room = gpu.lane().unwrap().room(3).unwrap();
         let steps = log();
-        assert!(steps.contains(&"allocate".to_owned()) && !steps.contains(&"from the pool".to_owned()));
+        assert!(
+            steps.contains(&"allocate".to_owned()) && !steps.contains(&"from the pool".to_owned())
+        );
         drop((room, gpu));
         assert!(!log().contains(&"pool_destroy".to_owned()));
     }

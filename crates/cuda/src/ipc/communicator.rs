@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    Communicator, DataType, Error as CollectiveError, Event, Operation, ReduceOp, Result, Room, Segment,
-    Token,
+    Communicator, DataType, Error as CollectiveError, Event, Operation, ReduceOp, Result, Room,
+    Segment, Token,
 };
 
 use super::mailbox::{Mailbox, Outcome, Phase};
@@ -90,7 +90,9 @@ pub(crate) struct IpcCommunicator<S: Site> {
 
 /// Returns the reduction of an operation, if a kernel does it; the same on all members.
 fn how(operation: &Operation) -> Option<How> {
-    let Operation::Allreduce { dtype, op, prescale, postscale, .. } = *operation else { return None };
+    let Operation::Allreduce { dtype, op, prescale, postscale, .. } = *operation else {
+        return None;
+    };
     // Nothing goes from host to host here.
     let op = op.exact();
     let scaled = prescale != 1.0 || postscale != 1.0;
@@ -101,8 +103,8 @@ fn how(operation: &Operation) -> Option<How> {
 }
 
 impl<S: Site> IpcCommunicator<S> {
-    /// Begins to form a communicator of the mailbox's members, of which every one does so with its own site. `patience` is
-    /// how long forming it, and each step of an operation, may take.
+    /// Begins to form a communicator of the mailbox's members, of which every one does so with its
+    /// own site. `patience` is how long forming it, and each step of an operation, may take.
     pub(crate) fn form(site: S, mailbox: Mailbox, patience: Duration) -> Self {
         Self {
             site,
@@ -152,8 +154,8 @@ impl<S: Site> IpcCommunicator<S> {
         self.launched.clear();
     }
 
-    /// Waits for the work of the stream. This waits for no peer, only for work of the framework. False when it took
-    /// too long.
+    /// Waits for the work of the stream. This waits for no peer, only for work of the framework.
+    /// False when it took too long.
     fn quieten(&self) -> bool {
         let Ok(last) = self.site.mark() else { return false };
         wait_for(|| last.is_ready().unwrap_or(true))
@@ -176,7 +178,9 @@ impl<S: Site> IpcCommunicator<S> {
                 let reason = self.mailbox.reason(member);
                 self.refuse(member, &reason);
             }
-            (_, Outcome::Ended(member)) => return Err(self.fail(&format!("member {member} has ended"))),
+            (_, Outcome::Ended(member)) => {
+                return Err(self.fail(&format!("member {member} has ended")));
+            }
             (State::Making, _) => match self.site.offer() {
                 None => return self.check("forming it").map(|()| false),
                 Some(Ok(offer)) => {
@@ -191,14 +195,17 @@ impl<S: Site> IpcCommunicator<S> {
             },
             (State::Offering, Outcome::AllOffered) => self.open(),
             (State::Opened, Outcome::Formed) => self.state = State::Ready,
-            (State::Offering | State::Opened, _) => return self.check("forming it").map(|()| false),
+            (State::Offering | State::Opened, _) => {
+                return self.check("forming it").map(|()| false);
+            }
         }
         self.since = Instant::now();
         Ok(true)
     }
 
     fn open(&mut self) {
-        let offers: Vec<_> = (0..self.mailbox.size()).map(|member| self.mailbox.offered(member)).collect();
+        let offers: Vec<_> =
+            (0..self.mailbox.size()).map(|member| self.mailbox.offered(member)).collect();
         match self.site.open(&offers, self.mailbox.member()) {
             Ok(()) => {
                 self.mailbox.opened();
@@ -220,7 +227,9 @@ impl<S: Site> IpcCommunicator<S> {
 
     /// Fails when something takes too long, or will never come.
     fn check(&mut self, what: &str) -> Result<()> {
-        if let Some(member) = self.lacking().filter(|member| self.mailbox.phase(*member) == Phase::Ended) {
+        if let Some(member) =
+            self.lacking().filter(|member| self.mailbox.phase(*member) == Phase::Ended)
+        {
             return Err(self.fail(&format!("member {member} has ended")));
         }
         if self.since.elapsed() > self.patience {
@@ -284,13 +293,15 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(true)
     }
 
-    /// Takes up the next operation, if none is in progress; true when it was nothing, and another may follow.
+    /// Takes up the next operation, if none is in progress; true when it was nothing, and another
+    /// may follow.
     fn begin(&mut self) -> Result<bool> {
         if self.current.is_some() {
             return Ok(false);
         }
         let Some((token, operation, events)) = self.waiting.pop_front() else { return Ok(false) };
-        let (Some(how), Operation::Allreduce { segments, .. }) = (how(&operation), operation) else {
+        let (Some(how), Operation::Allreduce { segments, .. }) = (how(&operation), operation)
+        else {
             return Ok(false);
         };
         self.site.hold(&events).map_err(|error| self.fail(&error.to_string()))?;
@@ -304,8 +315,8 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(false)
     }
 
-    /// Moves the operation in progress. Pieces of the next one wait until all of this is on the stream: they may come after
-    /// work of the framework that waits for it.
+    /// Moves the operation in progress. Pieces of the next one wait until all of this is on the
+    /// stream: they may come after work of the framework that waits for it.
     fn advance(&mut self, current: &Current) -> Result<bool> {
         let mut moved = false;
         let members = self.mailbox.size();
@@ -331,9 +342,15 @@ impl<S: Site> IpcCommunicator<S> {
     }
 
     /// All work of an operation is on the stream, and done at this event or, without one, at once.
-    fn launch(&mut self, token: Token, last: Option<Arc<dyn Event>>, segments: Vec<Segment>) -> Result<()> {
-        let last =
-            last.map_or_else(|| self.site.mark(), Ok).map_err(|error| self.fail(&error.to_string()))?;
+    fn launch(
+        &mut self,
+        token: Token,
+        last: Option<Arc<dyn Event>>,
+        segments: Vec<Segment>,
+    ) -> Result<()> {
+        let last = last
+            .map_or_else(|| self.site.mark(), Ok)
+            .map_err(|error| self.fail(&error.to_string()))?;
         self.launched.push((token, Arc::clone(&last)));
         self.running.push_back((token, last, segments));
         Ok(())
@@ -438,7 +455,8 @@ impl<S: Site> Communicator for IpcCommunicator<S> {
     }
 
     fn pending(&self) -> usize {
-        let under_way = self.waiting.len() + usize::from(self.current.is_some()) + self.running.len();
+        let under_way =
+            self.waiting.len() + usize::from(self.current.is_some()) + self.running.len();
         under_way + usize::from(self.is_forming())
     }
 }
@@ -447,9 +465,9 @@ impl<S: Site> Drop for IpcCommunicator<S> {
     fn drop(&mut self) {
         let orderly = self.failure.is_none() && self.pending() == 0;
         self.end();
-        // Others may still read this window; in good order they end at the same time. After a failure no member is
-        // waited for: its operations complete with the error first. Memory that a member may still read is kept,
-        // because a kernel may be using it.
+        // Others may still read this window; in good order they end at the same time. After a
+        // failure no member is waited for: its operations complete with the error first. Memory
+        // that a member may still read is kept, because a kernel may be using it.
         let alone = || self.mailbox.is_alone();
         let unread = !self.offered || alone() || (orderly && wait_for(alone));
         if !(self.quiet && unread) {

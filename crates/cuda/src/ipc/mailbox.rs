@@ -41,8 +41,8 @@ pub(crate) enum Outcome {
     Ended(usize),
 }
 
-/// Returns the outcome, which is the same for all members that find one: a refusal is never taken back, and a member
-/// that has opened everything refuses nothing.
+/// Returns the outcome, which is the same for all members that find one: a refusal is never taken
+/// back, and a member that has opened everything refuses nothing.
 pub(crate) fn outcome(phases: &[Phase]) -> Outcome {
     let first = |wanted: Phase| phases.iter().position(|phase| *phase == wanted);
     if let Some(member) = first(Phase::Refused) {
@@ -102,8 +102,9 @@ impl Mailbox {
 
     fn slot(&self, member: usize) -> &Slot {
         let member = member.min(self.size - 1);
-        // SAFETY: the region begins on a page and has so many slots, which `over` has checked; they are made of atomics,
-        // for which every bit pattern is valid, and the reference lives no longer than the mapping.
+        // SAFETY: the region begins on a page and has so many slots, which `over` has checked; they
+        // are made of atomics, for which every bit pattern is valid, and the reference lives no
+        // longer than the mapping.
         unsafe { &*self.region.address().cast::<Slot>().add(member) }
     }
 
@@ -166,11 +167,13 @@ impl Mailbox {
     /// Returns the reason why a member refused.
     pub(crate) fn reason(&self, member: usize) -> String {
         let words = self.slot(member).reason.iter();
-        let bytes: Vec<u8> = words.flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
+        let bytes: Vec<u8> =
+            words.flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
         String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned()
     }
 
-    /// This member does nothing any more. A refusal stays visible, because others may not have seen it.
+    /// This member does nothing any more. A refusal stays visible, because others may not have seen
+    /// it.
     pub(crate) fn end(&self) {
         if self.phase(self.member) != Phase::Refused {
             self.enter(Phase::Ended);
@@ -209,7 +212,8 @@ impl Mailbox {
 
 impl Drop for Mailbox {
     fn drop(&mut self) {
-        // The others continue with it: what its owner said last stays. What fails leaves them without, as a dead owner does.
+        // The others continue with it: what its owner said last stays. What fails leaves them
+        // without, as a dead owner does.
         let _ = self.region.detach();
     }
 }
@@ -267,7 +271,10 @@ mod tests {
         assert_eq!(first.phase(1), Phase::Ended);
         first.close();
         drop(first);
-        assert!(second.is_alone() && second.outcome() == Outcome::Refused(0), "it outlives its owner");
+        assert!(
+            second.is_alone() && second.outcome() == Outcome::Refused(0),
+            "it outlives its owner"
+        );
     }
 
     #[test]

@@ -3,9 +3,9 @@
 
 //! Allreduce among processes that share one GPU, by CUDA IPC.
 //!
-//! Each member has a window: memory of its own that the others map. A tensor goes there piece by piece, and every
-//! member reduces a piece straight from all members' windows into its output. What they tell each other is in a
-//! [`Mailbox`], a page or so of shared memory of the host.
+//! Each member has a window: memory of its own that the others map. A tensor goes there piece by
+//! piece, and every member reduces a piece straight from all members' windows into its output. What
+//! they tell each other is in a [`Mailbox`], a page or so of shared memory of the host.
 //!
 //! ```text
 //!   tensor --copy--> own window (2 pieces) ..all have filled piece k..> reduce windows --> output
@@ -13,10 +13,11 @@
 //!                       +--------------- all have taken piece k ------------+
 //! ```
 //!
-//! A window is memory of the driver's, not the tensor: frameworks have allocators whose memory cannot be shown to others
-//! (expandable segments, `cudaMallocAsync`), and give a tensor's memory to the next one when they like. Members wait for
-//! each other in the mailbox, by polls with a deadline, and never on the GPU: an event of a process that died would not
-//! come, and nothing could end a stream that waits for it.
+//! A window is memory of the driver's, not the tensor: frameworks have allocators whose memory
+//! cannot be shown to others (expandable segments, `cudaMallocAsync`), and give a tensor's memory
+//! to the next one when they like. Members wait for each other in the mailbox, by polls with a
+//! deadline, and never on the GPU: an event of a process that died would not come, and nothing
+//! could end a stream that waits for it.
 
 mod communicator;
 mod mailbox;

@@ -24,8 +24,9 @@ impl Span {
     }
 }
 
-/// Returns the pieces for segments of so many bytes: each has parts that fill at most `room` bytes, a multiple of 16
-/// and not 0. They follow from the lengths alone, which are the same on all members. No element is cut.
+/// Returns the pieces for segments of so many bytes: each has parts that fill at most `room` bytes,
+/// a multiple of 16 and not 0. They follow from the lengths alone, which are the same on all
+/// members. No element is cut.
 pub(crate) fn pieces(lengths: &[usize], room: usize) -> Vec<Vec<Span>> {
     let (mut pieces, mut piece, mut start) = (Vec::new(), Vec::new(), 0);
     for (segment, length) in lengths.iter().enumerate() {
@@ -57,7 +58,10 @@ mod tests {
 
     #[test]
     fn a_long_segment_is_cut_and_short_ones_share_a_piece() {
-        assert_eq!(pieces(&[70], 32), [[span(0, 0, 0, 32)], [span(0, 32, 0, 32)], [span(0, 64, 0, 6)]]);
+        assert_eq!(
+            pieces(&[70], 32),
+            [[span(0, 0, 0, 32)], [span(0, 32, 0, 32)], [span(0, 64, 0, 6)]]
+        );
         assert_eq!(pieces(&[4, 0, 8], 32), [[span(0, 0, 0, 4), span(2, 0, 16, 8)]]);
         assert_eq!(pieces(&[], 32), Vec::<Vec<Span>>::new());
         assert_eq!(pieces(&[0, 0], 32), Vec::<Vec<Span>>::new());

@@ -18,7 +18,8 @@ use crate::{Cache, Error, GpuLane, Kernels, Lane as _, Nvrtc, Offer, Places};
 
 /// Pieces that a window holds.
 pub(crate) const SLOTS: u64 = 2;
-/// Bytes of a piece: with a third for results on the way to many tensors, a member takes 48 MiB of its GPU.
+/// Bytes of a piece: with a third for results on the way to many tensors, a member takes 48 MiB of
+/// its GPU.
 const PIECE: usize = 16 << 20;
 
 /// The reduction of a piece.
@@ -38,7 +39,8 @@ pub(crate) trait Site: Send {
     /// Returns the bytes of a piece.
     fn room_of_a_piece(&self) -> usize;
 
-    /// Returns the handle of this member's window for others, once it exists; or the reason why there is none.
+    /// Returns the handle of this member's window for others, once it exists; or the reason why
+    /// there is none.
     fn offer(&mut self) -> Option<Result<Offer, String>>;
 
     /// Opens all windows but that of `member`, which is this one.
@@ -89,8 +91,8 @@ pub(crate) struct GpuSite {
 }
 
 impl GpuSite {
-    /// Begins to compile the kernels, or to read them from the cache, and takes memory for the window, on a thread of its
-    /// own: that may take seconds.
+    /// Begins to compile the kernels, or to read them from the cache, and takes memory for the
+    /// window, on a thread of its own: that may take seconds.
     ///
     /// # Errors
     /// `Device`.
@@ -185,7 +187,8 @@ impl Site for GpuSite {
                 starts.push(own);
                 continue;
             }
-            let view = View::open(self.lane.context(), *offer).map_err(|error| error.to_string())?;
+            let view =
+                View::open(self.lane.context(), *offer).map_err(|error| error.to_string())?;
             starts.push(view.start());
             self.views.push(view);
         }
@@ -215,28 +218,34 @@ impl Site for GpuSite {
             return Ok(self.lane.copy(from(span), base, span.bytes)?);
         }
         let (plain, parts) = (plain(dtype), parts(piece, dtype, from));
-        // SAFETY: the segments' owners keep them until the operation is over; the slot is free now, as members have
-        // told each other, and has room for the piece.
-        Ok(unsafe { tools.kernels.transfer(true, &parts, (plain, plain), base, 1.0, self.stream()) }?)
+        // SAFETY: the segments' owners keep them until the operation is over; the slot is free now,
+        // as members have told each other, and has room for the piece.
+        Ok(unsafe {
+            tools.kernels.transfer(true, &parts, (plain, plain), base, 1.0, self.stream())
+        }?)
     }
 
     fn reduce(&self, slot: u64, piece: &[Span], segments: &[Segment], how: How) -> Result<()> {
         let tools = self.tools()?;
         let How { dtype, op, prescale, postscale } = how;
-        let addresses: Vec<u64> = self.starts.iter().map(|start| start + slot * PIECE as u64).collect();
+        let addresses: Vec<u64> =
+            self.starts.iter().map(|start| start + slot * PIECE as u64).collect();
         let inputs = Inputs::new(&addresses, dtype, op, (prescale, postscale))?;
         let bytes = piece.last().map_or(0, Span::end);
         let count = (bytes / dtype.size()) as u64;
         let to = |span: &Span| address(&segments[span.segment].output) + span.at as u64;
         let scratch = tools.window.start() + SLOTS * PIECE as u64;
         let out = if let [span] = piece { to(span) } else { scratch };
-        // SAFETY: all members have filled the slot and leave it alone until this one says that it has read it; the segments'
-        // owners keep them until the operation is over; the scratch memory is used in the order of the stream alone.
+        // SAFETY: all members have filled the slot and leave it alone until this one says that it
+        // has read it; the segments' owners keep them until the operation is over; the scratch
+        // memory is used in the order of the stream alone.
         unsafe { tools.kernels.reduce(dtype, &inputs, out, count, self.stream()) }?;
         if out == scratch {
             let (plain, parts) = (plain(dtype), parts(piece, dtype, to));
             // SAFETY: as above.
-            unsafe { tools.kernels.transfer(false, &parts, (plain, plain), scratch, 1.0, self.stream()) }?;
+            unsafe {
+                tools.kernels.transfer(false, &parts, (plain, plain), scratch, 1.0, self.stream())
+            }?;
         }
         Ok(())
     }

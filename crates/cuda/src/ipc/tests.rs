@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use farandole_collectives::{
-    Buffer, Communicator, DataType, Error as CollectiveError, Event, Memory, Operation, Place, ReduceOp,
-    Result, Room, Segment, Stream, Token,
+    Buffer, Communicator, DataType, Error as CollectiveError, Event, Memory, Operation, Place,
+    ReduceOp, Result, Room, Segment, Stream, Token,
 };
 use farandole_shm::{Region, RegionCard};
 use parking_lot::Mutex;
@@ -155,7 +155,8 @@ impl Site for HostSite {
     }
 
     fn fill(&self, slot: u64, piece: &[Span], segments: &[Segment], _: DataType) -> Result<()> {
-        let base = self.window.address().expose_provenance() + usize::try_from(slot).unwrap() * PIECE;
+        let base =
+            self.window.address().expose_provenance() + usize::try_from(slot).unwrap() * PIECE;
         for span in piece.iter().copied() {
             let from = exposed(&segments[span.segment].input) + span.at;
             self.job(move || put(base + span.start, &floats(from, span.bytes / 4)));
@@ -222,20 +223,31 @@ fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) ->
             fate: Arc::clone(&fate),
         };
         let mailbox = Mailbox::over(region, (place, size)).unwrap();
-        Member { all: IpcCommunicator::form(site, mailbox, patience), stream, fate, done: Vec::new() }
+        Member {
+            all: IpcCommunicator::form(site, mailbox, patience),
+            stream,
+            fate,
+            done: Vec::new(),
+        }
     };
     broken.iter().enumerate().map(member).collect()
 }
 
 /// Lets all members take steps until none moves.
 fn settle(members: &mut [Member]) {
-    while members.iter_mut().map(|member| member.step().unwrap()).fold(false, |any, moved| any | moved) {}
+    while members
+        .iter_mut()
+        .map(|member| member.step().unwrap())
+        .fold(false, |any, moved| any | moved)
+    {}
 }
 
 fn formed(size: usize, prompt: bool) -> Vec<Member> {
     let mut all = members(&vec![None; size], prompt, Duration::from_secs(20));
     settle(&mut all);
-    assert!(all.iter().all(|member| !member.all.is_forming() && member.all.carries(&allreduce(&[]))));
+    assert!(
+        all.iter().all(|member| !member.all.is_forming() && member.all.carries(&allreduce(&[])))
+    );
     all
 }
 
@@ -265,8 +277,10 @@ fn on_device(memory: &Memory) -> Buffer {
 }
 
 fn allreduce(tensors: &[(&Memory, &Memory)]) -> Operation {
-    let segment =
-        |(input, output): &(&Memory, &Memory)| Segment { input: on_device(input), output: on_device(output) };
+    let segment = |(input, output): &(&Memory, &Memory)| Segment {
+        input: on_device(input),
+        output: on_device(output),
+    };
     Operation::Allreduce {
         dtype: DataType::F32,
         op: ReduceOp::Sum,
@@ -306,7 +320,10 @@ fn tensors_of_any_length_are_reduced_piece_by_piece() {
             let expected = Tensors::of(&lengths, sum).values();
             assert!(tensors.iter().all(|out| out.values() == expected));
         }
-        assert!(all.iter().all(|member| member.done == [0, 1, 2].map(Token) && member.all.pending() == 0));
+        assert!(
+            all.iter()
+                .all(|member| member.done == [0, 1, 2].map(Token) && member.all.pending() == 0)
+        );
     }
 }
 
@@ -314,7 +331,8 @@ fn tensors_of_any_length_are_reduced_piece_by_piece() {
 fn nothing_is_reduced_before_all_windows_are_filled_nor_overwritten_before_all_have_read() {
     let mut all = formed(2, false);
     // Four pieces, twice as many as a window holds.
-    let tensors: Vec<Tensors> = (0..2).map(|member| Tensors::of(&[32], |at| number(at + member))).collect();
+    let tensors: Vec<Tensors> =
+        (0..2).map(|member| Tensors::of(&[32], |at| number(at + member))).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
         member.all.submit(Token(5), in_place(own)).unwrap();
     }
@@ -381,7 +399,10 @@ fn all_members_refuse_if_one_cannot_take_part_and_name_it_with_the_reason() {
         for member in &mut all {
             assert!(!member.all.is_forming() && member.all.pending() == 0);
             assert!(!member.all.carries(&allreduce(&[])));
-            assert_eq!(member.all.remark().unwrap(), format!("member 1 cannot use CUDA IPC: {why}"));
+            assert_eq!(
+                member.all.remark().unwrap(),
+                format!("member 1 cannot use CUDA IPC: {why}")
+            );
             assert_eq!(member.all.remark(), None);
         }
         // One has ended before the last has looked.
@@ -480,9 +501,18 @@ fn operations_without_a_kernel_are_not_carried() {
         let segments = Vec::new();
         all[0].all.carries(&Operation::Allreduce { dtype, op, prescale, postscale: 1.0, segments })
     };
-    assert!(carried(DataType::F32, ReduceOp::Average, 0.5) && carried(DataType::I16, ReduceOp::Average, 1.0));
-    assert!(carried(DataType::Bool, ReduceOp::Max, 1.0) && !carried(DataType::Bool, ReduceOp::Average, 1.0));
-    assert!(!carried(DataType::Bool, ReduceOp::Sum, 0.5) && !carried(DataType::F32, ReduceOp::Adasum, 1.0));
+    assert!(
+        carried(DataType::F32, ReduceOp::Average, 0.5)
+            && carried(DataType::I16, ReduceOp::Average, 1.0)
+    );
+    assert!(
+        carried(DataType::Bool, ReduceOp::Max, 1.0)
+            && !carried(DataType::Bool, ReduceOp::Average, 1.0)
+    );
+    assert!(
+        !carried(DataType::Bool, ReduceOp::Sum, 0.5)
+            && !carried(DataType::F32, ReduceOp::Adasum, 1.0)
+    );
     assert!(!carried(DataType::C64, ReduceOp::Sum, 1.0));
     assert!(carried(DataType::F8E4M3, ReduceOp::Average, 0.5));
     assert!(!carried(DataType::F8E5M2, ReduceOp::Adasum, 1.0));

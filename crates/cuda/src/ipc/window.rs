@@ -113,7 +113,8 @@ mod tests {
         assert_eq!(view.start(), 0x50_000);
         drop(view);
         drop(window);
-        let steps = ["window of 100 bytes", "window", "window_offer", "window_open", "window_close"];
+        let steps =
+            ["window of 100 bytes", "window", "window_offer", "window_open", "window_close"];
         assert_eq!(log()[..5], steps);
     }
 
@@ -126,7 +127,10 @@ mod tests {
         assert_eq!(log().last().map(String::as_str), Some("window_free"));
         break_one("window_open");
         let error = View::open(context, Offer([1; 64])).map(drop).unwrap_err();
-        assert!(error.to_string().starts_with("cuIpcOpenMemHandle failed on device 1: "), "{error}");
+        assert!(
+            error.to_string().starts_with("cuIpcOpenMemHandle failed on device 1: "),
+            "{error}"
+        );
         assert!(!log().contains(&"window_close".to_owned()), "nothing was opened");
     }
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread that makes a communicator's calls. They may block: NCCL meets the other members in the first, and
-//! connects to them in others, so threads that must not block leave these calls to this thread. Calls of
-//! communicators that do not block would have NCCL begin a thread for each of them.
+//! The thread that makes a communicator's calls. They may block: NCCL meets the other members in
+//! the first, and connects to them in others, so threads that must not block leave these calls to
+//! this thread. Calls of communicators that do not block would have NCCL begin a thread for each of
+//! them.
 //!
-//! All calls of a communicator come from this one thread. Only to abort it comes from another, when this one is outside of
-//! NCCL, or does not come back from there.
+//! All calls of a communicator come from this one thread. Only to abort it comes from another, when
+//! this one is outside of NCCL, or does not come back from there.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::collections::VecDeque;
@@ -31,7 +32,8 @@ pub(super) type Made = (Token, Arc<dyn Event>, Operation);
 
 /// Between two looks at calls that return before they are done, as with `NCCL_COMM_BLOCKING=0`.
 const LOOK: Duration = Duration::from_micros(50);
-/// Time for which the thread polls before it sleeps, if cores are free: a wake-up takes longer than a call.
+/// Time for which the thread polls before it sleeps, if cores are free: a wake-up takes longer than
+/// a call.
 const REST: Duration = Duration::from_micros(50);
 /// So many leave some.
 const CORES: usize = 4;
@@ -121,8 +123,9 @@ impl Caller {
         self.desk.comm.load(Ordering::Acquire)
     }
 
-    /// Ends the thread, which makes no more calls. Returns the communicator, to be aborted, if NCCL has it. A call
-    /// under way is waited for so long; if it is not over then, only to abort the communicator ends it.
+    /// Ends the thread, which makes no more calls. Returns the communicator, to be aborted, if NCCL
+    /// has it. A call under way is waited for so long; if it is not over then, only to abort the
+    /// communicator ends it.
     pub(super) fn end(&mut self, limit: Duration) -> Option<Comm> {
         let deadline = Instant::now() + limit;
         let mut papers = self.desk.papers.lock();
@@ -221,7 +224,8 @@ impl<L: Lane> Work<L> {
         self.within(&mut || {
             let init = self.nccl.table().init;
             // SAFETY: both places live across the call.
-            status = unsafe { init(self.desk.comm.as_ptr(), members, self.id, me, &raw mut settings) };
+            status =
+                unsafe { init(self.desk.comm.as_ptr(), members, self.id, me, &raw mut settings) };
         })?;
         self.wait("ncclCommInitRankConfig", status)
     }
@@ -238,7 +242,8 @@ impl<L: Lane> Work<L> {
         self.register(comm, &operation)?;
         let calls = Calls { nccl: &self.nccl, comm, stream, size, member };
         self.within(&mut || {
-            // SAFETY: `submit` took buffers of this device, which their owners keep until the token completes.
+            // SAFETY: `submit` took buffers of this device, which their owners keep until the token
+            // completes.
             late = unsafe { calls.start(&operation) };
         })?;
         if late.map_err(|error| error.to_string())? {
@@ -255,7 +260,8 @@ impl<L: Lane> Work<L> {
         }
         let (desk, registry, mut done) = (&self.desk, &mut self.registry, Ok(true));
         let goes_on = || !desk.papers.lock().over;
-        let within = self.lane.with(&mut || done = registry.take_up(&self.nccl, comm, operation, goes_on));
+        let within =
+            self.lane.with(&mut || done = registry.take_up(&self.nccl, comm, operation, goes_on));
         within.map_err(|error| error.to_string())?;
         match done.map_err(|error| error.to_string())? {
             true => Ok(()),

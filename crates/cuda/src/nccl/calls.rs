@@ -17,7 +17,8 @@ const AVERAGE: i32 = 4;
 /// A factor is read before the call returns.
 const IMMEDIATE: i32 = 1;
 
-/// NCCL's number of a type, and how many of it make one element: complex numbers are reduced by parts.
+/// NCCL's number of a type, and how many of it make one element: complex numbers are reduced by
+/// parts.
 fn kind(dtype: DataType) -> Option<(i32, usize)> {
     Some(match dtype {
         DataType::I8 => (0, 1),
@@ -54,9 +55,9 @@ fn number(op: ReduceOp) -> Option<i32> {
     })
 }
 
-/// Returns whether NCCL does an operation as we define it; others go through the host. The same on all members.
-/// Floats of eight bits are a communicator's own matter, too: not all members' GPUs reduce them, nor averages of any
-/// number of members.
+/// Returns whether NCCL does an operation as we define it; others go through the host. The same on
+/// all members. Floats of eight bits are a communicator's own matter, too: not all members' GPUs
+/// reduce them, nor averages of any number of members.
 pub fn carries(operation: &Operation) -> bool {
     match operation {
         Operation::Allreduce { dtype, op, prescale, postscale, .. }
@@ -73,7 +74,9 @@ pub fn carries(operation: &Operation) -> bool {
                 && (!scaled || (linear && matches!(dtype, DataType::F32 | DataType::F64)))
                 && (!complex || linear)
         }
-        Operation::Broadcast { .. } | Operation::Allgather { .. } | Operation::Alltoall { .. } => true,
+        Operation::Broadcast { .. } | Operation::Allgather { .. } | Operation::Alltoall { .. } => {
+            true
+        }
         Operation::Barrier => false,
     }
 }
@@ -83,11 +86,13 @@ pub(crate) const LEAST_FOR_FLOAT8: i32 = 22_400;
 /// The architecture from which on it reduces them, on all members' GPUs.
 pub(crate) const ARCH_FOR_FLOAT8: u32 = 90;
 
-/// Returns whether an operation is a reduction of floats of eight bits, and if so, whether NCCL does it as we define
-/// it among so many members. It averages by multiplying with the inverse of their number in the tensor's type, which
-/// is exact for powers of two whose inverse is not subnormal.
+/// Returns whether an operation is a reduction of floats of eight bits, and if so, whether NCCL
+/// does it as we define it among so many members. It averages by multiplying with the inverse of
+/// their number in the tensor's type, which is exact for powers of two whose inverse is not
+/// subnormal.
 pub(super) fn does_float8(operation: &Operation, size: usize) -> Option<bool> {
-    let (Operation::Allreduce { dtype, op, .. } | Operation::Reducescatter { dtype, op, .. }) = operation
+    let (Operation::Allreduce { dtype, op, .. } | Operation::Reducescatter { dtype, op, .. }) =
+        operation
     else {
         return None;
     };
@@ -139,7 +144,8 @@ impl Calls<'_> {
         // SAFETY: as above; a group that was started must be ended.
         let status = unsafe { (table.group_end)() };
         if made {
-            // SAFETY: made below for this communicator, and used by nothing that is not enqueued yet.
+            // SAFETY: made below for this communicator, and used by nothing that is not enqueued
+            // yet.
             unsafe { (table.scaled_sum_destroy)(op, self.comm) };
         }
         called?;
@@ -180,30 +186,39 @@ impl Calls<'_> {
         Ok(((kind, parts), made, true))
     }
 
-    unsafe fn call(&self, operation: &Operation, (kind, parts): (i32, usize), op: i32) -> Result<()> {
+    unsafe fn call(
+        &self,
+        operation: &Operation,
+        (kind, parts): (i32, usize),
+        op: i32,
+    ) -> Result<()> {
         let table = self.nccl.table();
         let (comm, stream) = (self.comm, self.stream);
         match operation {
-            Operation::Allreduce { dtype, segments, .. } => segments.iter().try_for_each(|segment| {
-                let count = segment.input.len() / dtype.size() * parts;
-                // SAFETY: the caller's promise.
-                let status = unsafe {
-                    (table.allreduce)(
-                        from(&segment.input),
-                        to(&segment.output),
-                        count,
-                        kind,
-                        op,
-                        comm,
-                        stream,
-                    )
-                };
-                self.nccl.check("ncclAllReduce", status)
-            }),
+            Operation::Allreduce { dtype, segments, .. } => {
+                segments.iter().try_for_each(|segment| {
+                    let count = segment.input.len() / dtype.size() * parts;
+                    // SAFETY: the caller's promise.
+                    let status = unsafe {
+                        (table.allreduce)(
+                            from(&segment.input),
+                            to(&segment.output),
+                            count,
+                            kind,
+                            op,
+                            comm,
+                            stream,
+                        )
+                    };
+                    self.nccl.check("ncclAllReduce", status)
+                })
+            }
             Operation::Broadcast { root: sender, segments } => segments
                 .iter()
                 // SAFETY: the caller's promise.
-                .try_for_each(|segment| unsafe { self.spread(&segment.input, &segment.output, *sender) }),
+                .try_for_each(|segment| unsafe {
+                    self.spread(&segment.input, &segment.output, *sender)
+                }),
             Operation::Allgather { segments, bytes } => segments
                 .iter()
                 .zip(bytes)
@@ -228,7 +243,8 @@ impl Calls<'_> {
         let (bytes, sender) = (output.len(), root(sender));
         let spread = self.nccl.table().broadcast;
         // SAFETY: the caller's promise.
-        let status = unsafe { spread(from(input), to(output), bytes, BYTE, sender, self.comm, self.stream) };
+        let status =
+            unsafe { spread(from(input), to(output), bytes, BYTE, sender, self.comm, self.stream) };
         self.nccl.check("ncclBroadcast", status)
     }
 
@@ -255,7 +271,12 @@ impl Calls<'_> {
         Ok(())
     }
 
-    unsafe fn exchange(&self, segment: &Segment, sends: &[usize], receives: &[usize]) -> Result<()> {
+    unsafe fn exchange(
+        &self,
+        segment: &Segment,
+        sends: &[usize],
+        receives: &[usize],
+    ) -> Result<()> {
         let table = self.nccl.table();
         let (mut sent, mut received) = (0, 0);
         for (member, (send, receive)) in sends.iter().zip(receives).enumerate() {
@@ -264,14 +285,22 @@ impl Calls<'_> {
             (sent, received) = (sent + send, received + receive);
             if *send > 0 {
                 // SAFETY: the caller's promise.
-                let status =
-                    unsafe { (table.send)(from(&input), *send, BYTE, root(member), self.comm, self.stream) };
+                let status = unsafe {
+                    (table.send)(from(&input), *send, BYTE, root(member), self.comm, self.stream)
+                };
                 self.nccl.check("ncclSend", status)?;
             }
             if *receive > 0 {
                 // SAFETY: the caller's promise.
                 let status = unsafe {
-                    (table.receive)(to(&output), *receive, BYTE, root(member), self.comm, self.stream)
+                    (table.receive)(
+                        to(&output),
+                        *receive,
+                        BYTE,
+                        root(member),
+                        self.comm,
+                        self.stream,
+                    )
                 };
                 self.nccl.check("ncclRecv", status)?;
             }
@@ -292,7 +321,15 @@ impl Calls<'_> {
             let (input, output) = (from(&segment.input), to(&segment.output));
             // SAFETY: the caller's promise.
             let status = unsafe {
-                (table.reducescatter)(input, output, count(bytes[0]), kind, op, self.comm, self.stream)
+                (table.reducescatter)(
+                    input,
+                    output,
+                    count(bytes[0]),
+                    kind,
+                    op,
+                    self.comm,
+                    self.stream,
+                )
             };
             return self.nccl.check("ncclReduceScatter", status);
         }
@@ -304,7 +341,8 @@ impl Calls<'_> {
                 continue;
             }
             // Only the member itself has room for its part; the others' output is not looked at.
-            let output = if member == self.member { to(&segment.output) } else { std::ptr::null_mut() };
+            let output =
+                if member == self.member { to(&segment.output) } else { std::ptr::null_mut() };
             // SAFETY: the caller's promise.
             let status = unsafe {
                 let (input, count) = (from(&part), count(*bytes));

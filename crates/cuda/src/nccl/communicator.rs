@@ -9,15 +9,18 @@
 //!      +------ refusal, deadline, an error of the network, abandon: abort ------> Over
 //! ```
 //!
-//! A thread of its own, [`Caller`], makes the calls. What they enqueued is done when the event behind it on the stream is
-//! reached. `ncclCommAbort` ends kernels that wait for a dead peer: a GPU never spins on.
+//! A thread of its own, [`Caller`], makes the calls. What they enqueued is done when the event
+//! behind it on the stream is reached. `ncclCommAbort` ends kernels that wait for a dead peer: a
+//! GPU never spins on.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Communicator, Error as CollectiveError, Event, Operation, Result, Room, Token};
+use farandole_collectives::{
+    Communicator, Error as CollectiveError, Event, Operation, Result, Room, Token,
+};
 
 use super::caller::{Caller, Made, Queued};
 use super::calls::{carries, does_float8};
@@ -52,7 +55,8 @@ pub trait Lane: Send + Sync + 'static {
     fn with(&self, work: &mut dyn FnMut()) -> Result<()>;
 }
 
-/// Operations on the device at a time. The driver has room for some more; where it had none, calls would wait for kernels.
+/// Operations on the device at a time. The driver has room for some more; where it had none, calls
+/// would wait for kernels.
 const MOST: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,8 +93,8 @@ pub struct NcclCommunicator<L: Lane> {
 }
 
 impl<L: Lane> NcclCommunicator<L> {
-    /// Begins to form a communicator of `size` members, which all call this with the same id. `patience` is how long
-    /// forming it, and each operation, may take.
+    /// Begins to form a communicator of `size` members, which all call this with the same id.
+    /// `patience` is how long forming it, and each operation, may take.
     ///
     /// # Errors
     /// `Lost`.
@@ -159,7 +163,8 @@ impl<L: Lane> NcclCommunicator<L> {
         self
     }
 
-    /// Returns whether NCCL does an operation among these members, if there is room for what it brings.
+    /// Returns whether NCCL does an operation among these members, if there is room for what it
+    /// brings.
     fn does(&self, operation: &Operation) -> bool {
         let among = does_float8(operation, self.size).is_none_or(|does| self.float8 && does);
         among && carries(operation)
@@ -168,7 +173,8 @@ impl<L: Lane> NcclCommunicator<L> {
     /// Ends everything, also kernels in progress, and remembers why.
     fn fail(&mut self, reason: &str) -> CollectiveError {
         self.end();
-        let failure = CollectiveError::Lost { reason: format!("device {}: {reason}", self.lane.ordinal()) };
+        let failure =
+            CollectiveError::Lost { reason: format!("device {}: {reason}", self.lane.ordinal()) };
         self.failure.get_or_insert(failure).clone()
     }
 
@@ -180,7 +186,8 @@ impl<L: Lane> NcclCommunicator<L> {
         self.state = State::Over;
         if let Some(comm) = self.caller.end(ENDING) {
             let abort = self.nccl.table().abort;
-            // An abort is the only end that waits for no other member. There is nothing to do about a failure.
+            // An abort is the only end that waits for no other member. There is nothing to do about
+            // a failure.
             drop(self.lane.with(&mut || {
                 // SAFETY: the communicator is ours and ends once.
                 unsafe { abort(comm) };
@@ -196,8 +203,8 @@ impl<L: Lane> NcclCommunicator<L> {
         self.launched.clear();
     }
 
-    /// Waits until the work of the stream has ended: kernels continue for a while after the order to end, and
-    /// `ncclCommAbort` may return before they have.
+    /// Waits until the work of the stream has ended: kernels continue for a while after the order
+    /// to end, and `ncclCommAbort` may return before they have.
     fn quieten(&self) {
         let Ok(last) = self.lane.mark() else { return };
         // What failed touches nothing any more.

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A table of functions that do what a test says and write down what they are asked for. One of each test's thread, and of
-//! the threads that make calls for it: they find it by the communicator's name.
+//! A table of functions that do what a test says and write down what they are asked for. One of
+//! each test's thread, and of the threads that make calls for it: they find it by the
+//! communicator's name.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -35,7 +36,8 @@ pub(crate) struct State {
     /// Time by which the clock is ahead.
     pub(super) ahead: Duration,
     pub(crate) version: i32,
-    /// Number of looks at the device for which kernels continue after the order to end; `None` before that order.
+    /// Number of looks at the device for which kernels continue after the order to end; `None`
+    /// before that order.
     pub(super) ending: Option<u32>,
     /// The same, for the next time.
     pub(super) late: u32,
@@ -219,7 +221,14 @@ unsafe extern "C" fn reduce(
     note(format!("reduce {}>{} {count} of {kind} by {op} to {root}", at(from), at(to)))
 }
 
-unsafe extern "C" fn allgather(from: Read, to: Write, count: usize, _: i32, _: Comm, _: Stream) -> i32 {
+unsafe extern "C" fn allgather(
+    from: Read,
+    to: Write,
+    count: usize,
+    _: i32,
+    _: Comm,
+    _: Stream,
+) -> i32 {
     note(format!("allgather {}>{} {count}", at(from), at(to)))
 }
 
@@ -239,7 +248,14 @@ unsafe extern "C" fn send(from: Read, count: usize, _: i32, peer: i32, _: Comm, 
     note(format!("send {} {count} to {peer}", at(from)))
 }
 
-unsafe extern "C" fn receive(to: Write, count: usize, _: i32, peer: i32, _: Comm, _: Stream) -> i32 {
+unsafe extern "C" fn receive(
+    to: Write,
+    count: usize,
+    _: i32,
+    peer: i32,
+    _: Comm,
+    _: Stream,
+) -> i32 {
     note(format!("receive {} {count} from {peer}", at(to)))
 }
 
@@ -344,7 +360,9 @@ struct FakeRoom(usize);
 impl Room for FakeRoom {
     fn buffer(&self) -> Buffer {
         // SAFETY: never looked at.
-        unsafe { Buffer::from_raw(std::ptr::without_provenance_mut(0x900), self.0, Place::Device(3)) }
+        unsafe {
+            Buffer::from_raw(std::ptr::without_provenance_mut(0x900), self.0, Place::Device(3))
+        }
     }
 
     fn fetch(&self, _: &Buffer, _: Option<&Arc<dyn Event>>, _: Theirs) -> Result<()> {

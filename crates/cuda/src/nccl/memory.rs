@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory that NCCL gives and communicators register: the other members' kernels, and switches, may then work on it where
-//! it lies, and NCCL copies it nowhere.
+//! Memory that NCCL gives and communicators register: the other members' kernels, and switches, may
+//! then work on it where it lies, and NCCL copies it nowhere.
 //!
-//! Released memory serves the next request for as much on the same stream, as in torch's own allocator. It returns to
-//! the device when the process ends: an earlier return would have to wait for all its users, and every communicator
-//! would have to deregister it.
+//! Released memory serves the next request for as much on the same stream, as in torch's own
+//! allocator. It returns to the device when the process ends: an earlier return would have to wait
+//! for all its users, and every communicator would have to deregister it.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ptr::{null_mut, with_exposed_provenance_mut};
@@ -21,8 +21,8 @@ use crate::{Error, Result};
 /// A child of a fork may find the lock taken for ever.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// All that was given. The process's, not a session's: gradients outlive sessions, and what one rank takes from an old one
-/// must be registered as what another has from the new one.
+/// All that was given. The process's, not a session's: gradients outlive sessions, and what one
+/// rank takes from an old one must be registered as what another has from the new one.
 static GIVEN: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 
 struct Block {
@@ -80,7 +80,8 @@ impl Nccl {
         self.table().allocate.is_some() && self.table().register.is_some()
     }
 
-    /// Returns memory of a device, at least one byte, for work in the order of this stream. Its content is undefined.
+    /// Returns memory of a device, at least one byte, for work in the order of this stream. Its
+    /// content is undefined.
     ///
     /// # Errors
     /// `Nccl` when there is none left, or this version gives none.
@@ -113,8 +114,9 @@ impl Nccl {
 pub(super) struct Registry(Vec<usize>);
 
 impl Registry {
-    /// Registers the memory of an operation for as long as the communicator lives; false if it must not do more. All
-    /// members have theirs registered, or none: NCCL wants it so, and to fail is to fail for all.
+    /// Registers the memory of an operation for as long as the communicator lives; false if it must
+    /// not do more. All members have theirs registered, or none: NCCL wants it so, and to fail is
+    /// to fail for all.
     pub(super) fn take_up(
         &mut self,
         nccl: &Nccl,
@@ -124,7 +126,8 @@ impl Registry {
     ) -> Result<bool> {
         let Some(register) = nccl.table().register else { return Ok(true) };
         let given = GIVEN.lock();
-        let blocks = buffers(operation).filter_map(|buffer| given.iter().find(|block| block.holds(buffer)));
+        let blocks =
+            buffers(operation).filter_map(|buffer| given.iter().find(|block| block.holds(buffer)));
         let wanted: Vec<_> = blocks.map(|block| (block.start, block.bytes)).collect();
         drop(given);
         for (start, bytes) in wanted {
@@ -136,9 +139,11 @@ impl Registry {
                 return Ok(false);
             }
             let mut handle = null_mut();
-            // SAFETY: the memory is there until the process ends, and the communicator while it continues.
-            let status =
-                unsafe { register(comm, with_exposed_provenance_mut(start), bytes, &raw mut handle) };
+            // SAFETY: the memory is there until the process ends, and the communicator while it
+            // continues.
+            let status = unsafe {
+                register(comm, with_exposed_provenance_mut(start), bytes, &raw mut handle)
+            };
             nccl.check("ncclCommRegister", status)?;
             self.0.push(start);
         }

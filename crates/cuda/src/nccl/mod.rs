@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! NCCL through our own table, because wheels contain only `libnccl.so.2`, which no other loader tries.
+//! NCCL through our own table, because wheels contain only `libnccl.so.2`, which no other loader
+//! tries.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 mod caller;
@@ -42,7 +43,8 @@ const UNDEFINED: i32 = i32::MIN;
 #[repr(C)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// `ncclConfig_t` as of version 2.18; later ones take it as it is, and what they have in its last four bytes as undefined.
+/// `ncclConfig_t` as of version 2.18; later ones take it as it is, and what they have in its last
+/// four bytes as undefined.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Settings {
@@ -139,7 +141,11 @@ impl Nccl {
         // SAFETY: the place lives across the call.
         nccl.check("ncclGetVersion", unsafe { (nccl.table.version)(&raw mut version) })?;
         if version < LEAST {
-            return Err(Error::Version { path: nccl.path, version: spelled(version), least: "2.18" });
+            return Err(Error::Version {
+                path: nccl.path,
+                version: spelled(version),
+                least: "2.18",
+            });
         }
         nccl.version = version;
         Ok(nccl)
@@ -192,8 +198,10 @@ impl Nccl {
     }
 
     fn say(&self, status: i32) -> String {
-        // SAFETY: any status may be asked about; the text is the library's own, for ever, and ends with a zero.
-        let text = self.words.map(|words| unsafe { CStr::from_ptr(words(status)) }.to_string_lossy());
+        // SAFETY: any status may be asked about; the text is the library's own, for ever, and ends
+        // with a zero.
+        let text =
+            self.words.map(|words| unsafe { CStr::from_ptr(words(status)) }.to_string_lossy());
         text.map_or_else(|| format!("status {status}"), |text| format!("{text} (status {status})"))
     }
 }

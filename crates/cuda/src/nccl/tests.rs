@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A communicator's behaviour for all behaviours of NCCL, with fake functions that the test controls.
+//! A communicator's behaviour for all behaviours of NCCL, with fake functions that the test
+//! controls.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -55,7 +56,11 @@ pub(super) fn made(
 }
 
 /// Submits it, and has it called.
-pub(super) fn call(communicator: &mut NcclCommunicator<FakeLane>, token: u64, operation: Operation) {
+pub(super) fn call(
+    communicator: &mut NcclCommunicator<FakeLane>,
+    token: u64,
+    operation: Operation,
+) {
     communicator.submit(Token(token), operation).unwrap();
     made(communicator, &mut Vec::new()).unwrap();
 }
@@ -125,7 +130,10 @@ fn all_calls_come_from_one_thread_for_which_no_other_thread_waits() {
     }
     let callers = fake(|fake| std::mem::take(&mut fake.callers));
     assert_eq!(callers.len(), 4, "to form it, and three groups");
-    assert!(callers.iter().all(|caller| *caller == callers[0]), "before 2.27 groups are a thread's own");
+    assert!(
+        callers.iter().all(|caller| *caller == callers[0]),
+        "before 2.27 groups are a thread's own"
+    );
     assert_ne!(callers[0], std::thread::current().id());
     // Another call waits for a member, to connect to it.
     fake(|fake| fake.alone = true);
@@ -182,7 +190,11 @@ fn a_refused_beginning_is_reported_in_the_librarys_words() {
     let (mut communicator, _) = form(&nccl().unwrap(), 0, 2).unwrap();
     let error = made(&mut communicator, &mut Vec::new()).unwrap_err();
     assert_eq!(error.fault(), Fault::Peer);
-    assert!(error.to_string().contains("ncclCommInitRankConfig failed: unhandled system error (status 2)"));
+    assert!(
+        error
+            .to_string()
+            .contains("ncclCommInitRankConfig failed: unhandled system error (status 2)")
+    );
     assert_eq!(calls(), ["init 0/2 id 9 blocking 1", "abort"]);
 }
 
@@ -352,7 +364,8 @@ fn tensors_of_one_operation_are_one_group() {
     let (dtype, op) = (DataType::C64, ReduceOp::Average);
     let all = Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments };
     call(&mut communicator, 1, all);
-    let expected = ["{", "allreduce 0x100>0x200 2 of 7 by 4", "allreduce 0x300>0x400 4 of 7 by 4", "}"];
+    let expected =
+        ["{", "allreduce 0x100>0x200 2 of 7 by 4", "allreduce 0x300>0x400 4 of 7 by 4", "}"];
     assert_eq!(calls(), expected);
 }
 
@@ -360,7 +373,8 @@ fn tensors_of_one_operation_are_one_group() {
 fn factors_become_part_of_a_sum() {
     let (mut communicator, _lane) = ready();
     call(&mut communicator, 1, sum(DataType::F64, ReduceOp::Average, (0.5, 3.0)));
-    let expected = ["factor 0.75 of 8", "{", "allreduce 0x100>0x100 5 of 8 by 42", "}", "no factor 42"];
+    let expected =
+        ["factor 0.75 of 8", "{", "allreduce 0x100>0x100 5 of 8 by 42", "}", "no factor 42"];
     assert_eq!(calls(), expected);
 }
 
@@ -389,7 +403,10 @@ fn uneven_gathers_scatters_and_exchanges_go_by_parts() {
         (gather(&[8, 8]), &["allgather 0x100>0x200 8"]),
         (gather(&[8, 4]), &["broadcast 0x100>0x200 8 from 0", "broadcast 0x100>0x208 4 from 1"]),
         (scatter(&[8, 8]), &["reducescatter 0x100>0x200 2 of 7 by 0"]),
-        (scatter(&[8, 4]), &["reduce 0x100>- 2 of 7 by 0 to 0", "reduce 0x108>0x200 1 of 7 by 0 to 1"]),
+        (
+            scatter(&[8, 4]),
+            &["reduce 0x100>- 2 of 7 by 0 to 0", "reduce 0x108>0x200 1 of 7 by 0 to 1"],
+        ),
         (exchange, &["send 0x100 4 to 0", "send 0x104 8 to 1", "receive 0x200 8 from 1"]),
         (broadcast, &["broadcast 0x100>0x200 4 from 1"]),
     ];
@@ -412,7 +429,8 @@ fn gathers_of_nothing_call_for_nothing() {
 fn gathers_and_exchanges_are_for_members_with_room_for_their_results() {
     let gather = Operation::Allgather { segments: Vec::new(), bytes: Vec::new() };
     let nothing = segment(0x100, 0, 0x200, 0);
-    let exchange = Operation::Alltoall { segment: nothing, sends: Vec::new(), receives: Vec::new() };
+    let exchange =
+        Operation::Alltoall { segment: nothing, sends: Vec::new(), receives: Vec::new() };
     let (communicator, _lane) = ready();
     assert!(!communicator.carries(&gather) && !communicator.carries(&exchange));
     let mut communicator = communicator.with_rooms();
@@ -454,7 +472,10 @@ fn floats_of_eight_bits_are_reduced_where_all_members_can() {
         assert!(communicator.submit(Token(1), of(dtype, ReduceOp::Sum)).is_err());
         let communicator = communicator.with_float8();
         assert!(ops.into_iter().all(|op| communicator.carries(&of(dtype, op))));
-        assert!(!communicator.carries(&sum(dtype, ReduceOp::Sum, (0.5, 1.0))), "its factor would be rounded");
+        assert!(
+            !communicator.carries(&sum(dtype, ReduceOp::Sum, (0.5, 1.0))),
+            "its factor would be rounded"
+        );
         assert!(!communicator.carries(&of(dtype, ReduceOp::Adasum)));
     }
     let (communicator, _lane) = ready();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// What the kernels need of CUDA, on a host: each thread of a block is called by turns, or, where threads wait for each
-// other, is a thread of the system.
+// What the kernels need of CUDA, on a host: each thread of a block is called by turns, or, where
+// threads wait for each other, is a thread of the system.
 
 #pragma once
 #define FARANDOLE_ON_HOST
@@ -68,7 +68,8 @@ static void by_turns(unsigned blocks, unsigned threads, Body body) {
     }
 }
 
-// The threads of a block at the same time; one launch after the other, since what a block shares is there once.
+// The threads of a block at the same time; one launch after the other, since what a block shares is
+// there once.
 template <class Body>
 static void together(unsigned blocks, unsigned threads, Body body) {
     std::lock_guard<std::mutex> lock(turn);

@@ -11,7 +11,8 @@ use farandole_cuda::{Kind, Library, Places};
 pub(crate) fn places() -> Places {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv/lib");
     let pythons = std::fs::read_dir(root).into_iter().flatten().flatten();
-    let packages: Vec<PathBuf> = pythons.map(|python| python.path().join("site-packages")).collect();
+    let packages: Vec<PathBuf> =
+        pythons.map(|python| python.path().join("site-packages")).collect();
     Places { named: Vec::new(), packages }
 }
 
@@ -19,6 +20,8 @@ pub(crate) fn places() -> Places {
 pub(crate) fn there(kind: Kind) -> Option<Library> {
     places()
         .load(kind)
-        .inspect_err(|error| eprintln!("skipped: {error}; install torch, or nvidia-cuda-nvrtc, into .venv"))
+        .inspect_err(|error| {
+            eprintln!("skipped: {error}; install torch, or nvidia-cuda-nvrtc, into .venv")
+        })
         .ok()
 }

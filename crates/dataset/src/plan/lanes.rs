@@ -12,7 +12,8 @@ use crate::rng::{fold, permutation};
 /// A block is cut where it would take more than this decoded.
 const BLOCK_BYTES: u64 = 32 << 20;
 
-/// Blocks of a data set are no more than this, or one for each row group: what a manifest claims must not cost memory.
+/// Blocks of a data set are no more than this, or one for each row group: what a manifest claims
+/// must not cost memory.
 const MOST: u64 = 1 << 20;
 
 /// Blocks of this many rows on are cut at powers of two.
@@ -24,15 +25,17 @@ const OPEN_BYTES: u64 = 256 << 20;
 /// Lanes open more than one block where all of them together take no more than this.
 const SIDE_BYTES: u64 = 64 << 20;
 
-/// Lanes open more than one block where all of them together are no more than this: a batch is put together from as many.
+/// Lanes open more than one block where all of them together are no more than this: a batch is put
+/// together from as many.
 const SIDE_BLOCKS: u64 = 64;
 
-/// Lanes up to this many may hold a single block; more lanes than that hold ten blocks each, so that lanes that
-/// meet within a block make no more than a tenth of the blocks be read twice.
+/// Lanes up to this many may hold a single block; more lanes than that hold ten blocks each, so
+/// that lanes that meet within a block make no more than a tenth of the blocks be read twice.
 const FEW: u64 = 8;
 
-/// So many lanes begin an epoch, so that its first batch needs no more blocks than that. More lanes than these hold
-/// [`EACH`] blocks each: where there are more ranks, some of them share the first blocks, and those are read twice, too.
+/// So many lanes begin an epoch, so that its first batch needs no more blocks than that. More lanes
+/// than these hold [`EACH`] blocks each: where there are more ranks, some of them share the first
+/// blocks, and those are read twice, too.
 const FIRST: u64 = 48;
 
 /// Blocks in a lane where more lanes follow the first.
@@ -137,7 +140,8 @@ impl Lanes {
             for (group, row_group) in data.groups.iter().enumerate() {
                 let room = MOST.saturating_sub(blocks.len() as u64).max(1);
                 let edges = edges(row_group.rows, row_group.bytes, room);
-                largest = largest.max(row_group.bytes / edges.len().saturating_sub(1).max(1) as u64);
+                largest =
+                    largest.max(row_group.bytes / edges.len().saturating_sub(1).max(1) as u64);
                 blocks.extend(
                     edges
                         .iter()
@@ -162,9 +166,11 @@ impl Lanes {
         let count = COUNTS.into_iter().find(fits).unwrap_or(1);
         // As many blocks at a time that the last ones of a lane are no fewer.
         let deep = many.div_ceil(count).max(1);
-        let room = (SIDE_BYTES / largest.saturating_mul(count)).min(SIDE_BLOCKS / count).clamp(1, deep);
+        let room =
+            (SIDE_BYTES / largest.saturating_mul(count)).min(SIDE_BLOCKS / count).clamp(1, deep);
         let beside = deep.div_ceil(deep.div_ceil(room));
-        // About a quarter of a block, and the other phase begins with the first lane at every size that divides the lanes.
+        // About a quarter of a block, and the other phase begins with the first lane at every size
+        // that divides the lanes.
         let round = count / FIRST;
         let early = if round > 1 { (rows / many / 4 / round).max(1) * round } else { 0 };
         Self { blocks, count, beside, early, rows }
@@ -175,12 +181,14 @@ impl Lanes {
         self.count
     }
 
-    /// Returns the number of blocks of a batch's rows, if it is large enough and not at the start of an epoch.
+    /// Returns the number of blocks of a batch's rows, if it is large enough and not at the start
+    /// of an epoch.
     pub fn mixed(&self) -> u64 {
         self.count * self.beside
     }
 
-    /// Returns the blocks, which are decoded as a whole: file, row group and rows of each, in the order of the files.
+    /// Returns the blocks, which are decoded as a whole: file, row group and rows of each, in the
+    /// order of the files.
     pub fn blocks(&self) -> impl Iterator<Item = (usize, usize, Range<u64>)> {
         self.blocks.iter().map(|run| (run.file, run.group, run.rows.clone()))
     }
@@ -206,8 +214,9 @@ impl Lanes {
         }
         let state = fold(fold(0, seed), epoch);
         let many = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
-        let mut line =
-            permutation(state, many).into_iter().filter_map(|block| self.blocks.get(block as usize));
+        let mut line = permutation(state, many)
+            .into_iter()
+            .filter_map(|block| self.blocks.get(block as usize));
         let mut lanes = Vec::with_capacity(index(self.count));
         let mut rest: Option<Run> = None;
         for lane in 0..self.count {
@@ -229,8 +238,9 @@ impl Lanes {
     }
 }
 
-/// Returns the rows at which a row group is cut into about `most` pieces at most. Pages of numbers often hold a power
-/// of two of rows: edges at multiples of one have few pages on both sides, which would be read twice.
+/// Returns the rows at which a row group is cut into about `most` pieces at most. Pages of numbers
+/// often hold a power of two of rows: edges at multiples of one have few pages on both sides, which
+/// would be read twice.
 fn edges(rows: u64, bytes: u64, most: u64) -> Vec<u64> {
     let pieces = bytes.div_ceil(BLOCK_BYTES).clamp(1, rows.clamp(1, most));
     let round = 1_u64.checked_shl((rows / pieces).checked_ilog2().unwrap_or(0)).unwrap_or(1);

@@ -155,7 +155,8 @@ impl Plan {
             tail: request.tail,
             padding: None,
         };
-        let mut numbers: Numbers = order.lanes.iter().map(|lane| vec![None; lane.runs.len()]).collect();
+        let mut numbers: Numbers =
+            order.lanes.iter().map(|lane| vec![None; lane.runs.len()]).collect();
         for phase in 0..order.phases.len() {
             plan.add_stage(&order, phase, (request.start_row + rank, size), &mut numbers);
         }
@@ -163,8 +164,15 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Adds the rows of a phase; those of this rank are at the positions `first, first + size, ...`.
-    fn add_stage(&mut self, order: &Order, number: usize, (first, size): (u64, u64), numbers: &mut Numbers) {
+    /// Adds the rows of a phase; those of this rank are at the positions `first, first + size,
+    /// ...`.
+    fn add_stage(
+        &mut self,
+        order: &Order,
+        number: usize,
+        (first, size): (u64, u64),
+        numbers: &mut Numbers,
+    ) {
         let Some(phase) = order.phases.get(number) else { return };
         let own = |position: u64| position.saturating_sub(first).div_ceil(size).min(self.rows);
         let rows = own(phase.start)..own(phase.end);
@@ -181,7 +189,8 @@ impl Plan {
         self.stages.push(Stage { rows, slots });
     }
 
-    /// Slot number `slot` of `turn` of the rank's rows `rows`: rows `first, first + stride, ...` of a lane.
+    /// Slot number `slot` of `turn` of the rank's rows `rows`: rows `first, first + stride, ...` of
+    /// a lane.
     fn slot(
         &mut self,
         order: &Order,
@@ -190,7 +199,9 @@ impl Plan {
         numbers: &mut Numbers,
     ) -> Slot {
         let mut stretches = Vec::new();
-        let (Some(lane), Some(numbers)) = (order.lanes.get(index(lane)), numbers.get_mut(index(lane))) else {
+        let (Some(lane), Some(numbers)) =
+            (order.lanes.get(index(lane)), numbers.get_mut(index(lane)))
+        else {
             return Slot { stretches };
         };
         let taken = (rows.end - rows.start - slot).div_ceil(turn);
@@ -245,10 +256,12 @@ impl Plan {
         Slot { stretches }
     }
 
-    /// A last step without any row of this rank still needs a row to repeat: the very first of the data set.
+    /// A last step without any row of this rank still needs a row to repeat: the very first of the
+    /// data set.
     fn add_padding(&mut self, lanes: &Lanes) {
-        let empty_end =
-            self.tail == Tail::Pad && self.steps > 0 && self.rows <= (self.steps - 1) * self.batch_size;
+        let empty_end = self.tail == Tail::Pad
+            && self.steps > 0
+            && self.rows <= (self.steps - 1) * self.batch_size;
         if let (true, Some((file, group))) = (empty_end, lanes.first_group()) {
             self.padding = Some(self.parts.len());
             let step = self.steps - 1;
@@ -279,9 +292,9 @@ impl Plan {
         self.rows
     }
 
-    /// Returns the least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may
-    /// be copied part by part, in the order of [`Plan::queue`], and parts that are not needed any more make room for
-    /// others.
+    /// Returns the least that has to be held at a time, when `bytes` tells what a part takes: the
+    /// rows of a step may be copied part by part, in the order of [`Plan::queue`], and parts that
+    /// are not needed any more make room for others.
     pub fn least_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
         // By step: what ends in it, what it alone needs, what begins in it and continues.
         let (ends, alone, begins) = (0_u8, 1, 2);
@@ -309,16 +322,20 @@ impl Plan {
         most
     }
 
-    /// Parts in the order in which they are needed; of those that are needed at a time, those first that are done first.
+    /// Parts in the order in which they are needed; of those that are needed at a time, those first
+    /// that are done first.
     pub fn queue(&self) -> Vec<usize> {
         let mut queue: Vec<usize> = (0..self.parts.len()).collect();
-        queue.sort_by_key(|part| self.parts.get(*part).map(|part| (part.first_step, part.last_step)));
+        queue.sort_by_key(|part| {
+            self.parts.get(*part).map(|part| (part.first_step, part.last_step))
+        });
         queue
     }
 }
 
 fn check(request: &Request) -> Result<()> {
-    let (rank, size, batch_size) = (u64::from(request.rank.0), u64::from(request.size), request.batch_size);
+    let (rank, size, batch_size) =
+        (u64::from(request.rank.0), u64::from(request.size), request.batch_size);
     if rank < size && batch_size > 0 && batch_size < 1 << 31 {
         Ok(())
     } else {

@@ -25,7 +25,8 @@ pub struct Piece {
 /// One batch of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Sources of its rows, by [`Piece::at`]; together they fill the first `valid` rows of the batch.
+    /// Sources of its rows, by [`Piece::at`]; together they fill the first `valid` rows of the
+    /// batch.
     pub pieces: Vec<Piece>,
     /// Rows that are no padding.
     pub valid: usize,
@@ -44,7 +45,9 @@ impl Plan {
         let low = (step * self.batch_size).min(self.rows);
         let high = ((step + 1) * self.batch_size).min(self.rows);
         let mut pieces = Vec::new();
-        for stage in self.stages.iter().filter(|stage| stage.rows.start < high && low < stage.rows.end) {
+        for stage in
+            self.stages.iter().filter(|stage| stage.rows.start < high && low < stage.rows.end)
+        {
             stage.pieces(low.max(stage.rows.start), high.min(stage.rows.end), low, &mut pieces);
         }
         pieces.sort_unstable_by_key(|piece| piece.at);
@@ -56,7 +59,8 @@ impl Plan {
 }
 
 impl Stage {
-    /// Adds the rows `low..high` of a rank, which are all of this stage; the batch begins with row `first`.
+    /// Adds the rows `low..high` of a rank, which are all of this stage; the batch begins with row
+    /// `first`.
     fn pieces(&self, low: u64, high: u64, first: u64, pieces: &mut Vec<Piece>) {
         let turn = self.slots.len() as u64;
         let start = self.rows.start;
@@ -64,7 +68,8 @@ impl Stage {
             let (from, to) =
                 (low.saturating_sub(slot).div_ceil(turn), high.saturating_sub(slot).div_ceil(turn));
             let begin = lane.stretches.partition_point(|weave| weave.rows.end <= from);
-            for weave in lane.stretches.iter().skip(begin).take_while(|weave| weave.rows.start < to) {
+            for weave in lane.stretches.iter().skip(begin).take_while(|weave| weave.rows.start < to)
+            {
                 let many = weave.open.len() as u64;
                 for (number, (part, row)) in (0..many).zip(&weave.open) {
                     let begin = weave.rows.start + number;

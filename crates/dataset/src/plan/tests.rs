@@ -13,7 +13,8 @@ type Row = (usize, usize, u64);
 
 fn manifest(files: &[Vec<u64>], row_bytes: u64) -> Manifest {
     let file = |(number, groups): (usize, &Vec<u64>)| {
-        let groups = groups.iter().map(|rows| RowGroup { rows: *rows, bytes: rows * row_bytes }).collect();
+        let groups =
+            groups.iter().map(|rows| RowGroup { rows: *rows, bytes: rows * row_bytes }).collect();
         DataFile::new(format!("{number}"), 0, groups)
     };
     Manifest::new(String::new(), Vec::new(), files.iter().enumerate().map(file).collect())
@@ -21,7 +22,16 @@ fn manifest(files: &[Vec<u64>], row_bytes: u64) -> Manifest {
 
 fn request(rank: u32, size: u32, batch_size: u64) -> Request {
     let rank = Rank(rank);
-    Request { seed: 5, epoch: 1, shuffle: true, rank, size, batch_size, tail: Tail::Keep, start_row: 0 }
+    Request {
+        seed: 5,
+        epoch: 1,
+        shuffle: true,
+        rank,
+        size,
+        batch_size,
+        tail: Tail::Keep,
+        start_row: 0,
+    }
 }
 
 /// The rows of a step, padding left out.
@@ -31,18 +41,27 @@ fn rows(plan: &Plan, step: u64) -> Vec<Row> {
     for piece in &step.pieces {
         let part = &plan.parts()[piece.part];
         let length = u32::try_from(part.rows.end - part.rows.start).unwrap();
-        let order = part.shuffle.map_or_else(|| (0..length).collect(), |seed| permutation(seed, length));
+        let order =
+            part.shuffle.map_or_else(|| (0..length).collect(), |seed| permutation(seed, length));
         for turn in 0..piece.count {
             let row = order[piece.first + turn * piece.stride];
             let place = &mut rows[piece.at + turn * piece.skip];
-            assert_eq!(place.replace((part.file, part.group, part.rows.start + u64::from(row))), None);
+            assert_eq!(
+                place.replace((part.file, part.group, part.rows.start + u64::from(row))),
+                None
+            );
         }
     }
     rows.into_iter().map(Option::unwrap).collect()
 }
 
 /// All batches of all ranks: per step, per rank.
-fn world(lanes: &Lanes, size: u32, batch_size: u64, change: impl Fn(&mut Request)) -> Vec<Vec<Vec<Row>>> {
+fn world(
+    lanes: &Lanes,
+    size: u32,
+    batch_size: u64,
+    change: impl Fn(&mut Request),
+) -> Vec<Vec<Vec<Row>>> {
     let plans: Vec<Plan> = (0..size)
         .map(|rank| {
             let mut request = request(rank, size, batch_size);
@@ -233,7 +252,8 @@ proptest! {
 #[test]
 fn rd_6_unshuffled_alone_is_file_order() {
     let lanes = Lanes::new(&manifest(&[vec![3, 2], vec![0], vec![4]], 100));
-    let flat: Vec<Row> = world(&lanes, 1, 4, |r| r.shuffle = false).into_iter().flatten().flatten().collect();
+    let flat: Vec<Row> =
+        world(&lanes, 1, 4, |r| r.shuffle = false).into_iter().flatten().flatten().collect();
     let expected: Vec<Row> = [(0, 0, 3), (0, 1, 2), (2, 0, 4)]
         .into_iter()
         .flat_map(|(file, group, rows)| (0..rows).map(move |row| (file, group, row)))
@@ -249,7 +269,9 @@ fn rd_7_neighbours_are_as_far_apart_as_in_a_full_shuffle_however_large_row_group
             .into_iter()
             .flatten()
             .flatten()
-            .map(|(_, group, row)| i64::try_from(group).unwrap() * 256 + i64::try_from(row).unwrap())
+            .map(|(_, group, row)| {
+                i64::try_from(group).unwrap() * 256 + i64::try_from(row).unwrap()
+            })
             .collect();
         let apart: i64 = sequence.windows(2).map(|pair| (pair[1] - pair[0]).abs()).sum();
         let whole = i64::try_from(lanes.rows()).unwrap();
@@ -274,12 +296,18 @@ fn epochs_and_seeds_differ() {
 
 #[test]
 fn lanes_grow_with_the_data_but_not_past_open_memory() {
-    let count = |groups: usize, mib: u64| Lanes::new(&manifest(&[vec![1 << 10; groups]], mib << 10)).count();
+    let count = |groups: usize, mib: u64| {
+        Lanes::new(&manifest(&[vec![1 << 10; groups]], mib << 10)).count()
+    };
     assert_eq!(
         [count(0, 1), count(1, 1), count(3, 1), count(8, 1), count(100, 1), count(1000, 1)],
         [1, 1, 2, 8, 8, 48]
     );
-    assert_eq!([count(2500, 1), count(10_000, 1), count(20_000, 1)], [96, 192, 192], "no more than fit");
+    assert_eq!(
+        [count(2500, 1), count(10_000, 1), count(20_000, 1)],
+        [96, 192, 192],
+        "no more than fit"
+    );
     assert_eq!(count(1000, 16), 16);
     assert_eq!(count(20, 100), 8, "large groups are cut into blocks");
 }
@@ -308,7 +336,8 @@ fn a_rank_without_rows_still_has_something_to_repeat() {
 fn blocks_that_are_held_at_once_are_counted() {
     let lanes = Lanes::new(&manifest(&[vec![10; 4]], 100));
     let held = |batch_size| {
-        let plan = Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, batch_size) }).unwrap();
+        let plan =
+            Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, batch_size) }).unwrap();
         plan.least_bytes(|part| part.rows.end - part.rows.start)
     };
     // One after the other; in the last case a step takes two parts and the half of a third.
@@ -323,8 +352,9 @@ fn lanes_that_continue_with_their_next_blocks_at_once_need_no_room_for_both() {
     assert_eq!((lanes.count(), lanes.mixed()), (48, 48));
     let plan = Plan::new(&lanes, &request(0, 1, 1000)).unwrap();
     let largest = |steps: u64| {
-        let open =
-            |step: u64| plan.parts().iter().filter(move |p| (p.first_step..=p.last_step).contains(&step));
+        let open = |step: u64| {
+            plan.parts().iter().filter(move |p| (p.first_step..=p.last_step).contains(&step))
+        };
         (0..steps)
             .map(|step| open(step).map(|part| part.rows.end - part.rows.start).sum::<u64>())
             .max()
@@ -343,7 +373,8 @@ fn the_first_batch_of_any_number_of_files_needs_about_as_many_of_them() {
         let needed = plan.parts().iter().filter(|part| part.first_step == 0).count();
         assert!((48..=64).contains(&needed), "{needed} of {files}, {} lanes", lanes.count());
         let later = plan.steps() / 2;
-        let open = plan.parts().iter().filter(|part| (part.first_step..=part.last_step).contains(&later));
+        let open =
+            plan.parts().iter().filter(|part| (part.first_step..=part.last_step).contains(&later));
         assert!(open.count() as u64 >= lanes.mixed() * 9 / 10);
     }
 }
@@ -353,7 +384,9 @@ fn rd_4_ranks_that_divide_many_lanes_read_a_tenth_twice_at_most() {
     for (blocks, count) in [(2400, 96), (4800, 192), (9600, 384), (19_200, 768)] {
         let lanes = Lanes::new(&manifest(&[vec![100; blocks]], 80));
         assert_eq!(lanes.count(), count);
-        for size in [16, 48, 64, 96, 128, 192, 384, 768].into_iter().filter(|size| count % size == 0) {
+        for size in
+            [16, 48, 64, 96, 128, 192, 384, 768].into_iter().filter(|size| count % size == 0)
+        {
             let mut decoded = 0;
             for rank in 0..size {
                 let plan = Plan::new(
@@ -364,7 +397,10 @@ fn rd_4_ranks_that_divide_many_lanes_read_a_tenth_twice_at_most() {
                 // A block that two lanes meet in is read by its rows, and counts as a whole here.
                 decoded += plan.parts().len();
             }
-            assert!(decoded * 10 <= blocks * 11, "{decoded} of {blocks} for {size} ranks of {count} lanes");
+            assert!(
+                decoded * 10 <= blocks * 11,
+                "{decoded} of {blocks} for {size} ranks of {count} lanes"
+            );
         }
     }
 }

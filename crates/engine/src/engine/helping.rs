@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Submission, and a short time of help: an operation that completes in that time needs no other thread.
+//! Submission, and a short time of help: an operation that completes in that time needs no other
+//! thread.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +11,8 @@ use super::Engine;
 use crate::callbacks::Callback;
 use crate::{Completion, Handle, Request, Result};
 
-/// Longest help: several times what small operations take, and too short to matter to the owner of the thread.
+/// Longest help: several times what small operations take, and too short to matter to the owner of
+/// the thread.
 const MOMENT: Duration = Duration::from_micros(150);
 /// After so many useless attempts in a row, help is given only now and then.
 const VAIN: u32 = 3;
@@ -40,9 +42,10 @@ impl Zeal {
 }
 
 impl Engine {
-    /// Submits requests, several as one group, and drives on this thread for a moment. Results that came by then are
-    /// returned. Longer operations are left to the engine's own threads, and to the callbacks that `later` makes, one
-    /// for each request. After several useless attempts, help is given less often.
+    /// Submits requests, several as one group, and drives on this thread for a moment. Results that
+    /// came by then are returned. Longer operations are left to the engine's own threads, and to
+    /// the callbacks that `later` makes, one for each request. After several useless attempts, help
+    /// is given less often.
     ///
     /// # Errors
     /// Like [`Engine::submit_group`]; `later` is not called then.

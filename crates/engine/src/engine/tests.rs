@@ -82,14 +82,19 @@ fn each_request_of_a_group_has_its_callback() {
         let sender = sender.clone();
         Box::new(move |result| sender.send((number, result.is_ok())).unwrap())
     };
-    let requests =
-        || vec![Request::barrier("a", ProcessSetId::GLOBAL), Request::barrier("b", ProcessSetId::GLOBAL)];
+    let requests = || {
+        vec![
+            Request::barrier("a", ProcessSetId::GLOBAL),
+            Request::barrier("b", ProcessSetId::GLOBAL),
+        ]
+    };
     assert!(matches!(
         engine.submit_group_with(requests(), vec![done(0)]),
         Err(Error::Group { members: 2, .. })
     ));
     engine.submit_group_with(requests(), vec![done(1), done(2)]).unwrap();
-    let mut seen: Vec<_> = (0..2).map(|_| results.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+    let mut seen: Vec<_> =
+        (0..2).map(|_| results.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
     seen.sort_unstable();
     assert_eq!(seen, [(1, true), (2, true)]);
 }
@@ -192,7 +197,9 @@ fn a_panic_ends_the_engine_on_any_driving_thread() {
         // Nobody waits.
         let engine = start(at_once);
         let (sender, results) = std::sync::mpsc::channel();
-        engine.submit_with(barrier(), Box::new(move |result| sender.send(result).unwrap())).unwrap();
+        engine
+            .submit_with(barrier(), Box::new(move |result| sender.send(result).unwrap()))
+            .unwrap();
         ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
     }
 }

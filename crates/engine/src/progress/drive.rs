@@ -109,7 +109,8 @@ impl Inner {
         loop {
             let now = Instant::now();
             // Every set takes its step, also those after one that is not done.
-            let open = driver.sets.iter_mut().filter_map(|set| (!set.farewell(now)).then_some(())).count();
+            let open =
+                driver.sets.iter_mut().filter_map(|set| (!set.farewell(now)).then_some(())).count();
             if open == 0 || now >= deadline {
                 return;
             }
@@ -133,7 +134,8 @@ impl Inner {
         }
     }
 
-    /// Takes what was submitted, polls every set once, posts what completed; true when anything moved.
+    /// Takes what was submitted, polls every set once, posts what completed; true when anything
+    /// moved.
     pub(crate) fn step(&self, driver: &mut Driver, now: Instant) -> bool {
         if driver.stopped {
             return false;
@@ -226,7 +228,8 @@ impl Inner {
         self.callbacks.send(calls);
     }
 
-    /// Ends everything: no buffer is touched any more, peers get the reason, every pending request fails.
+    /// Ends everything: no buffer is touched any more, peers get the reason, every pending request
+    /// fails.
     pub(crate) fn stop(&self, driver: &mut Driver, cause: Cause) {
         if driver.stopped {
             return;
@@ -265,7 +268,8 @@ fn unwound(work: impl FnOnce()) {
     drop(catch_unwind(AssertUnwindSafe(work)));
 }
 
-/// A panic is a bug and ends the engine, on any driving thread: peers would wait for one that works only in part.
+/// A panic is a bug and ends the engine, on any driving thread: peers would wait for one that works
+/// only in part.
 fn guarded(step: impl FnOnce() -> Step<bool>) -> Step<bool> {
     catch_unwind(AssertUnwindSafe(step)).unwrap_or(Err(Cause::Panicked))
 }

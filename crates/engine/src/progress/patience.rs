@@ -3,10 +3,10 @@
 
 //! The time for which a waiting thread spins before it sleeps.
 //!
-//! On a quiet machine a peer answers within microseconds, and a thread that spins has the answer sooner than a thread
-//! that must be woken. On a busy one the spinning itself keeps the peer from its core. So the time is halved whenever
-//! it ran out and doubled whenever it was enough; now and then a waiter tries the full time, to find a machine quiet
-//! again.
+//! On a quiet machine a peer answers within microseconds, and a thread that spins has the answer
+//! sooner than a thread that must be woken. On a busy one the spinning itself keeps the peer from
+//! its core. So the time is halved whenever it ran out and doubled whenever it was enough; now and
+//! then a waiter tries the full time, to find a machine quiet again.
 
 use std::time::Duration;
 

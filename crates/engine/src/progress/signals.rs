@@ -3,18 +3,20 @@
 
 //! Signals between the threads of an engine, without a lock.
 //!
-//! No wake-up is lost (EN-5). There are three pairs of a side that leaves something and a side that looks for it. In
-//! each pair, both sides write, fence (SeqCst), and then read what the other wrote, so that at least one of them sees
-//! the other:
+//! No wake-up is lost (EN-5). There are three pairs of a side that leaves something and a side that
+//! looks for it. In each pair, both sides write, fence (SeqCst), and then read what the other
+//! wrote, so that at least one of them sees the other:
 //!
-//! - *Submission against unlocking.* A submitter sets `queued` and then tries the lock; the driver unlocks and then
-//!   reads `queued`. Either the submitter gets the lock, or the driver sees the queue and has it driven.
-//! - *Submission against sleep.* A submitter sets `queued` (a waiter `wanted`) and then reads `parked`; the driver sets
-//!   `parked`, prepares its parker, and then reads `queued` and `wanted` and polls every link once more before it
-//!   sleeps. Peers do the same with the parker's own flag.
-//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the desk lock, tries the progress lock once
-//!   more, and sleeps on the condition, which gives up the desk lock; the driver unlocks, then reads `waiters`, and
-//!   notifies under the desk lock. Results are posted under the desk lock as well.
+//! - *Submission against unlocking.* A submitter sets `queued` and then tries the lock; the driver
+//!   unlocks and then reads `queued`. Either the submitter gets the lock, or the driver sees the
+//!   queue and has it driven.
+//! - *Submission against sleep.* A submitter sets `queued` (a waiter `wanted`) and then reads
+//!   `parked`; the driver sets `parked`, prepares its parker, and then reads `queued` and `wanted`
+//!   and polls every link once more before it sleeps. Peers do the same with the parker's own flag.
+//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the desk lock, tries
+//!   the progress lock once more, and sleeps on the condition, which gives up the desk lock; the
+//!   driver unlocks, then reads `waiters`, and notifies under the desk lock. Results are posted
+//!   under the desk lock as well.
 //!
 //! Loom tries every order of each pair (`make loom`).
 
@@ -104,7 +106,8 @@ impl Signals {
         self.parked.load(Ordering::SeqCst)
     }
 
-    /// Waiter, under the desk lock: about to sleep on its condition. Try the progress lock once more after this.
+    /// Waiter, under the desk lock: about to sleep on its condition. Try the progress lock once
+    /// more after this.
     pub(super) fn waits(&self) {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -153,7 +156,8 @@ mod tests {
 
     const SET: usize = 0;
 
-    /// The parts of an engine for this model: the desk and the signals are the real ones, under loom's locks.
+    /// The parts of an engine for this model: the desk and the signals are the real ones, under
+    /// loom's locks.
     #[derive(Default)]
     struct Model {
         signals: Signals,

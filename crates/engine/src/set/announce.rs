@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Upward: a tensor is passed on when the whole subtree has announced it, merged into one item where all agree.
+//! Upward: a tensor is passed on when the whole subtree has announced it, merged into one item
+//! where all agree.
 //!
-//! Frame: lists seen, then items until the end: `0 slot version`, `3 slot version absent` where members below have
-//! joined, `1 name count variant...` (see [`Variant`]), `2 member gather` for a member that
-//! joins, or `4` when all below have and nothing more comes of them.
+//! Frame: lists seen, then items until the end: `0 slot version`, `3 slot version absent` where
+//! members below have joined, `1 name count variant...` (see [`Variant`]), `2 member gather` for a
+//! member that joins, or `4` when all below have and nothing more comes of them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,7 +32,8 @@ impl ProcessSet {
         Wish::Told(vec![Variant { signature, members: vec![me], rows }])
     }
 
-    /// One source wants a tensor. When all sources do, it goes up, or at the coordinator, is decided.
+    /// One source wants a tensor. When all sources do, it goes up, or at the coordinator, is
+    /// decided.
     pub(super) fn announced(
         &mut self,
         source: u32,
@@ -78,7 +80,9 @@ impl ProcessSet {
             return self.decide(name, wish);
         }
         let wish = match wish {
-            Wish::Known(id, ..) if !self.cache.holds(id) => Wish::Told(wish.told(&self.tree.subtree)),
+            Wish::Known(id, ..) if !self.cache.holds(id) => {
+                Wish::Told(wish.told(&self.tree.subtree))
+            }
             wish => wish,
         };
         let (mut writer, subtree) = self.upward();
@@ -107,7 +111,12 @@ impl ProcessSet {
         Ok(true)
     }
 
-    pub(super) fn on_announcement(&mut self, from: usize, frame: &[u8], now: Instant) -> Result<(), Stop> {
+    pub(super) fn on_announcement(
+        &mut self,
+        from: usize,
+        frame: &[u8],
+        now: Instant,
+    ) -> Result<(), Stop> {
         let child = from.checked_sub(self.first_child()).ok_or(Malformed::Tag(kind::ANNOUNCE))?;
         let source = u32::try_from(child + 1).map_err(|_| Malformed::Overlong)?;
         let mut reader = Reader(frame);
@@ -132,7 +141,8 @@ impl ProcessSet {
             let (name, wish) = match reader.byte()? {
                 tag @ (0 | 3) => {
                     let id = CacheId { slot: reader.small()?, version: reader.small()? };
-                    let absent = if tag == 3 { some_of(reader.numbers()?, below)? } else { Vec::new() };
+                    let absent =
+                        if tag == 3 { some_of(reader.numbers()?, below)? } else { Vec::new() };
                     let agreed = self.cache.resolve(id).ok_or(Malformed::Cache(id.slot.into()))?;
                     (Arc::clone(&agreed.name), Wish::Known(id, Arc::clone(agreed), absent))
                 }

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A batch: tensors that go through a communicator as one operation, and what is done to device memory before and after.
+//! A batch: tensors that go through a communicator as one operation, and what is done to device
+//! memory before and after.
 //!
-//! Data on a device goes through the host as one block of staging memory, in pieces: while one is reduced, the next is
-//! copied in and the last one out. A result is handed over when its way back is queued: the framework's stream waits for
-//! that, not the host.
+//! Data on a device goes through the host as one block of staging memory, in pieces: while one is
+//! reduced, the next is copied in and the last one out. A result is handed over when its way back
+//! is queued: the framework's stream waits for that, not the host.
 
 use std::sync::Arc;
 
 use farandole_collectives::{
-    Buffer, Communicator, Error as CollectiveError, Event, Memory, Operation, Place, ReduceOp, Room, Segment,
+    Buffer, Communicator, Error as CollectiveError, Event, Memory, Operation, Place, ReduceOp,
+    Room, Segment,
 };
 use farandole_world::Rank;
 
@@ -22,8 +24,8 @@ use crate::cache::Agreed;
 use crate::signature::{Call, Signature, Site};
 use crate::{Cause, Completion, Error};
 
-/// Bytes of device memory that go through the host at a time: long enough for a link to the device, and short enough
-/// to stay in the cache.
+/// Bytes of device memory that go through the host at a time: long enough for a link to the device,
+/// and short enough to stay in the cache.
 pub(super) const PIECE: usize = 4 << 20;
 
 /// A tensor in a batch, or a part of one.
@@ -143,7 +145,8 @@ impl Batch {
 
     /// Returns whether a communicator among devices could run it.
     pub(super) fn is_for_devices(&self) -> bool {
-        self.signature().is_some_and(|signature| !signature.call.is_meeting() && self.is_on_devices())
+        self.signature()
+            .is_some_and(|signature| !signature.call.is_meeting() && self.is_on_devices())
     }
 
     /// Returns whether it is a device that it waits for.
@@ -157,7 +160,8 @@ impl Batch {
         self.block.is_some() && self.state != State::Done
     }
 
-    /// Returns whether its tensors are reduced or spread element by element, so that it may be cut anywhere.
+    /// Returns whether its tensors are reduced or spread element by element, so that it may be cut
+    /// anywhere.
     fn is_elementwise(&self) -> bool {
         self.signature().is_some_and(|signature| match signature.call {
             Call::Allreduce { op, .. } => op != ReduceOp::Adasum,
@@ -166,7 +170,8 @@ impl Batch {
         })
     }
 
-    /// The same in pieces of about so many bytes; itself where it is small, or whole. All members cut alike.
+    /// The same in pieces of about so many bytes; itself where it is small, or whole. All members
+    /// cut alike.
     pub(super) fn cut(mut self, bytes: usize) -> Vec<Self> {
         let total: usize = self.parts.iter().map(|part| part.input.len()).sum();
         if !self.is_on_devices() || !self.is_elementwise() || total <= bytes {
@@ -194,7 +199,8 @@ impl Batch {
         pieces
     }
 
-    /// Returns whether all inputs are where the communicator can read them; starts the copies that are missing.
+    /// Returns whether all inputs are where the communicator can read them; starts the copies that
+    /// are missing.
     pub(super) fn load(&mut self, shared: &Shared, place: (usize, usize)) -> Step<bool> {
         for part in &mut self.parts {
             if let Some(event) = &part.ready {
@@ -222,7 +228,11 @@ impl Batch {
         self.loading
     }
 
-    fn begin(&mut self, shared: &Shared, (me, members): (usize, usize)) -> Result<(), CollectiveError> {
+    fn begin(
+        &mut self,
+        shared: &Shared,
+        (me, members): (usize, usize),
+    ) -> Result<(), CollectiveError> {
         if !self.is_on_devices() || !self.is_elementwise() {
             for part in &mut self.parts {
                 self.copies.extend(part.load(shared, me, members)?);
@@ -233,12 +243,15 @@ impl Batch {
         let Some(device) =
             self.parts.first().map(|part| shared.devices.of(&part.input)).transpose()?.flatten()
         else {
-            return Err(CollectiveError::Shape { reason: "a tensor on a device is on the host".to_owned() });
+            return Err(CollectiveError::Shape {
+                reason: "a tensor on a device is on the host".to_owned(),
+            });
         };
         let block = device.staging(total)?;
         if total > 0 && self.sender().is_none_or(|root| root == shared.world.rank) {
             let pairs = self.pairs(&block, |part| Some(part.input.clone()));
-            let pairs: Vec<_> = pairs.into_iter().map(|(memory, tensor)| (tensor, memory)).collect();
+            let pairs: Vec<_> =
+                pairs.into_iter().map(|(memory, tensor)| (tensor, memory)).collect();
             self.copies.push(device.copy_all(&pairs)?);
         }
         let segment = block.buffer().slice(0, total);
@@ -250,7 +263,11 @@ impl Batch {
     }
 
     /// Places in the block, and the tensors that belong there.
-    fn pairs(&self, block: &Memory, tensor: impl Fn(&Part) -> Option<Buffer>) -> Vec<(Buffer, Buffer)> {
+    fn pairs(
+        &self,
+        block: &Memory,
+        tensor: impl Fn(&Part) -> Option<Buffer>,
+    ) -> Vec<(Buffer, Buffer)> {
         let (all, mut at) = (block.buffer(), 0);
         let mut pairs = Vec::with_capacity(self.parts.len());
         for part in &self.parts {
@@ -264,11 +281,15 @@ impl Batch {
     }
 
     /// Starts the copies of results to where they belong: what comes after them, if there are any.
-    pub(super) fn store(&mut self, shared: &Shared) -> Result<Option<Arc<dyn Event>>, CollectiveError> {
+    pub(super) fn store(
+        &mut self,
+        shared: &Shared,
+    ) -> Result<Option<Arc<dyn Event>>, CollectiveError> {
         let Some(block) = self.block.take() else {
             let pairs: Vec<_> = self.parts.iter().filter_map(Part::stored).collect();
             let mut last = None;
-            // All to a device at once: with several events, those without a receiver would have to be waited for.
+            // All to a device at once: with several events, those without a receiver would have to
+            // be waited for.
             for pairs in pairs.chunk_by(|(_, one), (_, other)| one.place() == other.place()) {
                 if let Some((_, tensor)) = pairs.first()
                     && let Some(device) = shared.devices.of(tensor)?
@@ -281,13 +302,15 @@ impl Batch {
         let own = self.sender() == Some(shared.world.rank);
         // What a root has sent from its output is there.
         let sent = |part: &Part, output: &Buffer| own && output.address() == part.input.address();
-        let pairs = self.pairs(&block, |part| part.output.clone().filter(|output| !sent(part, output)));
+        let pairs =
+            self.pairs(&block, |part| part.output.clone().filter(|output| !sent(part, output)));
         let Some((_, tensor)) = pairs.first() else { return Ok(None) };
         let Some(device) = shared.devices.of(tensor)? else { return Ok(None) };
         device.copy_all(&pairs).map(Some)
     }
 
-    /// For a communicator among devices: the operation on the tensors themselves, and what it comes after.
+    /// For a communicator among devices: the operation on the tensors themselves, and what it comes
+    /// after.
     ///
     /// # Errors
     /// `Device` if there is no room for a result without memory of the caller.
@@ -344,13 +367,15 @@ impl Batch {
                 let outline = || Segment { input: nothing(), output: nothing() };
                 let segment = segments.pop().unwrap_or_else(outline);
                 let agreed = &first.agreed;
-                let blocks = |rows: &[u64]| rows.iter().map(|rows| bytes_of(agreed, *rows)).collect();
+                let blocks =
+                    |rows: &[u64]| rows.iter().map(|rows| bytes_of(agreed, *rows)).collect();
                 let (sends, receives) = (blocks(agreed.sends()), blocks(agreed.receives()));
                 Operation::Alltoall { segment, sends, receives }
             }
             Call::Reducescatter { op, prescale, postscale } => {
                 let parts = |part: &Part| {
-                    let rows = (0..members.len()).map(|member| own_rows(&part.agreed, member, members.len()));
+                    let rows = (0..members.len())
+                        .map(|member| own_rows(&part.agreed, member, members.len()));
                     let unit = part.agreed.signature.row_bytes();
                     rows.map(|rows| to_usize(rows.saturating_mul(unit))).collect()
                 };
@@ -390,7 +415,11 @@ impl Batch {
     }
 
     /// Hands the results over, which are there when `reached` is.
-    pub(super) fn complete(&mut self, reached: Option<&Arc<dyn Event>>, finished: &mut Vec<Finished>) {
+    pub(super) fn complete(
+        &mut self,
+        reached: Option<&Arc<dyn Event>>,
+        finished: &mut Vec<Finished>,
+    ) {
         self.state = State::Done;
         self.block = None;
         let completed = self.parts.drain(..).filter_map(|part| part.completed(reached));
@@ -403,8 +432,14 @@ impl Batch {
     pub(super) fn refuse(&mut self, cause: &Arc<CollectiveError>, finished: &mut Vec<Finished>) {
         self.state = State::Done;
         self.block = None;
-        for Entry { handle, name, operation, .. } in self.parts.drain(..).filter_map(|part| part.entry) {
-            let error = Error::Unsupported { operation, tensor: Arc::clone(&name), cause: Arc::clone(cause) };
+        for Entry { handle, name, operation, .. } in
+            self.parts.drain(..).filter_map(|part| part.entry)
+        {
+            let error = Error::Unsupported {
+                operation,
+                tensor: Arc::clone(&name),
+                cause: Arc::clone(cause),
+            };
             finished.push(Finished { handle, name, result: Err(error) });
         }
     }
@@ -436,7 +471,8 @@ fn own_rows(agreed: &Agreed, member: usize, members: usize) -> u64 {
 }
 
 impl Part {
-    /// The parts that go into what has `room` left and into new pieces, and whether each begins one.
+    /// The parts that go into what has `room` left and into new pieces, and whether each begins
+    /// one.
     fn cut(self, room: &mut usize, bytes: usize) -> Vec<(bool, Self)> {
         let size = self.agreed.signature.dtype.size().max(1);
         let whole = (bytes / size).max(1) * size;
@@ -515,7 +551,8 @@ impl Part {
         }
     }
 
-    /// Notes an output of the request's that does not fit the result; others get theirs all the same.
+    /// Notes an output of the request's that does not fit the result; others get theirs all the
+    /// same.
     fn note_misfit(&mut self, bytes: usize) {
         if let Some(output) = self.output.as_ref().filter(|output| output.len() != bytes) {
             self.misfit = Some(Error::BufferSize {
@@ -527,8 +564,8 @@ impl Part {
         }
     }
 
-    /// Returns the memory that a communicator among devices writes: the request's own memory if it brought some that
-    /// fits.
+    /// Returns the memory that a communicator among devices writes: the request's own memory if it
+    /// brought some that fits.
     fn prepare_room(
         &mut self,
         me: usize,
@@ -547,8 +584,8 @@ impl Part {
         }
     }
 
-    /// Returns the memory that the communicator of hosts writes: the request's own memory if it is on the host and
-    /// fits.
+    /// Returns the memory that the communicator of hosts writes: the request's own memory if it is
+    /// on the host and fits.
     fn prepare(&mut self, shared: &Shared, bytes: usize) -> Result<Buffer, CollectiveError> {
         self.note_misfit(bytes);
         let memory = match &self.output {
@@ -566,7 +603,8 @@ impl Part {
 
     /// The memory to copy back to a device, and its target.
     fn stored(&self) -> Option<(Buffer, Buffer)> {
-        let (Some(output), Some(memory), None) = (&self.output, &self.allocated, &self.misfit) else {
+        let (Some(output), Some(memory), None) = (&self.output, &self.allocated, &self.misfit)
+        else {
             return None;
         };
         let there = output.place() != Place::Host && !output.is_empty();
@@ -583,7 +621,8 @@ impl Part {
         let result = match self.misfit {
             Some(error) => Err(error),
             None => {
-                let written = self.output.as_ref().is_some_and(|output| output.place() != Place::Host);
+                let written =
+                    self.output.as_ref().is_some_and(|output| output.place() != Place::Host);
                 let on_device = written || self.room.is_some();
                 Ok(Completion {
                     output: self.allocated.filter(|_| self.output.is_none()),

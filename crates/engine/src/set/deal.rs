@@ -3,10 +3,10 @@
 
 //! The exchange of the numbers of rows in an alltoall.
 //!
-//! Each member tells every other one the rows that are for it, in an alltoall of numbers just before that of the tensor:
-//! `P` numbers go and `P` come, where lists would have to carry `P * P`. The numbers are kept beside the cache entry. As
-//! long as all members announce the tensor by its number in the cache, their rows are those of the time before, and
-//! nothing is exchanged.
+//! Each member tells every other one the rows that are for it, in an alltoall of numbers just
+//! before that of the tensor: `P` numbers go and `P` come, where lists would have to carry `P * P`.
+//! The numbers are kept beside the cache entry. As long as all members announce the tensor by its
+//! number in the cache, their rows are those of the time before, and nothing is exchanged.
 
 use std::sync::Arc;
 
@@ -41,8 +41,10 @@ impl Dealing {
         let input = Memory::repeating(numbers.len(), &numbers).buffer();
         let segment = Segment { input, output: receives.buffer() };
         let blocks = vec![NUMBER; members];
-        communicator
-            .submit(DEAL, Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks })?;
+        communicator.submit(
+            DEAL,
+            Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks },
+        )?;
         Ok(Self { agreed, sends, receives })
     }
 

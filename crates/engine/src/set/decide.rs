@@ -3,11 +3,13 @@
 
 //! The coordinator: checks tensors that all ranks have announced, keeps groups together, and fuses.
 //!
-//! Nothing is held back for a fuller operation: what becomes ready while a list is executed makes the next one. That is
-//! all the plan a training loop needs. Two ranks that submit 100 tensors at once take 1.2 to 1.7 lists a step, whether
-//! of 4 KiB or 64 KiB each; holding every list until nothing new has come for 20 us took 1.1 to 1.7, and 69 us instead
-//! of 52 us for a synchronous operation of 4 bytes. Tensors that come 50 us apart, as out of a backward pass, go in 6 to
-//! 11 lists, each of what came during the one before, and there a fuller list only leaves the links idle.
+//! Nothing is held back for a fuller operation: what becomes ready while a list is executed makes
+//! the next one. That is all the plan a training loop needs. Two ranks that submit 100 tensors at
+//! once take 1.2 to 1.7 lists a step, whether of 4 KiB or 64 KiB each; holding every list until
+//! nothing new has come for 20 us took 1.1 to 1.7, and 69 us instead of 52 us for a synchronous
+//! operation of 4 bytes. Tensors that come 50 us apart, as out of a backward pass, go in 6 to 11
+//! lists, each of what came during the one before, and there a fuller list only leaves the links
+//! idle.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,7 +34,8 @@ pub(super) struct Ready {
     pub(super) known: Option<CacheId>,
 }
 
-/// The ranks differ: all ranks' requests of this name, and the whole group that it is in (0: none), fail.
+/// The ranks differ: all ranks' requests of this name, and the whole group that it is in (0: none),
+/// fail.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) name: Arc<str>,
@@ -97,8 +100,9 @@ impl ProcessSet {
     /// All ranks have submitted `name`: checks that their requests agree.
     ///
     /// # Errors
-    /// `Disagreement` when they put it into different groups. Other members of these groups may have been submitted
-    /// in any other way, or may not come at all, so there is no limit for a wait.
+    /// `Disagreement` when they put it into different groups. Other members of these groups may
+    /// have been submitted in any other way, or may not come at all, so there is no limit for a
+    /// wait.
     pub(super) fn decide(&mut self, name: &Arc<str>, wish: Wish) -> Step {
         self.watch.forget(name);
         self.inquiries.forget(name);
@@ -138,12 +142,15 @@ impl ProcessSet {
     fn agree_without(&mut self, agreed: Arc<Agreed>, known: Option<CacheId>, absent: &[u32]) {
         if let Err(why) = self.joins.suffices(&agreed.signature.call, absent, &self.members) {
             let operation = agreed.signature.call.name();
-            let text =
-                format!("{operation} of {} is not possible while ranks have joined: {why}", agreed.name);
+            let text = format!(
+                "{operation} of {} is not possible while ranks have joined: {why}",
+                agreed.name
+            );
             return self.decide_against(&agreed.name, agreed.signature.group, text);
         }
         // A rank that has joined brings host memory.
-        let known = known.filter(|id| self.cache.holds(*id) && agreed.signature.site != Site::Device);
+        let known =
+            known.filter(|id| self.cache.holds(*id) && agreed.signature.site != Site::Device);
         let agreed = match agreed.signature.site {
             Site::Device => Arc::new(Agreed::new(
                 Arc::clone(&agreed.name),
@@ -174,7 +181,8 @@ impl ProcessSet {
         self.coordinator.decisions.push(Decision::Refuse(refusal));
     }
 
-    /// All ranks put the same tensors into a refused group, and announced them together: drop their tallies.
+    /// All ranks put the same tensors into a refused group, and announced them together: drop their
+    /// tallies.
     pub(super) fn forget_group(&mut self, group: u64) {
         if group == 0 {
             return;
@@ -190,7 +198,8 @@ impl ProcessSet {
         });
     }
 
-    /// Sends the next list when there is one and the last ones are done: what becomes ready meanwhile is fused.
+    /// Sends the next list when there is one and the last ones are done: what becomes ready
+    /// meanwhile is fused.
     pub(super) fn emit(&mut self, finished: &mut Vec<Finished>) -> Step<bool> {
         if self.coordinator.is_empty() || self.leaving.is_some() {
             return Ok(false);
@@ -216,12 +225,14 @@ impl ProcessSet {
     }
 }
 
-/// Lists that may be executed at a time: one lets tensors meet, a second one hides the way down a tree of hosts.
+/// Lists that may be executed at a time: one lets tensors meet, a second one hides the way down a
+/// tree of hosts.
 pub(crate) fn lists_at_a_time(hosts: usize) -> u64 {
     if hosts > 1 { 2 } else { 1 }
 }
 
-/// Tensors of one kind with these bytes, in order of readiness: the places of those that share an operation.
+/// Tensors of one kind with these bytes, in order of readiness: the places of those that share an
+/// operation.
 pub(crate) fn operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
     let one = 1f64.to_bits();
     let signature = |bytes: u64| Signature {
@@ -280,8 +291,9 @@ fn fit(one: &Signature, two: &Signature, across: bool) -> bool {
 /// Operations of one kind that are looked at for room before a new one is begun.
 const LOOK_BACK: usize = 4;
 
-/// Joins tensors in order of readiness: each goes into the first operation of its kind that has room, among the last
-/// few. So a tensor too large for an operation does not keep later ones from it.
+/// Joins tensors in order of readiness: each goes into the first operation of its kind that has
+/// room, among the last few. So a tensor too large for an operation does not keep later ones from
+/// it.
 fn fuse(decisions: Vec<Decision>, threshold: u64, across: bool) -> Vec<Planned> {
     let mut plan: Vec<Planned> = Vec::with_capacity(decisions.len());
     // Operations with room: of each kind, the places in the plan with their bytes.
@@ -299,11 +311,13 @@ fn fuse(decisions: Vec<Decision>, threshold: u64, across: bool) -> Vec<Planned> 
             }
         };
         let (bytes, next) = (bytes(&ready.agreed), plan.len());
-        let kind = kinds.iter_mut().find(|open| match open.front().and_then(|(index, _)| plan.get(*index)) {
-            Some(Planned::Run(operation)) => {
-                fit(&operation[0].agreed.signature, &ready.agreed.signature, across)
+        let kind = kinds.iter_mut().find(|open| {
+            match open.front().and_then(|(index, _)| plan.get(*index)) {
+                Some(Planned::Run(operation)) => {
+                    fit(&operation[0].agreed.signature, &ready.agreed.signature, across)
+                }
+                _ => false,
             }
-            _ => false,
         });
         let Some(open) = kind else {
             kinds.push(VecDeque::from([(next, bytes)]));
@@ -371,7 +385,8 @@ mod tests {
 
     #[test]
     fn a_tensor_above_the_threshold_runs_alone() {
-        let decisions = vec![ready("a", plain(&[100])), ready("b", plain(&[1])), ready("c", plain(&[1]))];
+        let decisions =
+            vec![ready("a", plain(&[100])), ready("b", plain(&[1])), ready("c", plain(&[1]))];
         assert_eq!(names(&fuse(decisions, 16, true)), ["a", "bc"]);
     }
 
@@ -386,7 +401,8 @@ mod tests {
     fn groups_keep_to_themselves_where_that_is_asked_for() {
         let grouped = |group| Signature { group, group_size: 2, ..plain(&[1]) };
         let decisions = || {
-            let tensors = [("a", grouped(7)), ("x", plain(&[1])), ("b", grouped(7)), ("c", grouped(8))];
+            let tensors =
+                [("a", grouped(7)), ("x", plain(&[1])), ("b", grouped(7)), ("c", grouped(8))];
             tensors.map(|(name, signature)| ready(name, signature)).into()
         };
         assert_eq!(names(&fuse(decisions(), 64, false)), ["ab", "x", "c"]);

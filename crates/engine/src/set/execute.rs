@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Batches on their way through communicators: that of hosts, or one among the members' devices. Batches start strictly
-//! in list order.
+//! Batches on their way through communicators: that of hosts, or one among the members' devices.
+//! Batches start strictly in list order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -69,7 +69,8 @@ impl Execution {
 
     /// Returns whether a device is waited for, whose end wakes no thread.
     pub(super) fn waits_for_device(&self) -> bool {
-        !self.broken && (self.reach.is_forming() || self.batches.iter().any(Batch::waits_for_device))
+        !self.broken
+            && (self.reach.is_forming() || self.batches.iter().any(Batch::waits_for_device))
     }
 
     /// Lists of which something is left.
@@ -85,7 +86,12 @@ impl Execution {
         self.batches.front().map(|batch| batch.list)
     }
 
-    pub(super) fn push(&mut self, list: u64, entries: Vec<(Entry, Arc<Agreed>)>, span: Option<Span>) {
+    pub(super) fn push(
+        &mut self,
+        list: u64,
+        entries: Vec<(Entry, Arc<Agreed>)>,
+        span: Option<Span>,
+    ) {
         self.batches.push_back(Batch::new(list, entries, span));
     }
 
@@ -105,7 +111,8 @@ impl Execution {
         self.reach = Reach::Not;
     }
 
-    /// Fails the batches. The communicators give them up, so their buffers are not touched any more.
+    /// Fails the batches. The communicators give them up, so their buffers are not touched any
+    /// more.
     pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         self.reach.abandon(cause.is_orderly(), self.broken);
         self.broken = true;
@@ -122,7 +129,9 @@ impl Execution {
 
 impl ProcessSet {
     pub(super) fn execute(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step<bool> {
-        if self.execution.broken || (self.execution.batches.is_empty() && !self.execution.is_watched()) {
+        if self.execution.broken
+            || (self.execution.batches.is_empty() && !self.execution.is_watched())
+        {
             return Ok(false);
         }
         let mut moved = self.execution.start(&self.options, &self.members, finished)?;
@@ -131,7 +140,9 @@ impl ProcessSet {
             // Other ranks may soon say which rank is to blame.
             Err(
                 cause @ (Cause::Transport(_)
-                | Cause::Collective(CollectiveError::Transport(_) | CollectiveError::Lost { .. })),
+                | Cause::Collective(
+                    CollectiveError::Transport(_) | CollectiveError::Lost { .. },
+                )),
             ) => {
                 self.execution.broken = true;
                 self.suspect.get_or_insert((now, cause));
@@ -150,7 +161,12 @@ impl Execution {
     }
 
     /// Hands batches to the communicators, in order, as far as their inputs are there.
-    fn start(&mut self, shared: &Shared, members: &[Rank], finished: &mut Vec<Finished>) -> Step<bool> {
+    fn start(
+        &mut self,
+        shared: &Shared,
+        members: &[Rank],
+        finished: &mut Vec<Finished>,
+    ) -> Step<bool> {
         let before = self.started;
         while self.started < self.batches.len() {
             if !self.knows_rows()? {
@@ -169,7 +185,8 @@ impl Execution {
         Ok(self.started > before)
     }
 
-    /// Returns whether the rows of the next batch are known. If not, members begin to tell each other.
+    /// Returns whether the rows of the next batch are known. If not, members begin to tell each
+    /// other.
     fn knows_rows(&mut self) -> Step<bool> {
         if self.dealing.is_some() {
             return Ok(false);
@@ -178,11 +195,13 @@ impl Execution {
         let (Some((agreed, sends)), Some(communicator)) = (undealt, &mut self.communicator) else {
             return Ok(true);
         };
-        self.dealing = Some(Dealing::begin(Arc::clone(agreed), sends.to_vec(), &mut **communicator)?);
+        self.dealing =
+            Some(Dealing::begin(Arc::clone(agreed), sends.to_vec(), &mut **communicator)?);
         Ok(false)
     }
 
-    /// Chooses the route of the next batch, the same on every member. It stays open until the choice is known.
+    /// Chooses the route of the next batch, the same on every member. It stays open until the
+    /// choice is known.
     fn route(&mut self, shared: &Shared, members: &[Rank]) -> Step<Route> {
         let place = self.place();
         let Some(batch) = self.batches.get(self.started) else { return Ok(Route::Open) };
@@ -254,7 +273,8 @@ impl Execution {
             }
             next.load(shared, place)?;
         }
-        let (Some(batch), Some(communicator)) = (self.batches.get_mut(self.started), &mut self.communicator)
+        let (Some(batch), Some(communicator)) =
+            (self.batches.get_mut(self.started), &mut self.communicator)
         else {
             return Ok(false);
         };
@@ -264,7 +284,9 @@ impl Execution {
         let token = Token(self.first + self.started as u64);
         match communicator.submit(token, batch.operation(members)) {
             Ok(()) => batch.run(),
-            Err(cause @ CollectiveError::Unsupported { .. }) => batch.refuse(&Arc::new(cause), finished),
+            Err(cause @ CollectiveError::Unsupported { .. }) => {
+                batch.refuse(&Arc::new(cause), finished)
+            }
             Err(error) => return Err(error.into()),
         }
         Ok(true)
@@ -285,7 +307,12 @@ impl Execution {
     }
 
     /// Moves what communicators have, and completes what they are done with.
-    fn progress(&mut self, shared: &Shared, members: &[Rank], finished: &mut Vec<Finished>) -> Step<bool> {
+    fn progress(
+        &mut self,
+        shared: &Shared,
+        members: &[Rank],
+        finished: &mut Vec<Finished>,
+    ) -> Step<bool> {
         let (me, _) = self.place();
         let mut moved = false;
         if let Some(communicator) = self.communicator.as_mut().filter(|all| all.pending() > 0) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The stall report: the coordinator collects stalled operations, asks the missing ranks, and reports once per
-//! interval.
+//! The stall report: the coordinator collects stalled operations, asks the missing ranks, and
+//! reports once per interval.
 //!
-//! `QUERY` (number, members) goes down to all; a member that is asked finds out what its process waits in and what its
-//! threads do, without waiting for either, and an `ANSWER` (number, member, stack, waits) goes up.
+//! `QUERY` (number, members) goes down to all; a member that is asked finds out what its process
+//! waits in and what its threads do, without waiting for either, and an `ANSWER` (number, member,
+//! stack, waits) goes up.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +19,8 @@ use crate::hash::Map;
 use crate::stall::{Absentee, Answer, NAMED, STACK_LIMIT, Slot, Stack, Stall, StallReport, Wait};
 use crate::wire::{Malformed, Reader, Writer};
 
-/// Time for which the coordinator waits for answers: that of a process, and its way through the tree.
+/// Time for which the coordinator waits for answers: that of a process, and its way through the
+/// tree.
 const ANSWERS: Duration = STACK_LIMIT.saturating_add(Duration::from_secs(1));
 /// Missing ranks that are asked: one tells most of the time what all do.
 const ASKED: usize = 16;
@@ -102,7 +104,8 @@ impl ProcessSet {
         if self.inquiries.stalled.is_empty() || self.leaving.is_some() {
             return Ok(());
         }
-        let oldest = self.inquiries.stalled.values().map(|stalled| stalled.since).min().unwrap_or(now);
+        let oldest =
+            self.inquiries.stalled.values().map(|stalled| stalled.since).min().unwrap_or(now);
         let waiting = now.saturating_duration_since(oldest);
         let fatal = self.options.settings.stall_shutdown.is_some_and(|limit| waiting >= limit);
         let early = self.inquiries.next.is_some_and(|next| now < next);
@@ -115,8 +118,9 @@ impl ProcessSet {
 
     fn ask_missing(&mut self, now: Instant) -> Step {
         let mut targets: Vec<u32> = (0u32..).take(self.members.len()).collect();
-        targets
-            .retain(|member| self.inquiries.stalled.values().any(|stalled| !stalled.came.contains(member)));
+        targets.retain(|member| {
+            self.inquiries.stalled.values().any(|stalled| !stalled.came.contains(member))
+        });
         targets.truncate(ASKED);
         self.inquiries.number += 1;
         let number = self.inquiries.number;
@@ -164,14 +168,16 @@ impl ProcessSet {
     /// The waits of this process within this set.
     fn waits(&self, now: Instant) -> impl Iterator<Item = Wait> {
         let set = self.watch.set;
-        self.local.values().chain(self.joins.own()).chain(self.execution.entries()).map(move |entry| Wait {
-            what: match set {
-                ProcessSetId::GLOBAL => entry.what(),
-                set => format!("{} (process set {set})", entry.what()),
+        self.local.values().chain(self.joins.own()).chain(self.execution.entries()).map(
+            move |entry| Wait {
+                what: match set {
+                    ProcessSetId::GLOBAL => entry.what(),
+                    set => format!("{} (process set {set})", entry.what()),
+                },
+                meeting: entry.is_meeting(),
+                since: now.saturating_duration_since(entry.since),
             },
-            meeting: entry.is_meeting(),
-            since: now.saturating_duration_since(entry.since),
-        })
+        )
     }
 
     fn answer(&mut self, number: u64, stack: &Stack, waits: &[Wait]) -> Step {
@@ -216,8 +222,10 @@ impl ProcessSet {
             let (what, meeting) = (reader.text()?.to_owned(), reader.byte()? != 0);
             waits.push(Wait { what, meeting, since: Duration::from_millis(reader.number()?) });
         }
-        if let Some(inquiry) = self.inquiries.inquiry.as_mut().filter(|inquiry| inquiry.number == number)
-            && let Some((_, absentee)) = inquiry.absentees.iter_mut().find(|(known, _)| *known == member)
+        if let Some(inquiry) =
+            self.inquiries.inquiry.as_mut().filter(|inquiry| inquiry.number == number)
+            && let Some((_, absentee)) =
+                inquiry.absentees.iter_mut().find(|(known, _)| *known == member)
         {
             absentee.stack = stack;
             absentee.waits = Some(waits);
@@ -243,7 +251,9 @@ impl ProcessSet {
         }
         // All may have come while the missing were asked.
         let Some(_) = stalls.first() else { return Ok(()) };
-        stalls.sort_by(|one, two| two.waiting.cmp(&one.waiting).then_with(|| one.tensor.cmp(&two.tensor)));
+        stalls.sort_by(|one, two| {
+            two.waiting.cmp(&one.waiting).then_with(|| one.tensor.cmp(&two.tensor))
+        });
         let parted = self.parted(&stalls, &absentees, now);
         let ends = settings.meeting_timeout;
         let report = StallReport { set: self.watch.set, limit, stalls, absentees, parted, ends };
@@ -269,15 +279,16 @@ impl ProcessSet {
         }
     }
 
-    /// For how long each member has been in a meeting that is not complete, while nothing was executed: only another
-    /// thread of theirs could bring them together.
+    /// For how long each member has been in a meeting that is not complete, while nothing was
+    /// executed: only another thread of theirs could bring them together.
     fn parted(&self, stalls: &[Stall], absentees: &[Absentee], now: Instant) -> Option<Duration> {
         let still = now.saturating_duration_since(self.inquiries.lists?.1);
         let in_meeting = |rank: &Rank| {
             let here = stalls.iter().filter(|stall| stall.meeting && stall.came.contains(rank));
             let asked = absentees.iter().filter(|absentee| absentee.rank == *rank);
-            let there =
-                asked.flat_map(|absentee| absentee.waits.iter().flatten()).filter(|wait| wait.meeting);
+            let there = asked
+                .flat_map(|absentee| absentee.waits.iter().flatten())
+                .filter(|wait| wait.meeting);
             here.map(|stall| stall.waiting).chain(there.map(|wait| wait.since)).max()
         };
         let shortest = self.members.iter().map(in_meeting).min()??;

@@ -3,10 +3,11 @@
 
 //! Joined ranks: they have no more data and wait for the others.
 //!
-//! A join travels upward among the announcements, so that every node knows which of them it came before. A subtree
-//! whose members have all joined says so after it has passed on their announcements, and is not waited for any more.
-//! A node that speaks for members says which of them are absent. A member that joined executes the lists as all
-//! others do, with memory that changes no result. When all have joined, a list says so and names the last.
+//! A join travels upward among the announcements, so that every node knows which of them it came
+//! before. A subtree whose members have all joined says so after it has passed on their
+//! announcements, and is not waited for any more. A node that speaks for members says which of them
+//! are absent. A member that joined executes the lists as all others do, with memory that changes
+//! no result. When all have joined, a list says so and names the last.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -39,7 +40,8 @@ pub(super) struct Joins {
     /// Sources that announce nothing more. See [`ProcessSet::announced`].
     gone: Vec<u32>,
     own: Option<Entry>,
-    /// The time since which joined ranks have waited without any operation, and the time of the last report of that.
+    /// The time since which joined ranks have waited without any operation, and the time of the
+    /// last report of that.
     since: Option<Instant>,
     reported: Option<Instant>,
 }
@@ -99,17 +101,29 @@ impl Joins {
     }
 
     /// Checks that these members can stand in for themselves; the error says why not.
-    pub(super) fn suffices(&self, call: &Call, absent: &[u32], ranks: &[Rank]) -> Result<(), String> {
+    pub(super) fn suffices(
+        &self,
+        call: &Call,
+        absent: &[u32],
+        ranks: &[Rank],
+    ) -> Result<(), String> {
         let list = |members: &[u32]| -> String {
             let ranks = members.iter().filter_map(|member| ranks.get(*member as usize));
             ranks.map(ToString::to_string).collect::<Vec<_>>().join(", ")
         };
         match *call {
-            Call::Allreduce { op: ReduceOp::Product, prescale, .. } if f64::from_bits(prescale) != 1.0 => {
-                Err(format!("a product with a prescale factor needs all ranks, {} have joined", list(absent)))
+            Call::Allreduce { op: ReduceOp::Product, prescale, .. }
+                if f64::from_bits(prescale) != 1.0 =>
+            {
+                Err(format!(
+                    "a product with a prescale factor needs all ranks, {} have joined",
+                    list(absent)
+                ))
             }
             Call::Allreduce { .. } => Ok(()),
-            Call::Broadcast { root } if absent.iter().any(|member| ranks[*member as usize].0 == root) => {
+            Call::Broadcast { root }
+                if absent.iter().any(|member| ranks[*member as usize].0 == root) =>
+            {
                 Err(format!("its root, rank {root}, has joined"))
             }
             Call::Allgather | Call::Broadcast { .. } => {
@@ -151,7 +165,8 @@ impl ProcessSet {
     pub(super) fn gone(&mut self, source: u32) -> Step {
         self.joins.gone.push(source);
         let children = self.tree.children.len();
-        let complete = |tally: &Tally| tally.sources.len() + self.joins.gone(&tally.sources) > children;
+        let complete =
+            |tally: &Tally| tally.sources.len() + self.joins.gone(&tally.sources) > children;
         let complete = self.pending.iter().filter(|(_, tally)| complete(tally));
         let complete: Vec<Arc<str>> = complete.map(|(name, _)| Arc::clone(name)).collect();
         complete.iter().try_for_each(|name| self.complete_pending(name))?;
@@ -211,8 +226,8 @@ pub(super) fn stand_in(agreed: &Agreed) -> Entry {
     }
 }
 
-/// An element that is neutral once it is multiplied by `prescale`; zero if no reduction is defined, for which all
-/// members get an error.
+/// An element that is neutral once it is multiplied by `prescale`; zero if no reduction is defined,
+/// for which all members get an error.
 fn without_effect(dtype: DataType, op: ReduceOp, prescale: f64) -> [u8; 16] {
     let op = match op {
         ReduceOp::Product => op,
@@ -252,7 +267,8 @@ mod tests {
         let joined = |member, gather| Joined { member, gather };
         let joins = Joins { joined: vec![joined(1, true), joined(2, false)], ..Joins::default() };
         let ranks = [Rank(4), Rank(6), Rank(9)];
-        let judge = |call, absent: &[u32]| joins.suffices(&call, absent, &ranks).err().unwrap_or_default();
+        let judge =
+            |call, absent: &[u32]| joins.suffices(&call, absent, &ranks).err().unwrap_or_default();
         let one = 1f64.to_bits();
         let sum = |op, prescale| Call::Allreduce { op, prescale, postscale: one };
         assert_eq!(judge(sum(ReduceOp::Min, 7), &[1, 2]), "");

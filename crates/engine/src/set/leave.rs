@@ -3,9 +3,9 @@
 
 //! Ranks that left or failed.
 //!
-//! A rank that leaves says how many lists it has executed. All ranks complete those, fail the rest, and keep their
-//! links until all are done, because a transfer may still use them: `DONE` goes up the tree, then `CLEAR` goes down.
-//! A rank that fails just says so.
+//! A rank that leaves says how many lists it has executed. All ranks complete those, fail the rest,
+//! and keep their links until all are done, because a transfer may still use them: `DONE` goes up
+//! the tree, then `CLEAR` goes down. A rank that fails just says so.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -77,14 +77,22 @@ impl ProcessSet {
             }
             (none, Some(cause)) => {
                 let departed = vec![rank];
-                *none = Some(Leaving { cause, departed, executed, done: 0, told: false, cleared: false });
+                *none = Some(Leaving {
+                    cause,
+                    departed,
+                    executed,
+                    done: 0,
+                    told: false,
+                    cleared: false,
+                });
                 true
             }
             (None, None) => false,
         }
     }
 
-    /// Leaves in good order, failing what is in progress. Poll with [`ProcessSet::farewell`] afterwards.
+    /// Leaves in good order, failing what is in progress. Poll with [`ProcessSet::farewell`]
+    /// afterwards.
     pub(crate) fn depart(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         let executed = self.execution.oldest_list().map_or(self.lists, |list| list - 1);
         let rank = self.options.world.rank;
@@ -101,7 +109,12 @@ impl ProcessSet {
     }
 
     /// Leaves for good: the set ends with [`ProcessSet::is_over`], at `deadline` at the latest.
-    pub(crate) fn retire(&mut self, cause: Arc<Cause>, deadline: Instant, finished: &mut Vec<Finished>) {
+    pub(crate) fn retire(
+        &mut self,
+        cause: Arc<Cause>,
+        deadline: Instant,
+        finished: &mut Vec<Finished>,
+    ) {
         self.retired = Some(deadline);
         self.depart(&cause, finished);
     }
@@ -127,7 +140,8 @@ impl ProcessSet {
     /// One step towards the end of all links; true when they may end.
     pub(crate) fn farewell(&mut self, now: Instant) -> bool {
         let mut finished = Vec::new();
-        let over = self.receive(now, &mut finished).and_then(|_| self.settle(now, &mut finished)).is_err();
+        let over =
+            self.receive(now, &mut finished).and_then(|_| self.settle(now, &mut finished)).is_err();
         let flushed = self
             .neighbours
             .iter_mut()
@@ -147,8 +161,9 @@ impl ProcessSet {
         Err(Cause::Reported { rank, host: self.options.host(rank), text }.into())
     }
 
-    /// Tells the neighbours that this rank failed, or that it heard of one that did; also those that are counted as lost:
-    /// of a connection that fell silent, the other end may know nothing yet.
+    /// Tells the neighbours that this rank failed, or that it heard of one that did; also those
+    /// that are counted as lost: of a connection that fell silent, the other end may know nothing
+    /// yet.
     pub(crate) fn abort(&mut self, cause: &Cause) {
         let mut frame = Vec::new();
         let mut writer = Writer(&mut frame);
@@ -226,14 +241,14 @@ impl ProcessSet {
         if self.is_coordinator() { self.on_clear() } else { self.send(0, kind::DONE, &[]) }
     }
 
-    /// A process is gone: that is first-hand, and weighs more than a lost link. If the news that it left in order does not
-    /// come soon, it is a failure.
+    /// A process is gone: that is first-hand, and weighs more than a lost link. If the news that it
+    /// left in order does not come soon, it is a failure.
     pub(crate) fn suspect(&mut self, error: farandole_transport::Error, now: Instant) {
         let cause = Cause::Transport(error);
         let concerns = lost(&cause).is_none_or(|rank| self.members.contains(&rank));
         if concerns && !self.has_left(&cause) {
-            // What a process has said through shared memory lies here: one more look at the links is enough. By a
-            // connection its last words may still be on their way.
+            // What a process has said through shared memory lies here: one more look at the links
+            // is enough. By a connection its last words may still be on their way.
             let near = lost(&cause).is_some_and(|rank| self.is_near(rank));
             let hearsay = self.options.settings.hearsay;
             let waited = if near { hearsay } else { hearsay.saturating_sub(GRACE) };
@@ -244,24 +259,32 @@ impl ProcessSet {
         }
     }
 
-    /// Returns whether the words of a rank come through shared memory. Containers of one machine, and processes of
-    /// one host, may or may not map the same segments: the link towards the rank tells.
+    /// Returns whether the words of a rank come through shared memory. Containers of one machine,
+    /// and processes of one host, may or may not map the same segments: the link towards the rank
+    /// tells.
     fn is_near(&self, rank: Rank) -> bool {
         let world = &self.options.world;
         let own = world.seat().host.machine();
         let together = world.seats.get(rank.index()).is_some_and(|seat| seat.host.machine() == own);
-        let member = self.members.binary_search(&rank).ok().and_then(|member| u32::try_from(member).ok());
-        let child =
-            self.tree.below.iter().position(|below| member.is_some_and(|member| below.contains(&member)));
+        let member =
+            self.members.binary_search(&rank).ok().and_then(|member| u32::try_from(member).ok());
+        let child = self
+            .tree
+            .below
+            .iter()
+            .position(|below| member.is_some_and(|member| below.contains(&member)));
         // The parent is the first neighbour, where there is one.
         let toward = child.map_or(0, |child| child + usize::from(self.tree.parent.is_some()));
-        together && self.neighbours.get(toward).is_some_and(|neighbour| neighbour.kind != LinkKind::Tcp)
+        together
+            && self.neighbours.get(toward).is_some_and(|neighbour| neighbour.kind != LinkKind::Tcp)
     }
 
-    /// Returns whether a loss is that of a rank that left in order, or comes when there is nothing left to lose.
+    /// Returns whether a loss is that of a rank that left in order, or comes when there is nothing
+    /// left to lose.
     fn has_left(&self, cause: &Cause) -> bool {
         self.leaving.as_ref().is_some_and(|leaving| {
-            self.execution.is_idle() || lost(cause).is_some_and(|rank| leaving.departed.contains(&rank))
+            self.execution.is_idle()
+                || lost(cause).is_some_and(|rank| leaving.departed.contains(&rank))
         })
     }
 
@@ -278,7 +301,8 @@ impl ProcessSet {
 
 /// The rank whose loss this is.
 fn lost(cause: &Cause) -> Option<Rank> {
-    let (Cause::Transport(error) | Cause::Collective(farandole_collectives::Error::Transport(error))) = cause
+    let (Cause::Transport(error)
+    | Cause::Collective(farandole_collectives::Error::Transport(error))) = cause
     else {
         return None;
     };

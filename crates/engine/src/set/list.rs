@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Downward: lists of operations that every member executes in the same order, changing its cache on the way.
+//! Downward: lists of operations that every member executes in the same order, changing its cache
+//! on the way.
 //!
-//! Frame: number, then items until the end. `0 count tensor...` executes one operation over the tensors, each either
-//! `slot * 2` or `1 name signature rows`. `1 name group text` refuses a name and its group. `2 member` ends a join.
+//! Frame: number, then items until the end. `0 count tensor...` executes one operation over the
+//! tensors, each either `slot * 2` or `1 name signature rows`. `1 name group text` refuses a name
+//! and its group. `2 member` ends a join.
 
 use std::sync::Arc;
 
@@ -25,8 +27,14 @@ pub(super) enum Item {
     Joined(u32),
 }
 
-/// Writes a list and makes its changes to the coordinator's cache, item by item as the readers will.
-pub(super) fn encode(number: u64, plan: Vec<Planned>, cache: &mut Cache, frame: &mut Vec<u8>) -> Vec<Item> {
+/// Writes a list and makes its changes to the coordinator's cache, item by item as the readers
+/// will.
+pub(super) fn encode(
+    number: u64,
+    plan: Vec<Planned>,
+    cache: &mut Cache,
+    frame: &mut Vec<u8>,
+) -> Vec<Item> {
     let mut writer = Writer(frame);
     writer.number(number);
     let mut items = Vec::with_capacity(plan.len());
@@ -57,7 +65,12 @@ pub(super) fn encode(number: u64, plan: Vec<Planned>, cache: &mut Cache, frame: 
     items
 }
 
-fn encode_tensor(ready: Ready, number: u64, cache: &mut Cache, writer: &mut Writer<'_>) -> Arc<Agreed> {
+fn encode_tensor(
+    ready: Ready,
+    number: u64,
+    cache: &mut Cache,
+    writer: &mut Writer<'_>,
+) -> Arc<Agreed> {
     // An earlier tensor of this very list may have pushed the entry out.
     if let Some(id) = ready.known.filter(|id| cache.holds(*id)) {
         writer.number(u64::from(id.slot) * 2);
@@ -74,7 +87,11 @@ fn encode_tensor(ready: Ready, number: u64, cache: &mut Cache, writer: &mut Writ
     agreed
 }
 
-fn decode_tensor(reader: &mut Reader<'_>, number: u64, cache: &mut Cache) -> Result<Arc<Agreed>, Malformed> {
+fn decode_tensor(
+    reader: &mut Reader<'_>,
+    number: u64,
+    cache: &mut Cache,
+) -> Result<Arc<Agreed>, Malformed> {
     let head = reader.number()?;
     if head % 2 == 0 {
         let slot = u32::try_from(head / 2).map_err(|_| Malformed::Cache(head / 2))?;
@@ -115,7 +132,11 @@ pub(super) fn decode(frame: &[u8], cache: &mut Cache) -> Result<(u64, Vec<Item>)
 }
 
 impl ProcessSet {
-    pub(super) fn on_list(&mut self, frame: &[u8], finished: &mut Vec<Finished>) -> Result<(), Stop> {
+    pub(super) fn on_list(
+        &mut self,
+        frame: &[u8],
+        finished: &mut Vec<Finished>,
+    ) -> Result<(), Stop> {
         // Those below first: they are farther away.
         self.send_down(kind::LIST, frame)?;
         let (number, items) = decode(frame, &mut self.cache)?;
@@ -127,7 +148,12 @@ impl ProcessSet {
     }
 
     /// Starts what a list says.
-    pub(super) fn apply(&mut self, number: u64, items: Vec<Item>, finished: &mut Vec<Finished>) -> Step {
+    pub(super) fn apply(
+        &mut self,
+        number: u64,
+        items: Vec<Item>,
+        finished: &mut Vec<Finished>,
+    ) -> Step {
         self.lists = number;
         self.joins.goes_on();
         self.inquiries.forget(JOIN);
@@ -162,7 +188,8 @@ impl ProcessSet {
         }
         self.statistics.operations += 1;
         self.statistics.tensors += entries.len() as u64;
-        let span = if self.options.tracer.is_on() { self.trace_batch(list, &entries) } else { None };
+        let span =
+            if self.options.tracer.is_on() { self.trace_batch(list, &entries) } else { None };
         self.execution.push(list, entries, span);
         match unknown {
             None => Ok(()),

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One process set: negotiation, queue, cache and communicator, driven by polling. Knows no threads, locks or clocks.
+//! One process set: negotiation, queue, cache and communicator, driven by polling. Knows no
+//! threads, locks or clocks.
 
 mod announce;
 mod batch;
@@ -75,7 +76,8 @@ pub(crate) struct Entry {
     pub(crate) handle: Handle,
     pub(crate) name: Arc<str>,
     pub(crate) operation: &'static str,
-    /// The matter of a meeting, if its kind does not state it: the full text of a change of process sets.
+    /// The matter of a meeting, if its kind does not state it: the full text of a change of process
+    /// sets.
     pub(crate) matter: Option<Box<str>>,
     pub(crate) group: u64,
     /// Row counts that this member brings: of its input, or of each block of it.
@@ -98,7 +100,11 @@ impl Entry {
     }
 
     fn failed(&self, cause: &Arc<Cause>) -> Error {
-        Error::Failed { operation: self.operation, tensor: Arc::clone(&self.name), cause: Arc::clone(cause) }
+        Error::Failed {
+            operation: self.operation,
+            tensor: Arc::clone(&self.name),
+            cause: Arc::clone(cause),
+        }
     }
 }
 
@@ -193,7 +199,9 @@ impl ProcessSet {
         let SetOptions { id, members, control, communicator } = options;
         let me = shared.world.rank;
         if !members.is_sorted_by(|low, high| low < high) {
-            return Err(refuse(format!("members of process set {id} are not ascending: {members:?}")));
+            return Err(refuse(format!(
+                "members of process set {id} are not ascending: {members:?}"
+            )));
         }
         let tree = Tree::new(&shared.world, &members, me)
             .ok_or_else(|| refuse(format!("rank {me} is not in process set {id}")))?;
@@ -203,20 +211,23 @@ impl ProcessSet {
                 "process set {id} has another communicator: member {member} of {size}"
             )));
         }
-        let mut links: Map<u64, _> =
-            control.into_iter().map(|link| (u64::from(link.peer.0), (link.kind, frames(link)))).collect();
+        let mut links: Map<u64, _> = control
+            .into_iter()
+            .map(|link| (u64::from(link.peer.0), (link.kind, frames(link))))
+            .collect();
         let mut neighbours = Vec::new();
         for member in tree.parent.iter().chain(&tree.children) {
             let peer = members[*member as usize];
-            let (kind, (sender, receiver)) = links
-                .remove(&peer.0.into())
-                .ok_or_else(|| refuse(format!("process set {id} has no control link to rank {peer}")))?;
+            let (kind, (sender, receiver)) = links.remove(&peer.0.into()).ok_or_else(|| {
+                refuse(format!("process set {id} has no control link to rank {peer}"))
+            })?;
             neighbours.push(Neighbour { sender, receiver, kind, closed: false, seen: 0 });
         }
         Ok(Self {
             watch: watch::Watch::new(id, &shared.settings),
             inquiries: inquiry::Inquiries::default(),
-            tuner: tuner(&shared.settings).filter(|_| id == ProcessSetId::GLOBAL && tree.parent.is_none()),
+            tuner: tuner(&shared.settings)
+                .filter(|_| id == ProcessSetId::GLOBAL && tree.parent.is_none()),
             joins: join::Joins::default(),
             coordinator: decide::Coordinator::default(),
             execution: execute::Execution::new(communicator),
@@ -293,7 +304,10 @@ impl ProcessSet {
             || self.execution.is_watched()
             || self.suspect.is_some()
             || self.is_unsettled()
-            || self.neighbours.iter().any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
+            || self
+                .neighbours
+                .iter()
+                .any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
     }
 
     /// Returns whether a device is waited for: its end wakes no thread.
@@ -305,14 +319,18 @@ impl ProcessSet {
         let mut frame = std::mem::take(&mut self.scratch);
         let mut moved = false;
         for index in 0..self.neighbours.len() {
-            while let Some(kind) = self.neighbours[index].receive(&mut frame, &mut self.suspect, now) {
+            while let Some(kind) =
+                self.neighbours[index].receive(&mut frame, &mut self.suspect, now)
+            {
                 moved = true;
                 self.statistics.frames_received += 1;
                 let read = self.dispatch(index, kind, &frame, now, finished);
                 let rank = self.neighbours[index].receiver.peer();
                 read.map_err(|stop| match stop {
                     Stop::Cause(cause) => cause,
-                    Stop::Malformed(malformed) => Cause::Protocol { rank, reason: malformed.to_string() },
+                    Stop::Malformed(malformed) => {
+                        Cause::Protocol { rank, reason: malformed.to_string() }
+                    }
                 })?;
             }
         }
@@ -333,7 +351,9 @@ impl ProcessSet {
             kind::LIST => self.on_list(frame, finished),
             kind::DEPARTURE => self.on_departure(from, frame, finished),
             kind::ABORT => self.on_abort(frame),
-            kind::DISAGREEMENT => Err(Cause::Disagreement { text: Reader(frame).text()?.to_owned() }.into()),
+            kind::DISAGREEMENT => {
+                Err(Cause::Disagreement { text: Reader(frame).text()?.to_owned() }.into())
+            }
             kind::CAME => self.on_came(frame, now),
             kind::STALLED => self.on_stalled(frame),
             kind::QUERY => self.on_query(frame, now),
@@ -371,7 +391,8 @@ impl ProcessSet {
     }
 
     fn send_down(&mut self, kind: u8, frame: &[u8]) -> Step {
-        (self.first_child()..self.neighbours.len()).try_for_each(|child| self.send(child, kind, frame))
+        (self.first_child()..self.neighbours.len())
+            .try_for_each(|child| self.send(child, kind, frame))
     }
 }
 

@@ -3,10 +3,11 @@
 
 //! The agreement of a set on a communicator among its members' devices.
 //!
-//! When the first operation comes whose tensors are on a device at every member, members show each other their cards,
-//! by an allgather of the communicator of hosts at the same point of all members' lists. Whether there can be a
-//! communicator follows from the cards. If so, the first member names it, in a broadcast that comes next, and all
-//! begin to form it: an unused name would leave a port open.
+//! When the first operation comes whose tensors are on a device at every member, members show each
+//! other their cards, by an allgather of the communicator of hosts at the same point of all
+//! members' lists. Whether there can be a communicator follows from the cards. If so, the first
+//! member names it, in a broadcast that comes next, and all begin to form it: an unused name would
+//! leave a port open.
 
 use farandole_collectives::{CARD, Communicator, Fabric, Memory, Operation, Segment, Token};
 use farandole_world::Rank;
@@ -25,8 +26,8 @@ pub(super) enum Reach {
     Naming(Memory),
     /// There is one.
     Among(Box<dyn Communicator>),
-    /// There was one, and what it had to do is done here. It stays until the set ends: what a peer's device lacks yet may
-    /// still be on its way from this one.
+    /// There was one, and what it had to do is done here. It stays until the set ends: what a
+    /// peer's device lacks yet may still be on its way from this one.
     Left(Box<dyn Communicator>),
     /// There can be none.
     Not,
@@ -39,16 +40,23 @@ impl Reach {
         let mut card = own.map(|(fabric, own)| fabric.card(own)).unwrap_or_default();
         card.resize(CARD, 0);
         let cards = Memory::new(CARD * members);
-        let segment = Segment { input: Memory::repeating(CARD, &card).buffer(), output: cards.buffer() };
+        let segment =
+            Segment { input: Memory::repeating(CARD, &card).buffer(), output: cards.buffer() };
         *self = Self::Asking(cards);
         Operation::Allgather { segments: vec![segment], bytes: vec![vec![CARD; members]] }
     }
 
-    /// Takes the result of the step in progress. Returns the meeting's next step, to be submitted as [`MEETING`].
+    /// Takes the result of the step in progress. Returns the meeting's next step, to be submitted
+    /// as [`MEETING`].
     ///
     /// # Errors
     /// When a communicator could be had and was refused.
-    pub(super) fn met(&mut self, shared: &Shared, members: &[Rank], me: usize) -> Step<Option<Operation>> {
+    pub(super) fn met(
+        &mut self,
+        shared: &Shared,
+        members: &[Rank],
+        me: usize,
+    ) -> Step<Option<Operation>> {
         let before = std::mem::replace(self, Self::Not);
         let Some((fabric, own)) = shared.devices.fabric.as_ref().zip(shared.devices.own()) else {
             return Ok(None);
@@ -123,7 +131,8 @@ impl Reach {
         matches!(self, Self::Among(communicator) if communicator.pending() > 0)
     }
 
-    /// For a set that is left. If that is `orderly` and nothing is `broken`, what was launched comes to its end.
+    /// For a set that is left. If that is `orderly` and nothing is `broken`, what was launched
+    /// comes to its end.
     pub(super) fn abandon(&mut self, orderly: bool, broken: bool) {
         match std::mem::replace(self, Self::Not) {
             Self::Left(communicator) if orderly => *self = Self::Left(communicator),

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The control plane of a large world in one thread, over loopback links: the sets are the real ones, only the
-//! transfers are left out. Deterministic: every round polls the ranks from the last to the first and back.
+//! The control plane of a large world in one thread, over loopback links: the sets are the real
+//! ones, only the transfers are left out. Deterministic: every round polls the ranks from the last
+//! to the first and back.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -84,11 +85,16 @@ impl ControlPlane {
     pub fn new(hosts: u32, local: u32) -> Result<Self> {
         let refuse = |reason: String| Error::Start { reason };
         let places: Vec<TaskPlace> = (0..hosts * local)
-            .map(|task| TaskPlace { task: TaskId(task), host: HostHash((task / local).to_string()) })
+            .map(|task| TaskPlace {
+                task: TaskId(task),
+                host: HostHash((task / local).to_string()),
+            })
             .collect();
-        let mut world = assign(Generation(0), &places).map_err(|error| refuse(error.to_string()))?;
+        let mut world =
+            assign(Generation(0), &places).map_err(|error| refuse(error.to_string()))?;
         let members: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
-        let config = Config::read(|_| None, &BTreeMap::new()).map_err(|error| refuse(error.to_string()))?;
+        let config =
+            Config::read(|_| None, &BTreeMap::new()).map_err(|error| refuse(error.to_string()))?;
         let settings = Arc::new(Settings::from(&config));
         // A world for each rank would be a seat for every pair of ranks.
         let alone = Shared {
@@ -112,9 +118,14 @@ impl ControlPlane {
         for (member, control) in links.into_iter().enumerate() {
             world.rank = members[member];
             debug_assert_eq!(control.len(), control_peers(&world, &members).len());
-            let communicator = Box::new(Nothing { member, size: members.len(), submitted: Vec::new() });
-            let options =
-                SetOptions { id: ProcessSetId::GLOBAL, members: members.clone(), control, communicator };
+            let communicator =
+                Box::new(Nothing { member, size: members.len(), submitted: Vec::new() });
+            let options = SetOptions {
+                id: ProcessSetId::GLOBAL,
+                members: members.clone(),
+                control,
+                communicator,
+            };
             let shared = Shared { world: Arc::new(world), ..alone.clone() };
             let mut set = ProcessSet::new(0, options, shared)?;
             let shared = std::mem::replace(&mut set.options, alone.clone());
@@ -133,7 +144,8 @@ impl ControlPlane {
         let failed = |reason: String| Error::Start { reason };
         let before: Vec<u64> = self.sets.iter().map(frames).collect();
         let sent: u64 = self.sets.iter().map(|set| set.statistics.frames_sent).sum();
-        let names: Vec<Arc<str>> = (0..tensors).map(|k| Arc::from(format!("gradient.{k}"))).collect();
+        let names: Vec<Arc<str>> =
+            (0..tensors).map(|k| Arc::from(format!("gradient.{k}"))).collect();
         for set in &mut self.sets {
             for name in &names {
                 let (entry, signature) = request(name, &self.input, self.now);
@@ -144,14 +156,18 @@ impl ControlPlane {
         let (ranks, mut completed, mut rounds) = (self.sets.len(), 0, 0);
         while completed < ranks * tensors {
             if rounds == ROUNDS {
-                return Err(failed(format!("{completed} of {} allreduces completed", ranks * tensors)));
+                return Err(failed(format!(
+                    "{completed} of {} allreduces completed",
+                    ranks * tensors
+                )));
             }
             rounds += 1;
             for rank in (0..ranks).rev().chain(0..ranks) {
                 self.sets[rank]
                     .poll(self.now, &mut self.finished)
                     .map_err(|cause| failed(cause.to_string()))?;
-                completed += self.finished.iter().filter(|finished| finished.result.is_ok()).count();
+                completed +=
+                    self.finished.iter().filter(|finished| finished.result.is_ok()).count();
                 self.finished.clear();
             }
         }
@@ -214,8 +230,8 @@ pub(crate) fn request(name: &Arc<str>, input: &Memory, since: Instant) -> (Entry
 mod tests {
     use super::*;
 
-    /// Messages at a rank whose host has `local` ranks in a world of `hosts`: one up and one down for every other
-    /// local rank, and for every host that hangs under its own.
+    /// Messages at a rank whose host has `local` ranks in a world of `hosts`: one up and one down
+    /// for every other local rank, and for every host that hangs under its own.
     fn expected(hosts: u32, local: u32) -> u64 {
         2 * u64::from(local - 1 + hosts.ilog2())
     }
@@ -226,7 +242,11 @@ mod tests {
             let mut plane = ControlPlane::new(hosts, local).unwrap();
             for step in 0..2 {
                 let traffic = plane.step(5).unwrap();
-                assert_eq!(traffic.coordinator, expected(hosts, local), "{hosts} hosts, step {step}");
+                assert_eq!(
+                    traffic.coordinator,
+                    expected(hosts, local),
+                    "{hosts} hosts, step {step}"
+                );
                 assert_eq!(traffic.busiest, traffic.coordinator);
                 assert_eq!(traffic.total, 2 * u64::from(hosts * local - 1));
             }

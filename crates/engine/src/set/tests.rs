@@ -24,7 +24,8 @@ use crate::{Kind, Silent};
 #[derive(Default)]
 struct Log(Vec<(String, usize)>);
 
-/// Completes an operation when all members submitted it, and insists that they submit the same ones (EN-2).
+/// Completes an operation when all members submitted it, and insists that they submit the same ones
+/// (EN-2).
 struct Meeting {
     member: usize,
     size: usize,
@@ -45,7 +46,11 @@ impl Communicator for Meeting {
     fn submit(&mut self, token: Token, operation: Operation) -> farandole_collectives::Result<()> {
         let text = match &operation {
             Operation::Allreduce { segments, .. } | Operation::Broadcast { segments, .. } => {
-                segments.iter().map(|segment| segment.input.len().to_string()).collect::<Vec<_>>().join("+")
+                segments
+                    .iter()
+                    .map(|segment| segment.input.len().to_string())
+                    .collect::<Vec<_>>()
+                    .join("+")
             }
             Operation::Allgather { bytes, .. } => format!("{bytes:?}"),
             Operation::Alltoall { sends, .. } => format!("alltoall of {}", sends.len()),
@@ -113,8 +118,13 @@ impl Simulation {
         }
         let settings = Arc::new(settings);
         let set = |(member, control): (usize, Vec<Link>)| {
-            let meeting =
-                Meeting { member, size, log: Arc::clone(&log), flying: VecDeque::new(), submitted: 0 };
+            let meeting = Meeting {
+                member,
+                size,
+                log: Arc::clone(&log),
+                flying: VecDeque::new(),
+                submitted: 0,
+            };
             let options = SetOptions {
                 id: ProcessSetId::GLOBAL,
                 members: members.clone(),
@@ -170,7 +180,10 @@ impl Simulation {
     }
 
     fn frames(&self) -> Vec<u64> {
-        self.sets.iter().map(|set| set.statistics.frames_sent + set.statistics.frames_received).collect()
+        self.sets
+            .iter()
+            .map(|set| set.statistics.frames_sent + set.statistics.frames_received)
+            .collect()
     }
 
     fn take(&mut self) -> Vec<Vec<Finished>> {
@@ -212,8 +225,10 @@ fn sixteen_hosts_of_four_agree_with_few_messages_at_the_coordinator() {
                 .iter()
                 .all(|finished| finished.len() == 10 && finished.iter().all(|f| f.result.is_ok()))
         );
-        let frames: Vec<u64> = world.frames().iter().zip(before).map(|(now, before)| now - before).collect();
-        // Three local ranks and four hosts: a message up and a list down for each child, for ten tensors at once.
+        let frames: Vec<u64> =
+            world.frames().iter().zip(before).map(|(now, before)| now - before).collect();
+        // Three local ranks and four hosts: a message up and a list down for each child, for ten
+        // tensors at once.
         assert_eq!(frames[0], 2 * (3 + 4), "round {round}");
         assert!(frames.iter().all(|frames| *frames <= 14), "{frames:?}");
         assert_eq!(frames[63], 2);
@@ -237,9 +252,14 @@ fn alltoalls_with_changing_splits_tell_no_rank_what_others_exchange() {
             world.submit_rows(rank, "t", signature, splits(rank as u64));
         }
         world.settle();
-        assert!(world.take().iter().all(|finished| finished.len() == 1 && finished[0].result.is_ok()));
+        assert!(
+            world.take().iter().all(|finished| finished.len() == 1 && finished[0].result.is_ok())
+        );
         let bytes = (world.sent.load(Ordering::Relaxed) - before) as u64 / ranks;
-        assert!(bytes < 2 * ranks, "{bytes} bytes of control frames for each rank in round {round}");
+        assert!(
+            bytes < 2 * ranks,
+            "{bytes} bytes of control frames for each rank in round {round}"
+        );
         let exchanges = world.log.lock().0.len();
         assert_eq!(exchanges, [2, 3, 5, 7][usize::try_from(round).unwrap()], "in round {round}");
     }
@@ -406,7 +426,8 @@ fn the_loss_of_a_rank_is_judged_at_once_where_its_last_words_lie_in_shared_memor
         let places = [(0, "m"), (1, container)]
             .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash(host.to_owned()) });
         for (rank, other) in [(0, 1), (1, 0)] {
-            let mut world = Simulation::of(&assign(Generation(1), &places).unwrap(), kind, settings(64));
+            let mut world =
+                Simulation::of(&assign(Generation(1), &places).unwrap(), kind, settings(64));
             world.submit(rank, "t", plain(&[1]), 0);
             let lost = farandole_transport::Error::PeerLost {
                 rank: Rank(other),

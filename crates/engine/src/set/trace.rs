@@ -27,7 +27,8 @@ impl ProcessSet {
         let only = timeline.only();
         let ranks: Vec<u32> =
             ranks.map(|rank| rank.0).filter(|rank| only.is_none_or(|only| only == *rank)).collect();
-        let begins = if only.is_some() { !ranks.is_empty() } else { !self.pending.contains_key(name) };
+        let begins =
+            if only.is_some() { !ranks.is_empty() } else { !self.pending.contains_key(name) };
         if begins && let Some(call) = wish.call() {
             timeline.begin(&track, labels(&call).negotiate);
         }

@@ -3,9 +3,10 @@
 
 //! Operations that take too long.
 //!
-//! Only the members below a node are known to it, so a node that holds an incomplete tensor for too long reports the
-//! ranks that have submitted it to its parent. The coordinator combines the reports and sends them to all ranks, so
-//! that the error of a deadline can name the missing ranks. [`inquiry`](super::inquiry) makes the report of it.
+//! Only the members below a node are known to it, so a node that holds an incomplete tensor for too
+//! long reports the ranks that have submitted it to its parent. The coordinator combines the
+//! reports and sends them to all ranks, so that the error of a deadline can name the missing ranks.
+//! [`inquiry`](super::inquiry) makes the report of it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,7 +53,8 @@ pub(super) struct Watch {
 
 impl Watch {
     pub(super) fn new(set: ProcessSetId, settings: &Settings) -> Self {
-        let halves = [Some(settings.collective_timeout / 2), settings.stall_shutdown.map(|time| time / 2)];
+        let halves =
+            [Some(settings.collective_timeout / 2), settings.stall_shutdown.map(|time| time / 2)];
         let times = halves.into_iter().chain([settings.stall_check]).flatten();
         Self { set, patience: times.min().unwrap_or(Duration::MAX), cases: Map::default() }
     }
@@ -102,17 +104,24 @@ impl ProcessSet {
             let last = tally.reported.unwrap_or(tally.since);
             if now.saturating_duration_since(last) >= patience {
                 tally.reported = Some(now);
-                asked.push((Arc::clone(name), tally.what(name), tally.since, tally.sources.clone()));
+                asked.push((
+                    Arc::clone(name),
+                    tally.what(name),
+                    tally.since,
+                    tally.sources.clone(),
+                ));
             }
         }
         if self.is_coordinator()
             && let Some(since) = self.joins.overdue(now, patience)
         {
-            let (name, what, came) = (Arc::from(JOIN), "join".to_owned(), self.joins.members().collect());
+            let (name, what, came) =
+                (Arc::from(JOIN), "join".to_owned(), self.joins.members().collect());
             self.watch.answer(Told { name, what, meeting: true, since, came }, now);
         }
         for (name, (what, meeting), since, sources) in asked {
-            let came: Vec<u32> = sources.iter().flat_map(|source| self.stands_for(*source)).collect();
+            let came: Vec<u32> =
+                sources.iter().flat_map(|source| self.stands_for(*source)).collect();
             if self.is_coordinator() {
                 self.watch.answer(Told { name, what, meeting, since, came }, now);
                 continue;
@@ -207,7 +216,13 @@ impl ProcessSet {
             let elapsed = now.saturating_duration_since(entry.since);
             if elapsed >= limit {
                 let tensor = Arc::clone(&entry.name);
-                return Err(Cause::Deadline { operation: entry.operation, tensor, elapsed, limit, missing });
+                return Err(Cause::Deadline {
+                    operation: entry.operation,
+                    tensor,
+                    elapsed,
+                    limit,
+                    missing,
+                });
             }
         }
         Ok(())

@@ -58,7 +58,10 @@ fn an_allgather_is_known_only_with_the_same_rows_of_all() {
         let gather = |rows: u64| {
             let input = vec![rank as f32; rows as usize];
             floats(&contents(
-                &call(&engine, request("t", Kind::Allgather, &[rows], &input)).unwrap().output.unwrap(),
+                &call(&engine, request("t", Kind::Allgather, &[rows], &input))
+                    .unwrap()
+                    .output
+                    .unwrap(),
             ))
         };
         for _ in 0..2 {

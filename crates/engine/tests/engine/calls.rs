@@ -20,8 +20,9 @@ fn synchronous_and_asynchronous_sums_agree_on_every_rank() {
         Cluster::new(hosts).run(|rank, engine| {
             for length in [0usize, 1, 7, 1000] {
                 let input: Vec<f32> = (0..length).map(|k| (k as u32 + rank) as f32).collect();
-                let expected: Vec<f32> =
-                    (0..length as u32).map(|k| (0..size).map(|rank| (k + rank) as f32).sum()).collect();
+                let expected: Vec<f32> = (0..length as u32)
+                    .map(|k| (0..size).map(|rank| (k + rank) as f32).sum())
+                    .collect();
                 assert_eq!(call_sum(&engine, &format!("sync{length}"), &input), expected);
                 let handle = engine.submit(sum(&format!("async{length}"), &input)).unwrap();
                 assert_eq!(values(&engine, handle), expected);
@@ -33,7 +34,8 @@ fn synchronous_and_asynchronous_sums_agree_on_every_rank() {
 #[test]
 fn a_hundred_asynchronous_operations_are_fused_and_all_complete() {
     let statistics = Cluster::new(&[2]).run(|rank, engine| {
-        let submit = |k: usize| engine.submit(sum(&format!("t{k}"), &[rank as f32, k as f32])).unwrap();
+        let submit =
+            |k: usize| engine.submit(sum(&format!("t{k}"), &[rank as f32, k as f32])).unwrap();
         let handles: Vec<Handle> = (0..100).map(submit).collect();
         for (k, handle) in handles.into_iter().enumerate() {
             assert_eq!(values(&engine, handle), [1.0, 2.0 * k as f32]);
@@ -50,8 +52,12 @@ fn ranks_may_submit_in_different_orders() {
     Cluster::new(&[2, 2]).run(|rank, engine| {
         for round in 0..20 {
             let order = |k: u32| (k * (2 * rank + 1) + rank + round) % 16;
-            let submit =
-                |k| (order(k), engine.submit(sum(&format!("t{}", order(k)), &[order(k) as f32])).unwrap());
+            let submit = |k| {
+                (
+                    order(k),
+                    engine.submit(sum(&format!("t{}", order(k)), &[order(k) as f32])).unwrap(),
+                )
+            };
             let handles: Vec<(u32, Handle)> = (0..16).map(submit).collect();
             for (k, handle) in handles {
                 assert_eq!(values(&engine, handle), [4.0 * k as f32]);
@@ -65,7 +71,8 @@ fn factors_and_operations_reach_the_communicator() {
     Cluster::new(&[2]).run(|rank, engine| {
         let of = |op, prescale, postscale| {
             let kind = Kind::Allreduce { op, prescale, postscale };
-            let result = call(&engine, request("t", kind, &[2], &[1.0 + rank as f32, 4.0])).unwrap();
+            let result =
+                call(&engine, request("t", kind, &[2], &[1.0 + rank as f32, 4.0])).unwrap();
             floats(&contents(&result.output.unwrap()))
         };
         assert_eq!(of(ReduceOp::Average, 1.0, 1.0), [1.5, 4.0]);
@@ -83,7 +90,8 @@ fn results_are_written_where_the_caller_wants_them() {
         assert!(call(&engine, apart).unwrap().output.is_none());
         assert_eq!(contents(&output), bytes(&[3.0; 5]));
         let base = sum("t", &[0.0; 5]);
-        call(&engine, Request { input: input.buffer(), output: Some(input.buffer()), ..base }).unwrap();
+        call(&engine, Request { input: input.buffer(), output: Some(input.buffer()), ..base })
+            .unwrap();
         assert_eq!(contents(&input), bytes(&[3.0; 5]));
     });
 }
@@ -95,7 +103,8 @@ fn allgather_takes_different_first_dimensions_also_none() {
             let rows = |rank: u32| (rank + round) % 4;
             let input = vec![rank as f32; 2 * rows(rank) as usize];
             let result =
-                call(&engine, request("t", Kind::Allgather, &[rows(rank).into(), 2], &input)).unwrap();
+                call(&engine, request("t", Kind::Allgather, &[rows(rank).into(), 2], &input))
+                    .unwrap();
             let expected: Vec<f32> =
                 (0..4).flat_map(|rank| vec![rank as f32; 2 * rows(rank) as usize]).collect();
             assert_eq!(floats(&contents(&result.output.unwrap())), expected);
@@ -178,7 +187,10 @@ fn booleans_with_scale_factors_are_refused_at_once_and_the_engine_continues() {
             for kind in kinds {
                 let base = request("t", kind, &[4], &[1.0]);
                 let error = call(&engine, Request { dtype: DataType::Bool, ..base }).unwrap_err();
-                assert!(error.to_string().ends_with(" of t takes no scale factors: bool"), "{error}");
+                assert!(
+                    error.to_string().ends_with(" of t takes no scale factors: bool"),
+                    "{error}"
+                );
                 assert_eq!(error.fault(), Fault::Usage);
             }
         }
@@ -199,7 +211,8 @@ fn members_of_a_group_complete_together() {
             assert!(!engine.poll(handles[0]).unwrap(), "rank 2 waits for the single tensor first");
             assert_eq!(call_sum(&engine, "single", &[1.0]), [3.0]);
         }
-        let sums: Vec<f32> = handles.into_iter().flat_map(|handle| values(&engine, handle)).collect();
+        let sums: Vec<f32> =
+            handles.into_iter().flat_map(|handle| values(&engine, handle)).collect();
         assert_eq!(sums, [3.0, 6.0, 9.0]);
         let again = engine.submit_group(group()).unwrap();
         assert_eq!(again.len(), 3);
@@ -212,7 +225,8 @@ fn process_sets_work_by_themselves_and_names_are_theirs() {
     let cluster = Cluster { sets: vec![vec![1, 3], vec![0, 2, 3]], ..Cluster::new(&[2, 2]) };
     cluster.run(|rank, engine| {
         let of = |set: u32| Request { process_set: ProcessSetId(set), ..sum("t", &[rank as f32]) };
-        let mine: Vec<u32> = (1..3).filter(|set| engine.members(ProcessSetId(*set)).is_ok()).collect();
+        let mine: Vec<u32> =
+            (1..3).filter(|set| engine.members(ProcessSetId(*set)).is_ok()).collect();
         let handles: Vec<(u32, Handle)> =
             mine.iter().map(|set| (*set, engine.submit(of(*set)).unwrap())).collect();
         assert_eq!(call_sum(&engine, "t", &[rank as f32]), [6.0]);
@@ -222,17 +236,24 @@ fn process_sets_work_by_themselves_and_names_are_theirs() {
         if rank == 0 {
             let error = engine.submit(of(1)).unwrap_err();
             assert_eq!(error.to_string(), "rank 0 is not a member of process set 1");
-            assert!(matches!(engine.submit(of(9)), Err(Error::UnknownSet { set: ProcessSetId(9) })));
+            assert!(matches!(
+                engine.submit(of(9)),
+                Err(Error::UnknownSet { set: ProcessSetId(9) })
+            ));
         }
         if rank == 3 {
             let kind = Kind::Broadcast { root: Rank(0) };
-            let foreign = Request { process_set: ProcessSetId(1), ..request("b", kind, &[1], &[0.0]) };
+            let foreign =
+                Request { process_set: ProcessSetId(1), ..request("b", kind, &[1], &[0.0]) };
             let error = engine.submit(foreign).unwrap_err();
             assert_eq!(error.to_string(), "root rank 0 is not a member of process set 1");
         }
         if rank != 0 && rank != 2 {
             let kind = Kind::Broadcast { root: Rank(3) };
-            let inside = Request { process_set: ProcessSetId(1), ..request("b", kind, &[1], &[rank as f32]) };
+            let inside = Request {
+                process_set: ProcessSetId(1),
+                ..request("b", kind, &[1], &[rank as f32])
+            };
             assert_eq!(floats(&contents(&call(&engine, inside).unwrap().output.unwrap())), [3.0]);
         }
         call(&engine, Request::barrier("end", ProcessSetId::GLOBAL)).unwrap();
@@ -250,7 +271,10 @@ fn wrong_requests_are_refused_at_once() {
         assert!(matches!(engine.submit_group(Vec::new()), Err(Error::Group { members: 0, .. })));
         let twice = vec![sum("t", &[1.0]), sum("t", &[1.0])];
         assert!(matches!(engine.submit_group(twice), Err(Error::DuplicateName { .. })));
-        assert!(matches!(engine.poll(Handle(77)), Err(Error::UnknownHandle { handle: Handle(77) })));
+        assert!(matches!(
+            engine.poll(Handle(77)),
+            Err(Error::UnknownHandle { handle: Handle(77) })
+        ));
         let handle = engine.submit(sum("t", &[1.0])).unwrap();
         wait(&engine, handle).unwrap();
         assert_eq!(engine.wait(handle, LIMIT).unwrap_err().fault(), Fault::Usage);
@@ -263,7 +287,10 @@ fn a_name_is_free_again_when_its_operation_has_completed() {
         if rank == 0 {
             let handle = engine.submit(sum("t", &[1.0])).unwrap();
             let error = engine.submit(sum("t", &[1.0])).unwrap_err();
-            assert_eq!(error.to_string(), "a tensor of this name is still in flight in process set 0: t");
+            assert_eq!(
+                error.to_string(),
+                "a tensor of this name is still in flight in process set 0: t"
+            );
             call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             assert_eq!(values(&engine, handle), [2.0]);
         } else {
@@ -295,17 +322,20 @@ fn callbacks_get_results_and_may_submit_again() {
 #[test]
 fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
     Cluster::new(&[2]).run(|rank, engine| {
-        let error = engine.submit_helping(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new).unwrap_err();
+        let error =
+            engine.submit_helping(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new).unwrap_err();
         assert!(matches!(error, Error::DuplicateName { .. }));
         assert!(engine.submit_helping(Vec::new(), Vec::new).is_err());
-        // A lone request and groups, over and over: mostly the other rank is there in time, now and then it cannot be.
+        // A lone request and groups, over and over: mostly the other rank is there in time, now and
+        // then it cannot be.
         for round in 0..400 {
             let count = 1 + round % 3;
             let requests: Vec<Request> = (0..count)
                 .map(|index| sum(&format!("{round}.{index}"), &[index as f32, rank as f32]))
                 .collect();
             if round % 50 == 49 && rank == 1 {
-                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
+                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL))
+                    .unwrap();
             }
             let (sender, results) = channel();
             let callbacks = || {
@@ -318,7 +348,8 @@ fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
             let helped = engine.submit_helping(requests, callbacks).unwrap();
             if round % 50 == 49 && rank == 0 {
                 assert!(helped.is_none(), "the other rank waits for the barrier");
-                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
+                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL))
+                    .unwrap();
             }
             let mut all: Vec<_> = match helped {
                 Some(results) => results.into_iter().enumerate().collect(),
@@ -331,7 +362,10 @@ fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
                 "each once"
             );
             for (index, result) in all {
-                assert_eq!(floats(&contents(&result.unwrap().output.unwrap())), [2.0 * index as f32, 1.0]);
+                assert_eq!(
+                    floats(&contents(&result.unwrap().output.unwrap())),
+                    [2.0 * index as f32, 1.0]
+                );
             }
         }
     });

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use farandole_collectives::{DataType, Device, Fabric, HostCommunicator, Memory, ReduceOp};
 use farandole_engine::{
-    Completion, Engine, EngineOptions, Handle, Kind, Observer, ProgressHost, Request, Result, SetOptions,
-    Settings, Silent, control_peers,
+    Completion, Engine, EngineOptions, Handle, Kind, Observer, ProgressHost, Request, Result,
+    SetOptions, Settings, Silent, control_peers,
 };
 use farandole_testkit::{contents, filled};
 use farandole_transport::{Link, MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker, loopback};
@@ -111,10 +111,14 @@ impl Cluster {
     }
 
     fn world(&self) -> World {
-        let places = self.hosts.iter().enumerate().flat_map(|(host, ranks)| vec![host; *ranks as usize]);
+        let places =
+            self.hosts.iter().enumerate().flat_map(|(host, ranks)| vec![host; *ranks as usize]);
         let places: Vec<TaskPlace> = (0u32..)
             .zip(places)
-            .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash(format!("host{host}")) })
+            .map(|(task, host)| TaskPlace {
+                task: TaskId(task),
+                host: HostHash(format!("host{host}")),
+            })
             .collect();
         assign(Generation(0), &places).unwrap()
     }
@@ -127,7 +131,8 @@ impl Cluster {
         let mut meshes: Vec<Vec<Vec<Link>>> = (0..size).map(|_| Vec::new()).collect();
         if !self.real {
             for _ in 0..2 * sets.len() {
-                for (rank, links) in loopback::mesh(size, 1 << 16).unwrap().into_iter().enumerate() {
+                for (rank, links) in loopback::mesh(size, 1 << 16).unwrap().into_iter().enumerate()
+                {
                     meshes[rank].push(links);
                 }
             }
@@ -137,7 +142,10 @@ impl Cluster {
         std::thread::scope(|scope| {
             let start = |(rank, links): (u32, Vec<Vec<Link>>)| {
                 scope.spawn(move || {
-                    body(rank, self.engine(world.seen_from(Rank(rank)).unwrap(), sets, links, rendezvous))
+                    body(
+                        rank,
+                        self.engine(world.seen_from(Rank(rank)).unwrap(), sets, links, rendezvous),
+                    )
                 })
             };
             let threads: Vec<_> = (0..).zip(meshes).map(start).collect();
@@ -147,7 +155,11 @@ impl Cluster {
 
     fn process_sets(&self, size: usize) -> Vec<Vec<Rank>> {
         let all = (0..size as u32).collect();
-        [all].iter().chain(&self.sets).map(|set: &Vec<u32>| set.iter().copied().map(Rank).collect()).collect()
+        [all]
+            .iter()
+            .chain(&self.sets)
+            .map(|set: &Vec<u32>| set.iter().copied().map(Rank).collect())
+            .collect()
     }
 
     fn engine(
@@ -162,7 +174,8 @@ impl Cluster {
             let options = MeshOptions::new(rank, size, world.seat().host.clone(), [7; 32]);
             Mesh::join(options, meeting).unwrap()
         });
-        let parker = mesh.as_ref().map_or_else(|| Parker::new().unwrap(), |mesh| mesh.parker().clone());
+        let parker =
+            mesh.as_ref().map_or_else(|| Parker::new().unwrap(), |mesh| mesh.parker().clone());
         let mut open = |channel: usize, peers: Vec<Rank>| match &mesh {
             Some(mesh) => mesh.open(channel as u32, &peers, 1 << 16).unwrap(),
             None => {
@@ -171,10 +184,12 @@ impl Cluster {
             }
         };
         let mut options = Vec::new();
-        for (id, members) in sets.iter().enumerate().filter(|(_, members)| members.contains(&rank)) {
+        for (id, members) in sets.iter().enumerate().filter(|(_, members)| members.contains(&rank))
+        {
             let others = members.iter().copied().filter(|member| *member != rank).collect();
             let control = open(2 * id, control_peers(&world, members));
-            let data = open(2 * id + 1, others).into_iter().map(|link| (self.cut)(rank, link)).collect();
+            let data =
+                open(2 * id + 1, others).into_iter().map(|link| (self.cut)(rank, link)).collect();
             options.push(SetOptions {
                 id: ProcessSetId(id as u32),
                 members: members.clone(),
@@ -182,8 +197,9 @@ impl Cluster {
                 communicator: Box::new(HostCommunicator::new(rank, data).unwrap()),
             });
         }
-        let foreign =
-            (0..sets.len() as u32).map(ProcessSetId).filter(|id| !options.iter().any(|set| set.id == *id));
+        let foreign = (0..sets.len() as u32)
+            .map(ProcessSetId)
+            .filter(|id| !options.iter().any(|set| set.id == *id));
         let longest = if self.real { LIMIT } else { Duration::from_micros(200) };
         Engine::start(EngineOptions {
             settings: self.settings.clone(),
@@ -206,7 +222,10 @@ pub(crate) fn bytes(values: &[f32]) -> Vec<u8> {
 }
 
 pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(4).map(|four| f32::from_ne_bytes([four[0], four[1], four[2], four[3]])).collect()
+    bytes
+        .chunks_exact(4)
+        .map(|four| f32::from_ne_bytes([four[0], four[1], four[2], four[3]]))
+        .collect()
 }
 
 /// A request over memory of its own, the output left to the engine.
@@ -229,7 +248,8 @@ pub(crate) fn sum(name: &str, values: &[f32]) -> Request {
 
 /// Waits to the end, also that of the device's work.
 pub(crate) fn wait(engine: &Engine, handle: Handle) -> Result<Completion> {
-    let completion = engine.wait(handle, LIMIT)?.unwrap_or_else(|| panic!("{handle} takes too long"));
+    let completion =
+        engine.wait(handle, LIMIT)?.unwrap_or_else(|| panic!("{handle} takes too long"));
     let deadline = Instant::now() + LIMIT;
     while completion.reached.as_ref().is_some_and(|event| !event.is_ready().unwrap()) {
         assert!(Instant::now() < deadline, "the device takes too long");

@@ -18,7 +18,10 @@ pub(crate) struct Later(pub(crate) AtomicU32);
 
 impl Event for Later {
     fn is_ready(&self) -> Result<bool> {
-        Ok(self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_err())
+        Ok(self
+            .0
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
+            .is_err())
     }
 
     fn ordinal(&self) -> u32 {
@@ -58,7 +61,9 @@ fn device_memory_is_staged_through_the_host_after_its_event() {
         let (output, to) = device.upload(&bytes(&[0.0; 100]));
         let ready: Option<Arc<dyn Event>> = Some(Arc::new(Later(AtomicU32::new(50))));
         let base = sum("t", &[0.0; 100]);
-        let result = call(&engine, Request { input: from.clone(), output: Some(to), ready, ..base }).unwrap();
+        let result =
+            call(&engine, Request { input: from.clone(), output: Some(to), ready, ..base })
+                .unwrap();
         assert!(result.output.is_none());
         assert_eq!(contents(&output), bytes(&[1.0; 100]));
         let kind = Kind::Broadcast { root: Rank(1) };
@@ -78,7 +83,9 @@ struct Work {
 
 impl Event for Work {
     fn is_ready(&self) -> Result<bool> {
-        let asked = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        let asked = self
+            .left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         if asked == Ok(1) {
             fill(&self.tensor, 0, &self.values);
         }
@@ -117,8 +124,9 @@ fn a_result_is_handed_over_while_it_is_copied_and_a_stream_waits_for_it() {
     cluster(&device).run(|_, engine| {
         let (_input, from) = device.upload(&bytes(&[1.0]));
         let (output, to) = device.upload(&bytes(&[0.0]));
-        let handle =
-            engine.submit_attended(Request { input: from, output: Some(to), ..sum("t", &[1.0]) }).unwrap();
+        let handle = engine
+            .submit_attended(Request { input: from, output: Some(to), ..sum("t", &[1.0]) })
+            .unwrap();
         let Completion { reached, .. } = engine.wait(handle, LIMIT).unwrap().unwrap();
         let reached = reached.unwrap();
         assert_eq!(reached.ordinal(), 0);
@@ -142,10 +150,14 @@ fn every_operation_takes_device_memory() {
         assert_eq!(on_device(&engine, &device, "adasum", adasum, &[2.0, 2.0], 2), [2.0, 2.0]);
         let scatter = Kind::Reducescatter { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
         let expected: &[f32] = if rank == 0 { &[1.0, 4.0] } else { &[6.0] };
-        assert_eq!(on_device(&engine, &device, "scatter", scatter, &mine, expected.len()), expected);
+        assert_eq!(
+            on_device(&engine, &device, "scatter", scatter, &mine, expected.len()),
+            expected
+        );
         let from = |values: &[f32]| device.upload(&bytes(values));
         let (_input, input) = from(&mine[..=rank as usize]);
-        let base = request("gather", Kind::Allgather, &[u64::from(rank) + 1], &mine[..=rank as usize]);
+        let base =
+            request("gather", Kind::Allgather, &[u64::from(rank) + 1], &mine[..=rank as usize]);
         let result = call(&engine, Request { input, ..base }).unwrap();
         assert_eq!(result.rows, [1, 2]);
         assert_eq!(floats(&contents(&result.output.unwrap())), [0.0, 1.0, 2.0]);
@@ -196,19 +208,22 @@ fn tensors_longer_than_a_piece_go_in_several_and_come_out_whole() {
         for (tensor, (handle, length)) in handles.into_iter().zip(lengths).enumerate() {
             wait(&engine, handle).unwrap();
             let result = floats(&contents(&kept[tensor].1));
-            let wrong =
-                (0..length).find(|at| result[*at] != 2.0 * value(tensor, *at) + 1.0 - 2.0 * rank as f32);
+            let wrong = (0..length)
+                .find(|at| result[*at] != 2.0 * value(tensor, *at) + 1.0 - 2.0 * rank as f32);
             assert_eq!(wrong, None, "tensor {tensor}");
         }
         let kind = Kind::Broadcast { root: Rank(1) };
         let values = vec![rank as f32; 2_100_000];
         assert!(
-            on_device(&engine, &device, "b", kind, &values, values.len()).iter().all(|value| *value == 1.0)
+            on_device(&engine, &device, "b", kind, &values, values.len())
+                .iter()
+                .all(|value| *value == 1.0)
         );
         engine.statistics().operations
     });
     assert_eq!(copies, [2, 2], "fused, and each told as one operation");
-    // 4 pieces of the sum with 3 + 1 + 1 + 1 tensors in and out on both ranks; 3 of the broadcast in on one rank, out on two.
+    // 4 pieces of the sum with 3 + 1 + 1 + 1 tensors in and out on both ranks; 3 of the broadcast
+    // in on one rank, out on two.
     assert_eq!(device.finished(), 2 * 2 * 6 + 3 * 3);
 }
 
@@ -217,7 +232,8 @@ fn host_and_device_memory_meet_on_the_host() {
     let device = HostDevice::new(0, 2);
     cluster(&device).run(|rank, engine| {
         for round in 0..3 {
-            // The second time all have host memory, then again not: what was agreed on holds for both.
+            // The second time all have host memory, then again not: what was agreed on holds for
+            // both.
             let result = match rank == 0 && round != 1 {
                 true => on_device(&engine, &device, "t", crate::cluster::SUM, &[1.0, 5.0], 2),
                 false => call_sum(&engine, "t", &[1.0, 5.0]),
@@ -235,7 +251,10 @@ fn tensors_of_one_rank_on_two_devices_are_no_matter() {
     };
     Cluster { devices: devices(), ..Cluster::new(&[2]) }.run(|rank, engine| {
         for (name, device) in [("a", &first), ("b", &second), ("a", &second)] {
-            assert_eq!(on_device(&engine, device, name, crate::cluster::SUM, &[rank as f32], 1), [1.0]);
+            assert_eq!(
+                on_device(&engine, device, name, crate::cluster::SUM, &[rank as f32], 1),
+                [1.0]
+            );
         }
     });
 }
@@ -263,7 +282,10 @@ fn a_joined_rank_takes_part_in_sums_of_device_memory() {
                 assert!(sum == [4.0; 9] || sum == [8.0; 9], "round {round}: {sum:?}");
             }
         } else {
-            assert_eq!(on_device(&engine, &device, "t", crate::cluster::SUM, &[4.0; 9], 9), [8.0; 9]);
+            assert_eq!(
+                on_device(&engine, &device, "t", crate::cluster::SUM, &[4.0; 9], 9),
+                [8.0; 9]
+            );
         }
         call(&engine, Request::join("join", false)).unwrap();
     });

@@ -68,7 +68,8 @@ fn a_shutdown_fails_what_is_pending_here_and_at_the_peers() {
             engine.shutdown();
         }
         let error = wait(&engine, handle).unwrap_err();
-        let reason = ["the engine was shut down on this rank", "rank 0 on host0 shut down"][rank as usize];
+        let reason =
+            ["the engine was shut down on this rank", "rank 0 on host0 shut down"][rank as usize];
         assert!(error.to_string().ends_with(reason), "{error}");
     });
 }
@@ -111,7 +112,9 @@ fn a_cut_link_fails_all_ranks_naming_a_rank_the_operation_and_the_tensor() {
     let cluster = Cluster { cut, ..Cluster::new(&[2, 1]) };
     let start = Instant::now();
     cluster.run(|_, engine| {
-        let error = (0..1000).find_map(|k| call(&engine, sum(&format!("t{k}"), &[1.0; 100])).err()).unwrap();
+        let error = (0..1000)
+            .find_map(|k| call(&engine, sum(&format!("t{k}"), &[1.0; 100])).err())
+            .unwrap();
         let text = error.to_string();
         assert!(text.contains("lost rank 1") || text.contains("lost rank 2"), "{text}");
         assert!(text.starts_with("allreduce of t"), "{text}");
@@ -165,7 +168,10 @@ fn a_panic_of_the_engines_own_thread_ends_operations_without_waiters_on_all_rank
             std::thread::yield_now();
         }
         let error = engine.wait(handle, LIMIT).unwrap_err();
-        assert!(error.to_string().contains("the engine panicked, and said where on stderr"), "{error}");
+        assert!(
+            error.to_string().contains("the engine panicked, and said where on stderr"),
+            "{error}"
+        );
         assert_eq!(error.fault(), Fault::Bug);
     });
 }

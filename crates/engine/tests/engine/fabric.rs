@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Routes of batches with a communicator among devices: here one of hosts, over memory said to be on a device.
+//! Routes of batches with a communicator among devices: here one of hosts, over memory said to be
+//! on a device.
 #![expect(unsafe_code, reason = "memory of a device that is the host's")]
 
 use std::sync::Arc;
@@ -9,8 +10,8 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use farandole_collectives::{
-    Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Memory, Operation, Place, ReduceOp, Result,
-    Room, Segment, Stream, Token,
+    Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Memory, Operation, Place,
+    ReduceOp, Result, Room, Segment, Stream, Token,
 };
 use farandole_engine::{Completion, Error, Kind, Observer, Request, StallReport};
 use farandole_testkit::{HostDevice, contents};
@@ -79,7 +80,8 @@ impl Fabric for Loops {
         let links = std::mem::take(&mut self.links.lock()[place]);
         let inner = HostCommunicator::new(Rank(u32::try_from(place).unwrap()), links)?;
         let (operations, events) = (Arc::clone(&self.operations), Arc::clone(&self.events));
-        let (forming, remark) = (3 * (place + 1), self.refused.then(|| format!("{place} was refused")));
+        let (forming, remark) =
+            (3 * (place + 1), self.refused.then(|| format!("{place} was refused")));
         let (refused, ends) = (self.refused, Arc::clone(&self.ends));
         Ok(Box::new(Among { inner, operations, events, ends, forming, refused, remark }))
     }
@@ -144,7 +146,8 @@ impl Communicator for Among {
     fn carries(&self, operation: &Operation) -> bool {
         assert!(!self.is_forming(), "it does not know yet");
         let gathers = matches!(operation, Operation::Allgather { .. } | Operation::Alltoall { .. });
-        !self.refused && (gathers || matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. }))
+        !self.refused
+            && (gathers || matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. }))
     }
 
     fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
@@ -257,7 +260,11 @@ fn the_device_communicator_carries_supported_operations_and_the_host_the_others(
     // Of 3 rounds on 2 ranks: a sum and a group each; only maxima are copied in and out.
     assert_eq!(work(&fabric, &notes), 2 * 3 * 2);
     assert_eq!(fabric.operations.load(Ordering::Relaxed), 2 * 3 * 2);
-    assert_eq!(fabric.events.load(Ordering::Relaxed), 2 * 3 * 3, "what tensors come after is passed on");
+    assert_eq!(
+        fabric.events.load(Ordering::Relaxed),
+        2 * 3 * 3,
+        "what tensors come after is passed on"
+    );
     assert!(notes.0.lock().is_empty());
     assert_eq!(fabric.names.load(Ordering::Relaxed), 1, "the first member names it, for all");
 }
@@ -285,7 +292,11 @@ fn where_members_find_out_while_forming_that_there_is_none_all_go_through_the_ho
     let notes = Arc::new(Notes::default());
     assert_eq!(work(&fabric, &notes), 2 * 3 * 8);
     assert_eq!(fabric.operations.load(Ordering::Relaxed), 0);
-    assert_eq!(*notes.0.lock(), ["2 ranks, told by 0", "0 was refused"], "only the first rank says it");
+    assert_eq!(
+        *notes.0.lock(),
+        ["2 ranks, told by 0", "0 was refused"],
+        "only the first rank says it"
+    );
 }
 
 /// Returns a result without memory of the caller.
@@ -335,14 +346,18 @@ fn gathers_and_exchanges_among_devices_leave_their_results_there() {
         let result = call(&engine, gather).unwrap();
         assert_eq!(result.rows, [1, 2]);
         assert_eq!(fetched(&device, result), [0.0, 1.0, 2.0]);
-        let (_kept, exchange) = given("exchange", Kind::Alltoall { splits: Some(vec![1, 2]) }, &mine);
+        let (_kept, exchange) =
+            given("exchange", Kind::Alltoall { splits: Some(vec![1, 2]) }, &mine);
         let result = call(&engine, exchange).unwrap();
         let expected: &[f32] = if rank == 0 { &[0.0, 1.0] } else { &[2.0, 3.0, 2.0, 3.0] };
         assert_eq!(fetched(&device, result), expected);
         let ((_a, a), (_b, b)) =
             (given("a", Kind::Allgather, &mine), given("b", Kind::Allgather, &mine[1..]));
-        let results =
-            engine.submit_group(vec![a, b]).unwrap().into_iter().map(|handle| wait(&engine, handle));
+        let results = engine
+            .submit_group(vec![a, b])
+            .unwrap()
+            .into_iter()
+            .map(|handle| wait(&engine, handle));
         let results: Vec<_> = results.map(|result| fetched(&device, result.unwrap())).collect();
         assert_eq!(results, [vec![0.0, 2.0, 3.0, 1.0, 2.0, 3.0], vec![2.0, 3.0, 2.0, 3.0]]);
         let (_kept, nothing) = given("nothing", Kind::Allgather, &[]);

@@ -17,9 +17,16 @@ fn join(engine: &Engine, gather: bool) -> Rank {
     call(engine, Request::join("join", gather)).unwrap().last.unwrap()
 }
 
-fn reduce(engine: &Engine, name: &str, op: ReduceOp, prescale: f64, value: f32) -> Result<f32, Error> {
+fn reduce(
+    engine: &Engine,
+    name: &str,
+    op: ReduceOp,
+    prescale: f64,
+    value: f32,
+) -> Result<f32, Error> {
     let kind = Kind::Allreduce { op, prescale, postscale: 1.0 };
-    call(engine, request(name, kind, &[1], &[value])).map(|done| floats(&contents(&done.output.unwrap()))[0])
+    call(engine, request(name, kind, &[1], &[value]))
+        .map(|done| floats(&contents(&done.output.unwrap()))[0])
 }
 
 #[test]
@@ -30,12 +37,19 @@ fn ranks_with_fewer_steps_leave_the_results_of_others_alone() {
         let lasts = Cluster::new(hosts).run(|rank, engine| {
             for step in 0..=rank {
                 let with = size - step;
-                assert_eq!(call_sum(&engine, "known", &[1.0]), [with as f32], "step {step} on {rank}");
+                assert_eq!(
+                    call_sum(&engine, "known", &[1.0]),
+                    [with as f32],
+                    "step {step} on {rank}"
+                );
                 assert_eq!(call_sum(&engine, &format!("new{step}"), &[1.0; 2]), [with as f32; 2]);
                 let value = -1.0 - rank as f32;
                 let max = reduce(&engine, "max", ReduceOp::Max, 1.0, value).unwrap();
                 assert_eq!(max, -1.0 - step as f32);
-                assert_eq!(reduce(&engine, "min", ReduceOp::Min, -1.0, value).unwrap(), 1.0 + step as f32);
+                assert_eq!(
+                    reduce(&engine, "min", ReduceOp::Min, -1.0, value).unwrap(),
+                    1.0 + step as f32
+                );
                 assert_eq!(
                     reduce(&engine, "product", ReduceOp::Product, 1.0, 2.0).unwrap(),
                     2f32.powi(with as i32)
@@ -79,7 +93,8 @@ fn groups_and_fused_tensors_are_completed_without_those_that_joined() {
                 let group = vec![sum("a", &[1.0]), sum("b", &[2.0; 3])];
                 let handles = engine.submit_group(group).unwrap();
                 let single = engine.submit(sum("c", &[3.0])).unwrap();
-                let sums: Vec<Vec<f32>> = handles.into_iter().map(|handle| values(&engine, handle)).collect();
+                let sums: Vec<Vec<f32>> =
+                    handles.into_iter().map(|handle| values(&engine, handle)).collect();
                 assert_eq!(sums, [vec![2.0], vec![4.0; 3]]);
                 assert_eq!(values(&engine, single), [6.0]);
             }
@@ -103,7 +118,8 @@ fn gathers_and_broadcasts_need_the_consent_of_those_that_joined() {
             }
             for _ in 0..2 {
                 let gathered = call(&engine, rows(rank));
-                let from = |root| request("b", Kind::Broadcast { root: Rank(root) }, &[1], &[rank as f32]);
+                let from =
+                    |root| request("b", Kind::Broadcast { root: Rank(root) }, &[1], &[rank as f32]);
                 let sent = call(&engine, from(2));
                 if consent {
                     let gathered = gathered.unwrap();
@@ -138,8 +154,11 @@ fn an_operation_that_needs_all_ranks_fails_for_its_callers_and_the_engine_contin
                 ("exchange", Kind::Alltoall { splits: Some(vec![1, 1, 1]) }),
             ] {
                 let base = request(name, kind.clone(), &[3], &[0.0; 3]);
-                let asked =
-                    if kind == Kind::Barrier { Request::barrier(name, base.process_set) } else { base };
+                let asked = if kind == Kind::Barrier {
+                    Request::barrier(name, base.process_set)
+                } else {
+                    base
+                };
                 let error = call(&engine, asked).unwrap_err();
                 let text = format!("of {name} is not possible while ranks have joined: 2");
                 assert!(error.to_string().ends_with(&text), "{error}");
@@ -189,7 +208,10 @@ fn the_end_of_a_rank_ends_the_joins_of_others() {
         }
         _ => call(&engine, Request::join("join", false)).unwrap_err().to_string(),
     });
-    assert!(errors[1..].iter().all(|text| text.ends_with("rank 0 on host0 shut down")), "{errors:?}");
+    assert!(
+        errors[1..].iter().all(|text| text.ends_with("rank 0 on host0 shut down")),
+        "{errors:?}"
+    );
 }
 
 #[test]
@@ -198,7 +220,8 @@ fn a_join_that_nothing_comes_of_times_out() {
     let cluster = Cluster::new(&[2]).with(|settings| settings.collective_timeout = limit);
     let barrier = Arc::new(std::sync::Barrier::new(2));
     let errors = cluster.run(|rank, engine| {
-        let error = (rank == 0).then(|| call(&engine, Request::join("join", false)).unwrap_err().to_string());
+        let error = (rank == 0)
+            .then(|| call(&engine, Request::join("join", false)).unwrap_err().to_string());
         barrier.wait();
         error
     });

@@ -28,8 +28,8 @@ fn data_types() {
     });
     assert_eq!(
         text,
-        "Mismatched data types: tensor t: ranks 0-1 submitted allreduce Sum of float32 [2] on the host; \
-         rank 2 submitted allreduce Sum of int32 [2] on the host"
+        "Mismatched data types: tensor t: ranks 0-1 submitted allreduce Sum of float32 [2] on the \
+         host; rank 2 submitted allreduce Sum of int32 [2] on the host"
     );
 }
 
@@ -40,7 +40,10 @@ fn operations() {
         request("t", kind, &[1], &[1.0])
     });
     assert!(text.starts_with("Mismatched operations: tensor t: "), "{text}");
-    assert!(text.contains("rank 1 submitted broadcast of float32 [1] on the host from rank 0"), "{text}");
+    assert!(
+        text.contains("rank 1 submitted broadcast of float32 [1] on the host from rank 0"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -52,7 +55,12 @@ fn shapes() {
     );
     assert_eq!(reduced.matches(" submitted ").count(), 3);
     let gathered = text(|rank| {
-        request("t", Kind::Allgather, &[1, u64::from(rank / 2) + 1], &vec![1.0; 1 + rank as usize / 2])
+        request(
+            "t",
+            Kind::Allgather,
+            &[1, u64::from(rank / 2) + 1],
+            &vec![1.0; 1 + rank as usize / 2],
+        )
     });
     assert!(gathered.starts_with("Mismatched ALLGATHER tensor shapes: "), "{gathered}");
     assert!(gathered.contains("allgather of float32 [.., 2]"), "{gathered}");
@@ -61,7 +69,11 @@ fn shapes() {
 #[test]
 fn factors_reductions_and_roots() {
     let factors = text(|rank| {
-        let kind = Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0 + f64::from(rank / 2), postscale: 1.0 };
+        let kind = Kind::Allreduce {
+            op: ReduceOp::Sum,
+            prescale: 1.0 + f64::from(rank / 2),
+            postscale: 1.0,
+        };
         request("t", kind, &[1], &[1.0])
     });
     assert!(factors.starts_with("Mismatched prescale and/or postscale factors: "), "{factors}");
@@ -95,16 +107,23 @@ fn ranks_that_group_differently_are_all_told_at_once_in_whatever_they_wait_for()
                 }
                 errors.extend(handles.into_iter().map(|handle| wait(&engine, handle).unwrap_err()));
                 errors.push(engine.submit(sum("later", &[1.0])).unwrap_err());
-                errors.into_iter().map(|error| (error.fault(), error.to_string())).collect::<Vec<_>>()
+                errors
+                    .into_iter()
+                    .map(|error| (error.fault(), error.to_string()))
+                    .collect::<Vec<_>>()
             });
             for (fault, text) in texts.into_iter().flatten() {
                 assert_eq!(fault, Fault::Usage, "{text}");
                 assert!(text.contains("Mismatched groups: tensor "), "{text}");
-                assert!(text.contains(" submitted allreduce Sum of float32 [1] on the host"), "{text}");
+                assert!(
+                    text.contains(" submitted allreduce Sum of float32 [1] on the host"),
+                    "{text}"
+                );
             }
         }
     };
-    let (grouped, single): (&[&[&str]], &[&[&str]]) = (&[&["a", "b", "c"]], &[&["a"], &["b"], &["c"]]);
+    let (grouped, single): (&[&[&str]], &[&[&str]]) =
+        (&[&["a", "b", "c"]], &[&["a"], &["b"], &["c"]]);
     told([grouped, single, single]);
     told([single, single, grouped]);
     told([single, grouped, single]);
@@ -136,8 +155,9 @@ fn a_refused_name_between_good_ones_harms_none() {
     Cluster::new(&[2, 1]).run(|rank, engine| {
         let names: Vec<String> = (0..30).map(|k| format!("t{k}")).collect();
         let length = |k: usize| if k % 10 == 3 && rank == 1 { 2 } else { 1 };
-        let handles: Vec<_> =
-            (0..30).map(|k| engine.submit(sum(&names[k], &vec![1.0; length(k)])).unwrap()).collect();
+        let handles: Vec<_> = (0..30)
+            .map(|k| engine.submit(sum(&names[k], &vec![1.0; length(k)])).unwrap())
+            .collect();
         for (k, handle) in handles.into_iter().enumerate() {
             assert_eq!(wait(&engine, handle).is_err(), k % 10 == 3);
         }

@@ -17,8 +17,9 @@ fn rows(from: u32, to: u32, round: u32) -> u64 {
 
 fn exchange(rank: u32, size: u32, round: u32) -> Request {
     let splits: Vec<u64> = (0..size).map(|to| rows(rank, to, round)).collect();
-    let input: Vec<f32> =
-        (0..size).flat_map(|to| vec![(rank * 10 + to) as f32; 2 * rows(rank, to, round) as usize]).collect();
+    let input: Vec<f32> = (0..size)
+        .flat_map(|to| vec![(rank * 10 + to) as f32; 2 * rows(rank, to, round) as usize])
+        .collect();
     let total = splits.iter().sum();
     request("t", Kind::Alltoall { splits: Some(splits) }, &[total, 2], &input)
 }
@@ -32,7 +33,9 @@ fn every_member_gets_what_the_others_dealt_to_it_whether_known_or_new() {
                 let result = call(&engine, exchange(rank, size, round)).unwrap();
                 let received: Vec<u64> = (0..size).map(|from| rows(from, rank, round)).collect();
                 let expected: Vec<f32> = (0..size)
-                    .flat_map(|from| vec![(from * 10 + rank) as f32; 2 * rows(from, rank, round) as usize])
+                    .flat_map(|from| {
+                        vec![(from * 10 + rank) as f32; 2 * rows(from, rank, round) as usize]
+                    })
                     .collect();
                 assert_eq!(result.rows, received);
                 assert_eq!(floats(&contents(&result.output.unwrap())), expected);
@@ -62,8 +65,16 @@ fn splits_that_do_not_fit_are_refused_at_once() {
         for (splits, shape, message) in [
             (None, &[3][..], "splits of t: 3 rows cannot be split evenly among 2 ranks"),
             (Some(vec![3]), &[3], "splits of t: one number for each of 2 ranks: [3]"),
-            (Some(vec![1, 1]), &[3], "splits of t: they must add up to the 3 rows of the tensor: [1, 1]"),
-            (Some(vec![4, 1]), &[3], "splits of t: they must add up to the 3 rows of the tensor: [4, 1]"),
+            (
+                Some(vec![1, 1]),
+                &[3],
+                "splits of t: they must add up to the 3 rows of the tensor: [1, 1]",
+            ),
+            (
+                Some(vec![4, 1]),
+                &[3],
+                "splits of t: they must add up to the 3 rows of the tensor: [4, 1]",
+            ),
             (None, &[], "alltoall needs at least one dimension: t"),
         ] {
             let error = of(splits, shape);
@@ -77,8 +88,12 @@ fn splits_that_do_not_fit_are_refused_at_once() {
 fn trailing_dimensions_must_agree() {
     Cluster::new(&[2]).run(|rank, engine| {
         let columns = u64::from(rank) + 1;
-        let odd =
-            request("t", Kind::Alltoall { splits: None }, &[2, columns], &vec![0.0; 2 * columns as usize]);
+        let odd = request(
+            "t",
+            Kind::Alltoall { splits: None },
+            &[2, columns],
+            &vec![0.0; 2 * columns as usize],
+        );
         let error = call(&engine, odd).unwrap_err();
         assert!(error.to_string().starts_with("Mismatched ALLTOALL tensor shapes: "), "{error}");
         assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
@@ -97,13 +112,19 @@ fn every_member_gets_its_own_rows_of_the_sum_and_the_first_those_left_over() {
         let size: u64 = hosts.iter().map(|ranks| u64::from(*ranks)).sum();
         Cluster::new(hosts).run(|rank, engine| {
             for rows in [0, 1, 2, 7, 7] {
-                let result = call(&engine, scatter("t", ReduceOp::Average, rows, rank as f32)).unwrap();
+                let result =
+                    call(&engine, scatter("t", ReduceOp::Average, rows, rank as f32)).unwrap();
                 let own = |member: u64| rows / size + u64::from(member < rows % size);
                 let first: u64 = (0..rank.into()).map(own).sum();
                 let mean = (size - 1) as f32 / 2.0;
-                let expected: Vec<f32> =
-                    (2 * first..2 * (first + own(rank.into()))).map(|k| (k as f32 + mean) / 2.0).collect();
-                assert_eq!(floats(&contents(&result.output.unwrap())), expected, "{rows} rows on {rank}");
+                let expected: Vec<f32> = (2 * first..2 * (first + own(rank.into())))
+                    .map(|k| (k as f32 + mean) / 2.0)
+                    .collect();
+                assert_eq!(
+                    floats(&contents(&result.output.unwrap())),
+                    expected,
+                    "{rows} rows on {rank}"
+                );
                 assert_eq!(engine.own_rows(rows, ProcessSetId::GLOBAL).unwrap(), own(rank.into()));
             }
             assert_eq!(engine.statistics().cache_hits, 1);
@@ -116,7 +137,8 @@ fn reduce_scatters_of_a_group_are_one_operation() {
     Cluster::new(&[2]).run(|rank, engine| {
         let group = vec![scatter("a", ReduceOp::Sum, 2, 0.0), scatter("b", ReduceOp::Sum, 3, 1.0)];
         let handles = engine.submit_group(group).unwrap();
-        let results: Vec<Vec<f32>> = handles.into_iter().map(|handle| values(&engine, handle)).collect();
+        let results: Vec<Vec<f32>> =
+            handles.into_iter().map(|handle| values(&engine, handle)).collect();
         match rank {
             0 => assert_eq!(results, [vec![0.0, 1.0], vec![1.0, 2.0, 3.0, 4.0]]),
             _ => assert_eq!(results, [vec![2.0, 3.0], vec![5.0, 6.0]]),
@@ -132,7 +154,10 @@ fn a_reduce_scatter_that_cannot_be_is_refused_at_once() {
         assert_eq!(max.to_string(), "reducescatter of t takes Average or Sum: Max");
         let base = scatter("t", ReduceOp::Sum, 1, 0.0);
         let scalar = Request { shape: Vec::new(), input: memory(&[1.0]).buffer(), ..base };
-        assert!(matches!(engine.submit(scalar), Err(Error::Scalar { operation: "reducescatter", .. })));
+        assert!(matches!(
+            engine.submit(scalar),
+            Err(Error::Scalar { operation: "reducescatter", .. })
+        ));
         let output = memory(&[0.0; 4]);
         let long = Request { output: Some(output.buffer()), ..scatter("t", ReduceOp::Sum, 3, 0.0) };
         match rank {

@@ -42,7 +42,9 @@ fn window(random: &mut StdRng, size: u32) -> Vec<Planned> {
             4..6 => What::Broadcast { root: random.random_range(0..size), length },
             6..8 => What::Gather { seed: random.random() },
             8 => What::Group {
-                lengths: (0..random.random_range(1..4)).map(|_| random.random_range(0..50)).collect(),
+                lengths: (0..random.random_range(1..4))
+                    .map(|_| random.random_range(0..50))
+                    .collect(),
             },
             _ => What::Mismatch,
         };
@@ -54,7 +56,8 @@ fn window(random: &mut StdRng, size: u32) -> Vec<Planned> {
 impl Planned {
     fn requests(&self, rank: u32) -> Vec<Request> {
         let fill = |length: usize| vec![rank as f32 + 1.0; length];
-        let one = |kind, length: usize| vec![request(&self.name, kind, &[length as u64], &fill(length))];
+        let one =
+            |kind, length: usize| vec![request(&self.name, kind, &[length as u64], &fill(length))];
         match &self.what {
             What::Sum(length) => one(SUM, *length),
             What::Broadcast { root, length } => one(Kind::Broadcast { root: Rank(*root) }, *length),
@@ -75,7 +78,9 @@ impl Planned {
             What::Sum(length) => vec![vec![total; *length]],
             What::Broadcast { root, length } => vec![vec![*root as f32 + 1.0; *length]],
             What::Gather { seed } => {
-                vec![(0..size).flat_map(|rank| vec![rank as f32 + 1.0; rows(*seed, rank)]).collect()]
+                vec![
+                    (0..size).flat_map(|rank| vec![rank as f32 + 1.0; rows(*seed, rank)]).collect(),
+                ]
             }
             What::Group { lengths } => lengths.iter().map(|length| vec![total; *length]).collect(),
             What::Mismatch if size == 1 => vec![vec![1.0]],
@@ -120,15 +125,19 @@ fn run(seed: u64, hosts: &[u32], windows: usize) {
                 }
             }
             flying.shuffle(&mut own);
-            flying.into_iter().for_each(|(index, handles)| plan[index].check(&engine, size, handles));
+            flying
+                .into_iter()
+                .for_each(|(index, handles)| plan[index].check(&engine, size, handles));
         }
     });
 }
 
 #[test]
 fn random_programs_give_what_they_should_on_one_to_eight_ranks() {
-    // EN-1, EN-2. A seed that fails is printed by the assertion's plan; run it alone with `run(seed, ..)`.
-    let shapes: [&[u32]; 8] = [&[1], &[2], &[1, 2], &[2, 2], &[5], &[2, 1, 3], &[3, 4], &[1, 1, 2, 2, 1, 1]];
+    // EN-1, EN-2. A seed that fails is printed by the assertion's plan; run it alone with
+    // `run(seed, ..)`.
+    let shapes: [&[u32]; 8] =
+        [&[1], &[2], &[1, 2], &[2, 2], &[5], &[2, 1, 3], &[3, 4], &[1, 1, 2, 2, 1, 1]];
     for (seed, hosts) in (0..).zip(shapes.iter().cycle()).take(40) {
         run(seed, hosts, 12);
     }

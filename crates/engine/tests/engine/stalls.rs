@@ -64,8 +64,8 @@ fn the_coordinator_reports_also_what_it_did_not_submit_itself() {
 
 #[test]
 fn a_deadline_names_the_operation_the_tensor_and_the_ranks_that_did_not_come() {
-    let cluster =
-        Cluster::new(&[2, 2]).with(|settings| settings.collective_timeout = Duration::from_millis(600));
+    let cluster = Cluster::new(&[2, 2])
+        .with(|settings| settings.collective_timeout = Duration::from_millis(600));
     cluster.run(|rank, engine| {
         if rank == 1 {
             // Hears of it at its next call.
@@ -109,8 +109,11 @@ fn missing_ranks_report_the_operation_and_the_place_in_which_they_wait() {
         let first = engine.submit(sum(mine, &[1.0])).unwrap();
         if rank == 0 {
             let report = std::iter::repeat_with(|| stalls.lock().recv_timeout(LIMIT).unwrap());
-            let has = |report: &StallReport, name| report.stalls.iter().any(|stall| &*stall.tensor == name);
-            let report = report.take(9).find(|report| has(report, "his") && has(report, "theirs")).unwrap();
+            let has = |report: &StallReport, name| {
+                report.stalls.iter().any(|stall| &*stall.tensor == name)
+            };
+            let report =
+                report.take(9).find(|report| has(report, "his") && has(report, "theirs")).unwrap();
             let asked = report.absentees.iter().find(|asked| asked.rank == Rank(2)).unwrap();
             assert_eq!(&*asked.host, "host1");
             assert_eq!(asked.waits.as_ref().unwrap()[0].what, "allreduce of his");
@@ -145,12 +148,16 @@ fn ranks_that_wait_in_different_meetings_get_a_report_and_may_still_meet() {
             let first = engine.submit(one_of_two_meetings(rank)).unwrap();
             if rank == 0 {
                 let reports = std::iter::repeat_with(|| stalls.lock().recv_timeout(LIMIT).unwrap());
-                let both = |report: &StallReport| report.parted.is_some() && report.stalls.len() == 2;
+                let both =
+                    |report: &StallReport| report.parted.is_some() && report.stalls.len() == 2;
                 let report = reports.take(20).find(both).unwrap();
                 let whats: Vec<&str> = report.stalls.iter().map(|stall| &*stall.what).collect();
                 assert!(whats.contains(&"barrier of meet"), "{whats:?}");
                 assert!(whats.contains(&"an addition of process set [0]"), "{whats:?}");
-                assert!(!report.is_fatal() && report.to_string().contains("have parted ways"), "{report}");
+                assert!(
+                    !report.is_fatal() && report.to_string().contains("have parted ways"),
+                    "{report}"
+                );
             }
             let other = one_of_two_meetings(u32::from(rank == 0));
             if rank == 0 {
@@ -177,7 +184,10 @@ fn ranks_that_stay_in_different_meetings_all_get_the_meeting_of_each_rank() {
             let text = error.to_string();
             assert!(text.contains("have parted ways"), "{text}");
             assert!(text.contains("rank 0 in barrier of meet"), "{text}");
-            assert!(text.contains(&format!("ranks 1-{last} in an addition of process set [0]")), "{text}");
+            assert!(
+                text.contains(&format!("ranks 1-{last} in an addition of process set [0]")),
+                "{text}"
+            );
             assert_eq!(error.fault(), Fault::Usage);
         });
     }
@@ -208,7 +218,8 @@ fn a_meeting_that_some_are_late_for_or_compute_before_is_no_parting_of_ways() {
 fn joined_ranks_wait_for_the_others_and_the_report_says_so() {
     for hosts in [&[2][..], &[1, 2]] {
         let (cluster, stalls) = heard(hosts);
-        let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));
+        let cluster =
+            cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));
         let stalls = parking_lot::Mutex::new(stalls);
         cluster.run(|rank, engine| {
             if rank == 0 {
@@ -284,7 +295,8 @@ fn the_rest_of_a_refused_group_is_not_waited_for_any_more() {
             assert_eq!(report.stalls.len(), 2, "{report:?}");
         }
         let first = vec![1.0; 1 + rank as usize];
-        for handle in engine.submit_group(vec![sum("first", &first), sum("rest", &[1.0])]).unwrap() {
+        for handle in engine.submit_group(vec![sum("first", &first), sum("rest", &[1.0])]).unwrap()
+        {
             assert!(matches!(wait(&engine, handle), Err(Error::Mismatch { .. })));
         }
         call(&engine, Request::barrier("told", ProcessSetId::GLOBAL)).unwrap();

@@ -40,8 +40,9 @@ fn threads_wait_for_each_others_handles_in_any_order() {
             std::thread::scope(|scope| {
                 for (k, handle) in handles.into_iter().enumerate() {
                     let engine = &engine;
-                    scope
-                        .spawn(move || assert_eq!(values(engine, handle), [2.0 * (k as i32 + round) as f32]));
+                    scope.spawn(move || {
+                        assert_eq!(values(engine, handle), [2.0 * (k as i32 + round) as f32])
+                    });
                 }
             });
         }
@@ -56,9 +57,12 @@ fn asynchronous_operations_complete_without_a_waiter() {
                 let (sender, done) = channel();
                 for k in 0..10 {
                     let sender = sender.clone();
-                    let done =
-                        move |result: farandole_engine::Result<_>| sender.send(result.is_ok()).unwrap();
-                    engine.submit_with(sum(&format!("{round}.{k}"), &[1.0; 300]), Box::new(done)).unwrap();
+                    let done = move |result: farandole_engine::Result<_>| {
+                        sender.send(result.is_ok()).unwrap()
+                    };
+                    engine
+                        .submit_with(sum(&format!("{round}.{k}"), &[1.0; 300]), Box::new(done))
+                        .unwrap();
                 }
                 assert!((0..10).all(|_| done.recv_timeout(LIMIT).unwrap()));
             }
@@ -122,7 +126,10 @@ fn idle_child() {
         let (_keep, never) = channel::<()>();
         never.recv_timeout(Duration::from_secs(2)).unwrap_err();
         let spent = cpu("farandole-progress") - before;
-        assert!(spent < Duration::from_millis(8), "two idle background threads took {spent:?} in 2 s");
+        assert!(
+            spent < Duration::from_millis(8),
+            "two idle background threads took {spent:?} in 2 s"
+        );
         if rank == 0 {
             println!("two idle background threads took {spent:?} in 2 s");
         }

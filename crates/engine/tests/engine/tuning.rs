@@ -12,9 +12,11 @@ fn autotune_ends_by_itself_and_logs_what_it_tried_while_results_stay_right() {
     let log = path.to_str().unwrap().to_owned();
     let tune = Tune { warmup_samples: 1, steps_per_score: 2, most_samples: 3, log };
     Cluster::new(&[2, 1]).with(|settings| settings.tune = Some(tune)).run(|_, engine| {
-        // A warm-up sample and three others of five scores, each of two steps and the beginning of a third.
+        // A warm-up sample and three others of five scores, each of two steps and the beginning of
+        // a third.
         for _ in 0..60 {
-            let handles = ["a", "b", "c"].map(|name| engine.submit(sum(name, &[1.0, 2.0])).unwrap());
+            let handles =
+                ["a", "b", "c"].map(|name| engine.submit(sum(name, &[1.0, 2.0])).unwrap());
             for handle in handles {
                 assert_eq!(values(&engine, handle), [3.0, 6.0]);
             }

@@ -24,8 +24,10 @@ unsafe extern "C" fn tell(context: *mut c_void, outcome: *const Outcome) {
         let output = unsafe { *outcome.outputs };
         if !output.owner.is_null() {
             // SAFETY: the engine's memory holds whole numbers of floats here.
-            values = unsafe { std::slice::from_raw_parts(output.address.cast::<f32>(), output.bytes / 4) }
-                .to_vec();
+            values = unsafe {
+                std::slice::from_raw_parts(output.address.cast::<f32>(), output.bytes / 4)
+            }
+            .to_vec();
         }
         // SAFETY: once for every output.
         unsafe { (door().free)(output.owner) };
@@ -106,9 +108,14 @@ fn operations_go_through_the_door_and_refusals_come_back() {
     let mut message = [0u8; 20];
     let mut found = Place::default();
     // SAFETY: both point at room enough.
-    let code = unsafe { (door().place)(0, &raw mut found, message.as_mut_ptr().cast(), message.len()) };
+    let code =
+        unsafe { (door().place)(0, &raw mut found, message.as_mut_ptr().cast(), message.len()) };
     assert_eq!(Code::from_number(code), Code::Mismatch, "there is no session yet");
-    assert_eq!(message.iter().position(|byte| *byte == 0), Some(19), "messages are cut to the room there is");
+    assert_eq!(
+        message.iter().position(|byte| *byte == 0),
+        Some(19),
+        "messages are cut to the room there is"
+    );
 
     session::init(&mut || false).unwrap();
     // SAFETY: as above.
@@ -132,7 +139,10 @@ fn operations_go_through_the_door_and_refusals_come_back() {
     // All ranks have joined: they count again, by other names than before.
     let named = || names::next(&session::current().unwrap(), ProcessSetId::GLOBAL, Arc::new([]));
     assert_eq!((crate::joins(), named(), named()), (0, ".2".to_owned(), ".3".to_owned()));
-    assert_eq!(outcome(call(&a_call(Operation::Join), &["j"], &input, None).unwrap()).0, Code::Good);
+    assert_eq!(
+        outcome(call(&a_call(Operation::Join), &["j"], &input, None).unwrap()).0,
+        Code::Good
+    );
     assert_eq!((crate::joins(), named(), named()), (1, ".1.0".to_owned(), ".1.1".to_owned()));
     crate::joined();
     assert_eq!((crate::joins(), named()), (2, ".2.0".to_owned()));

@@ -13,8 +13,8 @@ use super::slurm::Slurm;
 use crate::allocation::{Allocation, Here, Surroundings as _};
 use crate::hosts::HostSlots;
 
-/// Returns the program that the configuration names, else a host file, else the hosts that were named, else those of
-/// the batch system, else this host with `slots`.
+/// Returns the program that the configuration names, else a host file, else the hosts that were
+/// named, else those of the batch system, else this host with `slots`.
 pub fn chosen(
     config: &Config,
     hostfile: Option<PathBuf>,
@@ -24,7 +24,8 @@ pub fn chosen(
 ) -> Box<dyn Discovery> {
     let limit = config.discovery_timeout;
     if !config.host_discovery_script.is_empty() {
-        let (command, slots_per_host) = (config.host_discovery_script.clone(), config.slots_per_host);
+        let (command, slots_per_host) =
+            (config.host_discovery_script.clone(), config.slots_per_host);
         return Box::new(Script { command, slots_per_host, limit });
     }
     match (hostfile, allocation) {
@@ -34,7 +35,9 @@ pub fn chosen(
         (None, Some(Allocation { system: "Slurm", hosts, .. })) if Here.program("scontrol") => {
             Box::new(Slurm { nodes: hosts.clone(), limit })
         }
-        (None, Some(Allocation { hosts, .. })) if !hosts.is_empty() => Box::new(Fixed(hosts.clone())),
+        (None, Some(Allocation { hosts, .. })) if !hosts.is_empty() => {
+            Box::new(Fixed(hosts.clone()))
+        }
         _ => Box::new(Fixed(vec![HostSlots::new("localhost", slots)])),
     }
 }
@@ -58,7 +61,8 @@ mod tests {
         let hosts = hosts.iter().map(|host| HostSlots::new(*host, 1)).collect();
         let mut discovery = chosen(&config, hostfile, hosts, allocation, 3);
         let hosts = discovery.find(&Stop::default()).unwrap();
-        let shown: Vec<String> = hosts.iter().map(|host| format!("{}:{}", host.host, host.slots)).collect();
+        let shown: Vec<String> =
+            hosts.iter().map(|host| format!("{}:{}", host.host, host.slots)).collect();
         (shown.join(" "), discovery.is_fixed())
     }
 
@@ -67,8 +71,12 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "f slots=2\n").unwrap();
         let path = Some(file.path().to_owned());
-        let batch =
-            Allocation { system: "PBS", hosts: vec![HostSlots::new("b", 2)], shell: None, file: None };
+        let batch = Allocation {
+            system: "PBS",
+            hosts: vec![HostSlots::new("b", 2)],
+            shell: None,
+            file: None,
+        };
         let pods = Allocation { system: "MPIJob", file: path.clone(), ..batch.clone() };
         let script = [("host_discovery_script", "echo s"), ("slots_per_host", "4")];
         assert_eq!(found(&script, path.clone(), &["h"], Some(&batch)), ("s:4".to_owned(), false));

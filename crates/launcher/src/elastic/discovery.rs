@@ -30,8 +30,8 @@ pub trait Discovery: Send {
     /// Returns the hosts there are now with their slots, in the order of ranks.
     ///
     /// # Errors
-    /// The reason why they could not be found, in a sentence that names the source. The first time this ends the job,
-    /// later the hosts found last stay.
+    /// The reason why they could not be found, in a sentence that names the source. The first time
+    /// this ends the job, later the hosts found last stay.
     fn find(&mut self, stop: &Stop) -> Result<Vec<HostSlots>, String>;
 
     /// Returns whether the answer never changes.

@@ -28,7 +28,8 @@ const SLICE: Duration = Duration::from_millis(20);
 const SILENT: Duration = Duration::from_secs(2);
 /// Longest time in which a host must end its workers.
 const ENDING: Duration = Duration::from_secs(20);
-/// Longest time in which a dismissed worker must end while the job continues: its script may have to write files.
+/// Longest time in which a dismissed worker must end while the job continues: its script may have
+/// to write files.
 const LEAVING: Duration = Duration::from_secs(120);
 
 /// The program to run while workers come and go.
@@ -38,7 +39,8 @@ pub struct ElasticJob {
     pub elastic: Elastic,
     /// The program of each worker.
     pub work: Work,
-    /// The file from which another process continues the job after this one was killed, if there is one.
+    /// The file from which another process continues the job after this one was killed, if there is
+    /// one.
     pub journal: Option<PathBuf>,
 }
 
@@ -65,8 +67,8 @@ pub enum Happening<'a> {
 type Heard<'a> = dyn Fn(Happening<'_>) + 'a;
 
 impl ElasticJob {
-    /// Returns the rules of the configuration for a first world of `num_proc`. With spares and without a maximum,
-    /// `num_proc` is the maximum.
+    /// Returns the rules of the configuration for a first world of `num_proc`. With spares and
+    /// without a maximum, `num_proc` is the maximum.
     ///
     /// # Errors
     /// `Usage` for numbers that contradict each other, by their flags.
@@ -98,12 +100,12 @@ impl ElasticJob {
         Ok(rules)
     }
 
-    /// Runs the command on the hosts that `discovery` finds, until it has returned on every rank of one world, or the job
-    /// has failed, or `wish` says so. Lines of the workers go to `sink`.
+    /// Runs the command on the hosts that `discovery` finds, until it has returned on every rank of
+    /// one world, or the job has failed, or `wish` says so. Lines of the workers go to `sink`.
     ///
     /// # Errors
-    /// `Discovery` when hosts cannot be found at first; `Usage` for an empty command, or fewer slots on hosts that do not
-    /// change than processes; `Registrar`, `System`.
+    /// `Discovery` when hosts cannot be found at first; `Usage` for an empty command, or fewer
+    /// slots on hosts that do not change than processes; `Registrar`, `System`.
     pub fn run(
         &self,
         discovery: Box<dyn Discovery>,
@@ -129,7 +131,8 @@ impl ElasticJob {
                 options.bind = String::new();
             }
         }
-        let registrar = Registrar::start_kept(options, &self.elastic, journal).map_err(of_registrar)?;
+        let registrar =
+            Registrar::start_kept(options, &self.elastic, journal).map_err(of_registrar)?;
         let mut conduct = Conduct {
             registrar: &registrar,
             sink,
@@ -162,7 +165,9 @@ impl ElasticJob {
             return Ok(());
         }
         Err(Error::Usage {
-            reason: format!("Requested more processes ({first}) than there are available slots ({slots})"),
+            reason: format!(
+                "Requested more processes ({first}) than there are available slots ({slots})"
+            ),
         })
     }
 }
@@ -280,7 +285,9 @@ impl Conduct<'_> {
                     self.tally.exited(task.0, &exit);
                 }
                 Event::Result { task, data, .. } => self.tally.returned(task.0, data),
-                Event::Lost { task, rank, reason } => self.lost(task.0, rank.map(|rank| rank.0), &reason),
+                Event::Lost { task, rank, reason } => {
+                    self.lost(task.0, rank.map(|rank| rank.0), &reason)
+                }
                 Event::Finished { .. } => {
                     self.tally.finished();
                     self.over();
@@ -382,7 +389,8 @@ impl Conduct<'_> {
     /// Ends connections to hosts that will send nothing any more.
     fn give_up(&mut self) {
         let now = Instant::now();
-        let passed = |since: Option<&Instant>, limit| since.is_some_and(|since| now >= *since + limit);
+        let passed =
+            |since: Option<&Instant>, limit| since.is_some_and(|since| now >= *since + limit);
         let late = passed(self.over_at.as_ref(), ENDING);
         let (silent, ending) = (&self.silent, &self.ending);
         let over = self.over_at.is_some();

@@ -41,7 +41,8 @@ pub(super) struct Answer {
 /// It could not be started, or did not end within `limit`.
 pub(super) fn answer(mut command: Command, limit: Duration, stop: &Stop) -> Result<Answer, String> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = spawn(command, Vec::new()).map_err(|error| format!("cannot be started: {error}"))?;
+    let mut child =
+        spawn(command, Vec::new()).map_err(|error| format!("cannot be started: {error}"))?;
     let group = pid_of(&child).map_err(|error| error.to_string())?;
     let ended = watched(&mut child, limit, stop);
     // The leader is not reaped, so the number of the group is still its own.
@@ -83,7 +84,9 @@ fn watched(child: &mut Child, limit: Duration, stop: &Stop) -> Result<Outputs, S
     ended
 }
 
-fn collected(stream: Option<impl Read + Send + 'static>) -> Result<mpsc::Receiver<Vec<u8>>, String> {
+fn collected(
+    stream: Option<impl Read + Send + 'static>,
+) -> Result<mpsc::Receiver<Vec<u8>>, String> {
     let (sender, receiver) = mpsc::channel();
     let mut stream = stream.ok_or("has no pipe")?;
     thread(move || {

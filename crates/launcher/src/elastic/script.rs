@@ -28,8 +28,11 @@ impl Discovery for Script {
         let answer = answer(shell, self.limit, stop)
             .map_err(|why| format!("Failed to execute discovery script: {} {why}", self.command))?;
         if answer.code != Some(0) {
-            let code = answer.code.map_or_else(|| "none, it was killed".to_owned(), |code| code.to_string());
-            let words = if answer.words.is_empty() { String::new() } else { format!(": {}", answer.words) };
+            let code = answer
+                .code
+                .map_or_else(|| "none, it was killed".to_owned(), |code| code.to_string());
+            let words =
+                if answer.words.is_empty() { String::new() } else { format!(": {}", answer.words) };
             return Err(format!(
                 "Failed to execute discovery script: {}. Exit code: {code}{words}",
                 self.command
@@ -40,13 +43,15 @@ impl Discovery for Script {
 }
 
 impl Script {
-    /// Reads what the program printed. A host that is printed twice counts once, with the slots given last.
+    /// Reads what the program printed. A host that is printed twice counts once, with the slots
+    /// given last.
     fn read(&self, text: &str) -> Result<Vec<HostSlots>, String> {
         let mut hosts: Vec<HostSlots> = Vec::new();
         for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
-            let wrong = |why: &str| format!("the discovery script {} printed {why}: {line}", self.command);
-            let (host, slots) =
-                host_of(line).ok_or_else(|| wrong("a line that is not a host such as node1 or node1:4"))?;
+            let wrong =
+                |why: &str| format!("the discovery script {} printed {why}: {line}", self.command);
+            let (host, slots) = host_of(line)
+                .ok_or_else(|| wrong("a line that is not a host such as node1 or node1:4"))?;
             let slots = slots.or(self.slots_per_host).ok_or_else(|| {
                 wrong("a host without slots, and --slots-per-host does not say how many it has")
             })?;
@@ -89,7 +94,11 @@ mod tests {
         let start = "Failed to execute discovery script: echo no cluster >&2; exit 3. Exit code: 3";
         assert_eq!(error, format!("{start}: no cluster"));
         let error = found(&mut script("/no/such/script")).unwrap_err();
-        assert!(error.starts_with("Failed to execute discovery script: /no/such/script. Exit code: 127: "));
+        assert!(
+            error.starts_with(
+                "Failed to execute discovery script: /no/such/script. Exit code: 127: "
+            )
+        );
         let error = found(&mut script("kill -9 $$")).unwrap_err();
         assert!(error.contains("it was killed"), "{error}");
     }
@@ -108,7 +117,8 @@ mod tests {
     #[test]
     fn a_script_that_hangs_is_killed_with_all_that_it_started() {
         // EL-2. The pipe ends only when no process holds it.
-        let mut hanging = Script { limit: Duration::from_millis(300), ..script("sleep 600 & sleep 600") };
+        let mut hanging =
+            Script { limit: Duration::from_millis(300), ..script("sleep 600 & sleep 600") };
         let began = Instant::now();
         let error = found(&mut hanging).unwrap_err();
         assert!(error.contains("did not end within 0.3 s and was killed"), "{error}");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The nodes of a Slurm job that are up: a job that was submitted with `--no-kill` outlives nodes that fail, and they
-//! may come back.
+//! The nodes of a Slurm job that are up: a job that was submitted with `--no-kill` outlives nodes
+//! that fail, and they may come back.
 
 use std::process::Command;
 use std::time::Duration;
@@ -11,7 +11,8 @@ use super::discovery::{Discovery, Stop};
 use super::program::answer;
 use crate::hosts::HostSlots;
 
-/// States in which a node runs nothing, and their marks: `*` behind a state is a node that does not answer.
+/// States in which a node runs nothing, and their marks: `*` behind a state is a node that does not
+/// answer.
 const UNUSABLE: [&str; 8] =
     ["DOWN", "ERROR", "FAIL", "FAILING", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT", "UNKNOWN"];
 
@@ -31,7 +32,10 @@ impl Discovery for Slurm {
         scontrol.args(["--oneliner", "show", "node", &names.join(",")]);
         let answer = answer(scontrol, self.limit, stop).map_err(|why| format!("scontrol {why}"))?;
         if answer.code != Some(0) {
-            return Err(format!("scontrol cannot tell the state of the job's nodes: {}", answer.words));
+            return Err(format!(
+                "scontrol cannot tell the state of the job's nodes: {}",
+                answer.words
+            ));
         }
         Ok(usable(&self.nodes, &answer.stdout))
     }

@@ -38,7 +38,8 @@ impl Tally {
     /// Takes in a worker's end as the registrar heard of it.
     pub(super) fn exited(&mut self, task: u32, exit: &Exit) {
         self.ended.insert(task);
-        let own = matches!(exit.how, How::Code(code) if code != 0) && !exit.peer_error && !exit.stopped;
+        let own =
+            matches!(exit.how, How::Code(code) if code != 0) && !exit.peer_error && !exit.stopped;
         if own && self.world.is_none() {
             self.broken.get_or_insert(task);
         }
@@ -75,9 +76,10 @@ impl Tally {
                 self.members(|outcome| Outcome { aborted: false, reason: None, ..outcome })
             }
             Some(End::Failed(verdict, rank)) => self.failure(&verdict, rank),
-            None => {
-                self.failure(&Verdict { reason: "interrupted".to_owned(), cause: None, retry: false }, None)
-            }
+            None => self.failure(
+                &Verdict { reason: "interrupted".to_owned(), cause: None, retry: false },
+                None,
+            ),
         };
         Report { outcomes, interrupted }
     }
@@ -112,7 +114,8 @@ impl Tally {
             None => Outcome::without_worker(verdict.reason.clone()),
         };
         let others = std::mem::take(&mut self.outcomes).into_values();
-        let others = others.map(|outcome| Outcome { aborted: true, reason: reason.clone(), ..outcome });
+        let others =
+            others.map(|outcome| Outcome { aborted: true, reason: reason.clone(), ..outcome });
         [first].into_iter().chain(others).collect()
     }
 }
@@ -160,8 +163,11 @@ mod tests {
         tally.finished();
         let report = tally.report(false);
         assert_eq!((report.exit_code(), report.reason()), (0, None));
-        let told: Vec<_> =
-            report.outcomes.iter().map(|one| (one.rank.unwrap().0, one.size, one.result.clone())).collect();
+        let told: Vec<_> = report
+            .outcomes
+            .iter()
+            .map(|one| (one.rank.unwrap().0, one.size, one.result.clone()))
+            .collect();
         assert_eq!(told, [(0, Some(2), None), (1, Some(2), Some(vec![9]))]);
     }
 

@@ -54,7 +54,8 @@ impl Watch {
         let (sender, found) = mpsc::channel();
         let (wake, woken) = mpsc::channel();
         let stop = Stop::default();
-        let looking = Looking { discovery, stop: stop.clone(), last: Found::default(), failure: None };
+        let looking =
+            Looking { discovery, stop: stop.clone(), last: Found::default(), failure: None };
         thread::Builder::new()
             .name("farandole-discovery".to_owned())
             .spawn(move || looking.look(&sender, &woken))
@@ -87,8 +88,13 @@ struct Looking {
 }
 
 impl Looking {
-    fn look(mut self, sender: &mpsc::Sender<std::result::Result<Found, String>>, woken: &mpsc::Receiver<()>) {
-        let first = self.discovery.find(&self.stop).map(|hosts| self.changed(hosts).unwrap_or_default());
+    fn look(
+        mut self,
+        sender: &mpsc::Sender<std::result::Result<Found, String>>,
+        woken: &mpsc::Receiver<()>,
+    ) {
+        let first =
+            self.discovery.find(&self.stop).map(|hosts| self.changed(hosts).unwrap_or_default());
         let failed = first.is_err();
         if sender.send(first).is_err() || failed || self.discovery.is_fixed() {
             return;
@@ -135,7 +141,9 @@ impl Looking {
     /// Says of a failure once that it is one: it may repeat itself every second.
     fn failed(&mut self, error: String) {
         if self.failure.as_ref() != Some(&error) {
-            tracing::warn!("{error}; the hosts that were found last are kept, and it is tried again");
+            tracing::warn!(
+                "{error}; the hosts that were found last are kept, and it is tried again"
+            );
             self.failure = Some(error);
         }
     }

@@ -6,13 +6,15 @@
 use std::sync::Arc;
 
 use arrow::array::{
-    Array, ArrayRef, AsArray, BooleanArray, FixedSizeBinaryArray, PrimitiveArray, Scalar, StringArray,
-    StructArray,
+    Array, ArrayRef, AsArray, BooleanArray, FixedSizeBinaryArray, PrimitiveArray, Scalar,
+    StringArray, StructArray,
 };
 use arrow::buffer::Buffer;
 use arrow::compute::cast;
 use arrow::compute::kernels::zip::zip;
-use arrow::datatypes::{ArrowPrimitiveType, DataType, Float32Type, Float64Type, Int8Type, Int32Type};
+use arrow::datatypes::{
+    ArrowPrimitiveType, DataType, Float32Type, Float64Type, Int8Type, Int32Type,
+};
 use arrow::error::ArrowError;
 use farandole_dataset::Element;
 
@@ -41,7 +43,12 @@ pub(crate) struct Origin<'a> {
 impl Origin<'_> {
     fn ragged(&self, expected: impl ToString, found: impl ToString) -> Error {
         let (column, partition) = (self.column.to_owned(), self.partition);
-        Error::Ragged { column, expected: expected.to_string(), found: found.to_string(), partition }
+        Error::Ragged {
+            column,
+            expected: expected.to_string(),
+            found: found.to_string(),
+            partition,
+        }
     }
 
     fn refuse(&self, found: &DataType) -> Error {
@@ -56,8 +63,8 @@ impl Origin<'_> {
         cast(array, to).map_err(|source| self.arrow(source))
     }
 
-    /// Returns the number of rows of `values` at the places `at`, and the first of them; every row has `per_row`
-    /// values.
+    /// Returns the number of rows of `values` at the places `at`, and the first of them; every row
+    /// has `per_row` values.
     fn rows(&self, per_row: usize, at: impl Iterator<Item = usize>) -> (usize, u64) {
         let mut rows: Vec<usize> = at.map(|value| value / per_row.max(1)).collect();
         rows.dedup();
@@ -101,13 +108,14 @@ impl Origin<'_> {
         zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow(source))
     }
 
-    /// Returns the fill as one value of a type; `None` without one, and where one that is meant for all columns is
-    /// none here.
+    /// Returns the fill as one value of a type; `None` without one, and where one that is meant for
+    /// all columns is none here.
     fn value(&self, kind: &DataType) -> Result<Option<ArrayRef>> {
         let Some((text, named)) = self.fill else { return Ok(None) };
         let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
         let is_text = matches!(kind, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
-        let value = cast(&texts, kind).ok().filter(|value| value.null_count() == 0 && (named || !is_text));
+        let value =
+            cast(&texts, kind).ok().filter(|value| value.null_count() == 0 && (named || !is_text));
         match value {
             None if named => Err(Error::Fill {
                 column: self.column.to_owned(),
@@ -127,7 +135,8 @@ impl Origin<'_> {
         let is_nan = |value: T::Native| value.into().is_nan();
         // Looked at in pieces without a way out: so it is done many values at a time.
         let odd = |value: T::Native| !value.into().is_finite();
-        let any = |piece: &[T::Native]| piece.iter().fold(false, |found, value| found | odd(*value));
+        let any =
+            |piece: &[T::Native]| piece.iter().fold(false, |found, value| found | odd(*value));
         if !array.values().chunks(1024).any(any) {
             return Ok(None);
         }
@@ -157,10 +166,17 @@ impl Origin<'_> {
     }
 }
 
-/// Converts a column. `shape` is the one that earlier batches had, and the answer for a batch without rows.
-pub(crate) fn convert(origin: Origin<'_>, array: &ArrayRef, shape: Option<&[u64]>) -> Result<Converted> {
+/// Converts a column. `shape` is the one that earlier batches had, and the answer for a batch
+/// without rows.
+pub(crate) fn convert(
+    origin: Origin<'_>,
+    array: &ArrayRef,
+    shape: Option<&[u64]>,
+) -> Result<Converted> {
     let converted = match array.data_type() {
-        DataType::List(_) | DataType::LargeList(_) | DataType::FixedSizeList(..) => lists(origin, array)?,
+        DataType::List(_) | DataType::LargeList(_) | DataType::FixedSizeList(..) => {
+            lists(origin, array)?
+        }
         kind if is_vector(kind) => {
             origin.whole(array, "nulls", 1)?;
             vectors(origin, array.as_struct(), shape)?
@@ -172,7 +188,9 @@ pub(crate) fn convert(origin: Origin<'_>, array: &ArrayRef, shape: Option<&[u64]
     };
     match shape {
         Some(before) if array.is_empty() => Ok(Converted { shape: before.to_vec(), ..converted }),
-        Some(before) if before != converted.shape => Err(origin.ragged(side(before), side(&converted.shape))),
+        Some(before) if before != converted.shape => {
+            Err(origin.ragged(side(before), side(&converted.shape)))
+        }
         _ => Ok(converted),
     }
 }
@@ -191,7 +209,11 @@ pub(crate) fn side(shape: &[u64]) -> String {
 const VECTOR: [&str; 4] = ["type", "size", "indices", "values"];
 
 /// Converts values that are no lists; within lists, every row of the column has `per_row` of them.
-fn scalar(origin: Origin<'_>, array: &ArrayRef, per_row: Option<usize>) -> Result<(ArrayRef, Element)> {
+fn scalar(
+    origin: Origin<'_>,
+    array: &ArrayRef,
+    per_row: Option<usize>,
+) -> Result<(ArrayRef, Element)> {
     let (to, element) = match array.data_type() {
         DataType::Boolean => (DataType::Boolean, Element::Bool),
         DataType::Int8 => (DataType::Int8, Element::Int8),
@@ -214,11 +236,16 @@ fn scalar(origin: Origin<'_>, array: &ArrayRef, per_row: Option<usize>) -> Resul
         | DataType::Time32(_)
         | DataType::Time64(_) => (DataType::Int64, Element::Int64),
         // Its unit is the millisecond; dates are days in all columns.
-        DataType::Date64 => return scalar(origin, &origin.cast(array, &DataType::Date32)?, per_row),
-        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => (DataType::Utf8, Element::Utf8),
-        DataType::Binary | DataType::LargeBinary | DataType::BinaryView | DataType::FixedSizeBinary(_) => {
-            (DataType::Binary, Element::Binary)
+        DataType::Date64 => {
+            return scalar(origin, &origin.cast(array, &DataType::Date32)?, per_row);
         }
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {
+            (DataType::Utf8, Element::Utf8)
+        }
+        DataType::Binary
+        | DataType::LargeBinary
+        | DataType::BinaryView
+        | DataType::FixedSizeBinary(_) => (DataType::Binary, Element::Binary),
         DataType::Dictionary(_, value) => {
             return scalar(origin, &origin.cast(array, value)?, per_row);
         }
@@ -231,8 +258,12 @@ fn scalar(origin: Origin<'_>, array: &ArrayRef, per_row: Option<usize>) -> Resul
     let array = origin.filled(array, what, per_row.unwrap_or(1))?;
     let array = if *array.data_type() == to { array } else { origin.cast(&array, &to)? };
     let filled = match element {
-        Element::Float32 => origin.numbers(array.as_primitive::<Float32Type>(), per_row.unwrap_or(1))?,
-        Element::Float64 => origin.numbers(array.as_primitive::<Float64Type>(), per_row.unwrap_or(1))?,
+        Element::Float32 => {
+            origin.numbers(array.as_primitive::<Float32Type>(), per_row.unwrap_or(1))?
+        }
+        Element::Float64 => {
+            origin.numbers(array.as_primitive::<Float64Type>(), per_row.unwrap_or(1))?
+        }
         _ => None,
     };
     Ok((filled.unwrap_or(array), element))
@@ -247,7 +278,11 @@ fn lists(origin: Origin<'_>, array: &ArrayRef) -> Result<Converted> {
             DataType::List(_) => {
                 origin.whole(&values, what, per_row)?;
                 let list = values.as_list::<i32>();
-                uniform(origin, list.values(), list.value_offsets().iter().map(|offset| i64::from(*offset)))?
+                uniform(
+                    origin,
+                    list.values(),
+                    list.value_offsets().iter().map(|offset| i64::from(*offset)),
+                )?
             }
             DataType::LargeList(_) => {
                 origin.whole(&values, what, per_row)?;
@@ -270,7 +305,9 @@ fn lists(origin: Origin<'_>, array: &ArrayRef) -> Result<Converted> {
     let bytes = if element == Element::Bool {
         Buffer::from_iter(values.as_boolean().values().iter().map(u8::from))
     } else {
-        fixed_bytes(&values).map(|(buffer, _)| buffer).ok_or_else(|| origin.refuse(array.data_type()))?
+        fixed_bytes(&values)
+            .map(|(buffer, _)| buffer)
+            .ok_or_else(|| origin.refuse(array.data_type()))?
     };
     let length = shape.iter().product::<u64>();
     pack(
@@ -293,7 +330,9 @@ fn uniform(
     let (first, last) =
         (offsets.first().copied().unwrap_or_default(), offsets.last().copied().unwrap_or_default());
     let length = offsets.get(1).map_or(0, |second| second - first);
-    if let Some(other) = offsets.windows(2).map(|pair| pair[1] - pair[0]).find(|other| *other != length) {
+    if let Some(other) =
+        offsets.windows(2).map(|pair| pair[1] - pair[0]).find(|other| *other != length)
+    {
         return Err(origin.ragged(length, other));
     }
     let at = |offset: i64| usize::try_from(offset).unwrap_or_default();
@@ -307,13 +346,16 @@ fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Re
     let sizes = array.column(1).as_primitive_opt::<Int32Type>().ok_or_else(refuse)?;
     let indices = array.column(2).as_list_opt::<i32>().ok_or_else(refuse)?;
     let values = array.column(3).as_list_opt::<i32>().ok_or_else(refuse)?;
-    let index_values = indices.values().as_primitive_opt::<Int32Type>().ok_or_else(refuse)?.values();
-    let value_values = values.values().as_primitive_opt::<Float64Type>().ok_or_else(refuse)?.values();
+    let index_values =
+        indices.values().as_primitive_opt::<Int32Type>().ok_or_else(refuse)?.values();
+    let value_values =
+        values.values().as_primitive_opt::<Float64Type>().ok_or_else(refuse)?.values();
     let mut length = shape.and_then(<[u64]>::first).copied();
     let mut out: Vec<f64> = Vec::new();
     let range = |offsets: &[i32], row: usize| {
-        let edge =
-            |at: usize| offsets.get(at).and_then(|offset| usize::try_from(*offset).ok()).unwrap_or_default();
+        let edge = |at: usize| {
+            offsets.get(at).and_then(|offset| usize::try_from(*offset).ok()).unwrap_or_default()
+        };
         edge(row)..edge(row + 1)
     };
     for row in 0..array.len() {
@@ -333,9 +375,13 @@ fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Re
         out.resize(start + usize::try_from(here).unwrap_or_default(), 0.0);
         let places = index_values.get(range(indices.value_offsets(), row)).unwrap_or_default();
         for (index, value) in places.iter().zip(given) {
-            let slot = usize::try_from(*index).ok().and_then(|index| out.get_mut(start..)?.get_mut(index));
-            let broken =
-                || Error::Sparse { column: origin.column.to_owned(), size, index: i64::from(*index) };
+            let slot =
+                usize::try_from(*index).ok().and_then(|index| out.get_mut(start..)?.get_mut(index));
+            let broken = || Error::Sparse {
+                column: origin.column.to_owned(),
+                size,
+                index: i64::from(*index),
+            };
             *slot.ok_or_else(broken)? = *value;
         }
     }
@@ -359,14 +405,18 @@ fn pack(
     rows: usize,
 ) -> Result<Converted> {
     if width == 0 && rows > 0 {
-        return Err(Error::Type { column: origin.column.to_owned(), found: "rows of no values".to_owned() });
+        return Err(Error::Type {
+            column: origin.column.to_owned(),
+            found: "rows of no values".to_owned(),
+        });
     }
     // A batch without rows does not know its width; its keeper takes the width of another batch.
     let size = i32::try_from(width.max(1)).map_err(|_| Error::Type {
         column: origin.column.to_owned(),
         found: format!("rows of {width} bytes"),
     })?;
-    let array = FixedSizeBinaryArray::try_new(size, bytes, None).map_err(|source| origin.arrow(source))?;
+    let array =
+        FixedSizeBinaryArray::try_new(size, bytes, None).map_err(|source| origin.arrow(source))?;
     Ok(Converted { array: Arc::new(array), element, shape })
 }
 

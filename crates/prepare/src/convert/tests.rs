@@ -3,14 +3,16 @@
 
 use arrow::array::{
     BooleanArray, Date32Array, Date64Array, Decimal128Array, Float32Array, Float64Array, Int8Array,
-    Int32Array, Int64Array, ListArray, StringArray, Time32MillisecondArray, TimestampMicrosecondArray,
+    Int32Array, Int64Array, ListArray, StringArray, Time32MillisecondArray,
+    TimestampMicrosecondArray,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{Field, Fields};
 
 use super::*;
 
-const ORIGIN: Origin<'_> = Origin { column: "c", partition: 4, row: 100, fill: None, allow_nan: false };
+const ORIGIN: Origin<'_> =
+    Origin { column: "c", partition: 4, row: 100, fill: None, allow_nan: false };
 
 fn run(array: ArrayRef, shape: Option<&[u64]>) -> Result<Converted> {
     convert(ORIGIN, &array, shape)
@@ -18,14 +20,22 @@ fn run(array: ArrayRef, shape: Option<&[u64]>) -> Result<Converted> {
 
 fn list(values: ArrayRef, lengths: &[usize]) -> ArrayRef {
     let field = Arc::new(Field::new("item", values.data_type().clone(), true));
-    Arc::new(ListArray::new(field, OffsetBuffer::from_lengths(lengths.iter().copied()), values, None))
+    Arc::new(ListArray::new(
+        field,
+        OffsetBuffer::from_lengths(lengths.iter().copied()),
+        values,
+        None,
+    ))
 }
 
 fn floats(converted: &Converted) -> Vec<Vec<f64>> {
     let rows = converted.array.as_fixed_size_binary();
     rows.iter()
         .map(|row| {
-            row.unwrap().chunks_exact(8).map(|chunk| f64::from_le_bytes(chunk.try_into().unwrap())).collect()
+            row.unwrap()
+                .chunks_exact(8)
+                .map(|chunk| f64::from_le_bytes(chunk.try_into().unwrap()))
+                .collect()
         })
         .collect()
 }
@@ -66,7 +76,10 @@ fn scalars_keep_their_type_and_times_become_integers() {
         Arc::new(TimestampMicrosecondArray::from(vec![7])),
     ];
     for array in times {
-        assert_eq!(run(array, None).unwrap().array.as_ref(), &Int64Array::from(vec![7]) as &dyn Array);
+        assert_eq!(
+            run(array, None).unwrap().array.as_ref(),
+            &Int64Array::from(vec![7]) as &dyn Array
+        );
     }
     assert_eq!(run(Arc::new(StringArray::from(vec!["x"])), None).unwrap().element, Element::Utf8);
 }
@@ -82,7 +95,8 @@ fn lists_of_one_length_become_rows_of_bytes() {
 
 #[test]
 fn nested_lists_have_nested_shapes_and_booleans_take_a_byte() {
-    let values: ArrayRef = Arc::new(BooleanArray::from(vec![true, false, true, true, false, false]));
+    let values: ArrayRef =
+        Arc::new(BooleanArray::from(vec![true, false, true, true, false, false]));
     let converted = run(list(list(values, &[3, 3]), &[2]), None).unwrap();
     assert_eq!((converted.element, converted.shape.as_slice()), (Element::Bool, &[2, 3][..]));
     assert_eq!(converted.array.as_fixed_size_binary().value(0), [1, 0, 1, 1, 0, 0]);
@@ -92,7 +106,10 @@ fn nested_lists_have_nested_shapes_and_booleans_take_a_byte() {
 fn ragged_lists_name_the_column_and_both_lengths() {
     let values: ArrayRef = Arc::new(Int32Array::from(vec![1; 5]));
     let error = run(list(values.clone(), &[2, 3]), None).unwrap_err().to_string();
-    assert_eq!(error, "column c has rows of 2 and of 3 values; all must have one length (partition 4)");
+    assert_eq!(
+        error,
+        "column c has rows of 2 and of 3 values; all must have one length (partition 4)"
+    );
     let error = run(list(values, &[5]), Some(&[4])).unwrap_err().to_string();
     assert!(error.contains("rows of 4 and of 5 values"), "{error}");
 }
@@ -120,14 +137,17 @@ fn broken_vectors_are_refused() {
 
 #[test]
 fn nulls_name_column_count_and_partition() {
-    let error = run(Arc::new(Int64Array::from(vec![Some(1), None, None])), None).unwrap_err().to_string();
-    let told = "column c has nulls in 2 of 3 rows, in partition 4, first at its row 101 (a fill can take their place)";
+    let error =
+        run(Arc::new(Int64Array::from(vec![Some(1), None, None])), None).unwrap_err().to_string();
+    let told = "column c has nulls in 2 of 3 rows, in partition 4, first at its row 101 (a fill \
+                can take their place)";
     assert_eq!(error, told);
 }
 
 #[test]
 fn nulls_and_nan_inside_arrays_are_counted_by_rows() {
-    let inner: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), Some(2), Some(3), None, None, None]));
+    let inner: ArrayRef =
+        Arc::new(Int64Array::from(vec![Some(1), Some(2), Some(3), None, None, None]));
     let error = run(list(inner, &[2, 2, 2]), None).unwrap_err().to_string();
     assert!(error.starts_with(
         "column c has nulls inside arrays in 2 of 3 rows, in partition 4, first at its row 101"
@@ -138,8 +158,8 @@ fn nulls_and_nan_inside_arrays_are_counted_by_rows() {
         error.starts_with("column c has NaN in 2 of 2 rows, in partition 4, first at its row 100"),
         "{error}"
     );
-    let error =
-        run(spark(&[(1, None, &[], &[1.0, 2.0]), (1, None, &[], &[1.0, f64::NAN])]), None).unwrap_err();
+    let error = run(spark(&[(1, None, &[], &[1.0, 2.0]), (1, None, &[], &[1.0, f64::NAN])]), None)
+        .unwrap_err();
     assert!(error.to_string().contains("has NaN in 1 of 2 rows"), "{error}");
 }
 
@@ -150,13 +170,16 @@ fn a_fill_takes_the_place_of_nulls_and_nan() {
     let filled = convert(fill("-1", false), &holes, None).unwrap();
     assert_eq!(filled.array.as_primitive::<Float64Type>().values().to_vec(), [1.0, -1.0, -1.0]);
     let kept = convert(fill("nan", false), &holes, None).unwrap();
-    assert!(kept.array.as_primitive::<Float64Type>().values()[1..].iter().all(|value| value.is_nan()));
+    assert!(
+        kept.array.as_primitive::<Float64Type>().values()[1..].iter().all(|value| value.is_nan())
+    );
     let nan: ArrayRef = Arc::new(Float64Array::from(vec![1.0, f64::NAN]));
     assert!(convert(Origin { allow_nan: true, ..ORIGIN }, &nan, None).is_ok());
     let inside: ArrayRef = Arc::new(Float64Array::from(vec![Some(1.0), None]));
     let inside = convert(fill("7", false), &list(inside, &[2]), None).unwrap();
     assert_eq!(floats(&inside), [[1.0, 7.0]]);
-    let vector = convert(fill("7", true), &spark(&[(0, Some(2), &[1], &[f64::NAN])]), None).unwrap();
+    let vector =
+        convert(fill("7", true), &spark(&[(0, Some(2), &[1], &[f64::NAN])]), None).unwrap();
     assert_eq!(floats(&vector), [[0.0, 7.0]]);
     let flags: ArrayRef = Arc::new(BooleanArray::from(vec![Some(true), None]));
     let flags = convert(fill("0", false), &flags, None).unwrap();
@@ -173,7 +196,8 @@ fn infinities_are_counted_by_rows_and_no_fill_takes_their_place() {
         let error = convert(Origin { fill, ..ORIGIN }, &scalars, None).unwrap_err().to_string();
         assert_eq!(error, told);
     }
-    let inside: ArrayRef = Arc::new(Float64Array::from(vec![1.0, 2.0, f64::INFINITY, f64::INFINITY]));
+    let inside: ArrayRef =
+        Arc::new(Float64Array::from(vec![1.0, 2.0, f64::INFINITY, f64::INFINITY]));
     let error = run(list(inside, &[2, 2]), None).unwrap_err().to_string();
     assert!(
         error.contains("infinite values in 1 of 2 rows, in partition 4, first at its row 101"),

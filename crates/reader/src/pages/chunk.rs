@@ -93,8 +93,8 @@ fn broken(what: &str) -> Trouble {
     Trouble::Broken(what.to_owned())
 }
 
-/// Decodes the wanted entries to the start of `out`; `fetch` gives the bytes from an offset on. Returns how many nulls
-/// there were.
+/// Decodes the wanted entries to the start of `out`; `fetch` gives the bytes from an offset on.
+/// Returns how many nulls there were.
 pub(crate) fn decode(
     chunk: &Chunk<'_>,
     fetch: impl Fn(u64) -> Result<Bytes, Error>,
@@ -112,8 +112,8 @@ pub(crate) fn decode(
     let (mut entry, mut nulls) = (0_usize, 0_usize);
     let mut read = |at: u64, entry: usize, bench: &mut Bench| -> Result<(usize, u64), Trouble> {
         let bytes = fetch(at).map_err(Trouble::Fetch)?;
-        let (header, length) =
-            page_header(&bytes).map_err(|_| broken("there is no page header where one should be"))?;
+        let (header, length) = page_header(&bytes)
+            .map_err(|_| broken("there is no page header where one should be"))?;
         let body = bytes.get(length..length.saturating_add(header.compressed));
         let body = body.ok_or_else(|| broken("a page leaves its chunk"))?;
         let next = at + (length + body.len()) as u64;
@@ -121,8 +121,11 @@ pub(crate) fn decode(
             return Err(broken("the checksum of a page is wrong"));
         }
         nulls += page(chunk, &header, body, entry, bench, out)?;
-        let entries =
-            if matches!(header.kind, PageKind::Data | PageKind::DataV2 { .. }) { header.entries } else { 0 };
+        let entries = if matches!(header.kind, PageKind::Data | PageKind::DataV2 { .. }) {
+            header.entries
+        } else {
+            0
+        };
         Ok((entries, next))
     };
     if let Some(spots) = chunk.spots {
@@ -131,7 +134,8 @@ pub(crate) fn decode(
         }
         let wanted = chunk.wanted.start as u64..chunk.wanted.end as u64;
         for spot in spots.of(&wanted) {
-            let first = usize::try_from(spot.first).map_err(|_| broken("a page beyond all bounds"))?;
+            let first =
+                usize::try_from(spot.first).map_err(|_| broken("a page beyond all bounds"))?;
             entry = first + read(spot.offset, first, bench)?.0;
         }
     } else {
@@ -141,7 +145,11 @@ pub(crate) fn decode(
             (entry, at) = (entry + entries, next);
         }
     }
-    if entry < chunk.wanted.end { Err(broken("there are fewer values than announced")) } else { Ok(nulls) }
+    if entry < chunk.wanted.end {
+        Err(broken("there are fewer values than announced"))
+    } else {
+        Ok(nulls)
+    }
 }
 
 /// Takes in one page; returns its nulls among the wanted entries.
@@ -157,7 +165,9 @@ fn page(
         return Ok(0);
     }
     // No damaged header may cost more memory than its values.
-    let most = chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.width()) + 8) + SLACK;
+    let most =
+        chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.width()) + 8)
+            + SLACK;
     if header.entries > chunk.total || header.uncompressed > most {
         return Err(broken("a page claims more than its chunk can hold"));
     }
@@ -171,7 +181,8 @@ fn page(
         let (repetitions, rest) = split_off(body, repetition)?;
         let (levels, rest) = split_off(rest, definition)?;
         let length = header.uncompressed.saturating_sub(definition.saturating_add(repetition));
-        let values = if compressed && length > 0 { inflate(codec, page, rest, length)? } else { rest };
+        let values =
+            if compressed && length > 0 { inflate(codec, page, rest, length)? } else { rest };
         let data = Data { header, definitions: levels, repetitions, values, first };
         regular(chunk, &data)?;
         return put(chunk, &data, dictionary, definitions, compact, out);
@@ -184,13 +195,16 @@ fn page(
         }
         let whole = inflate(codec, page, body, header.uncompressed)?;
         return match header.encoding {
-            PLAIN | PLAIN_DICTIONARY if dictionary.fill(chunk.stored, whole, header.entries) => Ok(0),
+            PLAIN | PLAIN_DICTIONARY if dictionary.fill(chunk.stored, whole, header.entries) => {
+                Ok(0)
+            }
             PLAIN | PLAIN_DICTIONARY => Err(broken("a dictionary is shorter than it says")),
             _ => Err(Trouble::Unsupported),
         };
     }
     let whole = inflate(codec, page, body, header.uncompressed)?;
-    let (repetitions, rest) = counted(whole, chunk.levels.repeated > 0, header.repetition_encoding)?;
+    let (repetitions, rest) =
+        counted(whole, chunk.levels.repeated > 0, header.repetition_encoding)?;
     let (levels, values) = counted(rest, chunk.levels.defined > 0, header.definition_encoding)?;
     let data = Data { header, definitions: levels, repetitions, values, first };
     regular(chunk, &data)?;
@@ -240,7 +254,8 @@ fn bits(most: u32) -> u32 {
     u32::BITS - most.leading_zeros()
 }
 
-/// Checks that every row of a page has the announced length: rows start at its multiples, and nowhere else.
+/// Checks that every row of a page has the announced length: rows start at its multiples, and
+/// nowhere else.
 fn regular(chunk: &Chunk<'_>, data: &Data<'_>) -> Result<(), Trouble> {
     let (repeated, length) = (chunk.levels.repeated, chunk.levels.length.max(1));
     if repeated == 0 {
@@ -341,14 +356,19 @@ fn values(
     let count = slots.len() / stored.width().max(1);
     if let RLE_DICTIONARY | PLAIN_DICTIONARY = data.header.encoding {
         let found = dictionary.look_up(data.values, skip, slots);
-        return if found { Ok(()) } else { Err(broken("indices leave their dictionary or their page")) };
+        return if found {
+            Ok(())
+        } else {
+            Err(broken("indices leave their dictionary or their page"))
+        };
     }
     let enough = match (data.header.encoding, stored) {
         (PLAIN, _) => plain(stored, data.values, skip, slots),
         (BYTE_STREAM_SPLIT, Stored::Same(width)) => split(width, data.values, skip, slots),
         (RLE, Stored::Bits) => {
             let mut bits = Vec::with_capacity(skip + count);
-            let enough = levels(data.values.get(4..).unwrap_or_default(), 1, skip + count, &mut bits);
+            let enough =
+                levels(data.values.get(4..).unwrap_or_default(), 1, skip + count, &mut bits);
             for (slot, bit) in slots.iter_mut().zip(bits.iter().skip(skip)) {
                 *slot = u8::from(*bit == 1);
             }

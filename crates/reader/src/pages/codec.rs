@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Decompression into memory that is used again. The library's goes to fresh memory for every page, which costs more in
-//! page faults than snappy itself.
+//! Decompression into memory that is used again. The library's goes to fresh memory for every page,
+//! which costs more in page faults than snappy itself.
 
 use parquet::basic::Compression;
 
@@ -41,9 +41,15 @@ impl Codec {
                 to.copy_from_slice(from);
                 from.len()
             }
-            Self::None => return Err(format!("a page has {} bytes instead of {}", from.len(), to.len())),
-            Self::Snappy(decoder) => decoder.decompress(from, to).map_err(|error| error.to_string())?,
-            Self::Lz4 => lz4_flex::block::decompress_into(from, to).map_err(|error| error.to_string())?,
+            Self::None => {
+                return Err(format!("a page has {} bytes instead of {}", from.len(), to.len()));
+            }
+            Self::Snappy(decoder) => {
+                decoder.decompress(from, to).map_err(|error| error.to_string())?
+            }
+            Self::Lz4 => {
+                lz4_flex::block::decompress_into(from, to).map_err(|error| error.to_string())?
+            }
             Self::Zstd(decoder) => {
                 decoder.decompress_to_buffer(from, to).map_err(|error| error.to_string())?
             }

@@ -52,13 +52,15 @@ impl<'a> Hybrid<'a> {
                 // The last group of a page may be cut short.
                 let (bytes, rest) = self.bytes.split_at(wanted.min(self.bytes.len()));
                 self.bytes = rest;
-                let whole = if self.width == 0 { count } else { bytes.len() * 8 / self.width as usize };
+                let whole =
+                    if self.width == 0 { count } else { bytes.len() * 8 / self.width as usize };
                 return (whole > 0).then_some(Piece::Packed { bytes, count: count.min(whole) });
             }
             let width = self.width.div_ceil(8) as usize;
             let (bytes, rest) = self.bytes.split_at_checked(width)?;
             self.bytes = rest;
-            let value = bytes.iter().rev().fold(0_u32, |value, byte| (value << 8) | u32::from(*byte));
+            let value =
+                bytes.iter().rev().fold(0_u32, |value, byte| (value << 8) | u32::from(*byte));
             return Some(Piece::Run { value, count: many });
         }
     }
@@ -113,7 +115,10 @@ fn of_width<const WIDTH: usize>(bytes: &[u8], out: &mut [u32]) -> usize {
     let mask = u64::MAX >> (64 - WIDTH);
     let mut done = 0;
     for slots in out.as_chunks_mut::<8>().0 {
-        let Some(group) = bytes.get(done / 8 * WIDTH..).and_then(<[u8]>::first_chunk::<EIGHT>) else { break };
+        let Some(group) = bytes.get(done / 8 * WIDTH..).and_then(<[u8]>::first_chunk::<EIGHT>)
+        else {
+            break;
+        };
         for (number, slot) in slots.iter_mut().enumerate() {
             let (at, shift) = (number * WIDTH / 8, number * WIDTH % 8);
             let word = group[at..at + 8].try_into().map_or(0, u64::from_le_bytes);

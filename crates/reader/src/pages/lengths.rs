@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Checks of the lengths before the values of pages in `DELTA_LENGTH_BYTE_ARRAY` and `DELTA_BYTE_ARRAY`: the library
-//! allocates memory for as many as a page claims, before it reads one. A block of equal lengths takes a few bytes, so the
-//! size of a page bounds nothing.
+//! Checks of the lengths before the values of pages in `DELTA_LENGTH_BYTE_ARRAY` and
+//! `DELTA_BYTE_ARRAY`: the library allocates memory for as many as a page claims, before it reads
+//! one. A block of equal lengths takes a few bytes, so the size of a page bounds nothing.
 
 use bytes::Bytes as Shared;
 use parquet::basic::Encoding;
@@ -16,12 +16,17 @@ use super::thrift::{Bytes, Wrong};
 const BITS: usize = 8;
 const LENGTH: usize = 4;
 
-/// Checks the pages of a chunk whose levels are at most `levels` (definition, repetition), and whose lengths may take `most`
-/// bytes.
+/// Checks the pages of a chunk whose levels are at most `levels` (definition, repetition), and
+/// whose lengths may take `most` bytes.
 ///
 /// # Errors
-/// A page that cannot be decompressed, or claims more lengths than it has entries or the bytes allow.
-pub(crate) fn check_lengths(pages: &mut dyn PageReader, levels: (i16, i16), most: usize) -> Result<()> {
+/// A page that cannot be decompressed, or claims more lengths than it has entries or the bytes
+/// allow.
+pub(crate) fn check_lengths(
+    pages: &mut dyn PageReader,
+    levels: (i16, i16),
+    most: usize,
+) -> Result<()> {
     let wrong = |what: String| Err(ParquetError::General(what));
     while let Some(page) = pages.get_next_page()? {
         let lists = match page.encoding() {
@@ -58,7 +63,9 @@ fn values(page: &Page, (definition, repetition): (i16, i16)) -> Option<Shared> {
         }
         Page::DataPage { buf, num_values, def_level_encoding, rep_level_encoding, .. } => {
             let mut at = 0_usize;
-            for (most, encoding) in [(repetition, rep_level_encoding), (definition, def_level_encoding)] {
+            for (most, encoding) in
+                [(repetition, rep_level_encoding), (definition, def_level_encoding)]
+            {
                 let taken = match (most, encoding) {
                     (..=0, _) => 0,
                     (_, Encoding::RLE) => {
@@ -80,8 +87,8 @@ fn values(page: &Page, (definition, repetition): (i16, i16)) -> Option<Shared> {
     (from <= whole.len()).then(|| whole.slice(from..))
 }
 
-/// Skips a list of lengths in `DELTA_BINARY_PACKED` and returns how many it claims; does not go on if they are more than
-/// `most`. Source: the chapter "Delta Encoding" of the Parquet format.
+/// Skips a list of lengths in `DELTA_BINARY_PACKED` and returns how many it claims; does not go on
+/// if they are more than `most`. Source: the chapter "Delta Encoding" of the Parquet format.
 fn skip_lengths(bytes: &mut Bytes<'_>, most: u64) -> std::result::Result<u64, Wrong> {
     let (block, parts, claimed) = (bytes.varint()?, bytes.varint()?, bytes.varint()?);
     bytes.integer()?;
@@ -125,9 +132,15 @@ mod tests {
     const ROWS: usize = 1000;
     const MOST: usize = 1 << 20;
 
-    fn written(encoding: Encoding, version: WriterVersion, compression: Compression, nulls: bool) -> Vec<u8> {
-        let text =
-            |row: usize| (!nulls || !row.is_multiple_of(3)).then(|| "y".repeat(row % 211) + &row.to_string());
+    fn written(
+        encoding: Encoding,
+        version: WriterVersion,
+        compression: Compression,
+        nulls: bool,
+    ) -> Vec<u8> {
+        let text = |row: usize| {
+            (!nulls || !row.is_multiple_of(3)).then(|| "y".repeat(row % 211) + &row.to_string())
+        };
         let column: ArrayRef = Arc::new(StringArray::from_iter((0..ROWS).map(text)));
         let batch = RecordBatch::try_from_iter_with_nullable([("a", column, nulls)]).unwrap();
         let properties = WriterProperties::builder()
@@ -137,7 +150,8 @@ mod tests {
             .set_encoding(encoding)
             .set_data_page_row_count_limit(700)
             .set_write_batch_size(10);
-        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
+        let mut writer =
+            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
         writer.write(&batch).unwrap();
         writer.into_inner().unwrap()
     }
@@ -151,7 +165,8 @@ mod tests {
         check_lengths(pages.as_mut(), levels, most).map_err(|error| error.to_string())
     }
 
-    const ENCODINGS: [Encoding; 2] = [Encoding::DELTA_LENGTH_BYTE_ARRAY, Encoding::DELTA_BYTE_ARRAY];
+    const ENCODINGS: [Encoding; 2] =
+        [Encoding::DELTA_LENGTH_BYTE_ARRAY, Encoding::DELTA_BYTE_ARRAY];
 
     #[test]
     fn sound_pages_pass() {
@@ -185,7 +200,8 @@ mod tests {
     #[test]
     fn lengths_without_entries_are_refused() {
         for (encoding, expected) in ENCODINGS.into_iter().zip([1, 2]) {
-            let file = written(encoding, WriterVersion::PARQUET_1_0, Compression::UNCOMPRESSED, true);
+            let file =
+                written(encoding, WriterVersion::PARQUET_1_0, Compression::UNCOMPRESSED, true);
             // 700 entries of which every third, from the first on, is null: 466 values.
             let found = lists(&file, [0xD2, 0x03]);
             assert_eq!(found.len(), expected, "{encoding}");
@@ -203,7 +219,8 @@ mod tests {
     #[test]
     fn lengths_beyond_the_budget_are_refused() {
         for (encoding, lists) in ENCODINGS.into_iter().zip([1, 2]) {
-            let file = written(encoding, WriterVersion::PARQUET_2_0, Compression::UNCOMPRESSED, false);
+            let file =
+                written(encoding, WriterVersion::PARQUET_2_0, Compression::UNCOMPRESSED, false);
             assert_eq!(checked(file.clone(), 700 * 4 * lists), Ok(()));
             let error = checked(file, 700 * 4 * lists - 1).unwrap_err();
             assert!(error.contains("a page claims 700 lengths, the byte budget is"), "{error}");

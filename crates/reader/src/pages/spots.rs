@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Positions of a chunk's pages, so that a part of it can be fetched: from the offset index, or else by walking from
-//! header to header.
+//! Positions of a chunk's pages, so that a part of it can be fetched: from the offset index, or
+//! else by walking from header to header.
 
 use std::ops::Range;
 
@@ -38,7 +38,8 @@ pub(crate) struct Spots {
 impl Spots {
     /// The pages with some of these entries.
     pub(crate) fn of(&self, entries: &Range<u64>) -> &[Spot] {
-        let first = self.pages.partition_point(|page| page.first <= entries.start).saturating_sub(1);
+        let first =
+            self.pages.partition_point(|page| page.first <= entries.start).saturating_sub(1);
         let end = self.pages.partition_point(|page| page.first < entries.end);
         self.pages.get(first..end).unwrap_or_default()
     }
@@ -65,8 +66,8 @@ pub(crate) fn find(
         && let (Ok(at), Ok(bytes)) = (u64::try_from(at), u64::try_from(bytes))
     {
         let index = fetch(store, path, at..at.saturating_add(bytes))?;
-        let found =
-            offset_index(&index).map_err(|_| Lost::Broken("its offset index is damaged".to_owned()))?;
+        let found = offset_index(&index)
+            .map_err(|_| Lost::Broken("its offset index is damaged".to_owned()))?;
         let pages: Vec<Spot> = found
             .iter()
             .map(|page| Spot {
@@ -76,15 +77,19 @@ pub(crate) fn find(
             })
             .collect();
         let inside = |page: &Spot| {
-            page.offset >= start && page.offset.checked_add(page.length).is_some_and(|last| last <= end)
+            page.offset >= start
+                && page.offset.checked_add(page.length).is_some_and(|last| last <= end)
         };
-        let rising =
-            pages.windows(2).all(|pair| pair[0].first < pair[1].first && pair[0].offset < pair[1].offset);
+        let rising = pages
+            .windows(2)
+            .all(|pair| pair[0].first < pair[1].first && pair[0].offset < pair[1].offset);
         let (Some(first), true) = (pages.first(), rising && pages.iter().all(inside)) else {
             return Err(Lost::Broken("its offset index contradicts its chunk".to_owned()));
         };
         if first.first != 0 {
-            return Err(Lost::Broken("its offset index does not start at the first row".to_owned()));
+            return Err(Lost::Broken(
+                "its offset index does not start at the first row".to_owned(),
+            ));
         }
         let dictionary = (first.offset > start).then_some(start..first.offset);
         return Ok(Spots { dictionary, pages });
@@ -102,12 +107,15 @@ fn walk(store: &Store, path: &str, chunk: Range<u64>) -> Result<Spots, Lost> {
             match page_header(&bytes) {
                 Ok(found) => break found,
                 Err(Wrong::Short) if window < LONGEST && at + window < chunk.end => window *= 8,
-                Err(_) => return Err(Lost::Broken(format!("there is no page header at byte {at}"))),
+                Err(_) => {
+                    return Err(Lost::Broken(format!("there is no page header at byte {at}")));
+                }
             }
         };
         let bytes = length as u64 + header.compressed as u64;
         let next = at.checked_add(bytes).filter(|next| *next <= chunk.end);
-        let next = next.ok_or_else(|| Lost::Broken(format!("the page at byte {at} leaves its chunk")))?;
+        let next =
+            next.ok_or_else(|| Lost::Broken(format!("the page at byte {at} leaves its chunk")))?;
         match header.kind {
             PageKind::Dictionary => spots.dictionary = Some(at..next),
             PageKind::Data | PageKind::DataV2 { .. } => {
@@ -129,7 +137,10 @@ fn fetch(store: &Store, path: &str, range: Range<u64>) -> Result<bytes::Bytes, L
 /// Bytes that have to be fetched for these entries.
 pub(crate) fn ranges(spots: &Spots, entries: &Range<u64>) -> Vec<Range<u64>> {
     let pages = spots.of(entries);
-    let data = pages.first().zip(pages.last()).map(|(first, last)| first.offset..last.offset + last.length);
+    let data = pages
+        .first()
+        .zip(pages.last())
+        .map(|(first, last)| first.offset..last.offset + last.length);
     spots.dictionary.clone().into_iter().chain(data).collect()
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Page headers and offset indexes, in Thrift's compact protocol. The library reads them only together with whole
-//! pages; to skip pages, the headers alone are needed.
+//! Page headers and offset indexes, in Thrift's compact protocol. The library reads them only
+//! together with whole pages; to skip pages, the headers alone are needed.
 
 /// Structures deeper than this are no page header.
 const DEEP: u32 = 16;
@@ -93,9 +93,11 @@ impl<'a> Bytes<'a> {
         Ok((value >> 1).cast_signed() ^ -((value & 1).cast_signed()))
     }
 
-    /// Reads a number of 32 bits. The library cuts longer ones off, and so would read another number.
+    /// Reads a number of 32 bits. The library cuts longer ones off, and so would read another
+    /// number.
     fn short(&mut self) -> Read<i64> {
-        self.integer().and_then(|number| i32::try_from(number).map(i64::from).map_err(|_| Wrong::Garbage))
+        self.integer()
+            .and_then(|number| i32::try_from(number).map(i64::from).map_err(|_| Wrong::Garbage))
     }
 
     fn size(&mut self) -> Read<usize> {
@@ -161,7 +163,8 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// Reads the integer fields of a structure into `numbers`, by their numbers; booleans as 0 and 1.
+    /// Reads the integer fields of a structure into `numbers`, by their numbers; booleans as 0
+    /// and 1.
     fn numbers<const N: usize>(&mut self, numbers: &mut [Option<i64>; N]) -> Read<()> {
         self.each(|bytes, field| {
             let slot = usize::try_from(field.id).ok().and_then(|id| numbers.get_mut(id));
@@ -198,7 +201,13 @@ pub(crate) fn page_header(bytes: &[u8]) -> Read<(PageHeader, usize)> {
         Ok(())
     })?;
     // All of them have 32 bits; see `short`.
-    if v1.iter().chain(&dictionary).chain(&v2).flatten().any(|number| i32::try_from(*number).is_err()) {
+    if v1
+        .iter()
+        .chain(&dictionary)
+        .chain(&v2)
+        .flatten()
+        .any(|number| i32::try_from(*number).is_err())
+    {
         return Err(Wrong::Garbage);
     }
     let [_, v1_values, v1_encoding, v1_definition, v1_repetition] = v1;
@@ -265,10 +274,11 @@ pub(crate) fn offset_index(bytes: &[u8]) -> Read<Vec<Location>> {
 mod tests {
     use super::*;
 
-    /// type 0, uncompressed 100, compressed 50, crc -2, data page header with 10 values, RLE_DICTIONARY, RLE, RLE.
+    /// type 0, uncompressed 100, compressed 50, crc -2, data page header with 10 values,
+    /// RLE_DICTIONARY, RLE, RLE.
     const V1: [u8; 22] = [
-        0x15, 0x00, 0x15, 0xC8, 0x01, 0x15, 0x64, 0x15, 0x03, 0x1C, 0x15, 0x14, 0x15, 0x10, 0x15, 0x06, 0x15,
-        0x06, 0x00, 0x00, 0xAA, 0xBB,
+        0x15, 0x00, 0x15, 0xC8, 0x01, 0x15, 0x64, 0x15, 0x03, 0x1C, 0x15, 0x14, 0x15, 0x10, 0x15,
+        0x06, 0x15, 0x06, 0x00, 0x00, 0xAA, 0xBB,
     ];
 
     #[test]
@@ -276,8 +286,14 @@ mod tests {
         let (header, length) = page_header(&V1).unwrap();
         assert_eq!(length, 20);
         assert_eq!((header.kind, header.entries), (PageKind::Data, 10));
-        assert_eq!((header.uncompressed, header.compressed, header.crc), (100, 50, Some(0xFFFF_FFFE)));
-        assert_eq!((header.encoding, header.definition_encoding, header.repetition_encoding), (8, 3, 3));
+        assert_eq!(
+            (header.uncompressed, header.compressed, header.crc),
+            (100, 50, Some(0xFFFF_FFFE))
+        );
+        assert_eq!(
+            (header.encoding, header.definition_encoding, header.repetition_encoding),
+            (8, 3, 3)
+        );
     }
 
     #[test]
@@ -310,8 +326,8 @@ mod tests {
     #[test]
     fn an_offset_index_is_read() {
         let index = [
-            0x19, 0x2C, 0x16, 0x08, 0x15, 0x14, 0x16, 0x00, 0x00, 0x16, 0x1C, 0x15, 0x14, 0x16, 0x0A, 0x00,
-            0x00,
+            0x19, 0x2C, 0x16, 0x08, 0x15, 0x14, 0x16, 0x00, 0x00, 0x16, 0x1C, 0x15, 0x14, 0x16,
+            0x0A, 0x00, 0x00,
         ];
         let found = offset_index(&index).unwrap();
         assert_eq!(found[0], Location { offset: 4, length: 10, first_row: 0 });

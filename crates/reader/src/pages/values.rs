@@ -58,7 +58,9 @@ pub(crate) fn plain(stored: Stored, data: &[u8], skip: usize, out: &mut [u8]) ->
         return true;
     }
     let from = stored.plain_bytes(skip);
-    let Some(data) = data.get(from..from.saturating_add(stored.plain_bytes(count))) else { return false };
+    let Some(data) = data.get(from..from.saturating_add(stored.plain_bytes(count))) else {
+        return false;
+    };
     match stored {
         Stored::Same(_) | Stored::Bits => out.copy_from_slice(data),
         Stored::Narrow(1) => {
@@ -81,7 +83,8 @@ pub(crate) fn plain(stored: Stored, data: &[u8], skip: usize, out: &mut [u8]) ->
     true
 }
 
-/// Puts values together whose bytes are stored apart: first all lowest bytes, then all second ones, and so on.
+/// Puts values together whose bytes are stored apart: first all lowest bytes, then all second ones,
+/// and so on.
 pub(crate) fn split(width: usize, data: &[u8], skip: usize, out: &mut [u8]) -> bool {
     let width = width.max(1);
     let (many, count) = (data.len() / width, out.len() / width);
@@ -122,8 +125,14 @@ impl Dictionary {
         plain(stored, data, 0, self.values.as_slice_mut().get_mut(..bytes).unwrap_or_default())
     }
 
-    /// Memory for `count` values that are stored as they are taken, to be filled by the caller: `None` for others.
-    pub(crate) fn place(&mut self, stored: Stored, count: usize, bytes: usize) -> Option<&mut [u8]> {
+    /// Memory for `count` values that are stored as they are taken, to be filled by the caller:
+    /// `None` for others.
+    pub(crate) fn place(
+        &mut self,
+        stored: Stored,
+        count: usize,
+        bytes: usize,
+    ) -> Option<&mut [u8]> {
         let Stored::Same(width) = stored else { return None };
         if bytes != count.saturating_mul(width) {
             return None;
@@ -133,7 +142,8 @@ impl Dictionary {
         self.values.as_slice_mut().get_mut(..bytes)
     }
 
-    /// Looks up the values of a page from number `skip` on, until `out` is full; whether there were enough.
+    /// Looks up the values of a page from number `skip` on, until `out` is full; whether there were
+    /// enough.
     pub(crate) fn look_up(&self, page: &[u8], skip: usize, out: &mut [u8]) -> bool {
         let count = out.len() / self.width.max(1);
         let (Some((width, bytes)), from) = (page.split_first(), self.values.as_slice()) else {
@@ -143,9 +153,24 @@ impl Dictionary {
         let (known, some) = (self.count, (skip, count));
         match self.width {
             1 => walk(indices, some, known, &mut Typed { from, to: out }),
-            2 => walk(indices, some, known, &mut Typed::<u16> { from: typed(from), to: typed_mut(out) }),
-            4 => walk(indices, some, known, &mut Typed::<u32> { from: typed(from), to: typed_mut(out) }),
-            8 => walk(indices, some, known, &mut Typed::<u64> { from: typed(from), to: typed_mut(out) }),
+            2 => walk(
+                indices,
+                some,
+                known,
+                &mut Typed::<u16> { from: typed(from), to: typed_mut(out) },
+            ),
+            4 => walk(
+                indices,
+                some,
+                known,
+                &mut Typed::<u32> { from: typed(from), to: typed_mut(out) },
+            ),
+            8 => walk(
+                indices,
+                some,
+                known,
+                &mut Typed::<u64> { from: typed(from), to: typed_mut(out) },
+            ),
             width => walk(indices, some, known, &mut Wide { from, to: out, width }),
         }
     }
@@ -231,7 +256,9 @@ fn walk(
             }
             Piece::Packed { bytes, .. } => {
                 for start in (0..taken).step_by(BLOCK) {
-                    let Some(some) = block.get_mut(..BLOCK.min(taken - start)) else { return false };
+                    let Some(some) = block.get_mut(..BLOCK.min(taken - start)) else {
+                        return false;
+                    };
                     unpack(bytes, width, first + start, some);
                     if some.iter().fold(0, |most, index| most.max(*index)) as usize >= known {
                         return false;
@@ -279,7 +306,8 @@ mod tests {
     #[test]
     fn indices_past_the_dictionary_are_refused() {
         let mut dictionary = Dictionary::default();
-        let values: Vec<u8> = [10_u32, 20, 30].iter().flat_map(|value| value.to_le_bytes()).collect();
+        let values: Vec<u8> =
+            [10_u32, 20, 30].iter().flat_map(|value| value.to_le_bytes()).collect();
         assert!(!dictionary.fill(Stored::Same(4), &values, 4));
         assert!(dictionary.fill(Stored::Same(4), &values, 3));
         let mut out = [0_u32; 6];

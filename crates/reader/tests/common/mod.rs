@@ -49,7 +49,8 @@ impl Bucket {
     /// A bucket with the files that a store has.
     pub(crate) fn of(name: &str, store: &Store) -> Self {
         let files = store.list("").unwrap().into_iter();
-        let files = files.map(|entry| (entry.path.clone(), store.read(&entry.path).unwrap())).collect();
+        let files =
+            files.map(|entry| (entry.path.clone(), store.read(&entry.path).unwrap())).collect();
         let inside = Arc::new(Inside {
             files: Mutex::new(files),
             delay: Mutex::new(Duration::ZERO),
@@ -76,7 +77,10 @@ impl Bucket {
             ("anon", "true".to_owned()),
             ("region_name", "here".to_owned()),
         ];
-        configure(&url, Options(options.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()));
+        configure(
+            &url,
+            Options(options.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()),
+        );
         Self { inside, port, thread: Some(std::thread::spawn(accept)), url }
     }
 
@@ -164,7 +168,8 @@ fn serve(inside: &Inside, stream: TcpStream) {
             let (line, extra, bytes) = match range {
                 Some(range) => {
                     let range = range.start..range.end.min(all);
-                    let extra = format!("Content-Range: bytes {}-{}/{all}\r\n", range.start, range.end - 1);
+                    let extra =
+                        format!("Content-Range: bytes {}-{}/{all}\r\n", range.start, range.end - 1);
                     ("206 Partial Content", extra, bytes.slice(range))
                 }
                 None => ("200 OK", String::new(), bytes),
@@ -177,7 +182,9 @@ fn serve(inside: &Inside, stream: TcpStream) {
             );
             writer.write_all(head.as_bytes()).and_then(|()| writer.write_all(&bytes))
         } else {
-            writer.write_all(format!("HTTP/1.1 {status} Said so\r\nContent-Length: 0\r\n\r\n").as_bytes())
+            writer.write_all(
+                format!("HTTP/1.1 {status} Said so\r\nContent-Length: 0\r\n\r\n").as_bytes(),
+            )
         };
         if told.is_err() {
             return;

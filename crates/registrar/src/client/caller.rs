@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The user behind a loopback connection, from the kernel's table of connections: the loopback is open to all users
-//! of a host, and a door that leads to another host is for one of them.
+//! The user behind a loopback connection, from the kernel's table of connections: the loopback is
+//! open to all users of a host, and a door that leads to another host is for one of them.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
 /// Connections over IPv4 of this network namespace.
 const TABLE: &str = "/proc/net/tcp";
 
-/// Returns whether a connection to `door`, which this process listens on, was made by the user of this process. If
-/// the kernel shows no table, no caller is refused: ranks prove the job's key to each other in any case.
+/// Returns whether a connection to `door`, which this process listens on, was made by the user of
+/// this process. If the kernel shows no table, no caller is refused: ranks prove the job's key to
+/// each other in any case.
 pub(super) fn is_own(door: SocketAddr, caller: SocketAddr) -> bool {
     std::fs::read_to_string(TABLE).map_or(true, |table| is_own_in(&table, door, caller))
 }
@@ -20,8 +21,8 @@ fn is_own_in(table: &str, door: SocketAddr, caller: SocketAddr) -> bool {
     owner.is_some() && owner == user(table, caller, door)
 }
 
-/// Returns the user of the socket with these two ends. A socket that its process has closed has no inode, and the
-/// kernel shows it as one of root, whoever its user was.
+/// Returns the user of the socket with these two ends. A socket that its process has closed has no
+/// inode, and the kernel shows it as one of root, whoever its user was.
 fn user(table: &str, own: SocketAddr, other: SocketAddr) -> Option<&str> {
     let (own, other) = (hex(own)?, hex(other)?);
     table.lines().find_map(|line| {
@@ -50,14 +51,16 @@ mod tests {
         let row = |own: SocketAddr, other: SocketAddr, state: &str, user: u32, inode: u32| {
             let (own, other) = (hex(own).unwrap(), hex(other).unwrap());
             format!(
-                "   0: {own} {other} {state} 00000000:00000000 00:00000000 00000000  {user}        0 {inode} 1 0\n"
+                "   0: {own} {other} {state} 00000000:00000000 00:00000000 00000000  {user}        \
+                 0 {inode} 1 0\n"
             )
         };
         let [door, caller, stranger, closed] =
             [9000, 9001, 9002, 9004].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let nobody = SocketAddr::from(([0, 0, 0, 0], 0));
         let table = [
-            "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n".to_owned(),
+            "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
+                .to_owned(),
             row(door, nobody, "0A", 1000, 6),
             // Our own ends are there as well.
             row(door, caller, "01", 1000, 7),
@@ -71,7 +74,10 @@ mod tests {
         assert!(is_own_in(&table, door, caller));
         assert!(!is_own_in(&table, door, stranger));
         assert!(!is_own_in(&table, door, closed));
-        assert!(!is_own_in(&table, door, SocketAddr::from(([127, 0, 0, 1], 9003))), "it is gone again");
+        assert!(
+            !is_own_in(&table, door, SocketAddr::from(([127, 0, 0, 1], 9003))),
+            "it is gone again"
+        );
         assert!(!is_own_in("", door, caller));
     }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A crowd of tasks against one registrar, in one process: they share a few connections and do not look into the world
-//! that each of them is sent, as that is every task's own work and here there is one machine for all.
+//! A crowd of tasks against one registrar, in one process: they share a few connections and do not
+//! look into the world that each of them is sent, as that is every task's own work and here there
+//! is one machine for all.
 
 use std::sync::atomic::AtomicUsize;
 
@@ -61,8 +62,8 @@ async fn join(caller: Caller, ended: Arc<AtomicUsize>) -> std::result::Result<bo
 
 #[test]
 fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_little_memory() {
-    let tasks: u32 =
-        farandole_config::environment("FARANDOLE_CROWD").map_or(1_000, |text| text.parse().unwrap());
+    let tasks: u32 = farandole_config::environment("FARANDOLE_CROWD")
+        .map_or(1_000, |text| text.parse().unwrap());
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
     // One thread plays all of them: where they are many, it may be late with a beat.
     let silence = Duration::from_secs(if tasks > 1_000 { 15 } else { 5 });
@@ -92,7 +93,10 @@ fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_little_memory() {
     let deadline = Instant::now() + silence + Duration::from_secs(1);
     while Instant::now() < deadline {
         for event in registrar.events(deadline).unwrap().records {
-            assert!(!matches!(event, crate::Event::Lost { .. } | crate::Event::Aborted { .. }), "{event:?}");
+            assert!(
+                !matches!(event, crate::Event::Lost { .. } | crate::Event::Aborted { .. }),
+                "{event:?}"
+            );
         }
     }
     assert_eq!(ended.load(Ordering::Relaxed), 0);

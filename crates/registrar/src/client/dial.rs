@@ -15,8 +15,8 @@ use crate::server::STREAM_WINDOW;
 use crate::ticket::{Fingerprint, Ticket};
 use crate::tls::{Pinned, SERVER_NAME};
 
-/// Head start of an address over the one after it (RFC 8305). Where all of a large job connect at once, answers take a
-/// while, and every connection more makes them take longer.
+/// Head start of an address over the one after it (RFC 8305). Where all of a large job connect at
+/// once, answers take a while, and every connection more makes them take longer.
 const STAGGER: Duration = Duration::from_millis(250);
 /// The longest one address may take.
 const ONE_ADDRESS: Duration = Duration::from_secs(5);
@@ -32,8 +32,8 @@ struct Failure {
     passing: bool,
 }
 
-/// Connects to the first address that answers with the right certificate; tries again until `deadline`, or until
-/// every address has refused several times.
+/// Connects to the first address that answers with the right certificate; tries again until
+/// `deadline`, or until every address has refused several times.
 pub(super) async fn dial(ticket: &Ticket, deadline: Instant) -> Result<(Channel, String)> {
     let started = Instant::now();
     let mut pause = Duration::from_millis(100);
@@ -47,7 +47,10 @@ pub(super) async fn dial(ticket: &Ticket, deadline: Instant) -> Result<(Channel,
         if hopeless || Instant::now() + pause >= deadline {
             return Err(Error::Unreachable {
                 job: ticket.job_id().0.clone(),
-                tried: failures.into_iter().map(|(address, failure)| (address, failure.reason)).collect(),
+                tried: failures
+                    .into_iter()
+                    .map(|(address, failure)| (address, failure.reason))
+                    .collect(),
                 elapsed: started.elapsed(),
             });
         }
@@ -68,9 +71,13 @@ async fn every_address(
         let (address, fingerprint) = (address.clone(), ticket.fingerprint);
         attempts.spawn(async move {
             tokio::time::sleep(STAGGER * place).await;
-            let connected = match tokio::time::timeout(limit, connect(&address, fingerprint, false)).await {
+            let connected = match tokio::time::timeout(limit, connect(&address, fingerprint, false))
+                .await
+            {
                 Ok(connected) => connected,
-                Err(_) => Err(Failure { reason: format!("no answer within {limit:.1?}"), passing: true }),
+                Err(_) => {
+                    Err(Failure { reason: format!("no answer within {limit:.1?}"), passing: true })
+                }
             };
             (address, connected)
         });
@@ -81,7 +88,8 @@ async fn every_address(
             Ok((address, Ok(channel))) => return Ok((channel, address)),
             Ok((address, Err(failure))) => failures.push((address, failure)),
             Err(error) => {
-                failures.push(("?".to_owned(), Failure { reason: error.to_string(), passing: false }));
+                failures
+                    .push(("?".to_owned(), Failure { reason: error.to_string(), passing: false }));
             }
         }
     }
@@ -95,7 +103,9 @@ async fn connect(
 ) -> std::result::Result<Channel, Failure> {
     let tls = ClientTlsConfig::new().domain_name(SERVER_NAME);
     let endpoint = Endpoint::from_shared(format!("https://{address}"))
-        .and_then(|endpoint| endpoint.tls_config_with_verifier(tls, Arc::new(Pinned::new(fingerprint))))
+        .and_then(|endpoint| {
+            endpoint.tls_config_with_verifier(tls, Arc::new(Pinned::new(fingerprint)))
+        })
         .map_err(|error| failure(&error))?
         .tcp_nodelay(true)
         .connect_timeout(ONE_ADDRESS)
@@ -103,14 +113,17 @@ async fn connect(
         .keep_alive_timeout(Duration::from_secs(5))
         .keep_alive_while_idle(true);
     let endpoint = if for_links {
-        endpoint.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW)
+        endpoint
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
     } else {
         endpoint
     };
     endpoint.connect().await.map_err(|error| failure(&error))
 }
 
-/// Connects once more, for links that share the connection: a slow one does not take the room of the others.
+/// Connects once more, for links that share the connection: a slow one does not take the room of
+/// the others.
 pub(super) async fn again(ticket: &Ticket, address: &str) -> Result<Channel> {
     let started = Instant::now();
     let unreachable = |reason| Error::Unreachable {
@@ -137,7 +150,8 @@ fn failure(error: &tonic::transport::Error) -> Failure {
         source = cause.source();
     }
     if innermost.contains("ApplicationVerificationFailure") {
-        let reason = "what answers there has another certificate: not this job's registrar".to_owned();
+        let reason =
+            "what answers there has another certificate: not this job's registrar".to_owned();
         return Failure { reason, passing: false };
     }
     Failure { passing: !innermost.contains("onnection refused"), reason: innermost }

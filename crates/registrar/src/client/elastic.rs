@@ -28,19 +28,20 @@ pub struct HostChange {
 const PAUSE: Duration = Duration::from_millis(200);
 
 impl Client {
-    /// Asks for a world after `after`, in which this worker lost `suspects`, and waits for it until `deadline`. The world
-    /// is seen from this task's rank. Repeating it changes nothing.
+    /// Asks for a world after `after`, in which this worker lost `suspects`, and waits for it until
+    /// `deadline`. The world is seen from this task's rank. Repeating it changes nothing.
     ///
     /// # Errors
-    /// `Timeout`; `Dismissed` when this worker may go; `Aborted` when the job has ended, or counts this worker as lost;
-    /// `Refused`, `Lost`, `Malformed`.
+    /// `Timeout`; `Dismissed` when this worker may go; `Aborted` when the job has ended, or counts
+    /// this worker as lost; `Refused`, `Lost`, `Malformed`.
     pub fn join(&self, after: Generation, suspects: &[TaskId], deadline: Instant) -> Result<World> {
         let started = Instant::now();
         let suspects: Vec<u32> = suspects.iter().map(|task| task.0).collect();
         loop {
             let timeout_ms = self.slice(deadline);
             let reply = self.call("the wait for a world", deadline + POLL, || {
-                let message = wire::JoinRequest { timeout_ms, after: after.0, suspects: suspects.clone() };
+                let message =
+                    wire::JoinRequest { timeout_ms, after: after.0, suspects: suspects.clone() };
                 let request = self.inner.caller.request(message);
                 let mut stub = self.inner.caller.stub();
                 async move { whole(stub.join(request).await?.into_inner()).await }
@@ -72,9 +73,13 @@ impl Client {
         Ok(())
     }
 
-    /// Calls `tell` with each change of hosts that concerns the world `generation`, from another thread, until the next
-    /// call or until the client is gone.
-    pub fn watch_changes(&self, generation: Generation, tell: impl Fn(HostChange) + Send + 'static) {
+    /// Calls `tell` with each change of hosts that concerns the world `generation`, from another
+    /// thread, until the next call or until the client is gone.
+    pub fn watch_changes(
+        &self,
+        generation: Generation,
+        tell: impl Fn(HostChange) + Send + 'static,
+    ) {
         let caller = super::Caller {
             generation: std::sync::Arc::new(std::sync::atomic::AtomicU64::new(generation.0)),
             ..self.inner.caller.clone()

@@ -50,8 +50,9 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Beats for as long as the client lives. `on_end` is called at most once: when the registrar says so, when it has
-    /// been gone for `patience`, or when it has been stopped for some times as long.
+    /// Beats for as long as the client lives. `on_end` is called at most once: when the registrar
+    /// says so, when it has been gone for `patience`, or when it has been stopped for some times as
+    /// long.
     pub(super) async fn beat(self, on_end: OnEnd) {
         let Self { caller, address, fingerprint, session, offer, patience, lost } = self;
         let mut on_end = Some(on_end);
@@ -68,7 +69,8 @@ impl Watch {
                     "it closed the connection".to_owned()
                 }
                 Err(status) => {
-                    // If this fails at once, no process listens; a stopped process is not asked more often for that.
+                    // If this fails at once, no process listens; a stopped process is not asked
+                    // more often for that.
                     ended = ended || (began.elapsed() < KNOCK && is_refused(&address).await);
                     status.message().to_owned()
                 }
@@ -79,7 +81,8 @@ impl Watch {
             {
                 lost.cancel();
                 if let Some(on_end) = on_end.take() {
-                    let reason = format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
+                    let reason =
+                        format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
                     // The driver may be back by the next question.
                     on_end(Verdict { reason, cause: None, retry: true });
                 }
@@ -100,10 +103,10 @@ async fn is_refused(address: &str) -> bool {
     knock.await.is_ok_and(|answer| answer.err().is_some_and(refused))
 }
 
-/// Returns whether the registrar may still live. For a stopped process, the kernel accepts connections, which then
-/// stay silent. For a process that has ended, and for a host that is gone or cut off, connections are not accepted,
-/// unless another process has the port: that one has another certificate or none, or is silent and came after the
-/// registrar had `ended`.
+/// Returns whether the registrar may still live. For a stopped process, the kernel accepts
+/// connections, which then stay silent. For a process that has ended, and for a host that is gone
+/// or cut off, connections are not accepted, unless another process has the port: that one has
+/// another certificate or none, or is silent and came after the registrar had `ended`.
 async fn may_live(address: &str, fingerprint: Fingerprint, ended: bool) -> bool {
     let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
     if !knock.await.is_ok_and(|answer| answer.is_ok()) {
@@ -113,8 +116,8 @@ async fn may_live(address: &str, fingerprint: Fingerprint, ended: bool) -> bool 
     answer.await.unwrap_or(!ended)
 }
 
-/// A registrar that saw the connection break has forgotten a task that waits for its rank; one that runs it has not,
-/// and repeating a registration changes nothing there.
+/// A registrar that saw the connection break has forgotten a task that waits for its rank; one that
+/// runs it has not, and repeating a registration changes nothing there.
 async fn offer_again(caller: &Caller, offer: &Offer) {
     let Some(request) = offer.lock().clone() else { return };
     if let Ok(reply) = caller.stub().register(caller.request(request)).await {
@@ -142,7 +145,8 @@ async fn session_of_beats(
     loop {
         tokio::select! {
             _ = interval.tick() => {
-                // Full: the last one has not left yet, which the connection's own keep-alive will judge.
+                // Full: the last one has not left yet, which the connection's own keep-alive will
+                // judge.
                 if let Err(mpsc::error::TrySendError::Closed(_)) = sender.try_send(one) {
                     return Ok(Instant::now());
                 }
@@ -173,7 +177,8 @@ mod tests {
     use crate::server::{Options, Registrar};
 
     const OUTAGE: Duration = Duration::from_millis(1500);
-    /// The limit of an outage and of the attempts under way at its end; less than the wait for a stopped registrar.
+    /// The limit of an outage and of the attempts under way at its end; less than the wait for a
+    /// stopped registrar.
     const LONG: Duration = Duration::from_secs(9);
 
     fn registrar(first: u16) -> Registrar {
@@ -194,7 +199,8 @@ mod tests {
     impl Way {
         fn to(registrar: &Registrar) -> Self {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let (address, accepts) = (listener.local_addr().unwrap(), listener.try_clone().unwrap());
+            let (address, accepts) =
+                (listener.local_addr().unwrap(), listener.try_clone().unwrap());
             let (cut, far) =
                 (Arc::new(Mutex::new(Some(Vec::new()))), registrar.ticket().addresses()[0].clone());
             let open = Arc::clone(&cut);
@@ -204,7 +210,8 @@ mod tests {
                     let mut open = open.lock();
                     let Some(open) = open.as_mut() else { return };
                     for (from, to) in [(&near, &far), (&far, &near)] {
-                        let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                        let (mut from, mut to) =
+                            (from.try_clone().unwrap(), to.try_clone().unwrap());
                         open.push(from.try_clone().unwrap());
                         thread::spawn(move || std::io::copy(&mut from, &mut to));
                     }
@@ -224,7 +231,8 @@ mod tests {
         }
     }
 
-    /// Measures how long an agent waits for a registrar that is killed, and in whose place `stranger` listens then.
+    /// Measures how long an agent waits for a registrar that is killed, and in whose place
+    /// `stranger` listens then.
     fn waited<T>(stranger: impl FnOnce(TcpListener) -> T) -> Duration {
         let registrar = registrar(0);
         let way = Way::to(&registrar);

@@ -48,13 +48,14 @@ pub enum Meet {
 }
 
 impl Client {
-    /// Asks for a world of `members`, ascending and this rank among them, or of all ranks of the generation, as the
-    /// process `holder`, which can be reached by `card`. `interrupted` is asked every quarter of a second whether to
-    /// give up; then, and at the deadline, the others wait for this rank again.
+    /// Asks for a world of `members`, ascending and this rank among them, or of all ranks of the
+    /// generation, as the process `holder`, which can be reached by `card`. `interrupted` is asked
+    /// every quarter of a second whether to give up; then, and at the deadline, the others wait for
+    /// this rank again.
     ///
     /// # Errors
-    /// `Timeout` naming the ranks that have not come, `Aborted` as soon as the generation is over, `Refused`, `Lost`,
-    /// `Malformed`.
+    /// `Timeout` naming the ranks that have not come, `Aborted` as soon as the generation is over,
+    /// `Refused`, `Lost`, `Malformed`.
     pub fn meet(
         &self,
         members: Option<&[Rank]>,
@@ -73,7 +74,8 @@ impl Client {
         };
         let (sender, answers) = mpsc::channel();
         let client = self.clone();
-        // `interrupted` may call this client, so it runs on the caller's thread, and outside of the runtime.
+        // `interrupted` may call this client, so it runs on the caller's thread, and outside of the
+        // runtime.
         let waiting = self.inner.handle.spawn(async move {
             let answer = tokio::select! {
                 answer = client.everybody(request, deadline) => answer,
@@ -110,16 +112,20 @@ impl Client {
             };
             let missing = match reply? {
                 What::Cards(cards) => {
-                    let cards = wire::Cards::decode(cards)
-                        .map_err(|error| self.malformed("the wait for all ranks", error.to_string()))?;
+                    let cards = wire::Cards::decode(cards).map_err(|error| {
+                        self.malformed("the wait for all ranks", error.to_string())
+                    })?;
                     return Ok(Meet::All(cards.cards));
                 }
                 What::Taken(holder) => return Ok(Meet::Taken { holder }),
                 What::Elsewhere(wire::Elsewhere { rank, members }) => {
-                    let members = (!members.is_empty()).then(|| members.into_iter().map(Rank).collect());
+                    let members =
+                        (!members.is_empty()).then(|| members.into_iter().map(Rank).collect());
                     return Ok(Meet::Elsewhere { rank: Rank(rank), members });
                 }
-                What::Ended(wire::Ended { rank, host }) => return Ok(Meet::Ended { rank: Rank(rank), host }),
+                What::Ended(wire::Ended { rank, host }) => {
+                    return Ok(Meet::Ended { rank: Rank(rank), host });
+                }
                 What::Missing(missing) => missing,
             };
             if Instant::now() >= deadline {
@@ -145,7 +151,9 @@ fn closed() -> Error {
 }
 
 /// Returns a reply put together from its pieces.
-async fn whole(mut pieces: Streaming<wire::MeetReply>) -> std::result::Result<Response<What>, Status> {
+async fn whole(
+    mut pieces: Streaming<wire::MeetReply>,
+) -> std::result::Result<Response<What>, Status> {
     let mut cards = BytesMut::new();
     while let Some(piece) = pieces.message().await? {
         match piece.what {

@@ -133,8 +133,8 @@ pub struct Client {
 static OF_PROCESS: Mutex<Option<(u32, String, Client)>> = Mutex::new(None);
 
 impl Client {
-    /// Returns the connection of the worker that this process is, made on first use and shared from then on; `None`
-    /// in a process that no launcher started.
+    /// Returns the connection of the worker that this process is, made on first use and shared from
+    /// then on; `None` in a process that no launcher started.
     ///
     /// # Errors
     /// Like [`Client::connect`]; `Ticket` when the environment holds none that parses.
@@ -151,13 +151,14 @@ impl Client {
             return Ok(Some(client.clone()));
         }
         if slot.as_ref().is_some_and(|(made_in, ..)| *made_in != pid) {
-            // Its tasks run in the parent: ending them from a fork may wait for a lock that no thread of the fork
-            // will release.
+            // Its tasks run in the parent: ending them from a fork may wait for a lock that no
+            // thread of the fork will release.
             std::mem::forget(slot.take());
         }
         let ticket: Ticket = config.job.parse()?;
-        let task = u32::try_from(config.task)
-            .map_err(|_| Error::Options { reason: format!("no task has the number {}", config.task) })?;
+        let task = u32::try_from(config.task).map_err(|_| Error::Options {
+            reason: format!("no task has the number {}", config.task),
+        })?;
         let generation = (config.generation > 0).then_some(Generation(config.generation));
         let client = Self::connect(&ticket, TaskId(task), generation, deadline)?;
         client.wait_out(config.outage);
@@ -194,7 +195,8 @@ impl Client {
         let (channel, address) = handle.block_on(async move {
             tokio::select! {
                 dialed = dial::dial(ticket, deadline) => dialed,
-                () = dialing.cancelled() => Err(Error::Closed { what: "the connection to the registrar" }),
+                () = dialing.cancelled() => Err(Error::Closed { what: "the connection to the \
+                                                                       registrar" }),
             }
         })?;
         let mut token: MetadataValue<Ascii> = ticket
@@ -225,8 +227,8 @@ impl Client {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Every call waits up to `outage` for a registrar that is gone and may come back. A shorter time than before changes
-    /// nothing.
+    /// Every call waits up to `outage` for a registrar that is gone and may come back. A shorter
+    /// time than before changes nothing.
     pub fn wait_out(&self, outage: Duration) {
         self.inner.patience.fetch_max(milliseconds(outage), Ordering::AcqRel);
         self.inner.outbox.wait_out(milliseconds(outage));
@@ -256,7 +258,8 @@ impl Client {
         self.inner.caller.task
     }
 
-    /// Returns the address of this host from which the registrar is reached: where peers most likely reach this host.
+    /// Returns the address of this host from which the registrar is reached: where peers most
+    /// likely reach this host.
     pub fn local_address(&self) -> Option<IpAddr> {
         let target = self.inner.address.to_socket_addrs().ok()?.next()?;
         let any = if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
@@ -269,8 +272,14 @@ impl Client {
     /// Offers this task for a rank. Repeating it changes nothing.
     ///
     /// # Errors
-    /// `Refused` for an unknown task, a duplicate or a stale attempt, `Version`, `Aborted`, `Lost`, `Timeout`.
-    pub fn register(&self, attempt: u64, facts: &HostFacts, deadline: Instant) -> Result<Generation> {
+    /// `Refused` for an unknown task, a duplicate or a stale attempt, `Version`, `Aborted`, `Lost`,
+    /// `Timeout`.
+    pub fn register(
+        &self,
+        attempt: u64,
+        facts: &HostFacts,
+        deadline: Instant,
+    ) -> Result<Generation> {
         let offer = wire::RegisterRequest {
             protocol_version: PROTOCOL_VERSION,
             attempt,
@@ -309,7 +318,8 @@ impl Client {
         loop {
             let timeout_ms = self.slice(deadline);
             let reply = self.call("the wait for ranks", deadline + POLL, || {
-                let request = self.inner.caller.request(wire::AwaitAssignmentRequest { timeout_ms, session });
+                let request =
+                    self.inner.caller.request(wire::AwaitAssignmentRequest { timeout_ms, session });
                 let mut stub = self.inner.caller.stub();
                 async move { whole(stub.await_assignment(request).await?.into_inner()).await }
             })?;
@@ -320,8 +330,15 @@ impl Client {
                 return Ok(world);
             }
             if Instant::now() >= deadline {
-                let more = if reply.missing.len() < reply.missing_count as usize { " and more" } else { "" };
-                let what = format!("all {all}, {} missing: {:?}{more}", reply.missing_count, reply.missing);
+                let more = if reply.missing.len() < reply.missing_count as usize {
+                    " and more"
+                } else {
+                    ""
+                };
+                let what = format!(
+                    "all {all}, {} missing: {:?}{more}",
+                    reply.missing_count, reply.missing
+                );
                 return Err(Error::Timeout { what, elapsed: started.elapsed() });
             }
         }
@@ -332,7 +349,8 @@ impl Client {
     /// # Errors
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
     pub fn put(&self, key: &str, value: &[u8]) -> Result<()> {
-        let message = wire::PutRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
+        let message =
+            wire::PutRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
         self.call("a put", self.soon(), || {
             let request = self.inner.caller.request(message.clone());
             let mut stub = self.inner.caller.stub();
@@ -341,13 +359,14 @@ impl Client {
         Ok(())
     }
 
-    /// Publishes `value` under `key` of this generation unless it has one, and returns its value: `value` exactly if
-    /// no other caller was first. Repeating it changes nothing.
+    /// Publishes `value` under `key` of this generation unless it has one, and returns its value:
+    /// `value` exactly if no other caller was first. Repeating it changes nothing.
     ///
     /// # Errors
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
     pub fn put_if_absent(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
-        let message = wire::PutIfAbsentRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
+        let message =
+            wire::PutIfAbsentRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
         let reply = self.call("a claim", self.soon(), || {
             let request = self.inner.caller.request(message.clone());
             let mut stub = self.inner.caller.stub();
@@ -365,7 +384,8 @@ impl Client {
         loop {
             let timeout_ms = self.slice(deadline);
             let reply = self.call("a get", deadline + POLL, || {
-                let request = self.inner.caller.request(wire::GetRequest { key: key.to_owned(), timeout_ms });
+                let request =
+                    self.inner.caller.request(wire::GetRequest { key: key.to_owned(), timeout_ms });
                 let mut stub = self.inner.caller.stub();
                 async move { stub.get(request).await }
             })?;
@@ -373,7 +393,10 @@ impl Client {
                 return Ok(value.into());
             }
             if Instant::now() >= deadline {
-                return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
+                return Err(Error::Timeout {
+                    what: format!("key {key}"),
+                    elapsed: started.elapsed(),
+                });
             }
         }
     }
@@ -411,7 +434,8 @@ impl Client {
         Ok(())
     }
 
-    /// Waits until the registrar has confirmed every record sent so far, or the connection is known to be broken.
+    /// Waits until the registrar has confirmed every record sent so far, or the connection is known
+    /// to be broken.
     ///
     /// # Errors
     /// `Timeout`, `Closed`, `Lost`, `Forked`.
@@ -445,7 +469,8 @@ impl Client {
         Ok(())
     }
 
-    /// Reports how the worker ended. After a failure, waits for the verdict, which names the first failure.
+    /// Reports how the worker ended. After a failure, waits for the verdict, which names the first
+    /// failure.
     ///
     /// # Errors
     /// `Lost`, `Timeout`, `Refused`.
@@ -458,31 +483,40 @@ impl Client {
         Ok(reply.verdict.map(Into::into))
     }
 
-    /// Like [`Client::exit`] of this very process, which ends well and waits for no reply: tried once, because the
-    /// registrar may be ending at the same time.
+    /// Like [`Client::exit`] of this very process, which ends well and waits for no reply: tried
+    /// once, because the registrar may be ending at the same time.
     ///
     /// # Errors
     /// Like [`Client::exit`].
     pub fn leave(&self, deadline: Instant) -> Result<()> {
         self.own_process()?;
-        let exit = Exit { how: How::Code(0), peer_error: false, stopped: false, stderr_tail: Vec::new() };
+        let exit =
+            Exit { how: How::Code(0), peer_error: false, stopped: false, stderr_tail: Vec::new() };
         let request = self.inner.caller.request(wire::ExitRequest::from(exit));
         let mut stub = self.inner.caller.stub();
-        let late =
-            || Error::Timeout { what: "the registrar's answer to a farewell".to_owned(), elapsed: PATIENCE };
-        self.block_on("the report of an exit", deadline, async move { stub.exit(request).await }, late)?
-            .map(|_| ())
-            .map_err(|status| self.error("a farewell", &status))
+        let late = || Error::Timeout {
+            what: "the registrar's answer to a farewell".to_owned(),
+            elapsed: PATIENCE,
+        };
+        self.block_on(
+            "the report of an exit",
+            deadline,
+            async move { stub.exit(request).await },
+            late,
+        )?
+        .map(|_| ())
+        .map_err(|status| self.error("a farewell", &status))
     }
 
-    /// Like [`Client::exit`]; after a success it waits for the others of the generation, for a second: `Pending` when
-    /// they still work, and then it is to be called again.
+    /// Like [`Client::exit`]; after a success it waits for the others of the generation, for a
+    /// second: `Pending` when they still work, and then it is to be called again.
     ///
     /// # Errors
     /// Like [`Client::exit`].
     pub fn exit_together(&self, exit: &Exit, deadline: Instant) -> Result<Poll<Option<Verdict>>> {
         let reply = self.call("the report of an exit", deadline, || {
-            let exit = wire::ExitRequest { together: true, ..wire::ExitRequest::from(exit.clone()) };
+            let exit =
+                wire::ExitRequest { together: true, ..wire::ExitRequest::from(exit.clone()) };
             let request = self.inner.caller.request(exit);
             let mut stub = self.inner.caller.stub();
             async move { stub.exit(request).await }
@@ -490,10 +524,11 @@ impl Client {
         Ok(if reply.pending { Poll::Pending } else { Poll::Ready(reply.verdict.map(Into::into)) })
     }
 
-    /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another thread, when the
-    /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`. One whose
-    /// process is stopped, while its kernel takes connections, is waited for eight times as long. Another process that
-    /// listens at its address does not count. Once the registrar is given up, current and later calls fail with `Lost`.
+    /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another
+    /// thread, when the worker must end: by the registrar's verdict, or because the registrar has
+    /// been gone for `patience`. One whose process is stopped, while its kernel takes connections,
+    /// is waited for eight times as long. Another process that listens at its address does not
+    /// count. Once the registrar is given up, current and later calls fail with `Lost`.
     pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
         let Inner { caller, address, session, offer, lost, ticket, .. } = &*self.inner;
         let watch = heartbeat::Watch {
@@ -536,7 +571,8 @@ impl Client {
         self.inner.handle.block_on(async {
             tokio::select! {
                 done = tokio::time::timeout_at(deadline.into(), work) => done.map_err(|_| late()),
-                () = self.inner.cancel.cancelled() => Err(Error::Closed { what: "the connection to the registrar" }),
+                () = self.inner.cancel.cancelled() => Err(Error::Closed { what: "the connection to \
+                                                                                 the registrar" }),
                 () = self.inner.lost.cancelled() => Err(Error::Lost {
                     job: self.job_id().0.clone(),
                     call,
@@ -559,7 +595,8 @@ impl Client {
         })?
     }
 
-    /// Makes a call; makes it again while the connection is broken, for a while. Every call may be repeated.
+    /// Makes a call; makes it again while the connection is broken, for a while. Every call may be
+    /// repeated.
     async fn repeated<T, F>(&self, name: &'static str, make: impl Fn() -> F) -> Result<T>
     where
         F: Future<Output = std::result::Result<Response<T>, Status>>,
@@ -580,15 +617,20 @@ impl Client {
     }
 
     fn error(&self, call: &'static str, status: &Status) -> Error {
-        let theirs = status.metadata().get(PROTOCOL).and_then(|value| value.to_str().ok()?.parse().ok());
+        let theirs =
+            status.metadata().get(PROTOCOL).and_then(|value| value.to_str().ok()?.parse().ok());
         if let Some(theirs) = theirs {
             return Error::Version { ours: PROTOCOL_VERSION, theirs };
         }
         let job = self.job_id().0.clone();
         let reason = status.message().to_owned();
         match status.code() {
-            Code::Aborted if status.metadata().contains_key(DISMISSED) => Error::Dismissed { job, reason },
-            Code::Aborted => Error::Aborted { job, reason, retry: status.metadata().contains_key(RETRY) },
+            Code::Aborted if status.metadata().contains_key(DISMISSED) => {
+                Error::Dismissed { job, reason }
+            }
+            Code::Aborted => {
+                Error::Aborted { job, reason, retry: status.metadata().contains_key(RETRY) }
+            }
             Code::Unauthenticated
             | Code::PermissionDenied
             | Code::NotFound
@@ -670,8 +712,10 @@ mod tests {
             sender.send(beat).await.unwrap();
             let beats = tokio_stream::wrappers::ReceiverStream::new(receiver);
             let request = client.inner.caller.request(beats);
-            let mut directives = client.inner.caller.stub().heartbeat(request).await.unwrap().into_inner();
-            let lost = |event: &crate::Event| matches!(event, crate::Event::Lost { task: TaskId(0), .. });
+            let mut directives =
+                client.inner.caller.stub().heartbeat(request).await.unwrap().into_inner();
+            let lost =
+                |event: &crate::Event| matches!(event, crate::Event::Lost { task: TaskId(0), .. });
             while !registrar.events(Instant::now()).unwrap().records.iter().any(lost) {
                 assert!(Instant::now() < deadline, "it is not dropped");
                 tokio::time::sleep(Duration::from_millis(20)).await;

@@ -21,7 +21,8 @@ const BUDGET: usize = 4 << 20;
 const BATCH: usize = 256 << 10;
 /// The longest a line waits for room before it is dropped: output must not stop a worker for good.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Failed streams in a row after which no confirmation is awaited any more, unless the driver may come back.
+/// Failed streams in a row after which no confirmation is awaited any more, unless the driver may
+/// come back.
 const FAILURES: u32 = 5;
 /// Time for which a stream stays open before the driver confirms its records.
 const CONFIRM: Duration = Duration::from_secs(1);
@@ -71,7 +72,8 @@ impl Outbox {
         self.outage.fetch_max(outage, Ordering::AcqRel);
     }
 
-    /// Adds a line; blocks while there is no room, though not for long: where nothing leaves, lines are dropped at once.
+    /// Adds a line; blocks while there is no room, though not for long: where nothing leaves, lines
+    /// are dropped at once.
     pub(super) fn push_line(&self, line: wire::LogLine) {
         let mut state = self.state.lock();
         let deadline = Instant::now() + PATIENCE;
@@ -190,7 +192,8 @@ pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
                     first = Instant::now();
                 }
                 failures += 1;
-                tracing::debug!(%status, failures, "records did not reach the driver, and are sent again");
+                tracing::debug!(%status, failures, "records did not reach the driver, and are sent \
+                                                    again");
             }
         }
         let outage = Duration::from_millis(outbox.outage.load(Ordering::Acquire));
@@ -203,7 +206,8 @@ pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
     }
 }
 
-/// One stream of batches: opened by the first record, closed by a flush, or when it is time for a confirmation.
+/// One stream of batches: opened by the first record, closed by a flush, or when it is time for a
+/// confirmation.
 async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
     let mut batches: VecDeque<wire::RecordBatch> = outbox.unconfirmed().into();
     while batches.is_empty() {
@@ -249,7 +253,8 @@ async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
     drop(sender);
     call.await.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
     outbox.confirmed();
-    // A record that came since is confirmed by a later flush, so only flushes asked for before count.
+    // A record that came since is confirmed by a later flush, so only flushes asked for before
+    // count.
     outbox.flushed.send_if_modified(|flushed| {
         let newer = wanted > *flushed && outbox.is_empty();
         if newer {
@@ -261,7 +266,9 @@ async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
 }
 
 /// Returns the error of a call that should not have ended.
-fn broken(ended: Result<Result<(), tonic::Status>, tokio::task::JoinError>) -> Result<(), tonic::Status> {
+fn broken(
+    ended: Result<Result<(), tonic::Status>, tokio::task::JoinError>,
+) -> Result<(), tonic::Status> {
     ended.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
     Err(tonic::Status::aborted("the driver confirmed records before they were sent"))
 }

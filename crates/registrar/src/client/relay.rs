@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links to tasks that accept no connections: all pass through the registrar, on one connection of this process.
+//! Links to tasks that accept no connections: all pass through the registrar, on one connection of
+//! this process.
 //!
-//! Both ends of a link stay plain TCP connections, to this host's loopback: one door for each task that is called, and
-//! the port of this process for those who call it. An end that closes its connection closes the other's; one that is
-//! lost resets it.
+//! Both ends of a link stay plain TCP connections, to this host's loopback: one door for each task
+//! that is called, and the port of this process for those who call it. An end that closes its
+//! connection closes the other's; one that is lost resets it.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -37,13 +38,14 @@ const PIECE: usize = 64 << 10;
 const WAITING: usize = 4;
 /// Longest time to tell the registrar that this task takes calls.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Callers of a door whose user is looked up at the same time; further ones wait in the queue of the socket.
+/// Callers of a door whose user is looked up at the same time; further ones wait in the queue of
+/// the socket.
 const LOOKUPS: usize = 4;
 /// Longest time in which links must end when their relay does.
 const ENDING: Duration = Duration::from_secs(1);
 
-/// This process's links through the registrar, in one of its worlds. Dropping it takes no more calls, and gives links
-/// that are about to end a moment for it.
+/// This process's links through the registrar, in one of its worlds. Dropping it takes no more
+/// calls, and gives links that are about to end a moment for it.
 pub struct Relay {
     caller: Caller,
     handle: Handle,
@@ -78,8 +80,8 @@ impl Drop for Counted {
 }
 
 impl Client {
-    /// Links through the registrar for the world of this process that `door` tells apart from its others, on a connection
-    /// of their own.
+    /// Links through the registrar for the world of this process that `door` tells apart from its
+    /// others, on a connection of their own.
     ///
     /// # Errors
     /// `Unreachable`.
@@ -135,14 +137,15 @@ impl Relay {
         Ok(())
     }
 
-    /// Returns an address of the loopback behind which `task` is, in its world of this door, for this process's user
-    /// alone.
+    /// Returns an address of the loopback behind which `task` is, in its world of this door, for
+    /// this process's user alone.
     ///
     /// # Errors
     /// `Runtime` where nothing can be listened on.
     pub fn door(&self, task: TaskId, door: u64) -> Result<SocketAddr> {
         let failed = |error: io::Error| Error::Runtime { reason: error.to_string() };
-        let listener = self.handle.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).map_err(failed)?;
+        let listener =
+            self.handle.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let (caller, links) = (self.caller.clone(), Arc::clone(&self.links));
         let listening = self.handle.spawn(async move {
@@ -194,9 +197,11 @@ async fn link(caller: &Caller, first: What, socket: TcpStream) {
     let (from_socket, mut to_socket) = socket.into_split();
     let whole = match joined {
         // Whichever way breaks, the other breaks with it.
-        Some(heard) => {
-            tokio::try_join!(say(from_socket, to_registrar), hear(heard.into_inner(), &mut to_socket)).is_ok()
-        }
+        Some(heard) => tokio::try_join!(
+            say(from_socket, to_registrar),
+            hear(heard.into_inner(), &mut to_socket)
+        )
+        .is_ok(),
         None => false,
     };
     if !whole {

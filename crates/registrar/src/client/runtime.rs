@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One thread that serves every client of this process. A fork starts its own: threads do not cross it.
+//! One thread that serves every client of this process. A fork starts its own: threads do not cross
+//! it.
 
 use parking_lot::Mutex;
 use tokio::runtime::{Handle, Runtime};

@@ -36,8 +36,8 @@ pub struct RegisterReply {
 pub struct AwaitAssignmentRequest {
     #[prost(uint64, tag = "1")]
     pub timeout_ms: u64,
-    /// The session that registered, of which another one may have taken the place; absent from a worker, which only asks
-    /// for the world of its generation.
+    /// The session that registered, of which another one may have taken the place; absent from a
+    /// worker, which only asks for the world of its generation.
     #[prost(fixed64, optional, tag = "2")]
     pub session: ::core::option::Option<u64>,
 }
@@ -89,8 +89,8 @@ pub struct AwaitAssignmentReply {
     #[prost(uint32, tag = "3")]
     pub missing_count: u32,
 }
-/// Registered tasks by host; ranks follow from it by the rule of assignment. Every task of a large job is sent all of it,
-/// so it is told in few bytes.
+/// Registered tasks by host; ranks follow from it by the rule of assignment. Every task of a large
+/// job is sent all of it, so it is told in few bytes.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct World {
     #[prost(uint64, tag = "1")]
@@ -98,10 +98,12 @@ pub struct World {
     /// Ascending by hash.
     #[prost(message, repeated, tag = "2")]
     pub hosts: ::prost::alloc::vec::Vec<Host>,
-    /// Ranks were given out before: every task's is its place among the tasks, whichever hosts they are on.
+    /// Ranks were given out before: every task's is its place among the tasks, whichever hosts they
+    /// are on.
     #[prost(bool, tag = "3")]
     pub in_order: bool,
-    /// Every task by its rank, where neither rule gives the ranks: a world that keeps those of the one before it.
+    /// Every task by its rank, where neither rule gives the ranks: a world that keeps those of the one
+    /// before it.
     #[prost(uint32, repeated, tag = "4")]
     pub order: ::prost::alloc::vec::Vec<u32>,
 }
@@ -141,7 +143,8 @@ pub struct Verdict {
     /// The task that failed first, if one did.
     #[prost(uint32, optional, tag = "2")]
     pub cause: ::core::option::Option<u32>,
-    /// No worker failed: an agent was lost or started again, and the tasks may form another generation.
+    /// No worker failed: an agent was lost or started again, and the tasks may form another
+    /// generation.
     #[prost(bool, tag = "3")]
     pub retry: bool,
 }
@@ -264,7 +267,8 @@ pub struct RecordBatch {
     /// Random; tells apart what sends for one task.
     #[prost(fixed64, tag = "4")]
     pub source: u64,
-    /// From 1 on. A batch that was not confirmed before its connection broke is sent again and carries the same.
+    /// From 1 on. A batch that was not confirmed before its connection broke is sent again and carries
+    /// the same.
     #[prost(uint64, tag = "5")]
     pub number: u64,
 }
@@ -382,8 +386,8 @@ pub mod registrar_client {
     )]
     use tonic::codegen::*;
     use tonic::codegen::http::Uri;
-    /// One job's meeting point. Every call carries metadata: `farandole-token` (64 hex digits), `farandole-task`, and,
-    /// once known, `farandole-generation`.
+    /// One job's meeting point. Every call carries metadata: `farandole-token` (64 hex digits),
+    /// `farandole-task`, and, once known, `farandole-generation`.
     #[derive(Debug, Clone)]
     pub struct RegistrarClient<T> {
         inner: tonic::client::Grpc<T>,
@@ -486,8 +490,8 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Register"));
             self.inner.unary(req, path, codec).await
         }
-        /// Waits until the caller's generation has a world, which comes in pieces: those of a large job would fill the memory
-        /// if each reply lay there whole.
+        /// Waits until the caller's generation has a world, which comes in pieces: those of a large job
+        /// would fill the memory if each reply lay there whole.
         pub async fn await_assignment(
             &mut self,
             request: impl tonic::IntoRequest<super::AwaitAssignmentRequest>,
@@ -517,7 +521,8 @@ pub mod registrar_client {
                 );
             self.inner.server_streaming(req, path, codec).await
         }
-        /// A worker of an elastic job asks for a world after the one of the call's generation, and waits for it.
+        /// A worker of an elastic job asks for a world after the one of the call's generation, and waits
+        /// for it.
         pub async fn join(
             &mut self,
             request: impl tonic::IntoRequest<super::JoinRequest>,
@@ -684,7 +689,8 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Get"));
             self.inner.unary(req, path, codec).await
         }
-        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them when all have come.
+        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them
+        /// when all have come.
         pub async fn meet(
             &mut self,
             request: impl tonic::IntoRequest<super::MeetRequest>,
@@ -709,7 +715,8 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Meet"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// Log lines and metrics on their way to the driver. The reply confirms that all of them have arrived.
+        /// Log lines and metrics on their way to the driver. The reply confirms that all of them have
+        /// arrived.
         pub async fn records(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::RecordBatch>,
@@ -851,8 +858,8 @@ pub mod registrar_server {
             >
             + std::marker::Send
             + 'static;
-        /// Waits until the caller's generation has a world, which comes in pieces: those of a large job would fill the memory
-        /// if each reply lay there whole.
+        /// Waits until the caller's generation has a world, which comes in pieces: those of a large job
+        /// would fill the memory if each reply lay there whole.
         async fn await_assignment(
             &self,
             request: tonic::Request<super::AwaitAssignmentRequest>,
@@ -866,7 +873,8 @@ pub mod registrar_server {
             >
             + std::marker::Send
             + 'static;
-        /// A worker of an elastic job asks for a world after the one of the call's generation, and waits for it.
+        /// A worker of an elastic job asks for a world after the one of the call's generation, and waits
+        /// for it.
         async fn join(
             &self,
             request: tonic::Request<super::JoinRequest>,
@@ -916,12 +924,14 @@ pub mod registrar_server {
             >
             + std::marker::Send
             + 'static;
-        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them when all have come.
+        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them
+        /// when all have come.
         async fn meet(
             &self,
             request: tonic::Request<super::MeetRequest>,
         ) -> std::result::Result<tonic::Response<Self::MeetStream>, tonic::Status>;
-        /// Log lines and metrics on their way to the driver. The reply confirms that all of them have arrived.
+        /// Log lines and metrics on their way to the driver. The reply confirms that all of them have
+        /// arrived.
         async fn records(
             &self,
             request: tonic::Request<tonic::Streaming<super::RecordBatch>>,
@@ -959,8 +969,8 @@ pub mod registrar_server {
             request: tonic::Request<tonic::Streaming<super::RelayPiece>>,
         ) -> std::result::Result<tonic::Response<Self::RelayStream>, tonic::Status>;
     }
-    /// One job's meeting point. Every call carries metadata: `farandole-token` (64 hex digits), `farandole-task`, and,
-    /// once known, `farandole-generation`.
+    /// One job's meeting point. Every call carries metadata: `farandole-token` (64 hex digits),
+    /// `farandole-task`, and, once known, `farandole-generation`.
     #[derive(Debug)]
     pub struct RegistrarServer<T> {
         inner: Arc<T>,

@@ -3,17 +3,20 @@
 
 //! A file from which the registrar of an elastic job continues after its process was killed.
 //!
-//! Each record is a line of JSON, in the order of what happened. The first line is the [`Head`]. A record is written
-//! before its effects can be seen. The kernel keeps what a killed process has written, so no record waits for the
-//! disk. A last line that is cut off was not seen by anybody, and is removed.
+//! Each record is a line of JSON, in the order of what happened. The first line is the [`Head`]. A
+//! record is written before its effects can be seen. The kernel keeps what a killed process has
+//! written, so no record waits for the disk. A last line that is cut off was not seen by anybody,
+//! and is removed.
 //!
-//! If the host loses power, the last records may be lost, and workers on other hosts may know more than the file. So the
-//! head contains the boot id, and a job from before the last start of the host is not continued. A new file is on the
-//! disk before it gets its name, so a file under that name always has a head.
+//! If the host loses power, the last records may be lost, and workers on other hosts may know more
+//! than the file. So the head contains the boot id, and a job from before the last start of the
+//! host is not continued. A new file is on the disk before it gets its name, so a file under that
+//! name always has a head.
 //!
-//! The head contains the token and the private key of the job. Only the owner may read the file. A lock gives it to one
-//! process at a time. After it has grown by [`LONG`], a new file that contains only the present state, and what happened
-//! since, replaces it. Until then, records are added to the old one: nothing waits for the new file to be on the disk.
+//! The head contains the token and the private key of the job. Only the owner may read the file. A
+//! lock gives it to one process at a time. After it has grown by [`LONG`], a new file that contains
+//! only the present state, and what happened since, replaces it. Until then, records are added to
+//! the old one: nothing waits for the new file to be on the disk.
 
 #[cfg(test)]
 mod tests;
@@ -99,8 +102,8 @@ struct Writing {
     file: Option<File>,
     grown: u64,
     head: Option<Head>,
-    /// While a new file is written: records that were added to the old one since the state with which the new one
-    /// begins.
+    /// While a new file is written: records that were added to the old one since the state with
+    /// which the new one begins.
     since: Option<Vec<u8>>,
 }
 
@@ -128,11 +131,12 @@ impl Head {
 }
 
 impl Journal {
-    /// Opens the file, or creates it. `purpose` says what the job is for; a job for another purpose is not continued.
+    /// Opens the file, or creates it. `purpose` says what the job is for; a job for another purpose
+    /// is not continued.
     ///
     /// # Errors
-    /// `Journal` if the file cannot be read or written, is something else, belongs to another job, user or release, or
-    /// another process has it. The file is unchanged then.
+    /// `Journal` if the file cannot be read or written, is something else, belongs to another job,
+    /// user or release, or another process has it. The file is unchanged then.
     pub fn open(path: &Path, purpose: &str) -> Result<Self> {
         let failed = |reason: String| Error::Journal { path: path.display().to_string(), reason };
         let file = take(path).map_err(failed)?;
@@ -141,14 +145,17 @@ impl Journal {
             let current = left.head.boot == boot_id();
             if !current {
                 let path = path.display();
-                tracing::warn!(%path, "this host was started after the journal was written: the job begins from the start");
+                tracing::warn!(%path, "this host was started after the journal was written: the \
+                                       job begins from the start");
             }
             current
         });
         // An empty file that existed may be readable by others.
-        file.set_permissions(Permissions::from_mode(0o600)).map_err(|error| failed(error.to_string()))?;
+        file.set_permissions(Permissions::from_mode(0o600))
+            .map_err(|error| failed(error.to_string()))?;
         // A line that was cut off would spoil the next one.
-        file.set_len(if left.is_some() { whole } else { 0 }).map_err(|error| failed(error.to_string()))?;
+        file.set_len(if left.is_some() { whole } else { 0 })
+            .map_err(|error| failed(error.to_string()))?;
         let head = left.as_ref().map(|left| left.head.clone());
         let writing = Mutex::new(Writing { file: Some(file), grown: 0, head, since: None });
         Ok(Self { path: path.to_owned(), purpose: purpose.to_owned(), left, writing })
@@ -195,15 +202,17 @@ impl Journal {
         }
     }
 
-    /// Returns whether it has grown so much that the present state should replace it. Does not wait for writers.
+    /// Returns whether it has grown so much that the present state should replace it. Does not wait
+    /// for writers.
     pub(crate) fn is_long(&self) -> bool {
-        let long =
-            |writing: &Writing| writing.file.is_some() && writing.since.is_none() && writing.grown >= LONG;
+        let long = |writing: &Writing| {
+            writing.file.is_some() && writing.since.is_none() && writing.grown >= LONG
+        };
         self.writing.try_lock().is_some_and(|writing| long(&writing))
     }
 
-    /// Notes everything from now on after the state with which the caller will replace the file. Returns false if
-    /// there is no file, or if another caller is replacing it.
+    /// Notes everything from now on after the state with which the caller will replace the file.
+    /// Returns false if there is no file, or if another caller is replacing it.
     pub(crate) fn begin_whole(&self) -> bool {
         let mut writing = self.writing.lock();
         let free = writing.file.is_some() && writing.since.is_none();
@@ -213,7 +222,8 @@ impl Journal {
         free
     }
 
-    /// Replaces the file by one that contains only these records, and those noted since [`Journal::begin_whole`].
+    /// Replaces the file by one that contains only these records, and those noted since
+    /// [`Journal::begin_whole`].
     pub(crate) fn replace(&self, records: &[Record]) {
         if let Err(error) = self.renew(records) {
             self.give_up(&mut self.writing.lock(), &error);
@@ -264,10 +274,12 @@ impl Journal {
         PathBuf::from(name)
     }
 
-    /// An incomplete journal is removed: a registrar that continued from it would decide by an old state.
+    /// An incomplete journal is removed: a registrar that continued from it would decide by an old
+    /// state.
     fn give_up(&self, writing: &mut Writing, error: &io::Error) {
         let path = self.path.display();
-        tracing::error!(%error, %path, "the journal cannot be written: if this launcher is killed, the job ends");
+        tracing::error!(%error, %path, "the journal cannot be written: if this launcher is killed, \
+                                        the job ends");
         self.end(writing);
     }
 
@@ -309,7 +321,8 @@ impl Drop for Journal {
 fn begun(new: &Path, head: &Head, records: &[Record]) -> io::Result<File> {
     // A killed process may have left one.
     drop(std::fs::remove_file(new));
-    let mut file = OpenOptions::new().create_new(true).append(true).read(true).mode(0o600).open(new)?;
+    let mut file =
+        OpenOptions::new().create_new(true).append(true).read(true).mode(0o600).open(new)?;
     // Locked before anybody can find it under its name.
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
     let mut text = line(head)?;
@@ -336,7 +349,11 @@ fn take(path: &Path) -> std::result::Result<File, String> {
         }
         if let Err(error) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
             let held = error == rustix::io::Errno::WOULDBLOCK;
-            return Err(if held { "another launcher uses it".to_owned() } else { error.to_string() });
+            return Err(if held {
+                "another launcher uses it".to_owned()
+            } else {
+                error.to_string()
+            });
         }
         // Otherwise another file has replaced it in the meantime.
         if is_at(&file, path) {
@@ -369,7 +386,8 @@ fn read(file: &File, purpose: &str) -> std::result::Result<(Option<Left>, u64), 
         lines.read_until(b'\n', &mut text).map_err(|error| error.to_string())?;
         if text.last() == Some(&b'\n') {
             let number = records.len() + 2;
-            let damaged = |error| format!("line {number} is damaged ({error}): restore it, {GIVE_UP}");
+            let damaged =
+                |error| format!("line {number} is damaged ({error}): restore it, {GIVE_UP}");
             records.push(serde_json::from_slice(&text).map_err(damaged)?);
         }
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The membership of a job: a pure state machine without clock, I/O, lock and async. The server feeds it.
+//! The membership of a job: a pure state machine without clock, I/O, lock and async. The server
+//! feeds it.
 //!
 //! Time is a `Duration` since the job began. Every decision carries its reason.
 //!
@@ -12,12 +13,13 @@
 //!    +------- registered again <----------- verdict: everybody stops
 //! ```
 //!
-//! - `MB-1`: a generation is assigned when every task waits exactly once, and seats every task exactly once.
+//! - `MB-1`: a generation is assigned when every task waits exactly once, and seats every task
+//!   exactly once.
 //! - `MB-2`: generations grow by one and are assigned at most once.
-//! - `MB-3`: an attempt is replaced only by a higher one, also after it was lost; a repeated registration of one session
-//!   changes nothing.
-//! - `MB-4`: a generation gets at most one verdict; it names a task's own failure rather than a peer's error or a
-//!   stopped worker whenever one was seen in time.
+//! - `MB-3`: an attempt is replaced only by a higher one, also after it was lost; a repeated
+//!   registration of one session changes nothing.
+//! - `MB-4`: a generation gets at most one verdict; it names a task's own failure rather than a
+//!   peer's error or a stopped worker whenever one was seen in time.
 //! - `MB-5`: after an abort, or a finish, nothing is assigned.
 
 pub(crate) mod elastic;
@@ -115,7 +117,9 @@ pub(crate) enum Refusal {
     UnknownTask { task: TaskId, last: u32 },
     #[error("task {task} has already registered with attempt {attempt} from another process")]
     Duplicate { task: TaskId, attempt: u64 },
-    #[error("task {task} has already registered with attempt {current}, attempt {attempt} is stale")]
+    #[error(
+        "task {task} has already registered with attempt {current}, attempt {attempt} is stale"
+    )]
     Stale { task: TaskId, attempt: u64, current: u64 },
     #[error("the job was aborted: {reason}")]
     Aborted { reason: String },
@@ -245,9 +249,11 @@ impl Membership {
             let reason = format!("task {task} was started again, as attempt {attempt}");
             decisions.extend(running.stop(Verdict { reason, cause: None, retry: true }));
         }
-        self.waiting.insert(task, Registration { attempt, session, host, presence: Presence::at(now) });
+        self.waiting
+            .insert(task, Registration { attempt, session, host, presence: Presence::at(now) });
         decisions.extend(self.assign(now));
-        let part_of = if self.waiting.is_empty() { self.generation.0 } else { self.generation.0 + 1 };
+        let part_of =
+            if self.waiting.is_empty() { self.generation.0 } else { self.generation.0 + 1 };
         Ok((Generation(part_of), decisions))
     }
 
@@ -279,7 +285,9 @@ impl Membership {
     fn admit(&self, task: TaskId) -> Result<(), Refusal> {
         match &self.phase {
             Phase::Aborted { reason } => return Err(Refusal::Aborted { reason: reason.clone() }),
-            Phase::Finished { generation } => return Err(Refusal::Finished { generation: *generation }),
+            Phase::Finished { generation } => {
+                return Err(Refusal::Finished { generation: *generation });
+            }
             Phase::Open => {}
         }
         if task.0 >= self.options.tasks {
@@ -289,7 +297,9 @@ impl Membership {
     }
 
     fn touch(&mut self, task: TaskId, session: u64, change: impl Fn(&mut Presence)) {
-        if let Some(waiting) = self.waiting.get_mut(&task).filter(|waiting| waiting.session == session) {
+        if let Some(waiting) =
+            self.waiting.get_mut(&task).filter(|waiting| waiting.session == session)
+        {
             change(&mut waiting.presence);
         }
         if let Some(member) = self.running.as_mut().and_then(|running| running.member(task))

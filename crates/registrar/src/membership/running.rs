@@ -42,7 +42,11 @@ pub(super) struct Running {
 }
 
 impl Running {
-    pub(super) fn new(now: Duration, world: World, waiting: BTreeMap<TaskId, Registration>) -> Self {
+    pub(super) fn new(
+        now: Duration,
+        world: World,
+        waiting: BTreeMap<TaskId, Registration>,
+    ) -> Self {
         let ranks: BTreeMap<TaskId, Rank> =
             (0u32..).map(Rank).zip(&world.seats).map(|(rank, seat)| (seat.task, rank)).collect();
         let members = waiting
@@ -96,7 +100,8 @@ impl Running {
     /// Returns whether all tasks ended well by themselves.
     pub(super) fn is_finished(&self) -> bool {
         let well = |end: &End| matches!(&end.what, What::Exited(exit) if exit.how.is_success());
-        self.verdict.is_none() && self.members.values().all(|member| member.end.as_ref().is_some_and(well))
+        self.verdict.is_none()
+            && self.members.values().all(|member| member.end.as_ref().is_some_and(well))
     }
 
     /// Looks for lost agents, and for a failure whose grace is over.
@@ -118,8 +123,9 @@ impl Running {
         decisions
     }
 
-    /// Returns the verdict, once enough is known: all tasks have ended, or the grace after the first failure is over.
-    /// While there are only peers' errors, the report of their cause is still on its way, so these wait longer.
+    /// Returns the verdict, once enough is known: all tasks have ended, or the grace after the
+    /// first failure is over. While there are only peers' errors, the report of their cause is
+    /// still on its way, so these wait longer.
     fn judge(&self, now: Duration, options: &Options) -> Option<Verdict> {
         let (task, member, end) = self.first_failure()?;
         let earliest = self.failures().map(|(_, _, end)| end.at).min()?;
@@ -132,8 +138,12 @@ impl Running {
         if !everybody && now.saturating_sub(earliest) < grace {
             return None;
         }
-        let host =
-            self.world.seats.get(member.rank.index()).map(|seat| seat.host.0.as_str()).unwrap_or_default();
+        let host = self
+            .world
+            .seats
+            .get(member.rank.index())
+            .map(|seat| seat.host.0.as_str())
+            .unwrap_or_default();
         let reason = format!("rank {} on {host} {}", member.rank, end.sentence());
         Some(Verdict { reason, cause: Some(task), retry: matches!(end.what, What::Lost(_)) })
     }

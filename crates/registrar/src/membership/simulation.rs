@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whole jobs in simulated time, with agents that crash and start again, over a network that loses, delays, repeats
-//! and parts. One seed is one history: a failure names it, and `FARANDOLE_SIMULATION_FIRST` with
-//! `FARANDOLE_SIMULATION_SEEDS=1` plays it again.
+//! Whole jobs in simulated time, with agents that crash and start again, over a network that loses,
+//! delays, repeats and parts. One seed is one history: a failure names it, and
+//! `FARANDOLE_SIMULATION_FIRST` with `FARANDOLE_SIMULATION_SEEDS=1` plays it again.
 //!
 //! - `SI-1`: a generation that finishes is one whose every worker ended well, in it.
-//! - `SI-2`: a verdict blames a task that failed, crashed or was cut off, never one that lost its peer; without `retry`
-//!   only one that failed.
-//! - `SI-3`: once the network heals and agents stay, the job comes to its end, and never by the limit of its start.
-//! - `SI-4`: two generations never work at once, but for workers that have not yet heard, or cannot hear, of their end.
+//! - `SI-2`: a verdict blames a task that failed, crashed or was cut off, never one that lost its
+//!   peer; without `retry` only one that failed.
+//! - `SI-3`: once the network heals and agents stay, the job comes to its end, and never by the
+//!   limit of its start.
+//! - `SI-4`: two generations never work at once, but for workers that have not yet heard, or cannot
+//!   hear, of their end.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -131,7 +133,8 @@ struct World {
     parted: BTreeMap<u32, u64>,
     sessions: u64,
     restarting: usize,
-    /// Whether an agent that hears of another one's loss registers again, as in a gang without a barrier.
+    /// Whether an agent that hears of another one's loss registers again, as in a gang without a
+    /// barrier.
     rejoins: bool,
     faults: bool,
     assigned: u64,
@@ -196,7 +199,8 @@ impl World {
         self.parted.get(&task).is_some_and(|until| *until > self.now)
     }
 
-    /// Sends something over the network: late, twice, or never. Beats come on a stream, where loss is but delay.
+    /// Sends something over the network: late, twice, or never. Beats come on a stream, where loss
+    /// is but delay.
     fn send(&mut self, task: u32, what: Happens) {
         let healed = !self.faults || self.now >= HEALED;
         let streams = matches!(what, Happens::Arrives { what: Said::Beat, .. });
@@ -281,8 +285,15 @@ impl World {
     fn restart(&mut self, task: u32) {
         self.sessions += 1;
         let (session, attempt) = (self.sessions, self.sessions);
-        let agent =
-            Agent { session, attempt, registered: false, working: None, ended: None, done: false, beaten: 0 };
+        let agent = Agent {
+            session,
+            attempt,
+            registered: false,
+            working: None,
+            ended: None,
+            done: false,
+            beaten: 0,
+        };
         self.agents.insert(task, agent);
         self.at(self.now, Happens::Agent { task, session });
     }
@@ -294,14 +305,19 @@ impl World {
             self.disturb(task, generation);
         }
         if !self.is_cut(task) && self.chance.random_bool(0.8) {
-            self.at(self.now + 5, Happens::Arrives { task, session: agent.session, what: Said::Closed });
+            self.at(
+                self.now + 5,
+                Happens::Arrives { task, session: agent.session, what: Said::Closed },
+            );
         }
         // A barrier stage starts again as a whole. Without one, only lost tasks start again.
-        let tasks: Vec<u32> = if self.rejoins { vec![task] } else { (0..self.job.options.tasks).collect() };
+        let tasks: Vec<u32> =
+            if self.rejoins { vec![task] } else { (0..self.job.options.tasks).collect() };
         let later = self.now + self.chance.random_range(500..8_000);
         for task in tasks {
-            // Spark ends the tasks of a stage together, but not at one moment, nor does it wait for that: if there
-            // are slots, the rest of the old stage runs beside the new one, and ends without a message.
+            // Spark ends the tasks of a stage together, but not at one moment, nor does it wait for
+            // that: if there are slots, the rest of the old stage runs beside the new one, and ends
+            // without a message.
             if let Some(session) = self.agents.get(&task).map(|agent| agent.session) {
                 self.blamable.insert(task);
                 let ended = self.now + self.chance.random_range(20..LINGERS);
@@ -332,7 +348,10 @@ impl World {
     fn act(&mut self, task: u32, session: u64) {
         let now = self.now;
         let healed = self.parted.get(&task).is_some_and(|until| *until <= now);
-        let Some(agent) = self.agents.get_mut(&task).filter(|agent| agent.session == session) else { return };
+        let Some(agent) = self.agents.get_mut(&task).filter(|agent| agent.session == session)
+        else {
+            return;
+        };
         if agent.done {
             return;
         }
@@ -349,7 +368,8 @@ impl World {
             && now >= until
         {
             agent.working = None;
-            agent.ended = Some(Said::Exited { generation, code, peer: code == PEER, stopped: false });
+            agent.ended =
+                Some(Said::Exited { generation, code, peer: code == PEER, stopped: false });
             if code == 0 {
                 self.good.entry(generation).or_default().insert(task);
             } else if code != PEER {
@@ -394,10 +414,16 @@ impl World {
             Said::Beat => self.job.observe(time, Input::Beat { task: name, session }),
             Said::Closed => self.job.observe(time, Input::Disconnected { task: name, session }),
             Said::Exited { generation, code, peer, stopped } => {
-                let exit = Exit { how: How::Code(code), peer_error: peer, stopped, stderr_tail: Vec::new() };
+                let exit = Exit {
+                    how: How::Code(code),
+                    peer_error: peer,
+                    stopped,
+                    stderr_tail: Vec::new(),
+                };
                 let input = Input::Exited { task: name, generation: Generation(generation), exit };
                 let decisions = self.job.observe(time, input);
-                // A failure is answered by the verdict; a success too, as one that is lost makes all begin again.
+                // A failure is answered by the verdict; a success too, as one that is lost makes
+                // all begin again.
                 decisions
             }
         };
@@ -418,7 +444,10 @@ impl World {
     fn hears(&mut self, task: u32, session: u64, what: Told) {
         let ends = self.now + self.chance.random_range(500..20_000);
         let code = i32::from(self.faults && self.now < HEALED && self.chance.random_bool(0.03));
-        let Some(agent) = self.agents.get_mut(&task).filter(|agent| agent.session == session) else { return };
+        let Some(agent) = self.agents.get_mut(&task).filter(|agent| agent.session == session)
+        else {
+            return;
+        };
         match what {
             Told::Registered => agent.registered = true,
             Told::Assigned { generation }
@@ -427,7 +456,8 @@ impl World {
                 agent.working = Some((generation, ends, code));
             }
             Told::Stop { generation } => {
-                let mine = agent.working.is_some_and(|(of, ..)| of == generation) || agent.working.is_none();
+                let mine = agent.working.is_some_and(|(of, ..)| of == generation)
+                    || agent.working.is_none();
                 if mine && !agent.done {
                     agent.working = None;
                     agent.ended = None;
@@ -452,14 +482,22 @@ impl World {
                 Decision::Assigned { world } => {
                     assert_eq!(world.generation.0, self.assigned + 1, "seed {}", self.seed);
                     let before = self.assigned;
-                    assert!(before == 0 || self.verdicts.contains(&before), "SI-4: seed {}", self.seed);
+                    assert!(
+                        before == 0 || self.verdicts.contains(&before),
+                        "SI-4: seed {}",
+                        self.seed
+                    );
                     self.assigned += 1;
                     self.failures.clear();
                 }
                 Decision::Stop { generation, verdict } => {
                     assert!(self.verdicts.insert(generation.0), "seed {}: two verdicts", self.seed);
                     if let Some(TaskId(task)) = verdict.cause {
-                        assert!(self.blamable.contains(&task), "SI-2: seed {}: {verdict:?}", self.seed);
+                        assert!(
+                            self.blamable.contains(&task),
+                            "SI-2: seed {}: {verdict:?}",
+                            self.seed
+                        );
                     }
                     if !verdict.retry {
                         let blamed = verdict.cause.map(|task| task.0);

@@ -78,7 +78,9 @@ fn the_last_registration_assigns_every_task() {
     assert_eq!(job.missing().collect::<Vec<_>>(), [TaskId(1)]);
     let (generation, decisions) = job.register(at(1), TaskId(1), 0, 3, host("b")).unwrap();
     assert_eq!(generation, Generation(1));
-    let Some(Decision::Assigned { world }) = decisions.last() else { panic!("no world: {decisions:?}") };
+    let Some(Decision::Assigned { world }) = decisions.last() else {
+        panic!("no world: {decisions:?}")
+    };
     let tasks: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
     assert_eq!(tasks, [0, 1, 2]);
 }
@@ -93,7 +95,10 @@ fn unknown_duplicate_and_stale_registrations_are_refused() {
     ));
     job.register(at(0), TaskId(0), 4, 1, host("a")).unwrap();
     assert_eq!(job.register(at(0), TaskId(0), 4, 1, host("a")).unwrap(), (Generation(1), vec![]));
-    assert!(matches!(job.register(at(0), TaskId(0), 4, 2, host("a")), Err(Refusal::Duplicate { .. })));
+    assert!(matches!(
+        job.register(at(0), TaskId(0), 4, 2, host("a")),
+        Err(Refusal::Duplicate { .. })
+    ));
     assert!(matches!(
         job.register(at(0), TaskId(0), 3, 3, host("a")),
         Err(Refusal::Stale { current: 4, .. })
@@ -196,7 +201,10 @@ fn all_exits_good_finish_the_job_and_nothing_follows() {
         exited(&mut job, 1, 2, exit(How::Code(0))),
         [Decision::Finished { generation: Generation(1) }]
     );
-    assert!(matches!(job.register(at(2), TaskId(0), 9, 9, host("a")), Err(Refusal::Finished { .. })));
+    assert!(matches!(
+        job.register(at(2), TaskId(0), 9, 9, host("a")),
+        Err(Refusal::Finished { .. })
+    ));
     assert_eq!(job.observe(at(60_000), Input::Abort { reason: "late".into() }), []);
 }
 
@@ -293,7 +301,8 @@ proptest! {
                         };
                     }
                     Decision::Finished { generation } => {
-                        prop_assert!(!stopped.contains(&generation), "a stopped generation is not done");
+                        prop_assert!(!stopped.contains(&generation), "a stopped generation is not \
+                                                                      done");
                         ended = true;
                     }
                     Decision::Aborted { .. } => ended = true,

@@ -61,18 +61,23 @@ impl Gate {
         if !self.token.matches(token) {
             return Err(Status::unauthenticated("the token is not this job's"));
         }
-        let task: u32 =
-            number(metadata, TASK).ok_or_else(|| Status::invalid_argument("the call names no task"))?;
+        let task: u32 = number(metadata, TASK)
+            .ok_or_else(|| Status::invalid_argument("the call names no task"))?;
         if task >= self.tasks {
             let last = self.tasks - 1;
-            return Err(Status::not_found(format!("unknown task {task}: the job has tasks 0 to {last}")));
+            return Err(Status::not_found(format!(
+                "unknown task {task}: the job has tasks 0 to {last}"
+            )));
         }
         if !self.spend(task) {
             let reason = format!("task {task} makes more than {RATE} calls a second");
             return Err(Status::resource_exhausted(reason));
         }
         self.admitted.fetch_add(1, Ordering::Relaxed);
-        Ok(Caller { task: TaskId(task), generation: Generation(number(metadata, GENERATION).unwrap_or(0)) })
+        Ok(Caller {
+            task: TaskId(task),
+            generation: Generation(number(metadata, GENERATION).unwrap_or(0)),
+        })
     }
 
     fn spend(&self, task: u32) -> bool {

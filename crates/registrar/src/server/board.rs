@@ -36,7 +36,8 @@ pub(super) struct Board {
     pub(super) aborted: Option<Arc<Verdict>>,
     /// The last registration of each task: earlier starts of it get no rank any more.
     pub(super) holders: HashMap<TaskId, u64>,
-    /// Elastic jobs: workers that are out, and why; those that may go; and what members of a world should know.
+    /// Elastic jobs: workers that are out, and why; those that may go; and what members of a world
+    /// should know.
     pub(super) ends: HashMap<TaskId, Arc<Verdict>>,
     pub(super) dismissed: HashMap<TaskId, Arc<str>>,
     pub(super) change: Option<Change>,
@@ -64,7 +65,8 @@ impl Board {
         if let Some(verdict) = &self.aborted {
             return Some(Verdict::clone(verdict));
         }
-        let current = self.world.as_ref().map_or(Generation(0), |published| published.world.generation);
+        let current =
+            self.world.as_ref().map_or(Generation(0), |published| published.world.generation);
         (generation.0 > 0 && generation < current).then(|| Verdict {
             reason: format!("generation {generation} was followed by generation {current}"),
             cause: None,

@@ -3,8 +3,9 @@
 
 //! The clock of the registrar, without the times in which the process did not run.
 //!
-//! A driver can be stopped: by a debugger, by Ctrl-Z, by a laptop that sleeps. While it is, it hears no agent. When it
-//! continues, every agent has been silent for as long. That says nothing of them, so such time does not count.
+//! A driver can be stopped: by a debugger, by Ctrl-Z, by a laptop that sleeps. While it is, it
+//! hears no agent. When it continues, every agent has been silent for as long. That says nothing of
+//! them, so such time does not count.
 
 use std::time::Duration;
 
@@ -24,7 +25,8 @@ impl Clock {
         let since = running.saturating_sub(self.looked);
         if since >= STOPPED {
             tracing::warn!(
-                "this process did not run for {:.1} s: it was stopped, its host slept or had no time for it",
+                "this process did not run for {:.1} s: it was stopped, its host slept or had no \
+                 time for it",
                 since.as_secs_f64()
             );
             self.stood += since;

@@ -3,9 +3,9 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: the turn to carry out decisions, then membership, then the clock, then the reported state, then board,
-//! then events; or the turn, then key-values, then meetings. The journal is locked last, and never with membership
-//! locked.
+//! Lock order: the turn to carry out decisions, then membership, then the clock, then the reported
+//! state, then board, then events; or the turn, then key-values, then meetings. The journal is
+//! locked last, and never with membership locked.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -29,7 +29,8 @@ use crate::kv::KeyValues;
 use crate::meetings::Meetings;
 use crate::membership::{self, Input, Liveness, Membership, Refusal, elastic};
 
-/// The number of senders that are remembered for each task: its agent, its worker, and those before them.
+/// The number of senders that are remembered for each task: its agent, its worker, and those before
+/// them.
 const SOURCES: usize = 8;
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
@@ -41,7 +42,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const GLANCE: Duration = Duration::from_millis(5);
 /// Interval at which the clock is read.
 const TICK: Duration = Duration::from_millis(50);
-/// Time by which the registrar ends a late start after the driver and the agents: their messages say more.
+/// Time by which the registrar ends a late start after the driver and the agents: their messages
+/// say more.
 const LEEWAY: Duration = Duration::from_secs(1);
 /// Agents show that they live each second: a shorter silence says nothing.
 const SHORTEST: Duration = Duration::from_secs(3);
@@ -79,7 +81,8 @@ pub(super) struct Core {
     pub(super) last_ranks: Mutex<HashMap<TaskId, Rank>>,
 }
 
-/// The events of a generation's tasks that the driver knows. A call repeated after a broken connection is no news.
+/// The events of a generation's tasks that the driver knows. A call repeated after a broken
+/// connection is no news.
 #[derive(Default)]
 struct Told {
     generation: Generation,
@@ -130,7 +133,8 @@ impl Core {
         Self::of(job_id, options, Members::fixed(membership))
     }
 
-    /// For workers that come and go; with what an earlier registrar has kept of the job, if there is any.
+    /// For workers that come and go; with what an earlier registrar has kept of the job, if there
+    /// is any.
     pub(super) fn elastic(job_id: JobId, options: &Options, kept: Kept) -> Self {
         let Kept { machine, journal, at, kv, meetings } = kept;
         let members = Members::elastic(machine, journal.is_some());
@@ -163,8 +167,8 @@ impl Core {
         }
     }
 
-    /// Returns whether a batch of records is one that has not come before: one whose connection broke may be sent
-    /// again.
+    /// Returns whether a batch of records is one that has not come before: one whose connection
+    /// broke may be sent again.
     pub(super) fn is_new_batch(&self, task: TaskId, source: u64, number: u64) -> bool {
         let mut batches = self.batches.lock();
         let known = batches.entry(task).or_default();
@@ -180,7 +184,8 @@ impl Core {
         true
     }
 
-    /// Time since the job began, without that in which this process was stopped; membership is locked.
+    /// Time since the job began, without that in which this process was stopped; membership is
+    /// locked.
     pub(super) fn now(&self) -> Duration {
         self.before + self.clock.lock().read(self.started.elapsed())
     }
@@ -206,8 +211,8 @@ impl Core {
         self.act(|members| members.ready(self.now(), task, after, suspects))
     }
 
-    /// Takes in a sign of life. False when its sender waited and was dropped for its silence, which it cannot know: it
-    /// has to register again.
+    /// Takes in a sign of life. False when its sender waited and was dropped for its silence, which
+    /// it cannot know: it has to register again.
     pub(super) fn beat(&self, task: TaskId, session: u64) -> bool {
         let mut membership = self.membership.lock();
         // Nothing follows from it, so it waits for nothing.
@@ -217,7 +222,8 @@ impl Core {
         !dropped
     }
 
-    /// Returns a number for a connection that has begun to carry an agent's signs of life; older ones count no more.
+    /// Returns a number for a connection that has begun to carry an agent's signs of life; older
+    /// ones count no more.
     pub(super) fn stream(&self, task: TaskId) -> u64 {
         let mut streams = self.streams.lock();
         let latest = streams.entry(task).or_default();
@@ -240,7 +246,9 @@ impl Core {
     /// Takes in a worker's end; the driver gets it before its consequences.
     pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
         self.act(|members| {
-            if self.is_news(members, generation) && self.told.lock().enter(generation).ends.insert(task) {
+            if self.is_news(members, generation)
+                && self.told.lock().enter(generation).ends.insert(task)
+            {
                 members.ended(task, generation, exit.clone());
             }
             members.observe(self.now(), Input::Exited { task, generation, exit });
@@ -256,19 +264,23 @@ impl Core {
         self.events.push(Event::Exited { task, rank, exit });
     }
 
-    /// Lets workers that wait for this one hear that it has ended well: a failure ends them all anyway.
+    /// Lets workers that wait for this one hear that it has ended well: a failure ends them all
+    /// anyway.
     fn note_end(&self, generation: Generation, rank: Rank, exit: &Exit) {
         if !exit.how.is_success() {
             return;
         }
-        let host = self.assignment().and_then(|world| Some(world.seats.get(rank.index())?.host.0.clone()));
+        let host =
+            self.assignment().and_then(|world| Some(world.seats.get(rank.index())?.host.0.clone()));
         self.meetings.lock().ended(generation, rank.0, host.unwrap_or_default());
     }
 
     /// Takes in what a worker of the present generation returned.
     pub(super) fn returned(&self, task: TaskId, generation: Generation, data: Vec<u8>) {
         let membership = self.membership.lock();
-        if self.is_news(&membership, generation) && self.told.lock().enter(generation).results.insert(task) {
+        if self.is_news(&membership, generation)
+            && self.told.lock().enter(generation).results.insert(task)
+        {
             self.events.push(Event::Result { task, rank: self.last_rank(task), data });
         }
     }
@@ -409,7 +421,8 @@ mod tests {
             }
         };
         let waited = || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             let started = Instant::now();
             runtime.block_on(core.room());
             started.elapsed()

@@ -9,15 +9,16 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{Error, Result};
 
-/// Descriptors that the process needs besides: files, pipes, and connections that are still strangers.
+/// Descriptors that the process needs besides: files, pipes, and connections that are still
+/// strangers.
 const SPARE: u64 = 64;
 
 /// The number of descriptors that connections may not take.
 const OWN: u64 = SPARE / 2;
 
-/// Raises the soft limit as far as the job may need it: `least` connections for certain, `most` at times, strangers
-/// included. How many connections there may be at a time: were there more, `accept` would fail, for honest callers as
-/// for strangers, until one of them ends.
+/// Raises the soft limit as far as the job may need it: `least` connections for certain, `most` at
+/// times, strangers included. How many connections there may be at a time: were there more,
+/// `accept` would fail, for honest callers as for strangers, until one of them ends.
 ///
 /// # Errors
 /// `Descriptors`, naming the number that is needed, where the hard limit is lower than for `least`.
@@ -41,7 +42,11 @@ fn raise(least: u32, must: u64, may: u64) -> Result<()> {
     }
     let current = limits.maximum.map_or(may, |hard| hard.min(may));
     setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limits })
-        .or_else(|error| if limits.current.is_some_and(|soft| soft >= must) { Ok(()) } else { Err(error) })
+        .or_else(
+            |error| {
+                if limits.current.is_some_and(|soft| soft >= must) { Ok(()) } else { Err(error) }
+            },
+        )
         .map_err(|_| refused(limits.current.unwrap_or(u64::MAX)))
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Effects of a decision: the journal records it, then waiting calls are answered, and the driver gets events.
+//! Effects of a decision: the journal records it, then waiting calls are answered, and the driver
+//! gets events.
 
 use std::sync::Arc;
 
@@ -16,15 +17,16 @@ use crate::journal::Record;
 use crate::membership::Decision;
 
 impl Core {
-    /// Lets `act` take a step, and returns when the effects of it, and of the steps before it, may be seen.
+    /// Lets `act` take a step, and returns when the effects of it, and of the steps before it, may
+    /// be seen.
     pub(super) fn act<T>(&self, act: impl FnOnce(&mut Members) -> T) -> T {
         let done = act(&mut self.membership.lock());
         self.carry_out();
         done
     }
 
-    /// Carries out due actions. Membership is not locked while the journal is written, so signs of life are still
-    /// taken.
+    /// Carries out due actions. Membership is not locked while the journal is written, so signs of
+    /// life are still taken.
     pub(super) fn carry_out(&self) {
         self.apart(|| {
             let _turn = self.turn.lock();
@@ -48,8 +50,8 @@ impl Core {
         }
     }
 
-    /// Carries out actions that may wait for the disk if there is a journal. Meanwhile other threads serve the calls
-    /// that this one would.
+    /// Carries out actions that may wait for the disk if there is a journal. Meanwhile other
+    /// threads serve the calls that this one would.
     pub(super) fn apart<T>(&self, work: impl FnOnce() -> T) -> T {
         if self.journal.is_some() { tokio::task::block_in_place(work) } else { work() }
     }
@@ -81,11 +83,17 @@ impl Core {
                 Decision::Stop { generation, verdict } => {
                     let rank = verdict.cause.and_then(|task| self.board.borrow().rank(task));
                     self.events.push(Event::Aborted { verdict: verdict.clone(), rank });
-                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
+                    self.board
+                        .send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
                 }
                 Decision::Aborted { reason } => {
                     let verdict = Verdict { reason, cause: None, retry: false };
-                    let told = self.board.borrow().over.as_ref().is_some_and(|(_, over)| **over == verdict);
+                    let told = self
+                        .board
+                        .borrow()
+                        .over
+                        .as_ref()
+                        .is_some_and(|(_, over)| **over == verdict);
                     if !told {
                         self.events.push(Event::Aborted { verdict: verdict.clone(), rank: None });
                     }
@@ -99,7 +107,8 @@ impl Core {
                 }
                 Decision::Dismissed { task, reason } => {
                     self.events.push(Event::Dismissed { task, reason: reason.clone() });
-                    self.board.send_modify(|board| drop(board.dismissed.insert(task, reason.into())));
+                    self.board
+                        .send_modify(|board| drop(board.dismissed.insert(task, reason.into())));
                 }
                 Decision::Changed { generation, removed, added } => {
                     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -108,7 +117,8 @@ impl Core {
                     self.board.send_modify(|board| board.change = Some(change));
                 }
                 Decision::Broken { generation, verdict } => {
-                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
+                    self.board
+                        .send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
                 }
                 Decision::Finished { generation } => {
                     if self.is_elastic {
@@ -124,7 +134,9 @@ impl Core {
     pub(super) fn publish(&self, world: World) {
         let published = Arc::new(Published::new(world));
         if self.is_elastic {
-            self.last_ranks.lock().extend(published.ranks.iter().map(|(task, rank)| (*task, *rank)));
+            self.last_ranks
+                .lock()
+                .extend(published.ranks.iter().map(|(task, rank)| (*task, *rank)));
         }
         self.board.send_modify(|board| board.world = Some(published));
     }

@@ -3,10 +3,11 @@
 
 //! Limits of connections: strangers never displace callers with the token.
 //!
-//! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and one of
-//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. The first to
-//! make way are those at the stage of the handshake where most are (the earliest such stage), and of these the oldest
-//! from where most come. So a stranger that fills one stage does not displace callers at another.
+//! A connection is unproven until a call on it has passed the gate. It is ended when that takes too
+//! long, and one of its kind makes way as soon as there is no place left; a proven one keeps its
+//! place while it lives. The first to make way are those at the stage of the handshake where most
+//! are (the earliest such stage), and of these the oldest from where most come. So a stranger that
+//! fills one stage does not displace callers at another.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
@@ -32,7 +33,8 @@ use crate::accepting::Failing;
 
 /// Longest life of an unproven connection.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The same, more for each task: when all of a large job connect at once, their handshakes take turns.
+/// The same, more for each task: when all of a large job connect at once, their handshakes take
+/// turns.
 const TURN: Duration = Duration::from_millis(1);
 
 /// Connections that wait to be accepted, as far as the system lets them.
@@ -93,9 +95,9 @@ impl State {
         let oldest = candidates.filter_map(|((_, source), group)| {
             group.keys().next().map(|number| (group.len(), Reverse(*number), *source))
         });
-        oldest
-            .max()
-            .is_some_and(|(_, Reverse(number), source)| self.remove(fullest, source, number).is_some())
+        oldest.max().is_some_and(|(_, Reverse(number), source)| {
+            self.remove(fullest, source, number).is_some()
+        })
     }
 }
 
@@ -159,7 +161,8 @@ impl Seat {
         }
         let stage = self.stage.lock();
         let mut state = self.places.state.lock();
-        // Whoever was unseated a moment ago stays so: the connection ends, and its caller makes another.
+        // Whoever was unseated a moment ago stays so: the connection ends, and its caller makes
+        // another.
         if let Some(seated) = state.remove(*stage, self.source, self.number) {
             state.proven.insert(self.number);
             self.proven.store(true, Ordering::Release);
@@ -227,14 +230,14 @@ impl Counted {
     }
 }
 
-/// Returns the most connections that may be wanted: an agent and a worker for each task, twice for restarts, and a
-/// few.
+/// Returns the most connections that may be wanted: an agent and a worker for each task, twice for
+/// restarts, and a few.
 pub(super) fn places(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }
 
-/// Connections to `listener`, at most `most` at a time. Connections beyond that are closed at once, or replace one
-/// that has not shown the token.
+/// Connections to `listener`, at most `most` at a time. Connections beyond that are closed at once,
+/// or replace one that has not shown the token.
 pub(super) fn accept(
     listener: TcpListener,
     most: usize,

@@ -26,7 +26,8 @@ const GONE: &str = "the registrar counts this worker as gone";
 /// A job as an earlier registrar has left it.
 #[derive(Clone, Debug, Default)]
 pub struct Resumed {
-    /// Workers that have registered and are not known to have ended, and the host of each, as it was discovered.
+    /// Workers that have registered and are not known to have ended, and the host of each, as it
+    /// was discovered.
     pub workers: BTreeMap<TaskId, String>,
     /// The present world, seen from rank 0.
     pub world: Option<World>,
@@ -50,7 +51,13 @@ impl Kept {
             let journal = Arc::clone(journal);
             meetings.note_with(move |formed| journal.note(&Record::Met(formed.clone())));
         }
-        Self { machine: Elastic::new(rules), journal, at: Duration::ZERO, kv: KeyValues::default(), meetings }
+        Self {
+            machine: Elastic::new(rules),
+            journal,
+            at: Duration::ZERO,
+            kv: KeyValues::default(),
+            meetings,
+        }
     }
 
     /// Begins the journal.
@@ -58,7 +65,9 @@ impl Kept {
     /// # Errors
     /// `Journal`.
     pub(super) fn begin(&self, ticket: &Ticket, identity: &Identity, port: u16) -> Result<()> {
-        self.journal.as_ref().map_or(Ok(()), |journal| journal.begin(ticket, identity, port, &self.machine))
+        self.journal
+            .as_ref()
+            .map_or(Ok(()), |journal| journal.begin(ticket, identity, port, &self.machine))
     }
 
     /// Returns a job that continues, by new rules.
@@ -72,7 +81,9 @@ impl Kept {
                     kept.machine.repeat(step);
                 }
                 // Values that were refused then are refused now.
-                Record::Put(Pair { generation, key, value }) => drop(kept.kv.put(generation, key, value)),
+                Record::Put(Pair { generation, key, value }) => {
+                    drop(kept.kv.put(generation, key, value))
+                }
                 Record::Met(formed) => kept.meetings.restore(formed),
             }
         }
@@ -82,8 +93,8 @@ impl Kept {
 }
 
 impl Core {
-    /// Continues a job of an earlier registrar: workers that still run get no new orders, and workers that were given
-    /// up must end.
+    /// Continues a job of an earlier registrar: workers that still run get no new orders, and
+    /// workers that were given up must end.
     pub(super) fn resume(&self) -> Resumed {
         // Steps by other rules than those before them would be done again by the wrong ones.
         self.shorten_journal();
@@ -108,7 +119,8 @@ impl Core {
         resumed
     }
 
-    /// Shortens a journal that has become long, in its own thread, so that the clock continues meanwhile.
+    /// Shortens a journal that has become long, in its own thread, so that the clock continues
+    /// meanwhile.
     pub(super) fn shorten_journal_beside(self: &Arc<Self>) {
         if self.journal.as_ref().is_some_and(|journal| journal.is_long()) {
             let core = Arc::clone(self);
@@ -126,8 +138,8 @@ impl Core {
         }
     }
 
-    /// Returns the present state; what happens after it follows it in the journal. `None` where that is being
-    /// written.
+    /// Returns the present state; what happens after it follows it in the journal. `None` where
+    /// that is being written.
     fn whole(&self, journal: &Journal) -> Option<Vec<Record>> {
         let _turn = self.turn.lock();
         let mut membership = self.membership.lock();
@@ -180,10 +192,15 @@ impl Core {
         kv.put_if_absent(generation, key, value)
     }
 
-    /// Notes a value before anybody hears of it. One that is refused now is refused again when the journal is read.
+    /// Notes a value before anybody hears of it. One that is refused now is refused again when the
+    /// journal is read.
     fn note_put(&self, generation: Generation, key: &str, value: &Bytes) {
         if let Some(journal) = &self.journal {
-            journal.note(&Record::Put(Pair { generation, key: key.to_owned(), value: value.clone() }));
+            journal.note(&Record::Put(Pair {
+                generation,
+                key: key.to_owned(),
+                value: value.clone(),
+            }));
         }
     }
 }
@@ -228,7 +245,8 @@ mod tests {
         let core = core(Journal::open(&folder.path().join("journal"), "train").unwrap());
         let journal = Arc::clone(core.journal.as_ref().unwrap());
         core.observe(Input::Hosts(vec![("a".to_owned(), 2)]));
-        let register = |task| core.register(TaskId(task), 0, u64::from(task), HostHash("a".to_owned()));
+        let register =
+            |task| core.register(TaskId(task), 0, u64::from(task), HostHash("a".to_owned()));
         let told = |task| core.board.borrow().holders.contains_key(&TaskId(task));
         register(0).unwrap();
         thread::scope(|scope| {

@@ -14,7 +14,8 @@ use crate::host;
 /// Time between two attempts to listen.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Like [`listen`], again until `patience` has passed: a connection of another process may have a port for a moment.
+/// Like [`listen`], again until `patience` has passed: a connection of another process may have a
+/// port for a moment.
 pub(super) fn listen_in_time(
     host: Option<&str>,
     bound: Option<IpAddr>,
@@ -30,8 +31,8 @@ pub(super) fn listen_in_time(
     }
 }
 
-/// Listens on the first free port of the range. A host that is no address of this machine (a service name, an
-/// address behind NAT) is offered in the ticket while we listen on every address.
+/// Listens on the first free port of the range. A host that is no address of this machine (a
+/// service name, an address behind NAT) is offered in the ticket while we listen on every address.
 fn listen(
     host: Option<&str>,
     bound: Option<IpAddr>,
@@ -75,7 +76,11 @@ fn listen(
 fn offered(host: Option<&str>, port: u16) -> Vec<String> {
     if let Some(host) = host {
         let bare = host.trim_matches(['[', ']']);
-        return vec![if bare.contains(':') { format!("[{bare}]:{port}") } else { format!("{bare}:{port}") }];
+        return vec![if bare.contains(':') {
+            format!("[{bare}]:{port}")
+        } else {
+            format!("{bare}:{port}")
+        }];
     }
     let reachable = |address: &IpAddr| address.is_ipv4() || dual_stack();
     host::addresses()

@@ -18,7 +18,8 @@ const PIECE: usize = 8 << 10;
 /// A reply whose pieces are made when there is room for them on their way.
 pub(super) type Pieces = Box<dyn Iterator<Item = Result<wire::MeetReply, Status>> + Send>;
 
-/// A question that was asked. Dropped before it is answered, as when its caller is gone, it is taken back.
+/// A question that was asked. Dropped before it is answered, as when its caller is gone, it is
+/// taken back.
 pub(super) struct Asked<'a> {
     pub(super) core: &'a Core,
     pub(super) generation: Generation,
@@ -37,15 +38,18 @@ impl Drop for Asked<'_> {
 /// Returns the question of `rank` in a world of `size`.
 ///
 /// # Errors
-/// `invalid_argument` for members that are not ascending ranks of the world with the asking one among them.
+/// `invalid_argument` for members that are not ascending ranks of the world with the asking one
+/// among them.
 pub(super) fn question(rank: u32, size: u32, message: wire::MeetRequest) -> Result<Ask, Status> {
     let wire::MeetRequest { attempt, holder, members, card, .. } = message;
     let members: Members =
         if members.is_empty() { (0..size).collect() } else { members.into_iter().collect() };
     let ascending = members.is_sorted_by(|one, next| one < next);
     if !ascending || !members.contains(&rank) || members.last().is_none_or(|last| *last >= size) {
-        let reason =
-            format!("the members of a world are ranks of 0 to {}, ascending", size.saturating_sub(1));
+        let reason = format!(
+            "the members of a world are ranks of 0 to {}, ascending",
+            size.saturating_sub(1)
+        );
         return Err(Status::invalid_argument(format!("{reason}, and rank {rank} is one of them")));
     }
     Ok(Ask { rank, attempt, holder, members, card })

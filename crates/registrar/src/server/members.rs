@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The state machine of the membership: for a fixed number of tasks, or for workers that come and go.
+//! The state machine of the membership: for a fixed number of tasks, or for workers that come and
+//! go.
 //!
-//! The effects of its steps are queued in order. They are carried out later, under another lock, so heartbeats do not wait
-//! for a journal that is being written.
+//! The effects of its steps are queued in order. They are carried out later, under another lock, so
+//! heartbeats do not wait for a journal that is being written.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -65,7 +66,8 @@ impl Members {
         }
     }
 
-    /// Returns whether a start of a task waits or runs. Workers of elastic jobs that are unknown stay so.
+    /// Returns whether a start of a task waits or runs. Workers of elastic jobs that are unknown
+    /// stay so.
     pub(super) fn knows(&self, task: TaskId, session: u64) -> bool {
         match &self.kind {
             Kind::Fixed(members) => members.knows(task, session),

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The driver's side: a server that feeds `membership` and keeps what passes through it within bounds.
+//! The driver's side: a server that feeds `membership` and keeps what passes through it within
+//! bounds.
 
 mod auth;
 mod board;
@@ -52,8 +53,8 @@ const STREAMS: u32 = 1024;
 /// The same where links are relayed, and the bytes that each may have on its way to a reader.
 const LINKS: u32 = 4096;
 pub(crate) const STREAM_WINDOW: u32 = 256 << 10;
-/// Bytes that a stream may have on its way. A connection takes more: records that a slow driver leaves where they are
-/// must not hold up the signs of life beside them.
+/// Bytes that a stream may have on its way. A connection takes more: records that a slow driver
+/// leaves where they are must not hold up the signs of life beside them.
 const RECORDS_WINDOW: u32 = 1 << 20;
 /// Times beyond these are taken for these.
 const SHORTEST: Duration = Duration::from_millis(100);
@@ -78,7 +79,8 @@ pub struct Options {
     pub job_id: Option<String>,
     /// Address to listen on and to offer; all own addresses when absent.
     pub host: Option<String>,
-    /// Address of this host to listen on instead, or the network it is in (`10.0.0.0/8`); empty for no such wish.
+    /// Address of this host to listen on instead, or the network it is in (`10.0.0.0/8`); empty for
+    /// no such wish.
     pub bind: String,
     /// Ports to try.
     pub port_range: PortRange,
@@ -144,7 +146,12 @@ struct Known {
 impl Known {
     /// Returns the one of a new job.
     fn made_up(name: Option<String>) -> Result<Self> {
-        Ok(Self { job_id: job_id(name)?, token: Token::random(), identity: tls::identity()?, port: None })
+        Ok(Self {
+            job_id: job_id(name)?,
+            token: Token::random(),
+            identity: tls::identity()?,
+            port: None,
+        })
     }
 }
 
@@ -185,8 +192,8 @@ impl Registrar {
         Self::start_fixed(options, known, false)
     }
 
-    /// Like [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
-    /// certificate made from it.
+    /// Like [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its
+    /// job, and a token and a certificate made from it.
     ///
     /// # Errors
     /// Like [`Registrar::start`].
@@ -206,25 +213,33 @@ impl Registrar {
     /// Like [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
     ///
     /// # Errors
-    /// Like [`Registrar::start`]; `Options` also where the numbers of workers contradict each other.
+    /// Like [`Registrar::start`]; `Options` also where the numbers of workers contradict each
+    /// other.
     pub fn start_elastic(options: Options, elastic: &Elastic) -> Result<Self> {
         Self::start_kept(options, elastic, None)
     }
 
-    /// Like [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar that is started with the
-    /// same journal continues the job, at the same port, with the same token and certificate.
+    /// Like [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar
+    /// that is started with the same journal continues the job, at the same port, with the same
+    /// token and certificate.
     ///
     /// # Errors
     /// Like [`Registrar::start_elastic`]; `Journal`.
-    pub fn start_kept(options: Options, elastic: &Elastic, journal: Option<Journal>) -> Result<Self> {
+    pub fn start_kept(
+        options: Options,
+        elastic: &Elastic,
+        journal: Option<Journal>,
+    ) -> Result<Self> {
         let Elastic { first, least, most, .. } = *elastic;
         if least == 0 || least > first || first > most {
             let reason = format!(
-                "an elastic job has at least 1 worker, and its least ({least}), first ({first}) and most ({most}) workers ascend"
+                "an elastic job has at least 1 worker, and its least ({least}), first ({first}) \
+                 and most ({most}) workers ascend"
             );
             return Err(Error::Options { reason });
         }
-        // Without a maximum there may be any number of workers: additional ones wait for their turn to connect.
+        // Without a maximum there may be any number of workers: additional ones wait for their turn
+        // to connect.
         let agents = |workers: u32| workers.saturating_add(elastic.spares).min(LIVING) + LEAVERS;
         let connected = Connected { least: agents(first), most: agents(most) };
         let options = Options { tasks: TASKS, ..options };
@@ -302,7 +317,8 @@ impl Registrar {
         // A worker that is linked through here has a connection for that.
         let workers = |agents: u32| if options.relays { agents.saturating_mul(2) } else { agents };
         let both = |agents: u32| workers(agents).saturating_add(agents);
-        let places = descriptors::allow(both(connected.least), incoming::places(workers(connected.most)))?;
+        let places =
+            descriptors::allow(both(connected.least), incoming::places(workers(connected.most)))?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("farandole-registrar")
@@ -336,7 +352,8 @@ impl Registrar {
             .initial_stream_window_size(RECORDS_WINDOW)
             .initial_connection_window_size(4 * RECORDS_WINDOW);
         if options.relays {
-            // A link whose reader is slow holds what it has on its way, and never the other links of its connection.
+            // A link whose reader is slow holds what it has on its way, and never the other links
+            // of its connection.
             server = server
                 .max_concurrent_streams(LINKS)
                 .initial_stream_window_size(STREAM_WINDOW)
@@ -349,8 +366,8 @@ impl Registrar {
         drop(context);
         let closed = Arc::clone(&core);
         let server = runtime.spawn(async move {
-            let serving =
-                router.serve_with_incoming_shutdown(incoming, async move { closed.until_closed().await });
+            let serving = router
+                .serve_with_incoming_shutdown(incoming, async move { closed.until_closed().await });
             if let Err(error) = serving.await {
                 tracing::error!(%error, "the registrar stopped listening");
             }
@@ -426,7 +443,8 @@ impl Registrar {
         Ok(())
     }
 
-    /// Elastic jobs: has a worker leave at its next chance, because its place is about to go. That is no failure.
+    /// Elastic jobs: has a worker leave at its next chance, because its place is about to go. That
+    /// is no failure.
     ///
     /// # Errors
     /// `Forked`.
@@ -443,7 +461,8 @@ impl Registrar {
     pub fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
         self.own_process()?;
         let generation = self.core.assignment().map(|world| world.generation).unwrap_or_default();
-        let put = self.core.kv().lock().put(generation, key.to_owned(), Bytes::copy_from_slice(value));
+        let put =
+            self.core.kv().lock().put(generation, key.to_owned(), Bytes::copy_from_slice(value));
         put.map_err(|full| Error::Refused {
             job: self.job_id().to_string(),
             call: "publish",
@@ -451,7 +470,8 @@ impl Registrar {
         })
     }
 
-    /// Ends the journal, if there is one: if this process is killed from now on, the job is not continued.
+    /// Ends the journal, if there is one: if this process is killed from now on, the job is not
+    /// continued.
     pub fn end_journal(&self) {
         self.core.finish_journal();
     }
@@ -468,8 +488,8 @@ impl Registrar {
         self.core.abort("the driver closed the job".to_owned());
         self.core.close();
         let Running { runtime, server } = running;
-        // The server ends when every connection has ended; the shutdown closes connections that are still open after
-        // this.
+        // The server ends when every connection has ended; the shutdown closes connections that are
+        // still open after this.
         runtime.block_on(async move { drop(tokio::time::timeout(CLOSING, server).await) });
         runtime.shutdown_timeout(CLOSING);
         self.core.finish_journal();
@@ -477,7 +497,11 @@ impl Registrar {
 
     fn own_process(&self) -> Result<()> {
         let used_in = std::process::id();
-        if used_in == self.made_in { Ok(()) } else { Err(Error::Forked { made_in: self.made_in, used_in }) }
+        if used_in == self.made_in {
+            Ok(())
+        } else {
+            Err(Error::Forked { made_in: self.made_in, used_in })
+        }
     }
 }
 
@@ -493,8 +517,9 @@ fn job_id(given: Option<String>) -> Result<JobId> {
     };
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | ':');
     if name.is_empty() || name.len() > 128 || !name.chars().all(plain) {
-        let reason =
-            format!("a job id has 1 to 128 letters, digits, dashes, dots, colons, underscores: {name}");
+        let reason = format!(
+            "a job id has 1 to 128 letters, digits, dashes, dots, colons, underscores: {name}"
+        );
         return Err(Error::Options { reason });
     }
     Ok(JobId(name))

@@ -3,9 +3,10 @@
 
 //! Links between tasks that accept no connections: both ends connect here, and data is forwarded.
 //!
-//! A task holds a stream on which it hears of calls. Whoever calls it waits here until the task has answered, on a
-//! stream of its own; from then on pieces go from end to end, a few at a time, so that a slow reader slows its peer
-//! down. What passes is the ranks' own affair: they prove the job's key to each other.
+//! A task holds a stream on which it hears of calls. Whoever calls it waits here until the task has
+//! answered, on a stream of its own; from then on pieces go from end to end, a few at a time, so
+//! that a slow reader slows its peer down. What passes is the ranks' own affair: they prove the
+//! job's key to each other.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -63,7 +64,11 @@ impl Drop for Ringing<'_> {
 
 impl Exchange {
     /// Calls for a task's world from now on; an earlier stream of the same ends.
-    pub(super) fn open(&self, caller: Caller, door: u64) -> ReceiverStream<Result<wire::Call, Status>> {
+    pub(super) fn open(
+        &self,
+        caller: Caller,
+        door: u64,
+    ) -> ReceiverStream<Result<wire::Call, Status>> {
         let (calls, heard) = mpsc::channel(RINGING);
         let mut doors = self.doors.lock();
         doors.retain(|_, calls| !calls.is_closed());
@@ -74,7 +79,8 @@ impl Exchange {
     /// Takes one end of a link; returns what it hears once the link is made.
     ///
     /// # Errors
-    /// `unavailable` when the other end does not take calls, `deadline_exceeded` when it does not answer.
+    /// `unavailable` when the other end does not take calls, `deadline_exceeded` when it does not
+    /// answer.
     pub(super) async fn join(
         &self,
         caller: Caller,
@@ -96,7 +102,9 @@ impl Exchange {
                 waiting.ok_or_else(gone)?.send(own).map_err(|_| gone())?;
             }
             Some(What::Data(_) | What::End(_)) | None => {
-                return Err(Status::invalid_argument("the first message of a link must name its target"));
+                return Err(Status::invalid_argument(
+                    "the first message of a link must name its target",
+                ));
             }
         }
         Ok(ReceiverStream::new(heard))

@@ -79,7 +79,10 @@ impl Service {
 
 #[tonic::async_trait]
 impl Registrar for Service {
-    async fn register(&self, request: Request<wire::RegisterRequest>) -> Reply<wire::RegisterReply> {
+    async fn register(
+        &self,
+        request: Request<wire::RegisterRequest>,
+    ) -> Reply<wire::RegisterReply> {
         let caller = caller(&request)?;
         let message = request.into_inner();
         same_version(message.protocol_version)?;
@@ -101,16 +104,21 @@ impl Registrar for Service {
         let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
         let session = request.get_ref().session;
         let mut board = self.core.board();
-        let replaced = |board: &Board| session.is_some_and(|session| board.is_replaced(caller.task, session));
+        let replaced =
+            |board: &Board| session.is_some_and(|session| board.is_replaced(caller.task, session));
         let ready = |board: &Board| {
-            let assigned =
-                board.world.as_ref().is_some_and(|published| published.world.generation >= caller.generation);
+            let assigned = board
+                .world
+                .as_ref()
+                .is_some_and(|published| published.world.generation >= caller.generation);
             assigned || board.verdict(caller.generation).is_some() || replaced(board)
         };
         if let Ok(Ok(board)) = timeout(wait, board.wait_for(ready)).await {
             if replaced(&board) {
-                let reason =
-                    format!("task {} was started again, and this start of it has no rank", caller.task);
+                let reason = format!(
+                    "task {} was started again, and this start of it has no rank",
+                    caller.task
+                );
                 return Err(Status::aborted(reason));
             }
             if let Some(verdict) = board.verdict(caller.generation) {
@@ -160,10 +168,13 @@ impl Registrar for Service {
         let wait = Duration::from_millis(timeout_ms).min(LONGEST_WAIT);
         let news = |change: &Change| change.generation == caller.generation && change.at > known;
         let mut board = self.core.board();
-        let told = timeout(wait, board.wait_for(|board| board.change.as_ref().is_some_and(news))).await;
+        let told =
+            timeout(wait, board.wait_for(|board| board.change.as_ref().is_some_and(news))).await;
         let change = told.ok().and_then(Result::ok).and_then(|board| board.change);
         Ok(Response::new(match change {
-            Some(Change { removed, added, at, .. }) => wire::ChangesReply { at: Some(at), removed, added },
+            Some(Change { removed, added, at, .. }) => {
+                wire::ChangesReply { at: Some(at), removed, added }
+            }
             None => wire::ChangesReply::default(),
         }))
     }
@@ -176,7 +187,10 @@ impl Registrar for Service {
 
     type HeartbeatStream = ReceiverStream<Result<wire::Directive, Status>>;
 
-    async fn heartbeat(&self, request: Request<Streaming<wire::Beat>>) -> Reply<Self::HeartbeatStream> {
+    async fn heartbeat(
+        &self,
+        request: Request<Streaming<wire::Beat>>,
+    ) -> Reply<Self::HeartbeatStream> {
         let caller = caller(&request)?;
         let (sender, receiver) = mpsc::channel(1);
         let core = Arc::clone(&self.core);
@@ -265,7 +279,10 @@ impl Registrar for Service {
         Ok(Response::new(tokio_stream::iter(meet::answer(&known, size))))
     }
 
-    async fn records(&self, request: Request<Streaming<wire::RecordBatch>>) -> Reply<wire::RecordsReply> {
+    async fn records(
+        &self,
+        request: Request<Streaming<wire::RecordBatch>>,
+    ) -> Reply<wire::RecordsReply> {
         let caller = caller(&request)?;
         let mut batches = request.into_inner();
         while let Some(batch) = batches.message().await? {
@@ -274,7 +291,11 @@ impl Registrar for Service {
             }
             let rank = self.core.rank(caller.task).map(|rank| rank.0);
             if batch.dropped > 0 {
-                tracing::warn!(task = caller.task.0, dropped = batch.dropped, "a worker dropped records");
+                tracing::warn!(
+                    task = caller.task.0,
+                    dropped = batch.dropped,
+                    "a worker dropped records"
+                );
             }
             for record in convert::records(batch, caller.task.0, rank) {
                 self.core.push(Event::Record(record));
@@ -284,7 +305,10 @@ impl Registrar for Service {
         Ok(Response::new(wire::RecordsReply {}))
     }
 
-    async fn result(&self, request: Request<Streaming<wire::ResultChunk>>) -> Reply<wire::ResultReply> {
+    async fn result(
+        &self,
+        request: Request<Streaming<wire::ResultChunk>>,
+    ) -> Reply<wire::ResultReply> {
         let caller = caller(&request)?;
         if !self.core.is_elastic {
             drop(self.current(caller)?);
@@ -293,7 +317,9 @@ impl Registrar for Service {
         let mut data = Vec::new();
         while let Some(chunk) = chunks.message().await? {
             if data.len() + chunk.data.len() > MAX_RESULT {
-                return Err(Status::out_of_range(format!("a result has at most {MAX_RESULT} bytes")));
+                return Err(Status::out_of_range(format!(
+                    "a result has at most {MAX_RESULT} bytes"
+                )));
             }
             data.extend_from_slice(&chunk.data);
         }
@@ -311,7 +337,10 @@ impl Registrar for Service {
 
     type RelayStream = Heard;
 
-    async fn relay(&self, request: Request<Streaming<wire::RelayPiece>>) -> Reply<Self::RelayStream> {
+    async fn relay(
+        &self,
+        request: Request<Streaming<wire::RelayPiece>>,
+    ) -> Reply<Self::RelayStream> {
         let caller = caller(&request)?;
         drop(self.current(caller)?);
         Ok(Response::new(self.exchange()?.join(caller, request.into_inner()).await?))
@@ -334,7 +363,10 @@ impl Registrar for Service {
                 Ok(Err(_)) => (None, false),
                 Err(_) => (None, true),
             };
-            return Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into), pending }));
+            return Ok(Response::new(wire::ExitReply {
+                verdict: verdict.map(Into::into),
+                pending,
+            }));
         }
         if success || self.core.is_elastic {
             return Ok(Response::new(wire::ExitReply { verdict: None, pending: false }));
@@ -408,7 +440,11 @@ async fn verdict(board: &mut watch::Receiver<Board>, generation: Generation) -> 
         Ok(board) => board.verdict(generation),
         Err(_) => None,
     }
-    .unwrap_or_else(|| Verdict { reason: "the driver is gone".to_owned(), cause: None, retry: false })
+    .unwrap_or_else(|| Verdict {
+        reason: "the driver is gone".to_owned(),
+        cause: None,
+        retry: false,
+    })
 }
 
 /// Waits for the end of a worker, or the verdict on its generation.
@@ -418,7 +454,11 @@ async fn end(board: &mut watch::Receiver<Board>, caller: Caller) -> Verdict {
         Ok(board) => end(&board),
         Err(_) => None,
     }
-    .unwrap_or_else(|| Verdict { reason: "the driver is gone".to_owned(), cause: None, retry: false })
+    .unwrap_or_else(|| Verdict {
+        reason: "the driver is gone".to_owned(),
+        cause: None,
+        retry: false,
+    })
 }
 
 fn caller<T>(request: &Request<T>) -> Result<Caller, Status> {

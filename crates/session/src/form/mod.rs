@@ -71,9 +71,9 @@ pub(crate) fn linked(
     let part = wishes.part_of(&whole)?;
     let world = match &part {
         None => whole.clone(),
-        Some(part) => {
-            whole.part(part).map_err(|_| Error::NotAmong { rank: whole.rank, ranks: part.clone() })?
-        }
+        Some(part) => whole
+            .part(part)
+            .map_err(|_| Error::NotAmong { rank: whole.rank, ranks: part.clone() })?,
     };
     let meeting = Meeting::new(&client, &whole, part.as_deref(), interrupted);
     if world.size() == 1 {
@@ -84,8 +84,13 @@ pub(crate) fn linked(
     let mesh = join(config, &client, &world, meeting, deadline)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let neighbours = control_peers(&world, &everybody);
-    let control =
-        mesh.open_until(links::CONTROL, &neighbours, links::CONTROL_CAPACITY, deadline, interrupted)?;
+    let control = mesh.open_until(
+        links::CONTROL,
+        &neighbours,
+        links::CONTROL_CAPACITY,
+        deadline,
+        interrupted,
+    )?;
     let data = links::Data {
         world: &world,
         members: &everybody,
@@ -115,7 +120,12 @@ fn alone(
 ) -> Result<Session> {
     let rest = Arc::new(Rest::alone()?);
     let engine = start(config, &world, &rest, Vec::new(), Vec::new())?;
-    begin(Session::new(engine, client, Arc::new(world), rest, config), wishes, deadline, interrupted)
+    begin(
+        Session::new(engine, client, Arc::new(world), rest, config),
+        wishes,
+        deadline,
+        interrupted,
+    )
 }
 
 /// Returns when the engines of all ranks run and have all process sets (SE-2).
@@ -125,11 +135,17 @@ fn begin(
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    session.begin_sets(&wishes.process_sets, deadline, interrupted).inspect_err(|_| session.shutdown())?;
+    session
+        .begin_sets(&wishes.process_sets, deadline, interrupted)
+        .inspect_err(|_| session.shutdown())?;
     Ok(session)
 }
 
-fn connect(config: &Config, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<Option<Client>> {
+fn connect(
+    config: &Config,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Option<Client>> {
     loop {
         match Client::of_process(config, deadline.min(Instant::now() + DIAL)) {
             Err(RegistrarError::Unreachable { .. }) if Instant::now() < deadline => {}
@@ -139,7 +155,11 @@ fn connect(config: &Config, deadline: Instant, interrupted: &mut Interrupted<'_>
     }
 }
 
-fn await_assignment(client: &Client, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<World> {
+fn await_assignment(
+    client: &Client,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<World> {
     loop {
         match client.await_assignment(deadline.min(Instant::now() + SLICE)) {
             Err(RegistrarError::Timeout { .. }) if Instant::now() < deadline => {}
@@ -180,7 +200,8 @@ fn join(
     }
 }
 
-/// Returns the loopback address if all ranks are on one host: no other host has a reason to connect.
+/// Returns the loopback address if all ranks are on one host: no other host has a reason to
+/// connect.
 fn loopback(world: &World) -> Option<IpAddr> {
     let own = &world.seat().host;
     let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -204,7 +225,12 @@ fn start(
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let all = SetOptions {
         id: ProcessSetId::GLOBAL,
-        communicator: Box::new(links::communicator(world, &everybody, data, links::crossover(config)?)?),
+        communicator: Box::new(links::communicator(
+            world,
+            &everybody,
+            data,
+            links::crossover(config)?,
+        )?),
         members: everybody,
         control,
     };

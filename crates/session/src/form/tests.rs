@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whole worlds in one process: a registrar, and per rank a thread with client, mesh and engine of its own.
+//! Whole worlds in one process: a registrar, and per rank a thread with client, mesh and engine of
+//! its own.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -81,7 +82,8 @@ fn ranks_of_one_host_form_a_world_and_reduce() {
         3,
         |_| "a".to_owned(),
         |client, deadline| {
-            let session = launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
+            let session =
+                launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
             sum(&session, &[session.world().rank.0 as f32, 1.0])
         },
     );
@@ -94,8 +96,12 @@ fn ranks_of_several_hosts_form_a_world_over_tcp() {
         4,
         |task| (task % 2).to_string(),
         |client, deadline| {
-            let session = launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
-            assert_eq!((session.world().seat().local_size, session.world().seat().cross_size), (2, 2));
+            let session =
+                launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
+            assert_eq!(
+                (session.world().seat().local_size, session.world().seat().cross_size),
+                (2, 2)
+            );
             sum(&session, &vec![1.0; 100_000]).iter().sum::<f32>()
         },
     );
@@ -119,7 +125,10 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
                 let wishes = Wishes::default();
                 let session = launched(&config, client, &wishes, deadline, &mut || false).unwrap();
                 let (world, seat) = (session.world(), session.world().seat());
-                assert_eq!((world.rank.0, seat.local_rank.0, seat.cross_rank.0), (task, task / 2, task % 2));
+                assert_eq!(
+                    (world.rank.0, seat.local_rank.0, seat.cross_rank.0),
+                    (task, task / 2, task % 2)
+                );
                 let bits = f32::from(1u8 << task);
                 assert_eq!(sum(&session, &vec![bits; 50_000]), vec![31.0; 50_000], "{algorithm}");
                 (seat.local_size, seat.cross_size)
@@ -129,12 +138,15 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
     }
 }
 
-/// In every way of reducing, in the world and in process sets; the first operation of each is what opens its links.
+/// In every way of reducing, in the world and in process sets; the first operation of each is what
+/// opens its links.
 #[test]
 fn ranks_whose_links_open_at_their_first_use_reduce_in_the_world_and_in_sets() {
     for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"] {
-        let config = Config { allreduce_algorithm: algorithm.to_owned(), links_at_start: 0, ..config() };
-        let wishes = Wishes { process_sets: vec![vec![0, 2, 3, 5, 6, 7], vec![1, 4]], ..Wishes::default() };
+        let config =
+            Config { allreduce_algorithm: algorithm.to_owned(), links_at_start: 0, ..config() };
+        let wishes =
+            Wishes { process_sets: vec![vec![0, 2, 3, 5, 6, 7], vec![1, 4]], ..Wishes::default() };
         world(
             8,
             |task| (task % 6).to_string(),
@@ -159,7 +171,8 @@ fn a_world_can_form_again_after_all_have_left() {
                 .map(|_| {
                     let client = client.clone();
                     let session =
-                        launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
+                        launched(&config(), client, &Wishes::default(), deadline, &mut || false)
+                            .unwrap();
                     let sum = sum(&session, &[1.0])[0];
                     session.shutdown();
                     sum
@@ -205,9 +218,10 @@ fn a_wait_for_the_links_of_a_living_peer_ends_when_it_is_cancelled() {
                 end.wait();
                 drop(mesh.unwrap());
             } else {
-                let outcome = launched(&config(), client, &Wishes::default(), deadline, &mut || {
-                    joined.load(Ordering::Acquire)
-                });
+                let outcome =
+                    launched(&config(), client, &Wishes::default(), deadline, &mut || {
+                        joined.load(Ordering::Acquire)
+                    });
                 end.wait();
                 assert!(matches!(outcome, Err(Error::Interrupted)));
             }
@@ -253,7 +267,8 @@ fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
         |client, deadline| {
             let session = session(client, deadline, &wishes).unwrap();
             let sets = session.process_sets();
-            let sets: Vec<(u32, usize)> = sets.iter().map(|(set, ranks)| (set.0, ranks.len())).collect();
+            let sets: Vec<(u32, usize)> =
+                sets.iter().map(|(set, ranks)| (set.0, ranks.len())).collect();
             assert_eq!(sets, [(0, 3), (1, 2), (2, 1)]);
             match session.world().rank.0 {
                 1 => assert_eq!(sum_in(&session, ProcessSetId(2)), 1.0),
@@ -276,7 +291,8 @@ fn process_sets_come_and_go_and_their_numbers_are_used_again_in_order() {
             let session = session(client, deadline, &wishes).unwrap();
             let mut never = || false;
             let rank = session.world().rank.0;
-            let add = |ranks: &[u32], never: &mut Interrupted<'_>| session.add_process_set(ranks, never);
+            let add =
+                |ranks: &[u32], never: &mut Interrupted<'_>| session.add_process_set(ranks, never);
             for round in 0..3 {
                 let first = add(&[0, 1], &mut never).unwrap();
                 let second = add(&[2, 1], &mut never).unwrap();
@@ -326,11 +342,15 @@ fn ranks_that_begin_with_different_sets_get_an_error_that_names_the_entry() {
         |_| "a".to_owned(),
         |client, deadline| {
             let world = await_assignment(&client, deadline, &mut || false).unwrap();
-            let wishes = Wishes { process_sets: vec![vec![0], vec![world.rank.0]], ..Wishes::default() };
+            let wishes =
+                Wishes { process_sets: vec![vec![0], vec![world.rank.0]], ..Wishes::default() };
             session(client, deadline, &wishes).err().unwrap().to_string()
         },
     );
-    assert!(texts.iter().all(|text| text.contains("process_sets[1]: rank 0 submitted")), "{texts:?}");
+    assert!(
+        texts.iter().all(|text| text.contains("process_sets[1]: rank 0 submitted")),
+        "{texts:?}"
+    );
 }
 
 #[test]
@@ -358,7 +378,10 @@ fn ranks_that_ask_for_different_worlds_get_an_error_at_once() {
             let whole = await_assignment(&client, deadline, &mut || false).unwrap();
             let ranks = [Some(vec![0, 1]), Some(vec![0, 1, 2]), None];
             let ranks = ranks[whole.rank.index()].clone();
-            session(client, deadline, &Wishes { ranks, ..Wishes::default() }).err().unwrap().to_string()
+            session(client, deadline, &Wishes { ranks, ..Wishes::default() })
+                .err()
+                .unwrap()
+                .to_string()
         },
     );
     let wrong = "ranks must ask init for the same world: rank ";
@@ -384,9 +407,10 @@ fn ranks_whose_init_failed_on_one_of_them_meet_when_they_try_again() {
             // Rank 1 fails once more before it meets rank 0 again.
             if rank == Rank(1) {
                 let mut asked = false;
-                let given_up = launched(&config(), client.clone(), &Wishes::default(), deadline, &mut || {
-                    std::mem::replace(&mut asked, true)
-                });
+                let given_up =
+                    launched(&config(), client.clone(), &Wishes::default(), deadline, &mut || {
+                        std::mem::replace(&mut asked, true)
+                    });
                 drop(given_up);
             }
             let second = loop {
@@ -411,6 +435,7 @@ fn a_second_process_cannot_take_a_rank() {
     client.register(0, &host::facts(), deadline).unwrap();
     client.await_assignment(deadline).unwrap();
     client.meet(None, "process 7 (00)", b"", deadline, &mut || false).unwrap();
-    let error = launched(&config(), client, &Wishes::default(), deadline, &mut || false).err().unwrap();
+    let error =
+        launched(&config(), client, &Wishes::default(), deadline, &mut || false).err().unwrap();
     assert!(error.to_string().starts_with("rank 0 is already process 7 (00): "), "{error}");
 }

@@ -25,7 +25,8 @@ pub(crate) struct Started {
     pub(crate) size: u32,
     /// Whether all ranks are of one host, where that is known.
     pub(crate) one_host: bool,
-    /// Names and values that only processes of this start share; empty where the starter tells none.
+    /// Names and values that only processes of this start share; empty where the starter tells
+    /// none.
     pub(crate) exact: Vec<(String, String)>,
     /// The batch job around it: several starts may share it.
     pub(crate) batch: Vec<(String, String)>,
@@ -48,8 +49,12 @@ struct Told {
 ///
 /// # Errors
 /// What contradicts itself or is missing, naming the variables.
-pub(crate) fn detect(lookup: Lookup<'_>, read: &dyn Fn(&str) -> Option<String>) -> Result<Found, String> {
-    // Our own launcher tells rank and size under other starters' names, too; its processes have a ticket.
+pub(crate) fn detect(
+    lookup: Lookup<'_>,
+    read: &dyn Fn(&str) -> Option<String>,
+) -> Result<Found, String> {
+    // Our own launcher tells rank and size under other starters' names, too; its processes have a
+    // ticket.
     if lookup("FARANDOLE_TASK").is_some() {
         return Ok(Found::Alone(None));
     }
@@ -59,12 +64,14 @@ pub(crate) fn detect(lookup: Lookup<'_>, read: &dyn Fn(&str) -> Option<String>) 
     for starter in STARTERS.iter().filter(|starter| starter.applies(lookup)) {
         match one(starter, lookup)? {
             Some(one) => told.push(one),
-            // If mpi4py is imported without mpirun, Open MPI sets variables of a world of one in this process.
+            // If mpi4py is imported without mpirun, Open MPI sets variables of a world of one in
+            // this process.
             None if starter.own_names && !is_singleton => sizeless = sizeless.or(Some(starter)),
             None => {}
         }
     }
-    let Some(inner) = told.iter().max_by_key(|one| (one.depth, std::cmp::Reverse(position(one.starter))))
+    let Some(inner) =
+        told.iter().max_by_key(|one| (one.depth, std::cmp::Reverse(position(one.starter))))
     else {
         return match sizeless {
             Some(starter) => Err(without_size(starter)),
@@ -128,8 +135,8 @@ fn one(starter: &'static Starter, lookup: Lookup<'_>) -> Result<Option<Told>, St
 }
 
 /// # Errors
-/// Two starters of which neither stands within the other tell different ranks or sizes; or the inner one says that this
-/// process is alone.
+/// Two starters of which neither stands within the other tell different ranks or sizes; or the
+/// inner one says that this process is alone.
 fn agree(inner: &Told, other: &Told) -> Result<(), String> {
     if (inner.rank, inner.size) == (other.rank, other.size) {
         return Ok(());
@@ -137,11 +144,13 @@ fn agree(inner: &Told, other: &Told) -> Result<(), String> {
     if inner.depth > other.depth && (inner.size > 1 || other.size == 1) {
         return Ok(());
     }
-    let show =
-        |told: &Told| format!("{}={}, {}={}", told.starter.rank, told.rank, told.size_variable, told.size);
+    let show = |told: &Told| {
+        format!("{}={}, {}={}", told.starter.rank, told.rank, told.size_variable, told.size)
+    };
     let (inner_name, other_name) = (inner.starter.name, other.starter.name);
     Err(format!(
-        "{inner_name} ({}) and {other_name} ({}) tell different places; remove the variables of one of them (env -u)",
+        "{inner_name} ({}) and {other_name} ({}) tell different places; remove the variables of \
+         one of them (env -u)",
         show(inner),
         show(other),
     ))
@@ -150,7 +159,8 @@ fn agree(inner: &Told, other: &Told) -> Result<(), String> {
 fn without_size(starter: &Starter) -> String {
     match starter.size {
         [] => format!(
-            "{} tells a rank and no size: set HOROVOD_RANK and HOROVOD_SIZE, or start by mpirun, srun or farandole run",
+            "{} tells a rank and no size: set HOROVOD_RANK and HOROVOD_SIZE, or start by mpirun, \
+             srun or farandole run",
             starter.rank
         ),
         names => format!("{} is set without {}", starter.rank, names.join(" or ")),
@@ -164,8 +174,8 @@ fn in_batch_script(lookup: Lookup<'_>) -> Option<String> {
     let stepless = lookup(SLURM_STEP).is_none();
     (several && stepless).then(|| {
         format!(
-            "this process is a world of one, though Slurm's job has {tasks} tasks (SLURM_NTASKS) and no step started it: \
-             start it as srun python ..."
+            "this process is a world of one, though Slurm's job has {tasks} tasks (SLURM_NTASKS) \
+             and no step started it: start it as srun python ..."
         )
     })
 }

@@ -15,7 +15,8 @@ const MOST: u64 = 64 << 10;
 /// Permissions that only the owner may have on such a file, or on a private folder.
 const OTHERS: u32 = 0o077;
 
-/// A ticket file that this process has written; it goes with this value, unless another one took its place.
+/// A ticket file that this process has written; it goes with this value, unless another one took
+/// its place.
 #[derive(Debug)]
 pub(super) struct Written {
     path: PathBuf,
@@ -34,7 +35,8 @@ pub(super) fn private(folder: &Path) -> Result<(), String> {
         }
         _ => {}
     }
-    let found = fs::symlink_metadata(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let found =
+        fs::symlink_metadata(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     if !found.is_dir() {
         return Err(format!("{} is no directory", folder.display()));
     }
@@ -156,7 +158,8 @@ mod tests {
     use super::*;
 
     fn folder(name: &str) -> PathBuf {
-        let folder = std::env::temp_dir().join(format!("farandole-file-{name}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("farandole-file-{name}-{}", std::process::id()));
         drop(fs::remove_dir_all(&folder));
         private(&folder).unwrap();
         folder
@@ -221,7 +224,11 @@ mod tests {
         symlink(&folder, &link).unwrap();
         assert!(private(&link).unwrap_err().ends_with("is no directory"));
         assert!(private(&folder.join("a/b")).unwrap_err().starts_with("cannot make "));
-        assert!(existing(&folder.join("a")).unwrap_err().contains("must be a directory that is there: /"));
+        assert!(
+            existing(&folder.join("a"))
+                .unwrap_err()
+                .contains("must be a directory that is there: /")
+        );
         fs::remove_file(&link).unwrap();
         fs::remove_dir_all(&folder).unwrap();
     }

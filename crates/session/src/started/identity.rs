@@ -23,7 +23,8 @@ pub(super) fn job(
     rendezvous: &str,
     starter: &dyn Fn(&str) -> Option<String>,
 ) -> Result<String, String> {
-    let mut facts: Vec<(String, String)> = started.batch.iter().chain(&started.exact).cloned().collect();
+    let mut facts: Vec<(String, String)> =
+        started.batch.iter().chain(&started.exact).cloned().collect();
     if started.exact.is_empty() {
         if started.one_host
             && let Some(process) = starter(started.variable)
@@ -32,7 +33,10 @@ pub(super) fn job(
         } else if !rendezvous.is_empty() {
             facts.push(("rendezvous".to_owned(), rendezvous.to_owned()));
         } else if facts.is_empty() {
-            return Err(format!("nothing in the environment of {} names this job", started.starter));
+            return Err(format!(
+                "nothing in the environment of {} names this job",
+                started.starter
+            ));
         }
     }
     let mut digest = Sha256::new();
@@ -40,12 +44,13 @@ pub(super) fn job(
         digest.update((text.len() as u64).to_le_bytes());
         digest.update(text.as_bytes());
     }
-    let hex: String = digest.finalize().iter().take(DIGEST).map(|byte| format!("{byte:02x}")).collect();
+    let hex: String =
+        digest.finalize().iter().take(DIGEST).map(|byte| format!("{byte:02x}")).collect();
     Ok(format!("{}-{hex}-of-{}", started.key, started.size))
 }
 
-/// The nearest ancestor that was itself started without this variable: what set it. Number and start, as a number is used
-/// again one day.
+/// The nearest ancestor that was itself started without this variable: what set it. Number and
+/// start, as a number is used again one day.
 pub(super) fn starter(variable: &str) -> Option<String> {
     let assignment = format!("{variable}=");
     let mut process = "self".to_owned();
@@ -53,7 +58,9 @@ pub(super) fn starter(variable: &str) -> Option<String> {
         let (parent, _) = parent_and_start(&process)?;
         // One that may not be read is not one of ours.
         let environment = fs::read(format!("/proc/{parent}/environ")).unwrap_or_default();
-        let has = environment.split(|byte| *byte == 0).any(|entry| entry.starts_with(assignment.as_bytes()));
+        let has = environment
+            .split(|byte| *byte == 0)
+            .any(|entry| entry.starts_with(assignment.as_bytes()));
         if !has {
             let (_, start) = parent_and_start(&parent)?;
             return Some(format!("{parent}@{start}"));
@@ -66,7 +73,8 @@ pub(super) fn starter(variable: &str) -> Option<String> {
 /// The number of a process's parent, and the tick at which the process itself started.
 fn parent_and_start(process: &str) -> Option<(String, String)> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // Counting starts behind the name, which may hold anything: field 3 is the state, field 4 the parent, 22 the start.
+    // Counting starts behind the name, which may hold anything: field 3 is the state, field 4 the
+    // parent, 22 the start.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let parent = fields.nth(1)?.to_owned();
     Some((parent, fields.nth(17)?.to_owned()))
@@ -99,7 +107,11 @@ mod tests {
         let name = |started: &Started| job(started, "", &none).unwrap();
         let one = Started { exact: pair("1"), ..started() };
         assert_eq!(name(&one), name(&Started { rank: 3, ..one.clone() }));
-        assert!(name(&one).starts_with("horovod-") && name(&one).ends_with("-of-4"), "{}", name(&one));
+        assert!(
+            name(&one).starts_with("horovod-") && name(&one).ends_with("-of-4"),
+            "{}",
+            name(&one)
+        );
         assert_ne!(name(&one), name(&Started { exact: pair("2"), ..started() }));
         assert_ne!(name(&one), name(&Started { size: 5, ..one.clone() }));
         assert_ne!(name(&one), name(&Started { batch: pair("1"), ..one.clone() }));

@@ -9,7 +9,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::{Config, PortRange, environment};
-use farandole_registrar::{Client, Error as RegistrarError, Options, Registrar, Ticket, host as facts};
+use farandole_registrar::{
+    Client, Error as RegistrarError, Options, Registrar, Ticket, host as facts,
+};
 use farandole_world::{JobId, Rank, TaskId};
 use parking_lot::Mutex;
 
@@ -65,11 +67,12 @@ struct Search<'a> {
     deadline: Instant,
 }
 
-/// The connection of the rank that a foreign starter has given this process; `None` in a process without a starter,
-/// or that was started alone.
+/// The connection of the rank that a foreign starter has given this process; `None` in a process
+/// without a starter, or that was started alone.
 ///
 /// # Errors
-/// What contradicts itself in the environment, what keeps the ranks from meeting, `Interrupted`, `Held`.
+/// What contradicts itself in the environment, what keeps the ranks from meeting, `Interrupted`,
+/// `Held`.
 pub(crate) fn client(
     config: &Config,
     deadline: Instant,
@@ -86,17 +89,20 @@ pub(crate) fn client(
         }
     };
     let astray = |reason| Error::NoWay { starter: started.starter, size: started.size, reason };
-    let job = JobId(identity::job(&started, &config.rendezvous, &identity::starter).map_err(astray)?);
+    let job =
+        JobId(identity::job(&started, &config.rendezvous, &identity::starter).map_err(astray)?);
     if let Some(client) = held(&started, &job)? {
         return Ok(Some(client));
     }
-    let way = Way::of(&started, &job, &config.job_secret, &config.rendezvous, &folders()).map_err(astray)?;
+    let way = Way::of(&started, &job, &config.job_secret, &config.rendezvous, &folders())
+        .map_err(astray)?;
     match &way {
         Way::File { folder, private: true, .. } => file::private(folder).map_err(astray)?,
         Way::File { folder, private: false, .. } => file::existing(folder).map_err(astray)?,
         Way::Address { .. } => {}
     }
-    let search = Search { config, started: &started, job: &job, way: &way, began: Instant::now(), deadline };
+    let search =
+        Search { config, started: &started, job: &job, way: &way, began: Instant::now(), deadline };
     let (client, registrar) = if started.rank == 0 {
         let (client, registrar) = search.take_in(interrupted)?;
         (client, Some(registrar))
@@ -115,7 +121,11 @@ pub(crate) fn client(
 /// # Errors
 /// `Held` when it is its parent that has the rank.
 fn held(started: &Started, job: &JobId) -> Result<Option<Client>> {
-    let taken = |holder: String| Error::Held { rank: Rank(started.rank), holder, variable: started.variable };
+    let taken = |holder: String| Error::Held {
+        rank: Rank(started.rank),
+        holder,
+        variable: started.variable,
+    };
     if let Some(held) = HELD.lock().as_ref()
         && held.job == job.0
     {
@@ -125,18 +135,22 @@ fn held(started: &Started, job: &JobId) -> Result<Option<Client>> {
         return Ok(Some(held.client.clone()));
     }
     match environment(HOLDER).as_deref().and_then(|text| text.split_once('|')) {
-        Some((theirs, holder)) if theirs == job.0 && holder != of_process() => Err(taken(holder.to_owned())),
+        Some((theirs, holder)) if theirs == job.0 && holder != of_process() => {
+            Err(taken(holder.to_owned()))
+        }
         _ => Ok(None),
     }
 }
 
-/// Returns a variable to set in this process, by name and value, so that a process that it starts does not take
-/// itself for the same rank; nothing if no starter has started this one.
+/// Returns a variable to set in this process, by name and value, so that a process that it starts
+/// does not take itself for the same rank; nothing if no starter has started this one.
 pub fn holder() -> Option<(&'static str, String)> {
     if environment("FARANDOLE_JOB").is_some() {
         return None;
     }
-    let Ok(Found::World(started)) = detect(&environment, &|path| std::fs::read_to_string(path).ok()) else {
+    let Ok(Found::World(started)) =
+        detect(&environment, &|path| std::fs::read_to_string(path).ok())
+    else {
         return None;
     };
     let rendezvous = Config::from_env().ok()?.rendezvous;
@@ -144,8 +158,8 @@ pub fn holder() -> Option<(&'static str, String)> {
     Some((HOLDER, format!("{job}|{}", of_process())))
 }
 
-/// Tells the registrar that this process ends well, if a foreign starter has started it: no agent does so, and the
-/// others may continue, and form worlds, without it.
+/// Tells the registrar that this process ends well, if a foreign starter has started it: no agent
+/// does so, and the others may continue, and form worlds, without it.
 pub fn leave() {
     let client = match HELD.lock().as_ref() {
         Some(held) if held.process == process::id() => held.client.clone(),
@@ -196,7 +210,8 @@ impl Search<'_> {
                     self.say_once(&mut said, || format!("{what}; they look for {}", self.way));
                 }
                 Err(RegistrarError::Timeout { what, .. }) => {
-                    // The ranks that have come get the reason, and not only the loss of the registrar.
+                    // The ranks that have come get the reason, and not only the loss of the
+                    // registrar.
                     drop(registrar.abort(&format!("it has waited for {what}")));
                     return Err(self.missed(format!("{what}; they look for {}", self.way)));
                 }
@@ -216,16 +231,21 @@ impl Search<'_> {
         let (mut pause, mut said) = (PAUSE, false);
         loop {
             let reason = match self.ticket() {
-                Ok(Some(ticket)) => match enter(&ticket, self.started.rank, self.config, self.soon()) {
-                    Ok(client) => match self.wait(&client, &ticket, interrupted)? {
-                        true => return Ok(client),
-                        false => "it was an earlier start's".to_owned(),
-                    },
-                    Err(error @ (RegistrarError::Version { .. } | RegistrarError::Runtime { .. })) => {
-                        return Err(error.into());
+                Ok(Some(ticket)) => {
+                    match enter(&ticket, self.started.rank, self.config, self.soon()) {
+                        Ok(client) => match self.wait(&client, &ticket, interrupted)? {
+                            true => return Ok(client),
+                            false => "it was an earlier start's".to_owned(),
+                        },
+                        Err(
+                            error @ (RegistrarError::Version { .. }
+                            | RegistrarError::Runtime { .. }),
+                        ) => {
+                            return Err(error.into());
+                        }
+                        Err(error) => error.to_string(),
                     }
-                    Err(error) => error.to_string(),
-                },
+                }
                 Ok(None) => "it is not there".to_owned(),
                 Err(reason) => reason,
             };
@@ -254,7 +274,10 @@ impl Search<'_> {
         let (folder, name) = match self.way {
             Way::File { folder, name, .. } => (folder, name),
             Way::Address { secret, host, port } => {
-                return secret.ticket(vec![joined(host, *port)]).map(Some).map_err(|error| error.to_string());
+                return secret
+                    .ticket(vec![joined(host, *port)])
+                    .map(Some)
+                    .map_err(|error| error.to_string());
             }
         };
         let Some(text) = file::read(folder, name)? else { return Ok(None) };
@@ -265,8 +288,14 @@ impl Search<'_> {
         Ok(Some(ticket))
     }
 
-    /// Waits for the other ranks; false when the ticket has been replaced meanwhile, as an earlier start's is.
-    fn wait(&self, client: &Client, ticket: &Ticket, interrupted: &mut Interrupted<'_>) -> Result<bool> {
+    /// Waits for the other ranks; false when the ticket has been replaced meanwhile, as an earlier
+    /// start's is.
+    fn wait(
+        &self,
+        client: &Client,
+        ticket: &Ticket,
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<bool> {
         let (mut looked, mut said) = (Instant::now(), false);
         loop {
             match client.await_ranks(self.deadline.min(Instant::now() + SLICE)) {
@@ -274,8 +303,11 @@ impl Search<'_> {
                     self.say_once(&mut said, || what);
                 }
                 Err(RegistrarError::Timeout { what, .. }) => return Err(self.missed(what)),
-                Err(RegistrarError::Aborted { reason, .. } | RegistrarError::Lost { reason, .. }) => {
-                    return Err(self.missed(format!("all ranks to come, and rank 0 has given up: {reason}")));
+                Err(
+                    RegistrarError::Aborted { reason, .. } | RegistrarError::Lost { reason, .. },
+                ) => {
+                    return Err(self
+                        .missed(format!("all ranks to come, and rank 0 has given up: {reason}")));
                 }
                 other => return Ok(other.map(|_| true)?),
             }
@@ -318,16 +350,22 @@ impl Search<'_> {
 }
 
 /// Connects as a rank, registers, and shows from then on that it lives.
-fn enter(ticket: &Ticket, rank: u32, config: &Config, deadline: Instant) -> Result<Client, RegistrarError> {
+fn enter(
+    ticket: &Ticket,
+    rank: u32,
+    config: &Config,
+    deadline: Instant,
+) -> Result<Client, RegistrarError> {
     let client = Client::connect(ticket, TaskId(rank), None, deadline)?;
     client.register(0, &facts::facts(), deadline)?;
-    // No agent can end this process: its links see a lost peer, and calls of the registrar return the reason.
+    // No agent can end this process: its links see a lost peer, and calls of the registrar return
+    // the reason.
     client.watch(2 * config.peer_timeout, drop);
     Ok(client)
 }
 
-/// Holds the registrar of a world whose ranks an MPI communicator has given out, and returns its ticket, which the
-/// communicator can distribute. It lives until this process holds the next one.
+/// Holds the registrar of a world whose ranks an MPI communicator has given out, and returns its
+/// ticket, which the communicator can distribute. It lives until this process holds the next one.
 ///
 /// # Errors
 /// Those of [`Registrar::start`].
@@ -366,8 +404,12 @@ pub(crate) fn as_told(
         }
         give_up_if(interrupted)?;
     };
-    let entered =
-        Entered { process: process::id(), ticket: text.clone(), rank: *rank, client: client.clone() };
+    let entered = Entered {
+        process: process::id(),
+        ticket: text.clone(),
+        rank: *rank,
+        client: client.clone(),
+    };
     // Dropped behind the lock: the end of a connection may take a moment.
     let earlier = ENTERED.lock().replace(entered);
     drop(earlier.map(|entered| entered.client));

@@ -70,13 +70,18 @@ mod tests {
             first(&|name| map.get(name).map(|value| (*value).to_owned()), &read)
         };
         assert_eq!(
-            first_of(&[("SLURM_STEP_NODELIST", "b[2-3]"), ("SLURM_JOB_NODELIST", "b[1-3]")]).unwrap(),
+            first_of(&[("SLURM_STEP_NODELIST", "b[2-3]"), ("SLURM_JOB_NODELIST", "b[1-3]")])
+                .unwrap(),
             "b2"
         );
-        assert_eq!(first_of(&[("MASTER_ADDR", "m"), ("SLURM_JOB_NODELIST", "b[1-3]")]).unwrap(), "m");
+        assert_eq!(
+            first_of(&[("MASTER_ADDR", "m"), ("SLURM_JOB_NODELIST", "b[1-3]")]).unwrap(),
+            "m"
+        );
         assert_eq!(first_of(&[("LSB_MCPU_HOSTS", "l1 4 l2 4")]).unwrap(), "l1");
         assert_eq!(
-            first_of(&[("LSB_MCPU_HOSTS", "batch 1 l2 4 l3 4"), ("JSM_NAMESPACE_RANK", "0")]).unwrap(),
+            first_of(&[("LSB_MCPU_HOSTS", "batch 1 l2 4 l3 4"), ("JSM_NAMESPACE_RANK", "0")])
+                .unwrap(),
             "l2"
         );
         assert_eq!(first_of(&[("LSB_HOSTS", "l1 l1 l2")]).unwrap(), "l1");

@@ -55,7 +55,11 @@ pub(super) const STARTERS: &[Starter] = &[
         rank: "OMPI_COMM_WORLD_RANK",
         size: &["OMPI_COMM_WORLD_SIZE"],
         spread: Spread::LocalSize("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        exact: &["OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports"],
+        exact: &[
+            "OMPI_MCA_ess_base_jobid",
+            "PMIX_NAMESPACE",
+            "OMPI_MCA_orte_precondition_transports",
+        ],
         own_names: true,
     },
     Starter {
@@ -121,8 +125,8 @@ pub(super) const STARTERS: &[Starter] = &[
 ];
 
 impl Starter {
-    /// Returns the depth within other starters: of `srun mpirun` and `srun torchrun` the second one starts the
-    /// process, and the variables of the first are left over.
+    /// Returns the depth within other starters: of `srun mpirun` and `srun torchrun` the second one
+    /// starts the process, and the variables of the first are left over.
     pub(super) fn depth(&self, lookup: Lookup<'_>) -> u8 {
         match self.key {
             "torchrun" if lookup(TORCH_AGENT).is_some() => 2,
@@ -131,8 +135,8 @@ impl Starter {
         }
     }
 
-    /// Returns whether its variables are this process's: those of Slurm are also set in a batch script, where one
-    /// process runs.
+    /// Returns whether its variables are this process's: those of Slurm are also set in a batch
+    /// script, where one process runs.
     pub(super) fn applies(&self, lookup: Lookup<'_>) -> bool {
         lookup(self.rank).is_some() && (self.key != "slurm" || lookup(SLURM_STEP).is_some())
     }
@@ -142,7 +146,9 @@ impl Starter {
         let number = |name: &str| lookup(name)?.trim().parse::<u32>().ok();
         match self.spread {
             Spread::LocalSize(name) => number(name).map(|local| local == size),
-            Spread::Hosts(names) => names.iter().find_map(|name| number(name)).map(|hosts| hosts == 1),
+            Spread::Hosts(names) => {
+                names.iter().find_map(|name| number(name)).map(|hosts| hosts == 1)
+            }
             Spread::Unknown => None,
         }
     }

@@ -11,7 +11,8 @@ use farandole_world::JobId;
 
 use super::Started;
 
-/// Ports of rank 0 where a secret is given and no port: below those that systems hand out by themselves.
+/// Ports of rank 0 where a secret is given and no port: below those that systems hand out by
+/// themselves.
 const FIRST_PORT: u16 = 20_000;
 const PORTS: u16 = 8_000;
 
@@ -62,7 +63,8 @@ impl Way {
         let given = if secret.is_empty() {
             None
         } else {
-            let short = || format!("FARANDOLE_JOB_SECRET has fewer than {} characters", Secret::SHORTEST);
+            let short =
+                || format!("FARANDOLE_JOB_SECRET has fewer than {} characters", Secret::SHORTEST);
             Some(Secret::new(secret, job).ok_or_else(short)?)
         };
         let name = format!("{job}.ticket");
@@ -76,7 +78,8 @@ impl Way {
         if !rendezvous.is_empty() {
             return Err(match address(rendezvous) {
                 Some(_) => format!(
-                    "FARANDOLE_RENDEZVOUS={rendezvous} takes a FARANDOLE_JOB_SECRET, and there is none"
+                    "FARANDOLE_RENDEZVOUS={rendezvous} takes a FARANDOLE_JOB_SECRET, and there is \
+                     none"
                 ),
                 None => neither(rendezvous),
             });
@@ -84,7 +87,9 @@ impl Way {
         if started.one_host {
             return Ok(Self::File { folder: folders.local.clone(), private: true, name });
         }
-        let Some(home) = &folders.home else { return Err("there is no HOME to meet in".to_owned()) };
+        let Some(home) = &folders.home else {
+            return Err("there is no HOME to meet in".to_owned());
+        };
         Ok(Self::File { folder: home.join(".farandole"), private: true, name })
     }
 
@@ -94,8 +99,13 @@ impl Way {
             return Ok(Self::Address { secret, host, port });
         }
         let port = secret.port(FIRST_PORT, PORTS);
-        let host = if started.one_host { Some("127.0.0.1".to_owned()) } else { started.first_host.clone() };
-        let host = host.ok_or("nothing tells the host of rank 0: set FARANDOLE_RENDEZVOUS=host:port")?;
+        let host = if started.one_host {
+            Some("127.0.0.1".to_owned())
+        } else {
+            started.first_host.clone()
+        };
+        let host =
+            host.ok_or("nothing tells the host of rank 0: set FARANDOLE_RENDEZVOUS=host:port")?;
         Ok(Self::Address { secret, host, port })
     }
 
@@ -132,13 +142,17 @@ fn address(text: &str) -> Option<(String, u16)> {
     let (host, port) = text.rsplit_once(':')?;
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     let port = port.parse().ok().filter(|port| *port > 0)?;
-    let plain =
-        !bare.is_empty() && !bare.contains(['/', ' ', '[', ']']) && (bare == host) != bare.contains(':');
+    let plain = !bare.is_empty()
+        && !bare.contains(['/', ' ', '[', ']'])
+        && (bare == host) != bare.contains(':');
     plain.then(|| (bare.to_owned(), port))
 }
 
 fn neither(rendezvous: &str) -> String {
-    format!("FARANDOLE_RENDEZVOUS must be host:port or a directory (/path or file:///path): {rendezvous}")
+    format!(
+        "FARANDOLE_RENDEZVOUS must be host:port or a directory (/path or file:///path): \
+         {rendezvous}"
+    )
 }
 
 #[cfg(test)]
@@ -163,13 +177,17 @@ mod tests {
 
     fn way(started: &Started, secret: &str, rendezvous: &str) -> Result<String, String> {
         let folders = Folders { local: "/run/user/7".into(), home: Some("/home/u".into()) };
-        Way::of(started, &JobId("j".to_owned()), secret, rendezvous, &folders).map(|way| way.to_string())
+        Way::of(started, &JobId("j".to_owned()), secret, rendezvous, &folders)
+            .map(|way| way.to_string())
     }
 
     #[test]
     fn without_a_word_ranks_meet_in_a_file_of_the_host_or_of_the_home() {
         assert_eq!(way(&started(true, None), "", "").unwrap(), "the file /run/user/7/j.ticket");
-        assert_eq!(way(&started(false, Some("a")), "", "").unwrap(), "the file /home/u/.farandole/j.ticket");
+        assert_eq!(
+            way(&started(false, Some("a")), "", "").unwrap(),
+            "the file /home/u/.farandole/j.ticket"
+        );
     }
 
     #[test]
@@ -193,14 +211,20 @@ mod tests {
             way(&started(true, Some("node1")), SECRET, "").unwrap(),
             format!("the address 127.0.0.1:{port}")
         );
-        for (given, told) in [("n:7", "n:7"), ("[::1]:7", "[::1]:7"), ("10.0.0.1:65535", "10.0.0.1:65535")] {
-            assert_eq!(way(&started(false, None), SECRET, given).unwrap(), format!("the address {told}"));
+        for (given, told) in
+            [("n:7", "n:7"), ("[::1]:7", "[::1]:7"), ("10.0.0.1:65535", "10.0.0.1:65535")]
+        {
+            assert_eq!(
+                way(&started(false, None), SECRET, given).unwrap(),
+                format!("the address {told}")
+            );
         }
     }
 
     #[test]
     fn a_missing_or_invalid_variable_is_named() {
-        let error = |secret, rendezvous| way(&started(false, None), secret, rendezvous).unwrap_err();
+        let error =
+            |secret, rendezvous| way(&started(false, None), secret, rendezvous).unwrap_err();
         assert!(error(SECRET, "").contains("FARANDOLE_RENDEZVOUS=host:port"));
         assert!(error("short", "").contains("FARANDOLE_JOB_SECRET has fewer than 16 characters"));
         assert!(error("", "n:7").contains("takes a FARANDOLE_JOB_SECRET"));
@@ -220,7 +244,9 @@ mod tests {
                 .unwrap()
                 .stays_here(&started)
         };
-        assert!(stays(true, "", "") && stays(true, SECRET, "") && stays(true, SECRET, "localhost:7"));
+        assert!(
+            stays(true, "", "") && stays(true, SECRET, "") && stays(true, SECRET, "localhost:7")
+        );
         assert!(!stays(false, "", "") && !stays(true, SECRET, "a:7") && !stays(false, SECRET, ""));
     }
 }

@@ -67,8 +67,9 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens the store of `url`: a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`, `abfss://`, `az://` or
-    /// `memory://name/path`, with the options of [`crate::configure`]. Touches nothing.
+    /// Opens the store of `url`: a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`,
+    /// `abfss://`, `az://` or `memory://name/path`, with the options of [`crate::configure`].
+    /// Touches nothing.
     ///
     /// # Errors
     /// Text that is no URL, an unknown scheme, an unknown option.
@@ -85,12 +86,17 @@ impl Store {
         Ok(Self { backend, location, prefix })
     }
 
-    /// Returns the store that `path` names: another URL, an absolute path, or a place below this one.
+    /// Returns the store that `path` names: another URL, an absolute path, or a place below this
+    /// one.
     ///
     /// # Errors
     /// Like [`Store::open`].
     pub fn resolve(&self, path: &str) -> Result<Self> {
-        if path.starts_with('/') || path.contains(":/") { Self::open(path) } else { self.child(path) }
+        if path.starts_with('/') || path.contains(":/") {
+            Self::open(path)
+        } else {
+            self.child(path)
+        }
     }
 
     /// Returns the store below this one.
@@ -139,7 +145,11 @@ impl Store {
     }
 
     fn at(&self, path: &str) -> Result<Path> {
-        let whole = if path.is_empty() { self.prefix.to_string() } else { format!("{}/{path}", self.prefix) };
+        let whole = if path.is_empty() {
+            self.prefix.to_string()
+        } else {
+            format!("{}/{path}", self.prefix)
+        };
         Path::parse(&whole).map_err(|_| Error::Url {
             url: self.name_of(path),
             reason: "the path must not contain . or .. or empty parts",
@@ -220,8 +230,8 @@ impl Store {
             Ok(_) => Ok(true),
             Err(Error::Missing { .. } | Error::Url { .. }) => {
                 let at = self.at(path)?;
-                let first =
-                    self.ask("list", path, async |backend| backend.list(Some(&at)).try_next().await)?;
+                let first = self
+                    .ask("list", path, async |backend| backend.list(Some(&at)).try_next().await)?;
                 Ok(first.is_some())
             }
             Err(error) => Err(error),
@@ -253,9 +263,11 @@ impl Store {
     /// A backend that cannot be asked.
     pub fn look(&self, path: &str) -> Result<Vec<Item>> {
         let at = self.at(path)?;
-        let found = self.ask("list", path, async |backend| backend.list_with_delimiter(Some(&at)).await)?;
+        let found =
+            self.ask("list", path, async |backend| backend.list_with_delimiter(Some(&at)).await)?;
         let directories = found.common_prefixes.iter().map(Item::directory);
-        let mut items: Vec<Item> = directories.chain(found.objects.iter().map(Item::file)).collect();
+        let mut items: Vec<Item> =
+            directories.chain(found.objects.iter().map(Item::file)).collect();
         items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
     }
@@ -267,32 +279,40 @@ impl Store {
     pub fn list(&self, path: &str) -> Result<Vec<Entry>> {
         let at = self.at(path)?;
         let below = |whole: &str| {
-            whole.strip_prefix(self.prefix.as_ref()).unwrap_or(whole).trim_start_matches('/').to_owned()
+            whole
+                .strip_prefix(self.prefix.as_ref())
+                .unwrap_or(whole)
+                .trim_start_matches('/')
+                .to_owned()
         };
         let entry = |meta: object_store::ObjectMeta| Entry {
             path: below(meta.location.as_ref()),
             bytes: meta.size,
             modified: Some(SystemTime::from(meta.last_modified)),
         };
-        let mut entries: Vec<Entry> = self
-            .ask("list", path, async |backend| backend.list(Some(&at)).map_ok(entry).try_collect().await)?;
+        let mut entries: Vec<Entry> = self.ask("list", path, async |backend| {
+            backend.list(Some(&at)).map_ok(entry).try_collect().await
+        })?;
         entries.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(entries)
     }
 
-    /// Writes a file that is seen whole or not at all; on a local file system also after a loss of power.
+    /// Writes a file that is seen whole or not at all; on a local file system also after a loss of
+    /// power.
     ///
     /// # Errors
     /// Like [`Store::read`].
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
-            return local::write(&base.join(path), &data).map_err(|source| self.io("write", path, source));
+            return local::write(&base.join(path), &data)
+                .map_err(|source| self.io("write", path, source));
         }
         self.ask("write", path, async |backend| backend.put(&at, data.into()).await).map(drop)
     }
 
-    /// Writes a small file unless there is one of this name; says whether it did. Of many attempts, one succeeds.
+    /// Writes a small file unless there is one of this name; says whether it did. Of many attempts,
+    /// one succeeds.
     ///
     /// # Errors
     /// Like [`Store::write`].
@@ -300,7 +320,8 @@ impl Store {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
             // Hard links, by which the backend does it, are not to be had on every mount.
-            return local::create(&base.join(path), &data).map_err(|source| self.io("write", path, source));
+            return local::create(&base.join(path), &data)
+                .map_err(|source| self.io("write", path, source));
         }
         let put = async |backend: Arc<dyn ObjectStore>| {
             backend.put_opts(&at, data.into(), PutMode::Create.into()).await
@@ -313,14 +334,16 @@ impl Store {
         }
     }
 
-    /// Deletes what killed uploads left directly in this directory; the caller knows that there is no writer here.
-    /// Only file systems show such leavings.
+    /// Deletes what killed uploads left directly in this directory; the caller knows that there is
+    /// no writer here. Only file systems show such leavings.
     ///
     /// # Errors
     /// Like [`Store::look`] and [`Store::delete`].
     pub fn tidy(&self) -> Result<()> {
         match &self.location {
-            Location::Local(base) => local::tidy(base).map_err(|source| self.io("delete", "", source)),
+            Location::Local(base) => {
+                local::tidy(base).map_err(|source| self.io("delete", "", source))
+            }
             Location::Remote { service: Service::Hdfs, .. } => {
                 let mut items = self.look("")?;
                 items.retain(|item| !item.is_directory && is_leaving(&item.name));
@@ -353,8 +376,8 @@ impl Store {
         }
     }
 
-    /// Like [`Store::delete`], but a store over the network that does not answer is given up after `patience`; then it is
-    /// not known whether the file is still there.
+    /// Like [`Store::delete`], but a store over the network that does not answer is given up after
+    /// `patience`; then it is not known whether the file is still there.
     ///
     /// # Errors
     /// Like [`Store::delete`], and [`Error::Late`].
@@ -394,7 +417,10 @@ impl Store {
                 let directory = base.join(path);
                 match std::fs::remove_dir_all(&directory) {
                     Err(source) if directory.is_dir() => {
-                        return Err(Error::Directory { path: directory.display().to_string(), source });
+                        return Err(Error::Directory {
+                            path: directory.display().to_string(),
+                            source,
+                        });
                     }
                     Ok(()) | Err(_) => {}
                 }
@@ -422,7 +448,8 @@ impl Store {
     /// What writing here would meet.
     pub fn check_writable(&self) -> Result<()> {
         let name = format!("_writable_{}_{:?}", std::process::id(), std::thread::current().id());
-        let name: String = name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
+        let name: String =
+            name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
         self.write(&name, Bytes::new())?;
         self.delete(&name)
     }

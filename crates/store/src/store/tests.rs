@@ -40,7 +40,10 @@ fn contract(store: &Store) {
     assert_eq!(store.delete_all("a").unwrap(), 2);
     assert!(!store.exists("a").unwrap());
     let missing = store.read("a/b.bin").unwrap_err();
-    assert!(matches!(&missing, Error::Missing { path } if *path == store.name_of("a/b.bin")), "{missing}");
+    assert!(
+        matches!(&missing, Error::Missing { path } if *path == store.name_of("a/b.bin")),
+        "{missing}"
+    );
     store.check_writable().unwrap();
     assert_eq!(store.list("").unwrap(), []);
 }

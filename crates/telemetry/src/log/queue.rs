@@ -3,7 +3,8 @@
 
 //! Events that wait for another logger.
 //!
-//! The lock is the standard library's: it is only a word in memory, so that a forked child may try it.
+//! The lock is the standard library's: it is only a word in memory, so that a forked child may try
+//! it.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -52,7 +53,8 @@ impl Queue {
         Self { budget, state: Mutex::new(state), arrived: Condvar::new() }
     }
 
-    /// Keeps events from now on. Whether this process did not do so before; `None` when the lock was lost by a fork.
+    /// Keeps events from now on. Whether this process did not do so before; `None` when the lock
+    /// was lost by a fork.
     pub(super) fn open(&self) -> Option<bool> {
         let deadline = Instant::now() + PATIENCE;
         let mut state = loop {

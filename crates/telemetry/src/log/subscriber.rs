@@ -3,7 +3,8 @@
 
 //! The receiver of events.
 //!
-//! The level is known to every place that emits: a place with unwanted events does one relaxed load and a comparison.
+//! The level is known to every place that emits: a place with unwanted events does one relaxed load
+//! and a comparison.
 
 use std::io::{Write as _, stderr};
 use std::process;
@@ -22,7 +23,8 @@ use super::queue::KEPT;
 /// Index into [`FILTERS`].
 static LEVEL: AtomicU8 = AtomicU8::new(0);
 static HIDE_TIME: AtomicBool = AtomicBool::new(false);
-/// The process whose events are kept, or 0. A forked child has another number, and its events go to stderr.
+/// The process whose events are kept, or 0. A forked child has another number, and its events go to
+/// stderr.
 static KEEPER: AtomicU32 = AtomicU32::new(0);
 
 const FILTERS: [LevelFilter; 6] = [
@@ -69,10 +71,12 @@ fn filter() -> LevelFilter {
     FILTERS.get(usize::from(LEVEL.load(Ordering::Relaxed))).copied().unwrap_or(LevelFilter::WARN)
 }
 
-/// Returns whether a library's event passes: its debug events are about itself, and far more than ours.
+/// Returns whether a library's event passes: its debug events are about itself, and far more than
+/// ours.
 fn passes(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
     let ours = metadata.target().starts_with("farandole");
-    let filter = if ours || filter == LevelFilter::TRACE { filter } else { filter.min(LevelFilter::WARN) };
+    let filter =
+        if ours || filter == LevelFilter::TRACE { filter } else { filter.min(LevelFilter::WARN) };
     metadata.is_event() && *metadata.level() <= filter
 }
 

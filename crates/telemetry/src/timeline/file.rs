@@ -20,7 +20,8 @@ const LEAST: u64 = 32 << 10;
 const TOGETHER: u64 = 64 << 10;
 const END: &str = "\n]\n";
 
-/// The file of records. It ends with `]` after every write; the next write begins by overwriting that.
+/// The file of records. It ends with `]` after every write; the next write begins by overwriting
+/// that.
 pub(super) struct Pages {
     path: PathBuf,
     file: File,
@@ -45,7 +46,8 @@ impl Pages {
         self.offset == 0
     }
 
-    /// Returns the bytes of records after which they are written: a small part of a file, so that its size is kept.
+    /// Returns the bytes of records after which they are written: a small part of a file, so that
+    /// its size is kept.
     pub(super) fn together(&self) -> u64 {
         TOGETHER.min(self.most / 4)
     }

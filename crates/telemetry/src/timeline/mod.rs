@@ -131,9 +131,9 @@ impl Timeline {
         Some(self.whose.load(Ordering::Relaxed)).filter(|rank| *rank != ALL)
     }
 
-    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. Returns when the
-    /// file is there and valid. With a limit, the file has half of it at most, and older records are in the file with
-    /// [`OLD`] after its name.
+    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first.
+    /// Returns when the file is there and valid. With a limit, the file has half of it at most, and
+    /// older records are in the file with [`OLD`] after its name.
     ///
     /// # Errors
     /// When the file cannot be written, or the thread not made; nothing runs then.

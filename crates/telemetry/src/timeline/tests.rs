@@ -49,7 +49,10 @@ fn a_tensor_is_a_process_with_nested_spans() {
     assert_eq!(records[2]["args"]["name"], "a\"\n");
     assert_eq!((&records[5]["name"], &records[5]["dur"]), (&Value::from("3"), &Value::from(0)));
     assert!(records[6].get("name").is_none() && records[6].get("args").is_none());
-    assert_eq!((&records[7]["name"], &records[7]["s"]), (&Value::from("CYCLE_START"), &Value::from("g")));
+    assert_eq!(
+        (&records[7]["name"], &records[7]["s"]),
+        (&Value::from("CYCLE_START"), &Value::from("g"))
+    );
     assert_eq!(records[8]["args"]["name"], "b (process set 2)");
     assert_eq!(records[11]["args"], serde_json::json!({"dtype": "float32", "shape": "[2, 3]"}));
     assert_eq!(of("pid")[4..8], [1, 1, 1, 0]);
@@ -69,7 +72,8 @@ fn earlier_spans_are_left_out_and_open_spans_end_with_the_timeline() {
     timeline.begin(&a, "ALLREDUCE");
     drop(timeline);
     for path in [one, two] {
-        let spans: Vec<Value> = read(&path).split_off(4).into_iter().map(|mut r| r["ph"].take()).collect();
+        let spans: Vec<Value> =
+            read(&path).split_off(4).into_iter().map(|mut r| r["ph"].take()).collect();
         assert_eq!(spans, ["B", "E"], "{path:?}");
     }
 }
@@ -84,7 +88,8 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
     while seen < 100 {
         timeline.begin(&a, "ALLREDUCE");
         timeline.end_of(&a, None);
-        // One write: a reader sees the file before it or after it, or an end that is about to be overwritten.
+        // One write: a reader sees the file before it or after it, or an end that is about to be
+        // overwritten.
         if let Ok(records) = serde_json::from_slice::<Vec<Value>>(&std::fs::read(&path).unwrap()) {
             seen = seen.max(records.len());
         }
@@ -97,7 +102,11 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
 #[test]
 fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
     let timeline = Timeline::default();
-    assert!(timeline.start(Path::new("/nonexistent/x.json"), Title::default(), Extent::default()).is_err());
+    assert!(
+        timeline
+            .start(Path::new("/nonexistent/x.json"), Title::default(), Extent::default())
+            .is_err()
+    );
     assert!(!timeline.is_on() && timeline.stop().is_ok());
 }
 
@@ -144,7 +153,11 @@ fn phases_of_steps_have_a_track_and_the_file_says_whose_it_is() {
     );
     let phases: Vec<_> = records.iter().filter(|record| record["pid"] == 1).collect();
     let names: Vec<_> = phases.iter().map(|record| &record["ph"]).collect();
-    assert_eq!(names, ["M", "M", "B", "B", "E", "E"], "what did not begin does not end, what is open does");
+    assert_eq!(
+        names,
+        ["M", "M", "B", "B", "E", "E"],
+        "what did not begin does not end, what is open does"
+    );
     assert_eq!(phases[2]["name"], "step \"1\"");
     let listed = records.iter().find(|record| record["name"] == "ALLREDUCE").unwrap();
     assert_eq!((&listed["args"]["list"], &listed["pid"]), (&Value::from(7), &Value::from(2)));
@@ -173,13 +186,17 @@ fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
         before.iter().chain(&after).filter_map(|record| record["args"]["list"].as_u64()).collect();
     assert_eq!(lists.last(), Some(&9_999));
     assert!(lists[0] > 0 && lists.len() > 300, "{} from {}", lists.len(), lists[0]);
-    assert!(lists.windows(2).all(|pair| pair[1] == pair[0] + 1), "nothing is missing between the files");
+    assert!(
+        lists.windows(2).all(|pair| pair[1] == pair[0] + 1),
+        "nothing is missing between the files"
+    );
     for records in [before, after] {
         let title = &records[0]["args"];
         assert_eq!(title["rank"], 5);
         let first = records.iter().find_map(|record| record["ts"].as_u64()).unwrap();
         assert_eq!(title["since"].as_u64(), Some(first));
-        let names: Vec<_> = records.iter().filter(|record| record["name"] == "process_name").collect();
+        let names: Vec<_> =
+            records.iter().filter(|record| record["name"] == "process_name").collect();
         assert!(names.iter().any(|one| one["args"]["name"] == "a" && one["pid"] == 1));
         assert!(names.iter().any(|one| one["args"]["name"] == "b" && one["pid"] == 2));
     }
@@ -190,7 +207,9 @@ fn it_gets_the_rank_whose_arrivals_are_wanted() {
     let folder = tempfile::tempdir().unwrap();
     let timeline = Timeline::default();
     let title = Title { rank: 1, ..Title::default() };
-    timeline.start(&folder.path().join("1"), title, Extent { own: true, ..Extent::default() }).unwrap();
+    timeline
+        .start(&folder.path().join("1"), title, Extent { own: true, ..Extent::default() })
+        .unwrap();
     assert_eq!(timeline.only(), Some(1));
     timeline.start(&folder.path().join("2"), title, Extent::default()).unwrap();
     assert_eq!(timeline.only(), None);
@@ -229,7 +248,8 @@ fn names_that_are_used_once_do_not_fill_a_bounded_file() {
     assert!(bytes_of(&path) <= LIMIT + 2048, "{}", bytes_of(&path));
     let lists = lists_of(&path);
     assert_eq!(lists.last(), Some(&(NAMES - 1)));
-    // A file begins anew when less than a quarter of it is free, so the one before has three quarters at least.
+    // A file begins anew when less than a quarter of it is free, so the one before has three
+    // quarters at least.
     let least = LIMIT / 2 * 3 / 4 / BYTES;
     assert!(lists.len() as u64 >= 2 * least, "{} of {least}", lists.len());
     let mut names: std::collections::HashMap<u64, Value> = std::collections::HashMap::new();
@@ -237,7 +257,11 @@ fn names_that_are_used_once_do_not_fill_a_bounded_file() {
         let pid = record["pid"].as_u64().unwrap();
         if record["name"] == "process_name" && pid > 0 {
             let name = record["args"]["name"].clone();
-            assert_eq!(*names.entry(pid).or_insert_with(|| name.clone()), name, "a number has one track");
+            assert_eq!(
+                *names.entry(pid).or_insert_with(|| name.clone()),
+                name,
+                "a number has one track"
+            );
         }
         assert!(pid == 0 || names.contains_key(&pid), "{record}");
     }
@@ -253,8 +277,9 @@ fn a_share_that_is_smaller_than_the_names_of_the_tracks_keeps_records() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("0.json");
     let mut writer = Writer::new(&path, Title::default(), Some(LIMIT)).unwrap();
-    let tensors: Vec<Track> =
-        (0..TENSORS).map(|number| track(0, &format!("transformer.layers.{number}.weight"))).collect();
+    let tensors: Vec<Track> = (0..TENSORS)
+        .map(|number| track(0, &format!("transformer.layers.{number}.weight")))
+        .collect();
     let event = |what| Event { at: Instant::now(), what };
     for step in 0..20 {
         // In some steps, all begin before the first ends.

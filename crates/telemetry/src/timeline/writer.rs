@@ -95,8 +95,9 @@ impl Writer {
     pub(super) fn write(&mut self, events: &[Event], dropped: u64) -> io::Result<()> {
         if dropped > 0 {
             // Ends may be among the lost records: no span stays open.
-            let at =
-                events.first().map_or_else(|| self.elapsed(Instant::now()), |event| self.elapsed(event.at));
+            let at = events
+                .first()
+                .map_or_else(|| self.elapsed(Instant::now()), |event| self.elapsed(event.at));
             self.close_all(at);
             self.record(&format!(
                 r#"{{"name":"EVENTS_LOST","ph":"i","ts":{at},"pid":0,"s":"g","args":{{"count":{dropped}}}}}"#
@@ -128,12 +129,17 @@ impl Writer {
                 let place = self.place(track);
                 place.depth += 1;
                 let pid = place.pid;
-                let args = list.map_or_else(String::new, |list| format!(r#","args":{{"list":{list}}}"#));
-                self.record(&format!(r#"{{"name":"{name}","ph":"B","ts":{ts},"pid":{pid}{args}}}"#));
+                let args =
+                    list.map_or_else(String::new, |list| format!(r#","args":{{"list":{list}}}"#));
+                self.record(&format!(
+                    r#"{{"name":"{name}","ph":"B","ts":{ts},"pid":{pid}{args}}}"#
+                ));
             }
             What::Arrived(track, rank) => {
                 let pid = self.place(track).pid;
-                self.record(&format!(r#"{{"name":"{rank}","ph":"X","ts":{ts},"pid":{pid},"dur":0}}"#));
+                self.record(&format!(
+                    r#"{{"name":"{rank}","ph":"X","ts":{ts},"pid":{pid},"dur":0}}"#
+                ));
             }
             What::End(track, produced) => self.end(track, ts, produced.as_ref()),
             What::Enter(name) => {
@@ -146,7 +152,9 @@ impl Writer {
             }
             What::Leave => self.end(&self.phases.clone(), ts, None),
             What::Cycle => {
-                self.record(&format!(r#"{{"name":"CYCLE_START","ph":"i","ts":{ts},"pid":0,"s":"g"}}"#));
+                self.record(&format!(
+                    r#"{{"name":"CYCLE_START","ph":"i","ts":{ts},"pid":0,"s":"g"}}"#
+                ));
             }
         }
         Ok(())
@@ -188,7 +196,9 @@ impl Writer {
             0 | u32::MAX => quote(&track.tensor, &mut name),
             set => quote(&format!("{} (process set {set})", track.tensor), &mut name),
         }
-        self.record(&format!(r#"{{"name":"process_name","ph":"M","pid":{pid},"args":{{"name":{name}}}}}"#));
+        self.record(&format!(
+            r#"{{"name":"process_name","ph":"M","pid":{pid},"args":{{"name":{name}}}}}"#
+        ));
         self.record(&format!(
             r#"{{"name":"process_sort_index","ph":"M","pid":{pid},"args":{{"sort_index":{pid}}}}}"#
         ));
@@ -196,7 +206,8 @@ impl Writer {
 
     fn close_all(&mut self, ts: u128) {
         let open = self.places.iter().filter(|(_, place)| place.depth > 0);
-        let mut open: Vec<(u64, Track)> = open.map(|(track, place)| (place.pid, track.clone())).collect();
+        let mut open: Vec<(u64, Track)> =
+            open.map(|(track, place)| (place.pid, track.clone())).collect();
         open.sort_unstable_by_key(|(pid, _)| *pid);
         for (pid, track) in open {
             for _ in 0..std::mem::take(&mut self.place(&track).depth) {
@@ -218,9 +229,9 @@ impl Writer {
         self.pages.write(&mut self.text)
     }
 
-    /// Begins the next file, with the events from `since` on. It names a track when an event of it comes. Tracks that the
-    /// last file did not name are forgotten: they may never come again, as each operation without a name has a track of
-    /// its own.
+    /// Begins the next file, with the events from `since` on. It names a track when an event of it
+    /// comes. Tracks that the last file did not name are forgotten: they may never come again, as
+    /// each operation without a name has a track of its own.
     fn turn(&mut self, since: u128) -> io::Result<()> {
         self.pages.turn()?;
         let page = self.page;

@@ -35,7 +35,8 @@ pub(super) unsafe extern "C" fn run(
     let ran = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: XLA's text, of this length.
         let text = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), length) };
-        let text = std::str::from_utf8(text).map_err(|_| "the call's text is not UTF-8".to_owned())?;
+        let text =
+            std::str::from_utf8(text).map_err(|_| "the call's text is not UTF-8".to_owned())?;
         // SAFETY: XLA's addresses fit the program in which the text stands.
         unsafe { perform(&plan::read(text)?, outputs, inputs) }
     }));
@@ -47,8 +48,13 @@ pub(super) unsafe extern "C" fn run(
 
 /// # Safety
 /// Like [`run`]; the plan fits the addresses.
-unsafe fn perform(plan: &Plan, outputs: Outputs, inputs: *const *const c_void) -> Result<(), String> {
-    // SAFETY: the caller's promise, for all of these; every call has a token, which is written for order's sake.
+unsafe fn perform(
+    plan: &Plan,
+    outputs: Outputs,
+    inputs: *const *const c_void,
+) -> Result<(), String> {
+    // SAFETY: the caller's promise, for all of these; every call has a token, which is written for
+    // order's sake.
     unsafe {
         let token = match plan {
             Plan::Probe => {
@@ -57,7 +63,8 @@ unsafe fn perform(plan: &Plan, outputs: Outputs, inputs: *const *const c_void) -
                 1
             }
             Plan::Question { question, process_set } => {
-                let number = world::answer(*question, *process_set).map_err(|failure| failure.text)?;
+                let number =
+                    world::answer(*question, *process_set).map_err(|failure| failure.text)?;
                 (*outputs).cast::<i32>().write_unaligned(number);
                 1
             }
@@ -94,13 +101,15 @@ unsafe fn collect(
         let now = place(collective.call.process_set).map_err(told)?.set_size;
         if now != collective.ranks {
             return Err(format!(
-                "the function was compiled for another number of ranks, trace it again: {} then, {now} now",
+                "the function was compiled for another number of ranks, trace it again: {} then, \
+                 {now} now",
                 collective.ranks
             ));
         }
     }
     let count = collective.tensors.len();
-    let names: Vec<String> = (0..count).map(|index| member(&collective.name, index, count)).collect();
+    let names: Vec<String> =
+        (0..count).map(|index| member(&collective.name, index, count)).collect();
     // Only the members' rows tell how large these become.
     let brings = matches!(operation, Operation::Allgather | Operation::Alltoall);
     let request = |(index, name): (usize, &String)| {
@@ -126,7 +135,8 @@ unsafe fn collect(
     let mut message = [0u8; 1024];
     // SAFETY: an attended call has run `done` when it returns; until then all of this stands.
     let code = unsafe {
-        let (context, message): (*mut Waiting, *mut [u8; 1024]) = (&raw mut waiting, &raw mut message);
+        let (context, message): (*mut Waiting, *mut [u8; 1024]) =
+            (&raw mut waiting, &raw mut message);
         (door.submit)(
             &raw const collective.call,
             requests.as_ptr(),
@@ -157,7 +167,8 @@ unsafe extern "C" fn done(context: *mut c_void, outcome: *const Outcome) {
     };
 }
 
-/// XLA has one code for all failures; elastic training must tell those apart that it can recover from.
+/// XLA has one code for all failures; elastic training must tell those apart that it can recover
+/// from.
 fn told(failure: Failure) -> String {
     let lost = if failure.code == Code::Unknown { "FarandoleInternalError: " } else { "" };
     format!("{lost}{}", failure.text)

@@ -3,12 +3,14 @@
 
 //! Collectives inside functions that XLA has compiled for the CPU.
 //!
-//! XLA cannot run ops of ours, but calls a function by its name, a custom call. It hands over addresses of inputs and
-//! outputs and a text that was fixed when the program was traced ([`plan`]); shapes are not told, so the text has them.
-//! The call blocks: XLA's thread drives the operation itself, as a Python thread does that asks for one.
+//! XLA cannot run ops of ours, but calls a function by its name, a custom call. It hands over
+//! addresses of inputs and outputs and a text that was fixed when the program was traced
+//! ([`plan`]); shapes are not told, so the text has them. The call blocks: XLA's thread drives the
+//! operation itself, as a Python thread does that asks for one.
 //!
-//! The registry of custom calls is C++ and no stable interface. Its used parts are looked up by name: two functions,
-//! and `std::string` by libstdc++'s layout. Python tries a compiled call before it relies on this.
+//! The registry of custom calls is C++ and no stable interface. Its used parts are looked up by
+//! name: two functions, and `std::string` by libstdc++'s layout. Python tries a compiled call
+//! before it relies on this.
 
 mod call;
 mod plan;
@@ -25,7 +27,8 @@ static REGISTERED: OnceLock<Result<(), CString>> = OnceLock::new();
 #[expect(unsafe_code, reason = "exported to C")]
 #[unsafe(no_mangle)]
 extern "C" fn farandole_tensorflow_register_xla() -> *const c_char {
-    let registered = REGISTERED
-        .get_or_init(|| registry::register().map_err(|problem| CString::new(problem).unwrap_or_default()));
+    let registered = REGISTERED.get_or_init(|| {
+        registry::register().map_err(|problem| CString::new(problem).unwrap_or_default())
+    });
     registered.as_ref().map_or_else(|problem| problem.as_ptr(), |()| null())
 }

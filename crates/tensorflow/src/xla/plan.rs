@@ -7,9 +7,10 @@
 //! call    = kind "," reduction "," prescale "," postscale "," root "," process set "," ranks "," name { ";" tensor }
 //! tensor  = dtype ":" bytes of the output ":" [ extent { "," extent } ]
 //! ```
-//! Numbers are decimal; factors are doubles by their bits; kinds below 100 are the door's operations, from 100 on
-//! questions about the world; dtypes are TensorFlow's; ranks are how many the shapes were made for, 0 when they fit any
-//! number. The name is the rest of its part, without a semicolon.
+//! Numbers are decimal; factors are doubles by their bits; kinds below 100 are the door's
+//! operations, from 100 on questions about the world; dtypes are TensorFlow's; ranks are how many
+//! the shapes were made for, 0 when they fit any number. The name is the rest of its part, without
+//! a semicolon.
 
 use std::ffi::c_int;
 
@@ -86,8 +87,12 @@ pub(super) fn read(text: &str) -> Result<Plan, String> {
     };
     let name = head.next().filter(|name| !name.is_empty()).ok_or_else(wrong)?.to_owned();
     let ranks = ranks.ok_or_else(wrong)?;
-    let tensors = parts.map(tensor).collect::<Option<Vec<_>>>().filter(|tensors| !tensors.is_empty());
-    Ok(Plan::Collective(operation, Collective { call, ranks, name, tensors: tensors.ok_or_else(wrong)? }))
+    let tensors =
+        parts.map(tensor).collect::<Option<Vec<_>>>().filter(|tensors| !tensors.is_empty());
+    Ok(Plan::Collective(
+        operation,
+        Collective { call, ranks, name, tensors: tensors.ok_or_else(wrong)? },
+    ))
 }
 
 fn tensor(text: &str) -> Option<Tensor> {
@@ -111,11 +116,15 @@ mod tests {
 
     #[test]
     fn a_text_says_what_is_done_with_which_tensors() {
-        let plan = read(&format!("0,1,{ONE},{},0,3,4,a,name;1:24:2,3;9:8:", 0.5f64.to_bits())).unwrap();
+        let plan =
+            read(&format!("0,1,{ONE},{},0,3,4,a,name;1:24:2,3;9:8:", 0.5f64.to_bits())).unwrap();
         let Plan::Collective(operation, collective) = plan else { unreachable!("{plan:?}") };
         assert_eq!((operation, &*collective.name), (Operation::Allreduce, "a,name"));
         let call = collective.call;
-        assert_eq!((call.reduction, call.prescale, call.postscale, call.process_set), (1, 1.0, 0.5, 3));
+        assert_eq!(
+            (call.reduction, call.prescale, call.postscale, call.process_set),
+            (1, 1.0, 0.5, 3)
+        );
         assert_eq!((call.attended, call.numbered, collective.ranks), (1, 0, 4));
         let expected = [(1, 24, vec![2, 3]), (9, 8, vec![])];
         let tensors = collective.tensors.iter().map(|t| (t.dtype, t.output_bytes, t.shape.clone()));

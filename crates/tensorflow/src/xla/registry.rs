@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! XLA's registry of custom calls and their status, reached by the names that C++ functions have in the library.
+//! XLA's registry of custom calls and their status, reached by the names that C++ functions have in
+//! the library.
 //!
-//! TensorFlow's wheel exports neither's C functions. A failure is written into the status by libstdc++'s layout of
-//! `std::optional<std::string>`; before that is relied on, XLA is asked to read one that was written here.
+//! TensorFlow's wheel exports neither's C functions. A failure is written into the status by
+//! libstdc++'s layout of `std::optional<std::string>`; before that is relied on, XLA is asked to
+//! read one that was written here.
 #![expect(
     unsafe_code,
     reason = "symbols are looked up by name and given their types, C++ objects by their layout"
@@ -36,8 +38,8 @@ type Delete = unsafe extern "C" fn(*mut c_void);
 
 static ALLOCATE: OnceLock<New> = OnceLock::new();
 
-/// `std::string` of libstdc++: where the text is, its length, and room for a short one, to which `data` points then;
-/// for a long one the room begins with the capacity.
+/// `std::string` of libstdc++: where the text is, its length, and room for a short one, to which
+/// `data` points then; for a long one the room begins with the capacity.
 #[repr(C)]
 struct Text {
     data: *const c_char,
@@ -92,9 +94,15 @@ pub(super) fn register() -> Result<(), String> {
     // SAFETY: both are C++'s own.
     unsafe { check_layout(get_message, delete) }?;
     let (name, platform) = (Text::over(c"farandole"), Text::over(c"Host"));
-    // SAFETY: the registry is a static object; it copies the texts and keeps the address of a function that stays.
+    // SAFETY: the registry is a static object; it copies the texts and keeps the address of a
+    // function that stays.
     unsafe {
-        register(global(), &raw const name, call::run as *const () as *mut c_void, &raw const platform);
+        register(
+            global(),
+            &raw const name,
+            call::run as *const () as *mut c_void,
+            &raw const platform,
+        );
     }
     Ok(())
 }
@@ -115,7 +123,8 @@ unsafe fn check_layout(get_message: GetMessage, delete: Delete) -> Result<(), St
         }
         fail(&raw mut status, SAMPLE);
         let view = get_message(&raw const status);
-        let fits = view.present && view.length == SAMPLE.len() && view.data == status.text.data.cast();
+        let fits =
+            view.present && view.length == SAMPLE.len() && view.data == status.text.data.cast();
         delete(status.text.data.cast_mut().cast());
         if fits { Ok(()) } else { Err(wrong()) }
     }
@@ -127,7 +136,8 @@ unsafe fn check_layout(get_message: GetMessage, delete: Delete) -> Result<(), St
 /// `status` is what XLA passed to a call that has not returned, and no failure was told before.
 pub(super) unsafe fn fail(status: *mut Status, text: &str) {
     let Some(allocate) = ALLOCATE.get() else { return };
-    // SAFETY: the caller's promise; XLA's destructor frees the memory, which is as large as the capacity says, and 1.
+    // SAFETY: the caller's promise; XLA's destructor frees the memory, which is as large as the
+    // capacity says, and 1.
     unsafe {
         let data = allocate(text.len().max(16) + 1).cast::<u8>();
         std::ptr::copy_nonoverlapping(text.as_ptr(), data, text.len());

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The keys of a connection: a Diffie-Hellman exchange in the handshake, whose codes prove the job's key.
+//! The keys of a connection: a Diffie-Hellman exchange in the handshake, whose codes prove the
+//! job's key.
 //!
 //! ```text
 //! secret = HKDF-Extract(salt: the job's key, X25519(own, other))
 //! key    = HKDF-Expand(secret, "farandole link" | direction | hello | challenge)      one each way
 //! ```
 //!
-//! Hello and challenge hold both ranks, the generation, the channel, the number of the stream, both nonces and both public
-//! keys, so no two connections have a key in common. The private keys are forgotten with the handshake: the job's key does
-//! not open what was recorded before it became known.
+//! Hello and challenge hold both ranks, the generation, the channel, the number of the stream, both
+//! nonces and both public keys, so no two connections have a key in common. The private keys are
+//! forgotten with the handshake: the job's key does not open what was recorded before it became
+//! known.
 
 use ring::agreement::{EphemeralPrivateKey, UnparsedPublicKey, X25519, agree_ephemeral};
 use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
@@ -33,7 +35,8 @@ pub(crate) struct Half {
 impl Half {
     pub(crate) fn new() -> Result<Self> {
         let failed = |_| Error::System { what: "X25519", reason: "no random numbers".to_owned() };
-        let private = EphemeralPrivateKey::generate(&X25519, &SystemRandom::new()).map_err(failed)?;
+        let private =
+            EphemeralPrivateKey::generate(&X25519, &SystemRandom::new()).map_err(failed)?;
         let computed = private.compute_public_key().map_err(failed)?;
         let mut public = [0; PUBLIC];
         public.copy_from_slice(computed.as_ref());
@@ -77,8 +80,15 @@ pub(crate) struct Keys {
 }
 
 impl Secret {
-    /// The keys of a side, bound to all that was said. `None` for a suite that this processor does not have.
-    pub(crate) fn keys(&self, side: Side, suite: Suite, hello: &[u8], challenge: &[u8]) -> Option<Keys> {
+    /// The keys of a side, bound to all that was said. `None` for a suite that this processor does
+    /// not have.
+    pub(crate) fn keys(
+        &self,
+        side: Side,
+        suite: Suite,
+        hello: &[u8],
+        challenge: &[u8],
+    ) -> Option<Keys> {
         let key = |from: &'static [u8]| {
             let info = [LABEL, from, hello, challenge];
             let mut key = vec![0; suite.key_len()];

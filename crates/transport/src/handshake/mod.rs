@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The messages with which two ranks prove to each other that they hold the job's key, and agree on the keys of a
-//! connection. No I/O here.
+//! The messages with which two ranks prove to each other that they hold the job's key, and agree on
+//! the keys of a connection. No I/O here.
 //!
 //! ```text
 //! dialer   -> hello      magic, version, carrier, suite, generation, channel, ranks, size, stream, streams, capacity,
@@ -12,13 +12,14 @@
 //! acceptor -> accepted   status, HMAC(key, "accepted" | status | hello | challenge)   (+ descriptors)
 //! ```
 //!
-//! Every message has a fixed size; numbers are little endian. Both nonces enter every code but the first, so nothing
-//! can be replayed, and the role does, so nothing can be reflected. The first code can be replayed: it only
-//! distinguishes strangers from possible ranks, before anything is computed for them. What follows on TCP is sealed
-//! ([`crate::record`]) with keys of the [`exchange`]; a segment of shared memory needs none, and then public keys are
-//! zero.
+//! Every message has a fixed size; numbers are little endian. Both nonces enter every code but the
+//! first, so nothing can be replayed, and the role does, so nothing can be reflected. The first
+//! code can be replayed: it only distinguishes strangers from possible ranks, before anything is
+//! computed for them. What follows on TCP is sealed ([`crate::record`]) with keys of the
+//! [`exchange`]; a segment of shared memory needs none, and then public keys are zero.
 //!
-//! Magic and version stand first in all versions, and a rank that reads another version there answers or reports it.
+//! Magic and version stand first in all versions, and a rank that reads another version there
+//! answers or reports it.
 
 pub(crate) mod exchange;
 
@@ -95,8 +96,14 @@ pub(crate) enum Status {
 }
 
 impl Status {
-    const ALL: [Self; 6] =
-        [Self::Welcome, Self::Version, Self::Generation, Self::World, Self::NoSharedMemory, Self::Stranger];
+    const ALL: [Self; 6] = [
+        Self::Welcome,
+        Self::Version,
+        Self::Generation,
+        Self::World,
+        Self::NoSharedMemory,
+        Self::Stranger,
+    ];
 
     fn code(self) -> [u8; 2] {
         let at = Self::ALL.iter().position(|one| *one == self).unwrap_or(0);
@@ -218,8 +225,8 @@ impl Reader<'_> {
     }
 }
 
-/// Returns whether the first bytes of a message are ours, and else what speaks there; `None` when it is no version of
-/// this.
+/// Returns whether the first bytes of a message are ours, and else what speaks there; `None` when
+/// it is no version of this.
 pub(crate) fn version(bytes: &[u8]) -> Option<u16> {
     let mut reader = Reader(bytes);
     (reader.take::<8>()? == MAGIC).then(|| reader.take().map(u16::from_le_bytes))?
@@ -264,12 +271,15 @@ impl Offer {
         bytes: &[u8; CHALLENGE],
     ) -> std::result::Result<(Transcript, Status), &'static str> {
         let (head, code) = bytes.split_at(CHALLENGE_HEAD);
-        let challenge: [u8; CHALLENGE_HEAD] = head.try_into().map_err(|_| "a challenge of another size")?;
-        let mut transcript = Transcript { key: self.key, hello: self.hello, challenge, secret: None };
+        let challenge: [u8; CHALLENGE_HEAD] =
+            head.try_into().map_err(|_| "a challenge of another size")?;
+        let mut transcript =
+            Transcript { key: self.key, hello: self.hello, challenge, secret: None };
         if !transcript.holds(b"acceptor", &[], code) {
             return Err("what listens there does not hold the key of this job");
         }
-        let status = Status::from_code([challenge[10], challenge[11]]).ok_or("an unknown status")?;
+        let status =
+            Status::from_code([challenge[10], challenge[11]]).ok_or("an unknown status")?;
         if let (Some(half), Status::Welcome) = (self.half, status) {
             transcript.exchange(Side::Dialer, half);
         }
@@ -294,8 +304,13 @@ impl Transcript {
         key.mac(&[b"hello", &[0], head]).is_some_and(|mac| mac.verify_slice(code).is_ok())
     }
 
-    /// Acceptor: answers a hello; the second part goes to the dialer. Unwelcome callers cost little.
-    pub(crate) fn answer(key: &Key, hello: [u8; HELLO], status: Status) -> Result<(Self, [u8; CHALLENGE])> {
+    /// Acceptor: answers a hello; the second part goes to the dialer. Unwelcome callers cost
+    /// little.
+    pub(crate) fn answer(
+        key: &Key,
+        hello: [u8; HELLO],
+        status: Status,
+    ) -> Result<(Self, [u8; CHALLENGE])> {
         let decoded = Hello::decode(&hello).filter(|_| status == Status::Welcome);
         let half = match decoded.as_ref().map(|hello| hello.carrier) {
             Some(Carrier::Tcp | Carrier::Control) => Some(Half::new()?),

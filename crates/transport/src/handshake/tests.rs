@@ -63,7 +63,10 @@ fn a_hello_survives_encoding() {
 #[test]
 fn both_sides_prove_the_key() {
     let (dialer, acceptor) = shaken(offer(&KEY));
-    assert_eq!(dialer.accepted(&acceptor.accept(Status::NoSharedMemory)), Some(Status::NoSharedMemory));
+    assert_eq!(
+        dialer.accepted(&acceptor.accept(Status::NoSharedMemory)),
+        Some(Status::NoSharedMemory)
+    );
 }
 
 #[test]
@@ -96,7 +99,9 @@ fn keys_are_bound_to_what_was_said() {
         one.meet(&KEY.0, &public).unwrap()
     };
     let secret = secret();
-    let keys = |side, hello: &[u8]| secret.keys(side, Suite::ChaCha20Poly1305, hello, b"challenge").unwrap();
+    let keys = |side, hello: &[u8]| {
+        secret.keys(side, Suite::ChaCha20Poly1305, hello, b"challenge").unwrap()
+    };
     let mut sending = keys(Side::Dialer, b"stream 0").sending;
     assert!(!opens(&mut sending, &mut keys(Side::Acceptor, b"stream 1").receiving));
     let mut sending = keys(Side::Dialer, b"stream 0").sending;
@@ -107,7 +112,10 @@ fn keys_are_bound_to_what_was_said() {
 fn ranks_take_the_fastest_cipher_that_both_have() {
     use Suite::{Aegis128X2, Aes128Gcm, ChaCha20Poly1305};
     assert_eq!(Aegis128X2.of_both(Aegis128X2), Aegis128X2);
-    assert_eq!((Aegis128X2.of_both(Aes128Gcm), Aes128Gcm.of_both(Aegis128X2)), (Aes128Gcm, Aes128Gcm));
+    assert_eq!(
+        (Aegis128X2.of_both(Aes128Gcm), Aes128Gcm.of_both(Aegis128X2)),
+        (Aes128Gcm, Aes128Gcm)
+    );
     for one in Suite::ALL {
         assert_eq!(
             (one.of_both(ChaCha20Poly1305), ChaCha20Poly1305.of_both(one)),
@@ -186,7 +194,8 @@ fn a_proof_holds_for_one_exchange_only() {
 #[test]
 fn a_status_cannot_be_changed_on_the_way() {
     let offer = offer(&KEY);
-    let (acceptor, mut challenge) = Transcript::answer(&KEY, *offer.hello(), Status::Welcome).unwrap();
+    let (acceptor, mut challenge) =
+        Transcript::answer(&KEY, *offer.hello(), Status::Welcome).unwrap();
     let mut accepted = acceptor.accept(Status::NoSharedMemory);
     accepted[0] = 0;
     assert_eq!(acceptor.accepted(&accepted), None);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Many peers are dialled side by side: each link takes several round trips, and one peer may answer late.
+//! Many peers are dialled side by side: each link takes several round trips, and one peer may
+//! answer late.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -26,7 +27,8 @@ pub fn dials_at_once(peers: usize) -> usize {
     (peers / PEERS).clamp(1, MOST)
 }
 
-/// Dials all peers, and returns the results with their places. After the first error no further peer is dialled.
+/// Dials all peers, and returns the results with their places. After the first error no further
+/// peer is dialled.
 pub(super) fn dial_all<T: Send>(
     peers: &[(usize, Rank)],
     wait: &mut Wait<'_>,
@@ -41,7 +43,9 @@ pub(super) fn dial_all<T: Send>(
     let work = |dialled: mpsc::Sender<_>| {
         let mut wait = Wait { deadline, give_up: &mut || is_over.load(Ordering::Relaxed) };
         while let Some((place, rank)) = peers.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if is_over.load(Ordering::Relaxed) || dialled.send((*place, dial(*rank, &mut wait))).is_err() {
+            if is_over.load(Ordering::Relaxed)
+                || dialled.send((*place, dial(*rank, &mut wait))).is_err()
+            {
                 break;
             }
         }

@@ -3,15 +3,17 @@
 
 //! Links that are opened at their first use.
 //!
-//! The windows of a link that is not open are empty, as if its rings were full: whoever polls it continues with other
-//! links. The first call that needs the link, of either half, asks for it. As everywhere, the higher rank dials. It does
-//! so on a thread of its own. The lower rank takes the connections that the service thread has accepted, whenever they
-//! came. Both are woken through the parker when there is news, so a thread that sleeps polls the link again.
+//! The windows of a link that is not open are empty, as if its rings were full: whoever polls it
+//! continues with other links. The first call that needs the link, of either half, asks for it. As
+//! everywhere, the higher rank dials. It does so on a thread of its own. The lower rank takes the
+//! connections that the service thread has accepted, whenever they came. Both are woken through the
+//! parker when there is news, so a thread that sleeps polls the link again.
 //!
-//! A dial has a limit of its own ([`dial::any`]). If it fails, the link fails, as if it had broken. That alone does not
-//! make the peer a lost one: it may have left in order, which only the ranks know that exchange heartbeats with it. The
-//! lower rank has no limit: a rank that is late for an operation is late on open links, too. It waits until the peer
-//! dials, is lost, or the operation has reached its deadline.
+//! A dial has a limit of its own ([`dial::any`]). If it fails, the link fails, as if it had broken.
+//! That alone does not make the peer a lost one: it may have left in order, which only the ranks
+//! know that exchange heartbeats with it. The lower rank has no limit: a rank that is late for an
+//! operation is late on open links, too. It waits until the peer dials, is lost, or the operation
+//! has reached its deadline.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -195,7 +197,12 @@ impl Slot {
 
     fn accept(&self, (capacity, connections): (u64, Vec<Secured>)) -> Result<Link> {
         if capacity != self.capacity as u64 {
-            return Err(super::other_capacity(self.peer.rank, self.channel, capacity, self.capacity));
+            return Err(super::other_capacity(
+                self.peer.rank,
+                self.channel,
+                capacity,
+                self.capacity,
+            ));
         }
         self.over(connections)
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Handovers of shared memory that break off: the dialer against a peer that holds the key and misbehaves.
+//! Handovers of shared memory that break off: the dialer against a peer that holds the key and
+//! misbehaves.
 
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
@@ -26,7 +27,8 @@ fn options() -> MeshOptions {
     options
 }
 
-/// Rank 1 opens a link to a rank 0 that listens under a Unix name only and treats its one caller with `serve`.
+/// Rank 1 opens a link to a rank 0 that listens under a Unix name only and treats its one caller
+/// with `serve`.
 fn open_to(serve: impl FnOnce(UnixStream) + Send) -> (Mesh, Error) {
     let (listener, local) = unix();
     let listener = listener.unwrap();
@@ -165,11 +167,13 @@ fn links_are_dialled_16_at_a_time_and_no_more_when_nobody_wants_them() {
     let (dead, meeting) = (crate::race::tests::dead(), MemoryRendezvous::default());
     for rank in 0..OTHERS {
         let host = HostHash("here".to_owned());
-        let card = Card { host, pid: 1, door: 0, local: String::new(), addresses: vec![dead.address] };
+        let card =
+            Card { host, pid: 1, door: 0, local: String::new(), addresses: vec![dead.address] };
         meeting.put(&format!("mesh/0/{rank}"), &card.encode());
     }
     let mesh =
-        Mesh::join(MeshOptions { rank: Rank(OTHERS), size: OTHERS + 1, ..options() }, &meeting).unwrap();
+        Mesh::join(MeshOptions { rank: Rank(OTHERS), size: OTHERS + 1, ..options() }, &meeting)
+            .unwrap();
     let (peers, deadline) = ((0..OTHERS).map(Rank).collect::<Vec<_>>(), Instant::now() + PATIENCE);
     let mut links = mesh.open_on_demand(1, &peers, 4096, deadline, &mut || false).unwrap();
     assert_eq!(mesh.dials.threads(), 0, "nobody has asked");
@@ -203,7 +207,8 @@ fn both_keys() -> (Keys, Keys) {
         nonce: nonce().unwrap(),
     };
     let offer = Offer::new(&Key(KEY), &hello).unwrap();
-    let (acceptor, challenge) = Transcript::answer(&Key(KEY), *offer.hello(), Status::Welcome).unwrap();
+    let (acceptor, challenge) =
+        Transcript::answer(&Key(KEY), *offer.hello(), Status::Welcome).unwrap();
     let (dialer, _) = offer.read(&challenge).unwrap();
     (dialer.keys(Side::Dialer).unwrap(), acceptor.keys(Side::Acceptor).unwrap())
 }
@@ -279,7 +284,9 @@ fn tr_4_a_loss_is_reported_once_to_every_peer_and_to_later_ones() {
     assert_eq!(next(&mut three), Heard::Word(lost(5, "it was killed")));
     // Rank 1 ends without a goodbye.
     drop(one);
-    let Heard::Word(Word::Lost { rank: Rank(1), reason }) = next(&mut three) else { panic!("no loss of 1") };
+    let Heard::Word(Word::Lost { rank: Rank(1), reason }) = next(&mut three) else {
+        panic!("no loss of 1")
+    };
     assert!(reason.contains("its connection "), "{reason}");
     assert_eq!(shared.lost(), [1, 4, 5].map(Rank));
     shared.stop();
@@ -325,7 +332,8 @@ fn ranks_of_nine_hosts_exchange_heartbeats_with_six_others_each() {
         let dialled: usize = meshes.iter().map(|mesh| mesh.controlled.lock().len()).sum();
         assert_eq!(2 * dialled, each * everybody.len(), "each connection has two ends");
         // Those that hear of a loss from others need a part of the time.
-        let (timeout, silence) = (meshes[0].shared.peer_timeout, meshes[0].shared.longest_silence());
+        let (timeout, silence) =
+            (meshes[0].shared.peer_timeout, meshes[0].shared.longest_silence());
         assert_eq!(silence, if hosts == 5 { timeout } else { timeout - crate::hearsay(timeout) });
     }
 }
@@ -334,12 +342,16 @@ fn ranks_of_nine_hosts_exchange_heartbeats_with_six_others_each() {
 fn ranks_that_dial_at_the_same_time_dial_different_ranks() {
     let all: Vec<Rank> = (0..64).map(Rank).collect();
     for step in 0..63 {
-        let dialled = all.iter().filter_map(|own| dialled(*own, &all).get(step).map(|(_, rank)| *rank));
+        let dialled =
+            all.iter().filter_map(|own| dialled(*own, &all).get(step).map(|(_, rank)| *rank));
         let mut dialled: Vec<Rank> = dialled.collect();
         assert_eq!(dialled.len(), 63 - step);
         dialled.sort_unstable();
         dialled.dedup();
         assert_eq!(dialled.len(), 63 - step, "step {step}");
     }
-    assert_eq!(super::dialled(Rank(5), &[Rank(9), Rank(3), Rank(5), Rank(4)]), [(3, Rank(4)), (1, Rank(3))]);
+    assert_eq!(
+        super::dialled(Rank(5), &[Rank(9), Rank(3), Rank(5), Rank(4)]),
+        [(3, Rank(4)), (1, Rank(3))]
+    );
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The sleepers, and those to wake: the parker without its system calls, so that loom can try every order of what
-//! several threads do with it (`make loom`).
+//! The sleepers, and those to wake: the parker without its system calls, so that loom can try every
+//! order of what several threads do with it (`make loom`).
 //!
-//! The models have one sleeper, as an engine has: the driving thread. That a wake reaches all of several rests on the
-//! one order of all `SeqCst` accesses, which loom does not know (to it they are acquire and release), so it cannot
-//! judge it; `a_wake_reaches_every_sleeper_though_peers_need_not_ring` runs four of them instead.
+//! The models have one sleeper, as an engine has: the driving thread. That a wake reaches all of
+//! several rests on the one order of all `SeqCst` accesses, which loom does not know (to it they
+//! are acquire and release), so it cannot judge it;
+//! `a_wake_reaches_every_sleeper_though_peers_need_not_ring` runs four of them instead.
 
 use crate::sync::{AtomicBool, AtomicU32, Ordering, fence};
 
@@ -53,8 +54,8 @@ impl Sleepers {
         }
         place.answer();
         self.signalled.swap(false, Ordering::AcqRel);
-        // Other sleepers that saw it are rung again, since the ring was answered. Either such a sleeper is counted by
-        // now, or it finds no parked thread.
+        // Other sleepers that saw it are rung again, since the ring was answered. Either such a
+        // sleeper is counted by now, or it finds no parked thread.
         place.unpark();
         if self.count.fetch_sub(1, Ordering::SeqCst) > 1 {
             place.ring();
@@ -65,7 +66,8 @@ impl Sleepers {
     /// Wakes all threads that sleep or have prepared to.
     pub(super) fn wake(&self, place: &impl Place) {
         fence(Ordering::SeqCst);
-        // In this order: a thread that found the flag set, which another has reset since, had been counted before.
+        // In this order: a thread that found the flag set, which another has reset since, had been
+        // counted before.
         let asleep = place.parked() || self.count.load(Ordering::SeqCst) > 0;
         if asleep && !self.signalled.swap(true, Ordering::AcqRel) {
             place.ring();
@@ -106,7 +108,9 @@ mod tests {
         /// As `Bell::ring_if_parked`.
         fn ring_if_parked(&self) {
             fence(Ordering::SeqCst);
-            if self.parked.load(Ordering::Relaxed) != 0 && self.parked.swap(0, Ordering::AcqRel) != 0 {
+            if self.parked.load(Ordering::Relaxed) != 0
+                && self.parked.swap(0, Ordering::AcqRel) != 0
+            {
                 self.ring();
             }
         }

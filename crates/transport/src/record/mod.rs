@@ -9,21 +9,23 @@
 //! nonce     4 or 8 zero bytes | u64 number of the record, little endian
 //! ```
 //!
-//! The header is authenticated with the payload. Each direction of each connection has a key of its own and counts its
-//! records from zero, so a record that was changed, repeated, left out, put in, or taken from elsewhere does not open;
-//! after the first of these nothing opens any more.
+//! The header is authenticated with the payload. Each direction of each connection has a key of its
+//! own and counts its records from zero, so a record that was changed, repeated, left out, put in,
+//! or taken from elsewhere does not open; after the first of these nothing opens any more.
 //!
-//! Everything is encrypted, as that is the cheapest way to authenticate (`cargo run --release -p farandole-transport
-//! --example seal_speed`).
+//! Everything is encrypted, as that is the cheapest way to authenticate (`cargo run --release -p
+//! farandole-transport --example seal_speed`).
 
 mod suite;
 
 use suite::Cipher;
 pub(crate) use suite::Suite;
 
-/// Records of this process go in clear, for measurements of what sealing costs. Only the test harness has this.
+/// Records of this process go in clear, for measurements of what sealing costs. Only the test
+/// harness has this.
 #[cfg(feature = "_test-harness")]
-pub(crate) static IN_CLEAR: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+pub(crate) static IN_CLEAR: std::sync::atomic::AtomicBool =
+    std::sync::atomic::AtomicBool::new(false);
 
 #[cfg(feature = "_test-harness")]
 fn in_clear() -> bool {
@@ -38,7 +40,8 @@ const fn in_clear() -> bool {
 /// As long as a tag: the kernel copies bytes that follow a header of 4 bytes at half the speed.
 pub(crate) const HEADER: usize = 16;
 pub(crate) const TAG: usize = 16;
-/// Largest payload of a record: what a core keeps near while it seals it and hands it to the kernel.
+/// Largest payload of a record: what a core keeps near while it seals it and hands it to the
+/// kernel.
 pub(crate) const MOST: usize = 256 << 10;
 /// Payload of a word of heartbeats.
 pub(crate) const WORD: usize = 128;
@@ -76,8 +79,8 @@ impl Header {
         Some(Self(bytes))
     }
 
-    /// Returns the promised record. `None` for one that no sender writes; before the record has opened, nothing
-    /// proves the sender.
+    /// Returns the promised record. `None` for one that no sender writes; before the record has
+    /// opened, nothing proves the sender.
     pub(crate) fn promises(self) -> Option<(Kind, usize)> {
         let (length, rest) = self.0.split_first_chunk::<4>()?;
         let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
@@ -114,9 +117,11 @@ impl Seal {
         Some(Self { cipher: Cipher::new(suite, key)?, record: 0 })
     }
 
-    /// Encrypts a payload where it lies. `None` for one that is longer than a record may be; it is left alone.
+    /// Encrypts a payload where it lies. `None` for one that is longer than a record may be; it is
+    /// left alone.
     pub(crate) fn seal(&mut self, kind: Kind, payload: &mut [u8]) -> Option<(Header, [u8; TAG])> {
-        let header = Header::new(kind, payload.len()).filter(|header| header.promises().is_some())?;
+        let header =
+            Header::new(kind, payload.len()).filter(|header| header.promises().is_some())?;
         let next = self.record.checked_add(1)?;
         if in_clear() {
             return Some((header, [0; TAG]));
@@ -126,8 +131,8 @@ impl Seal {
         Some((header, tag))
     }
 
-    /// Decrypts a payload where it lies if it is the one that follows, with this header and this tag. Else its bytes mean
-    /// nothing, and this must open nothing more.
+    /// Decrypts a payload where it lies if it is the one that follows, with this header and this
+    /// tag. Else its bytes mean nothing, and this must open nothing more.
     pub(crate) fn open(
         &mut self,
         header: Header,
@@ -161,7 +166,8 @@ impl std::fmt::Display for Tampered {
         let Self { record } = self;
         write!(
             f,
-            "record {record} is not what its sender sealed: changed, repeated, left out or put in on the way"
+            "record {record} is not what its sender sealed: changed, repeated, left out or put in \
+             on the way"
         )
     }
 }

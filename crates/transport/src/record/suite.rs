@@ -3,8 +3,9 @@
 
 //! The ciphers of records: which one a processor is fast at, and their keys.
 //!
-//! AEGIS-128X2 (RFC 10032) where the processor has vector instructions for AES: there it takes a third of the time of
-//! AES-128-GCM. `docs/developer-guide/network-security.md` has the reasons and the measurements.
+//! AEGIS-128X2 (RFC 10032) where the processor has vector instructions for AES: there it takes a
+//! third of the time of AES-128-GCM. `docs/developer-guide/network-security.md` has the reasons and
+//! the measurements.
 
 #[cfg(target_arch = "x86_64")]
 use aegis::aegis128x2::Aegis128X2;
@@ -12,7 +13,8 @@ use ring::aead::{AES_128_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, Unboun
 
 use super::{HEADER, TAG};
 
-/// A cipher suite that seals the records of a connection. A processor that supports one supports those before it.
+/// A cipher suite that seals the records of a connection. A processor that supports one supports
+/// those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Suite {
     ChaCha20Poly1305,
@@ -82,15 +84,23 @@ impl Cipher {
     }
 
     /// Encrypts a payload where it lies.
-    pub(super) fn seal(&self, record: u64, header: &[u8; HEADER], payload: &mut [u8]) -> Option<[u8; TAG]> {
+    pub(super) fn seal(
+        &self,
+        record: u64,
+        header: &[u8; HEADER],
+        payload: &mut [u8],
+    ) -> Option<[u8; TAG]> {
         match self {
             Self::Ring(key) => {
-                let tag =
-                    key.seal_in_place_separate_tag(short_nonce(record), Aad::from(header), payload).ok()?;
+                let tag = key
+                    .seal_in_place_separate_tag(short_nonce(record), Aad::from(header), payload)
+                    .ok()?;
                 tag.as_ref().try_into().ok()
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Aegis(key) => Some(Aegis128X2::new(key, &nonce(record)).encrypt_in_place(payload, header)),
+            Self::Aegis(key) => {
+                Some(Aegis128X2::new(key, &nonce(record)).encrypt_in_place(payload, header))
+            }
         }
     }
 
@@ -105,7 +115,9 @@ impl Cipher {
         match self {
             Self::Ring(key) => {
                 let (nonce, aad) = (short_nonce(record), Aad::from(header));
-                key.open_in_place_separate_tag(nonce, aad, (*tag).into(), payload, 0..).ok().map(drop)
+                key.open_in_place_separate_tag(nonce, aad, (*tag).into(), payload, 0..)
+                    .ok()
+                    .map(drop)
             }
             #[cfg(target_arch = "x86_64")]
             Self::Aegis(key) => {

@@ -80,7 +80,11 @@ fn a_record_of_another_key_or_another_place_does_not_open() {
             (0..3).map(|_| sealed(&mut sender, Kind::Bytes, b"the same each time")).collect();
         assert_ne!(records[0].payload, records[1].payload);
         assert!(opened(&mut seal(suite, 2), &records[0]).is_err(), "another key");
-        assert_eq!(opened(&mut seal(suite, 1), &records[1]).unwrap_err().record, 0, "one was left out");
+        assert_eq!(
+            opened(&mut seal(suite, 1), &records[1]).unwrap_err().record,
+            0,
+            "one was left out"
+        );
         let mut receiver = seal(suite, 1);
         opened(&mut receiver, &records[0]).unwrap();
         let error = opened(&mut receiver, &records[0]).unwrap_err();

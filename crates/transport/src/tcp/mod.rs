@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Link halves over one or several TCP connections: a private ring each way, pumped by a poll of either half.
+//! Link halves over one or several TCP connections: a private ring each way, pumped by a poll of
+//! either half.
 //!
-//! Bytes are dealt to the connections in fixed blocks ([`stripes`]); the receiver reads each connection straight to
-//! where its blocks belong in the ring, so that nothing is copied to put it in order. What crosses a connection is sealed
-//! in records ([`crate::record`]): sealed in the ring of the sender, opened in that of the receiver.
+//! Bytes are dealt to the connections in fixed blocks ([`stripes`]); the receiver reads each
+//! connection straight to where its blocks belong in the ring, so that nothing is copied to put it
+//! in order. What crosses a connection is sealed in records ([`crate::record`]): sealed in the ring
+//! of the sender, opened in that of the receiver.
 //!
-//! Measured between two network namespaces of one machine, a path without delay and without loss, both
-//! directions at once, in processor time per gigabyte:
-//! - Congestion control: with BBR, whose timers pace every burst, 0.57 s; with CUBIC or Reno, 0.30 s. So links ask for
-//!   CUBIC, which most systems use anyway, and keep the system's choice where it is not allowed. This says what BBR
-//!   costs where there is nothing to control. Over a network with delay and loss neither was measured: there the
-//!   system's choice may be the faster one (`FARANDOLE_TCP_CONGESTION=` takes it).
-//! - `MSG_ZEROCOPY`: 0.45 to 0.77 s instead of 0.30 s: between namespaces the kernel copies after all, and the pages
-//!   are pinned and their completions collected besides. Not used.
-//! - Explicit socket buffers of 1 to 4 MiB instead of the kernel's own tuning: 0.28 to 0.33 s, and less throughput.
-//!   Not set.
+//! Measured between two network namespaces of one machine, a path without delay and without loss,
+//! both directions at once, in processor time per gigabyte:
+//! - Congestion control: with BBR, whose timers pace every burst, 0.57 s; with CUBIC or Reno, 0.30
+//!   s. So links ask for CUBIC, which most systems use anyway, and keep the system's choice where
+//!   it is not allowed. This says what BBR costs where there is nothing to control. Over a network
+//!   with delay and loss neither was measured: there the system's choice may be the faster one
+//!   (`FARANDOLE_TCP_CONGESTION=` takes it).
+//! - `MSG_ZEROCOPY`: 0.45 to 0.77 s instead of 0.30 s: between namespaces the kernel copies after
+//!   all, and the pages are pinned and their completions collected besides. Not used.
+//! - Explicit socket buffers of 1 to 4 MiB instead of the kernel's own tuning: 0.28 to 0.33 s, and
+//!   less throughput. Not set.
 //! - Calls of 1 MiB instead of 256 KiB: 0.24 s. So a call moves all there is.
-//! - A ring of 512 KiB to 1 MiB instead of 4 MiB, which stays in the cache: 0.17 to 0.25 s. So an empty ring begins at
-//!   its start again.
+//! - A ring of 512 KiB to 1 MiB instead of 4 MiB, which stays in the cache: 0.17 to 0.25 s. So an
+//!   empty ring begins at its start again.
 //! - Two connections: as one. They pay where a network limits each flow (`FARANDOLE_TCP_STREAMS`).
 
 pub(crate) mod path;
@@ -66,7 +69,8 @@ impl Drop for Connection {
         for socket in &self.sockets {
             self.parker.unwatch(socket);
         }
-        // To close a socket with something unread resets it: then the peer would hear of a failure, not of an end.
+        // To close a socket with something unread resets it: then the peer would hear of a failure,
+        // not of an end.
         self.sockets.retain(|socket| Sight::of(socket).is_ok_and(|sight| !sight.done));
         if self.guard.intact()
             && self.peer.lost().is_none()
@@ -93,7 +97,8 @@ impl Connection {
         moved
     }
 
-    /// A connection's bytes were changed on the way: the peer is lost, because none of its connections can be trusted.
+    /// A connection's bytes were changed on the way: the peer is lost, because none of its
+    /// connections can be trusted.
     fn tampered(&self, number: usize, what: &str) -> String {
         let address = self.sockets.get(number).map_or(String::new(), addresses::of_peer);
         let channel = self.channel;
@@ -137,7 +142,11 @@ impl Outgoing {
                     Ok(sent) => self.stripes.advance(number, sent as u64),
                     Err(Errno::AGAIN) => break,
                     Err(error) => {
-                        let reason = if error == Errno::PIPE { CLOSED.to_owned() } else { error.to_string() };
+                        let reason = if error == Errno::PIPE {
+                            CLOSED.to_owned()
+                        } else {
+                            error.to_string()
+                        };
                         let lost = peer.gone(&reason);
                         self.broken = Some(reason);
                         return Err(lost);
@@ -147,7 +156,8 @@ impl Outgoing {
         }
         let done = within(base, self.stripes.complete());
         self.pending.release(done)?;
-        // Not before: a peer that is lost on another connection may still hear last words on this one.
+        // Not before: a peer that is lost on another connection may still hear last words on this
+        // one.
         peer.lost().map_or(Ok(()), Err)
     }
 }
@@ -157,8 +167,8 @@ fn within(base: u64, position: u64) -> usize {
     usize::try_from(position.saturating_sub(base)).unwrap_or(usize::MAX)
 }
 
-/// A link over connections, in the order of their numbers, and what lies under it. `congestion` names the algorithm to
-/// ask for.
+/// A link over connections, in the order of their numbers, and what lies under it. `congestion`
+/// names the algorithm to ask for.
 pub(crate) fn link(
     connections: Vec<Secured>,
     peer: Arc<Peer>,
@@ -330,7 +340,9 @@ impl TcpReceiver {
                         break;
                     }
                     Step::Ended(reason) => self.ended[number] = Some(reason),
-                    Step::Tampered(what) => self.broken = Some(self.connection.tampered(number, &what)),
+                    Step::Tampered(what) => {
+                        self.broken = Some(self.connection.tampered(number, &what))
+                    }
                 }
             }
         }

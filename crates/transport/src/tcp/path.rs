@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whether what is sent on a connection still arrives, as far as the kernel at the other end confirms it.
+//! Whether what is sent on a connection still arrives, as far as the kernel at the other end
+//! confirms it.
 //!
-//! The kernel's own limit (`TCP_USER_TIMEOUT`) does not serve: it counts from the first repetition on, which a slow
-//! round trip puts off by as much as half a second, and it also ends a connection whose other end confirms everything
-//! and only does not read.
+//! The kernel's own limit (`TCP_USER_TIMEOUT`) does not serve: it counts from the first repetition
+//! on, which a slow round trip puts off by as much as half a second, and it also ends a connection
+//! whose other end confirms everything and only does not read.
 
 #![expect(unsafe_code, reason = "what the kernel knows of a connection has no safe call")]
 
@@ -28,7 +29,8 @@ pub(crate) struct Sight {
     pub(crate) done: bool,
 }
 
-/// States of a connection whose end the other side has confirmed: `FIN_WAIT2`, `TIME_WAIT`, `CLOSE`.
+/// States of a connection whose end the other side has confirmed: `FIN_WAIT2`, `TIME_WAIT`,
+/// `CLOSE`.
 const DONE: std::ops::RangeInclusive<u8> = 5..=7;
 
 impl Sight {
@@ -39,8 +41,8 @@ impl Sight {
     pub(crate) fn of(socket: impl AsFd) -> Result<Self, Errno> {
         let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
         let mut length = libc::socklen_t::try_from(size_of::<libc::tcp_info>()).unwrap_or(0);
-        // SAFETY: the kernel writes at most `length` bytes, the size of what `info` has room for, and the descriptor is
-        // borrowed for as long.
+        // SAFETY: the kernel writes at most `length` bytes, the size of what `info` has room for,
+        // and the descriptor is borrowed for as long.
         let status = unsafe {
             libc::getsockopt(
                 socket.as_fd().as_raw_fd(),
@@ -54,7 +56,8 @@ impl Sight {
             let error = std::io::Error::last_os_error();
             return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
         }
-        // SAFETY: numbers only, for which all bits are valid; what the kernel left alone was zeroed above.
+        // SAFETY: numbers only, for which all bits are valid; what the kernel left alone was zeroed
+        // above.
         let info = unsafe { info.assume_init() };
         Ok(Self {
             awaits: info.tcpi_unacked > 0 || info.tcpi_probes > 0,
@@ -65,9 +68,10 @@ impl Sight {
     }
 }
 
-/// Lets the kernel probe the other end now and then while nothing is sent: otherwise an end that only waits would
-/// never notice that packets vanish. What is sent and vanishes is repeated often enough, where the kernel can be told
-/// so, that a network that comes back within the peer timeout is noticed.
+/// Lets the kernel probe the other end now and then while nothing is sent: otherwise an end that
+/// only waits would never notice that packets vanish. What is sent and vanishes is repeated often
+/// enough, where the kernel can be told so, that a network that comes back within the peer timeout
+/// is noticed.
 ///
 /// # Errors
 /// The kernel's error for a socket that is not TCP.
@@ -82,17 +86,20 @@ pub(crate) fn keep_asking(socket: impl AsFd, peer_timeout: Duration) -> Result<(
     sockopt::set_socket_keepalive(&socket, true)
 }
 
-/// The longest pause between two repetitions of what was not confirmed: the kernel's least. Without a limit each pause is
-/// twice the one before, and what vanished just before a network came back after 3 s is repeated after 6.
+/// The longest pause between two repetitions of what was not confirmed: the kernel's least. Without
+/// a limit each pause is twice the one before, and what vanished just before a network came back
+/// after 3 s is repeated after 6.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// `TCP_RTO_MAX_MS` of `linux/tcp.h`, since Linux 6.15.
 const TCP_RTO_MAX_MS: libc::c_int = 44;
 
-/// Limits the pauses between repetitions. Older kernels have no limit below two minutes, and take none.
+/// Limits the pauses between repetitions. Older kernels have no limit below two minutes, and take
+/// none.
 fn repeat_within(socket: impl AsFd, pause: Duration) {
     let milliseconds = libc::c_int::try_from(pause.as_millis()).unwrap_or(libc::c_int::MAX);
     let length = libc::socklen_t::try_from(size_of::<libc::c_int>()).unwrap_or(0);
-    // SAFETY: the kernel reads `length` bytes, the size of the number, and the descriptor is borrowed for as long.
+    // SAFETY: the kernel reads `length` bytes, the size of the number, and the descriptor is
+    // borrowed for as long.
     let _ignored = unsafe {
         libc::setsockopt(
             socket.as_fd().as_raw_fd(),
@@ -104,9 +111,10 @@ fn repeat_within(socket: impl AsFd, pause: Duration) {
     };
 }
 
-/// A kernel answers a question whether it takes more at most every half second (`tcp_invalid_ratelimit`). The first one
-/// follows what was last confirmed by 0.2 s at least and each other one by twice the pause before it, so that one stays
-/// without an answer, and the next comes at most this long after the answer before.
+/// A kernel answers a question whether it takes more at most every half second
+/// (`tcp_invalid_ratelimit`). The first one follows what was last confirmed by 0.2 s at least and
+/// each other one by twice the pause before it, so that one stays without an answer, and the next
+/// comes at most this long after the answer before.
 const ANSWERS: Duration = Duration::from_millis(1600);
 
 /// The time for which a connection has confirmed no pending bytes.
@@ -119,15 +127,15 @@ impl Silence {
         !self.0.is_zero()
     }
 
-    /// `lived` of our own life has passed since the last look. Never less than the true silence, and more by at most
-    /// twice `lived`.
+    /// `lived` of our own life has passed since the last look. Never less than the true silence,
+    /// and more by at most twice `lived`.
     pub(crate) fn after(&mut self, lived: Duration, sight: Sight) -> Duration {
         self.0 = match sight {
             Sight { awaits: false, .. } => Duration::ZERO,
             Sight { heard, .. } if heard < lived => heard,
             Sight { unanswered: 1, heard, .. } if heard < ANSWERS => Duration::ZERO,
-            // Two questions without an answer mean a dead path, which has been dead since the last answer: there was
-            // nothing to confirm before the first question.
+            // Two questions without an answer mean a dead path, which has been dead since the last
+            // answer: there was nothing to confirm before the first question.
             Sight { unanswered: 2.., heard, .. } => heard.max(self.0 + lived),
             _ => self.0 + lived,
         };
@@ -248,8 +256,12 @@ mod tests {
 
     #[test]
     fn silence_is_what_follows_the_last_confirmation() {
-        let sight =
-            |awaits, unanswered, heard| Sight { awaits, unanswered, heard: TICK * heard, done: false };
+        let sight = |awaits, unanswered, heard| Sight {
+            awaits,
+            unanswered,
+            heard: TICK * heard,
+            done: false,
+        };
         let mut silence = Silence::default();
         assert_eq!(silence.after(TICK, sight(true, 0, 50)), TICK);
         assert_eq!(silence.after(TICK, sight(true, 0, 51)), 2 * TICK);

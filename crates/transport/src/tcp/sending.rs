@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The sending end of one connection: seals what lies in the ring where it lies, one record at a time.
+//! The sending end of one connection: seals what lies in the ring where it lies, one record at a
+//! time.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -33,9 +34,9 @@ impl Sending {
         Self { seal, record: None }
     }
 
-    /// Sends of `bytes`, which are not empty and begin where the last record that was sent whole ended, as much as the
-    /// socket takes of one record; the bytes of that record if it then is sent whole. Bytes that were sealed and not sent
-    /// have to be the same at the next call.
+    /// Sends of `bytes`, which are not empty and begin where the last record that was sent whole
+    /// ended, as much as the socket takes of one record; the bytes of that record if it then is
+    /// sent whole. Bytes that were sealed and not sent have to be the same at the next call.
     pub(super) fn step(&mut self, socket: &OwnedFd, bytes: &mut [u8]) -> Result<usize, Errno> {
         let mut record = match self.record {
             Some(record) => record,

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Assigns the bytes of a link to its connections: fixed blocks in turn, so that both ends know it without a message.
+//! Assigns the bytes of a link to its connections: fixed blocks in turn, so that both ends know it
+//! without a message.
 //!
 //! ```text
 //! position     0 ......... B ......... 2B ........ 3B ........ 4B
 //! connection   |     0     |     1     |     2     |     0     | ...
 //! ```
 //!
-//! Every connection has a cursor, the next position it is to move. What lies before the least cursor has gone.
+//! Every connection has a cursor, the next position it is to move. What lies before the least
+//! cursor has gone.
 
 use std::ops::Range;
 
@@ -59,8 +61,8 @@ impl Stripes {
         (!extent.is_empty()).then_some(extent)
     }
 
-    /// Returns the next bytes that a connection may move before `end`, which may be none, and the bytes up to the end
-    /// of its block.
+    /// Returns the next bytes that a connection may move before `end`, which may be none, and the
+    /// bytes up to the end of its block.
     pub(super) fn room(&self, connection: usize, end: u64) -> (Range<u64>, u64) {
         let start = self.cursors.get(connection).copied().unwrap_or(end);
         let stop = (start / self.block).saturating_add(1).saturating_mul(self.block);

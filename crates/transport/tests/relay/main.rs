@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A relay forwards handshakes and then changes, drops, repeats, reorders, cuts off, inserts or exchanges bytes: no
-//! byte is accepted that was not sent, and the error names the link. What he hears says nothing.
+//! A relay forwards handshakes and then changes, drops, repeats, reorders, cuts off, inserts or
+//! exchanges bytes: no byte is accepted that was not sent, and the error names the link. What he
+//! hears says nothing.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod proxy;
@@ -101,14 +102,20 @@ fn receive(link: &mut Link, told: &str) -> (usize, Error) {
             Err(error) => return (seen, error),
         };
         assert!(seen + window.len() <= TOTAL, "more than was sent");
-        assert!(window.iter().enumerate().all(|(at, byte)| *byte == pattern(seen + at)), "a forged byte");
+        assert!(
+            window.iter().enumerate().all(|(at, byte)| *byte == pattern(seen + at)),
+            "a forged byte"
+        );
         let bytes = window.len();
         seen += bytes;
         let released = link.receiver.release(bytes).and_then(|()| link.receiver.awaits());
         if let (Err(error), Ok([])) = (released, link.receiver.window()) {
             return (seen, error);
         }
-        assert!(Instant::now() < limit, "{told}: {seen} bytes accepted, and neither more nor an error");
+        assert!(
+            Instant::now() < limit,
+            "{told}: {seen} bytes accepted, and neither more nor an error"
+        );
         thread::yield_now();
     }
 }
@@ -213,7 +220,9 @@ fn a_link_that_is_cut_off_between_two_records_did_not_end_in_order() {
     let limit = Instant::now() + PATIENCE;
     let error = loop {
         match zero.receiver.awaits() {
-            Ok(()) => assert!(zero.receiver.window().unwrap().len() <= 1000 && Instant::now() < limit),
+            Ok(()) => {
+                assert!(zero.receiver.window().unwrap().len() <= 1000 && Instant::now() < limit)
+            }
             Err(error) => break error,
         }
     };
@@ -236,9 +245,11 @@ fn tr_7_a_changed_heartbeat_loses_the_peer_and_both_ranks_name_the_link() {
     for (number, harm) in harms.into_iter().enumerate() {
         let way = if number % 2 == 0 { Way::ToAcceptor } else { Way::ToDialer };
         let told = name(&harm);
-        // Some heartbeats pass first, so that the links are open when the harm is noticed, also on a busy machine.
+        // Some heartbeats pass first, so that the links are open when the harm is noticed, also on
+        // a busy machine.
         let plan = Plan { connection: 0, way, offset: 5 * beat, harm };
-        let quick = |rank| MeshOptions { peer_timeout: Duration::from_millis(400), ..options(rank, 1) };
+        let quick =
+            |rank| MeshOptions { peer_timeout: Duration::from_millis(400), ..options(rank, 1) };
         let pair = Pair::with(quick, Some(plan));
         let _links = pair.open(1);
         let (hearer, sayer) = if way == Way::ToAcceptor { (0, 1) } else { (1, 0) };
@@ -253,11 +264,17 @@ fn tr_7_a_changed_heartbeat_loses_the_peer_and_both_ranks_name_the_link() {
             }
         };
         let (noticed, heard) = (reason(hearer), reason(sayer));
-        assert!(noticed.contains(&format!("lost rank {sayer} on host-{sayer}")), "{told}: {noticed}");
+        assert!(
+            noticed.contains(&format!("lost rank {sayer} on host-{sayer}")),
+            "{told}: {noticed}"
+        );
         assert!(heard.contains(&format!("lost rank {hearer} on host-{hearer}")), "{told}: {heard}");
         assert!(heard.contains("it counts this rank as lost: "), "{told}: {heard}");
         for reason in [noticed, heard] {
-            assert!(reason.contains("on its connection of heartbeats with 127.0.0.1:"), "{told}: {reason}");
+            assert!(
+                reason.contains("on its connection of heartbeats with 127.0.0.1:"),
+                "{told}: {reason}"
+            );
             assert!(reason.contains("is not what its sender sealed"), "{told}: {reason}");
         }
     }
@@ -287,7 +304,8 @@ fn data_on_the_network_reveals_nothing() {
     }
     // Nor does it look the same twice.
     let sealed = &captured[HANDSHAKE[0]..];
-    let repeated = sealed.windows(secret.len()).filter(|window| *window == &sealed[100..100 + secret.len()]);
+    let repeated =
+        sealed.windows(secret.len()).filter(|window| *window == &sealed[100..100 + secret.len()]);
     assert_eq!(repeated.count(), 1);
 }
 
@@ -299,7 +317,8 @@ fn a_recorded_handshake_is_useless_later() {
     let sending = thread::spawn(move || send(one));
     assert_eq!(receive(&mut zero, "no harm").0, TOTAL);
     sending.join().unwrap();
-    let recorded: Vec<_> = [0, 1].map(|connection| pair.proxy.heard(connection, Way::ToAcceptor)).into();
+    let recorded: Vec<_> =
+        [0, 1].map(|connection| pair.proxy.heard(connection, Way::ToAcceptor)).into();
     drop((zero, pair));
     let meeting = MemoryRendezvous::default();
     let (target, card) = (meeting.clone(), meeting.clone());

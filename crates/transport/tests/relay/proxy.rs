@@ -24,7 +24,8 @@ pub(crate) enum Way {
     ToDialer,
 }
 
-/// A change to the bytes of one connection, in one direction, from an offset behind the handshake on.
+/// A change to the bytes of one connection, in one direction, from an offset behind the handshake
+/// on.
 #[derive(Clone, Debug)]
 pub(crate) enum Harm {
     Change(u8),
@@ -75,7 +76,10 @@ pub(crate) struct Proxy {
 
 impl Proxy {
     /// Forwards to `target`.
-    pub(crate) fn start(target: impl FnOnce() -> SocketAddr + Send + 'static, plan: Option<Plan>) -> Self {
+    pub(crate) fn start(
+        target: impl FnOnce() -> SocketAddr + Send + 'static,
+        plan: Option<Plan>,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let shared = Arc::new(Shared::default());
@@ -98,7 +102,9 @@ impl Proxy {
                 below.changed.notify_all();
                 for (from, way) in [(near, Way::ToAcceptor), (far, Way::ToDialer)] {
                     let (shared, plan) = (Arc::clone(&below), plan.clone());
-                    pumps.push(thread::spawn(move || pump(&shared, from, number, way, plan.as_ref())));
+                    pumps.push(thread::spawn(move || {
+                        pump(&shared, from, number, way, plan.as_ref())
+                    }));
                 }
             }
             pumps.into_iter().for_each(|pump| pump.join().unwrap());
@@ -177,7 +183,8 @@ fn pump(shared: &Shared, mut from: TcpStream, number: usize, way: Way, plan: Opt
         gone += part.len();
         shared.state.lock().unwrap().heard[number][way as usize].extend_from_slice(&part);
         if out.write_all(&part).is_err() || received == 0 {
-            // Both, where they differ: an exchange takes the rest of the connection's own way, and its end would never come.
+            // Both, where they differ: an exchange takes the rest of the connection's own way, and
+            // its end would never come.
             drop((out.shutdown(Shutdown::Write), own.shutdown(Shutdown::Write)));
             return;
         }
@@ -209,7 +216,8 @@ fn inflict(harm: &Harm, held: &mut Vec<u8>, at: usize) {
     }
 }
 
-/// The far end of another connection, once it is there. The other's own bytes continue: they are harmed, too.
+/// The far end of another connection, once it is there. The other's own bytes continue: they are
+/// harmed, too.
 fn meet(shared: &Shared, number: usize, other: usize, way: Way) -> TcpStream {
     assert_ne!(number, other);
     let state = shared.state.lock().unwrap();

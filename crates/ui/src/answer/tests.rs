@@ -38,7 +38,9 @@ fn get(site: &Site, address: &str) -> (u16, String) {
 fn nothing_is_answered_without_the_token() {
     let folder = tempfile::tempdir().unwrap();
     let site = site(folder.path());
-    for path in ["/", "", "/api/runs", "/0123456789abcde/", "/0123456789abcdeff/api/runs", "/x/viewer.js"] {
+    for path in
+        ["/", "", "/api/runs", "/0123456789abcde/", "/0123456789abcdeff/api/runs", "/x/viewer.js"]
+    {
         assert_eq!(get(&site, path).0, 404, "{path}");
     }
     assert_eq!(get(&site, &format!("/{TOKEN}/")).0, 200);
@@ -59,7 +61,9 @@ fn every_answer_has_the_policy_and_a_known_content_is_not_sent_again() {
     let site = site(folder.path());
     let first = site.answer(&format!("/{TOKEN}/api/runs"), "").response(None);
     let header = |name: &str| first.headers().get(name).unwrap().to_str().unwrap().to_owned();
-    assert!(header("content-security-policy").starts_with("default-src 'none'; script-src 'self';"));
+    assert!(
+        header("content-security-policy").starts_with("default-src 'none'; script-src 'self';")
+    );
     assert_eq!(header("x-content-type-options"), "nosniff");
     assert_eq!(header("referrer-policy"), "no-referrer");
     let again = site.answer(&format!("/{TOKEN}/api/runs"), "").response(Some(&header("etag")));
@@ -70,14 +74,17 @@ fn every_answer_has_the_policy_and_a_known_content_is_not_sent_again() {
 #[test]
 fn a_run_is_shown_with_its_curves_table_and_output() {
     let folder = tempfile::tempdir().unwrap();
-    let line = |epoch| format!("{{\"epoch\": {epoch}, \"train\": {{\"loss\": 0.5, \"all_metrics\": []}}}}\n");
+    let line = |epoch| {
+        format!("{{\"epoch\": {epoch}, \"train\": {{\"loss\": 0.5, \"all_metrics\": []}}}}\n")
+    };
     write(folder.path(), "runs/a b&c/_record.json", r#"{"name": "<b>", "parameters": {"x": 1}}"#);
     write(folder.path(), "runs/a b&c/logs/history.jsonl", &(0..3).map(line).collect::<String>());
     write(folder.path(), "runs/a b&c/output/rank.0/stdout", "printed");
     write(folder.path(), "runs/a b&c/checkpoint", "pickled");
     write(folder.path(), "runs/a b&c/empty.log", "");
     let site = site(folder.path());
-    let ask = |what: &str, more: &str| get(&site, &format!("/{TOKEN}/api/{what}?run=0%2Fa+b%26c{more}"));
+    let ask =
+        |what: &str, more: &str| get(&site, &format!("/{TOKEN}/api/{what}?run=0%2Fa+b%26c{more}"));
     let run: Value = serde_json::from_str(&ask("run", "").1).unwrap();
     assert_eq!(run["record"]["parameters"]["x"], 1);
     assert_eq!(run["summary"]["name"], "<b>");
@@ -99,7 +106,11 @@ fn a_million_points_are_answered_within_a_tenth_of_a_second() {
         format!("{{\"epoch\": {epoch}, \"train\": {{\"loss\": 0.{epoch}, \"all_metrics\": []}}}}\n")
     };
     write(folder.path(), "runs/a/_record.json", r#"{"name": "a"}"#);
-    write(folder.path(), "runs/a/logs/history.jsonl", &(0..1_000_000).map(line).collect::<String>());
+    write(
+        folder.path(),
+        "runs/a/logs/history.jsonl",
+        &(0..1_000_000).map(line).collect::<String>(),
+    );
     let site = site(folder.path());
     let address = format!("/{TOKEN}/api/curves?run=0/a&pixels=1000&smooth=0.5");
     let read = Instant::now();
@@ -130,7 +141,8 @@ fn the_timeline_of_a_run_is_a_file_to_save() {
     let site = site(folder.path());
     let address = |run: &str| format!("/{TOKEN}/api/timeline?run=0%2F{run}");
     assert_eq!(get(&site, &address("a")), (200, "{\"traceEvents\":[]}".to_owned()));
-    let (path, query) = address("a").split_once('?').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+    let (path, query) =
+        address("a").split_once('?').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
     let reply = site.answer(&path, &query).response(None);
     assert_eq!(reply.headers()["content-disposition"], "attachment; filename=\"timeline.json\"");
     assert_eq!(get(&site, &address("b")).0, 404);

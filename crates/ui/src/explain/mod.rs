@@ -24,8 +24,8 @@ const SMALL_TENSOR: f64 = 65_536.0;
 /// Bytes per second below which a link between hosts limits a reduction: a network of 1 Gbit/s.
 const SLOW_LINK: f64 = 125e6;
 /// The advice if the measured times do not show which rank is slow.
-const TRACE: &str =
-    "fit(timeline=True) records what each rank does and when, and names a rank for which the others wait";
+const TRACE: &str = "fit(timeline=True) records what each rank does and when, and names a rank for \
+                     which the others wait";
 
 /// Three lines about a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -48,7 +48,8 @@ struct Times {
     data: Option<f64>,
     /// The time that a step waits for the reduction; `None` if the rank does not measure it.
     reduce: Option<f64>,
-    /// The number of gradients that a step reduces, and the bytes of all of them; `None` if the rank does not say them.
+    /// The number of gradients that a step reduces, and the bytes of all of them; `None` if the
+    /// rank does not say them.
     reduced: Option<(f64, f64)>,
 }
 
@@ -67,7 +68,8 @@ impl Times {
         })
     }
 
-    /// Returns the seconds in which the rank does not wait; `None` if it does not measure what it waits.
+    /// Returns the seconds in which the rank does not wait; `None` if it does not measure what it
+    /// waits.
     fn own(&self) -> Option<f64> {
         Some(self.step - self.data? - self.reduce?)
     }
@@ -89,15 +91,21 @@ pub(crate) fn judge(record: &Map<String, Value>, files: &Files) -> Explanation {
     if record.get("state").and_then(Value::as_str) == Some("failed") {
         return failed(record, files);
     }
-    let ranks: Vec<Times> =
-        record.get("ranks").and_then(Value::as_array).into_iter().flatten().filter_map(Times::of).collect();
+    let ranks: Vec<Times> = record
+        .get("ranks")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(Times::of)
+        .collect();
     if ranks.is_empty() {
         return unknown(record);
     }
     straggler(&ranks).or_else(|| slow_data(&ranks)).unwrap_or_else(|| by_share(record, &ranks))
 }
 
-/// Returns whether the run is one of a function or a script, not of an estimator: its steps are not measured.
+/// Returns whether the run is one of a function or a script, not of an estimator: its steps are not
+/// measured.
 fn is_plain(record: &Map<String, Value>) -> bool {
     matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
 }
@@ -106,7 +114,8 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
     let reason = record.get("reason").and_then(Value::as_str).unwrap_or("no reason is recorded");
     let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
     let events = record.get("events").and_then(Value::as_array);
-    let last = events.and_then(|events| events.last()).and_then(|event| event.get("what")?.as_str());
+    let last =
+        events.and_then(|events| events.last()).and_then(|event| event.get("what")?.as_str());
     Explanation {
         verdict: format!("failed: {}", first(reason)),
         why: last.map_or_else(
@@ -116,7 +125,8 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
         next: if is_plain(record) {
             output(reason, files)
         } else {
-            "fit with the same run_id continues from the last checkpoint; on_failure=\"restart\" does so by itself"
+            "fit with the same run_id continues from the last checkpoint; on_failure=\"restart\" \
+             does so by itself"
                 .to_owned()
         },
     }
@@ -125,17 +135,24 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
 /// Returns a hint to the output of the rank of a failure.
 fn output(reason: &str, files: &Files) -> String {
     // Reasons begin with the rank: `rank 1 on a failed: ..`.
-    let rank = reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+    let rank =
+        reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
     let of_rank = rank.map(|rank| format!("output/rank.{rank}/"));
     let kept = |folder: &str| files.keys().any(|file| file.starts_with(folder));
     match of_rank {
         Some(folder) if kept(&folder) => {
-            format!("read what the rank has printed: {folder}stderr and {folder}stdout in the directory of the run")
+            format!(
+                "read what the rank has printed: {folder}stderr and {folder}stdout in the \
+                     directory of the run"
+            )
         }
         _ if kept("output/") => {
-            "read what the ranks have printed: output/rank.N/stderr and stdout in the directory of the run".to_owned()
+            "read what the ranks have printed: output/rank.N/stderr and stdout in the directory of \
+             the run"
+                .to_owned()
         }
-        _ => "read what the ranks have printed: it is not in the directory of the run, but in the output of the job"
+        _ => "read what the ranks have printed: it is not in the directory of the run, but in the \
+              output of the job"
             .to_owned(),
     }
 }
@@ -145,15 +162,16 @@ fn unknown(record: &Map<String, Value>) -> Explanation {
         return Explanation {
             verdict: "unknown: only fits of estimators measure the time of their steps".to_owned(),
             why: "this is a run of a function or a script".to_owned(),
-            next: "run it with timeline=FILE, or farandole run --timeline FILE: the summary names a rank for which the \
-                   others wait"
+            next: "run it with timeline=FILE, or farandole run --timeline FILE: the summary names \
+                   a rank for which the others wait"
                 .to_owned(),
         };
     }
     Explanation {
         verdict: "unknown: the run has no times of its ranks".to_owned(),
         why: "ranks report the time of their steps every two seconds, and none has".to_owned(),
-        next: "explain a run that trains for longer, or one that was recorded by this version".to_owned(),
+        next: "explain a run that trains for longer, or one that was recorded by this version"
+            .to_owned(),
     }
 }
 
@@ -167,15 +185,20 @@ fn straggler(ranks: &[Times]) -> Option<Explanation> {
             slow.rank, slow.host
         ),
         why: format!(
-            "its own work takes {:.1} ms of a step, the median is {:.1} ms; the others wait for it in the reduction",
+            "its own work takes {:.1} ms of a step, the median is {:.1} ms; the others wait for it \
+             in the reduction",
             own * 1e3,
             usual * 1e3
         ),
-        next: format!("look for other load, a slower processor or a throttled GPU on {}", slow.host),
+        next: format!(
+            "look for other load, a slower processor or a throttled GPU on {}",
+            slow.host
+        ),
     })
 }
 
-/// Returns a rank that waits for its data far longer than the median, so that the others wait for it.
+/// Returns a rank that waits for its data far longer than the median, so that the others wait for
+/// it.
 fn slow_data(ranks: &[Times]) -> Option<Explanation> {
     let (slow, data, usual) = slowest(ranks, |rank| rank.data)?;
     (data - usual > SMALL * slow.step && data > SLOW * usual).then(|| Explanation {
@@ -187,27 +210,32 @@ fn slow_data(ranks: &[Times]) -> Option<Explanation> {
             usual * 1e3
         ),
         why: format!(
-            "a step takes {:.1} ms there, {} of it waits for data; the others wait for that rank in the reduction",
+            "a step takes {:.1} ms there, {} of it waits for data; the others wait for that rank \
+             in the reduction",
             slow.step * 1e3,
             percent(data / slow.step)
         ),
         next: format!(
-            "look for a slow disk, a slow link to the store or other load on {}, and for larger rows in the data of that \
-             rank",
+            "look for a slow disk, a slow link to the store or other load on {}, and for larger \
+             rows in the data of that rank",
             slow.host
         ),
     })
 }
 
-/// Returns the rank with the largest value, that value and the median; `None` if there is one rank, or one without a
-/// value.
+/// Returns the rank with the largest value, that value and the median; `None` if there is one rank,
+/// or one without a value.
 fn slowest(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<(&Times, f64, f64)> {
-    let mut values = ranks.iter().map(of).collect::<Option<Vec<f64>>>().filter(|values| values.len() > 1)?;
+    let mut values =
+        ranks.iter().map(of).collect::<Option<Vec<f64>>>().filter(|values| values.len() > 1)?;
     let (at, most) = values.iter().copied().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b))?;
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
-    let median =
-        if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 };
+    let median = if values.len() % 2 == 1 {
+        values[middle]
+    } else {
+        (values[middle - 1] + values[middle]) / 2.0
+    };
     Some((ranks.get(at)?, most, median))
 }
 
@@ -216,8 +244,10 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
     let step = mean(ranks, |rank| Some(rank.step)).unwrap_or_default();
     let takes = format!("a step takes {:.1} ms on average over {} ranks", step * 1e3, ranks.len());
     let share = |of: fn(&Times) -> Option<f64>| mean(ranks, of).map(|seconds| seconds / step);
-    let parameter = |name: &str| record.get("parameters").and_then(|all| all.get(name)).map(Value::to_string);
-    let now = |name: &str| parameter(name).map_or_else(String::new, |value| format!(" (now {value})"));
+    let parameter =
+        |name: &str| record.get("parameters").and_then(|all| all.get(name)).map(Value::to_string);
+    let now =
+        |name: &str| parameter(name).map_or_else(String::new, |value| format!(" (now {value})"));
     let reduce = share(|rank| rank.reduce);
     let Some(data) = share(|rank| rank.data) else {
         return Explanation {
@@ -227,19 +257,27 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
         };
     };
     let why = reduce.map_or_else(
-        || format!("{takes}: {} waits for data; what waits for the reduction is not measured", percent(data)),
+        || {
+            format!(
+                "{takes}: {} waits for data; what waits for the reduction is not measured",
+                percent(data)
+            )
+        },
         |reduce| {
             let computes = percent(1.0 - data - reduce);
             let (data, reduce) = (percent(data), percent(reduce));
-            format!("{takes}: {data} waits for data, {reduce} waits for the reduction, {computes} computes")
+            format!(
+                "{takes}: {data} waits for data, {reduce} waits for the reduction, {computes} \
+                     computes"
+            )
         },
     );
     let (verdict, next) = match reduce {
         _ if data >= LARGE => (
             format!("input-bound: {} of a step waits for data", percent(data)),
             format!(
-                "try a larger train_reader_num_workers{}, inmemory_cache_all=True if the rows fit into memory, or a \
-                 cheaper transformation_fn",
+                "try a larger train_reader_num_workers{}, inmemory_cache_all=True if the rows fit \
+                 into memory, or a cheaper transformation_fn",
                 now("train_reader_num_workers")
             ),
         ),
@@ -257,8 +295,8 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
                     percent(reduce)
                 ),
                 format!(
-                    "try a larger batch_size{}, gradient_compression or backward_passes_per_step{}; farandole bench \
-                 allreduce measures the links",
+                    "try a larger batch_size{}, gradient_compression or \
+                 backward_passes_per_step{}; farandole bench allreduce measures the links",
                     now("batch_size"),
                     now("backward_passes_per_step")
                 ),
@@ -267,7 +305,8 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
         Some(reduce) => (
             format!("compute-bound: {} of a step computes", percent(1.0 - data - reduce)),
             format!(
-                "more ranks or faster processors shorten an epoch; try precision=\"bf16\" or a larger batch_size{}",
+                "more ranks or faster processors shorten an epoch; try precision=\"bf16\" or a \
+                 larger batch_size{}",
                 now("batch_size")
             ),
         ),
@@ -283,12 +322,14 @@ fn by_gradients(ranks: &[Times], share: f64, waits: f64, why: &str) -> Option<Ex
     if bytes / tensors < SMALL_TENSOR {
         return Some(Explanation {
             verdict: format!(
-                "small tensors: {share} of a step waits for the reduction of {tensors:.0} gradients, of {:.1} KB on average",
+                "small tensors: {share} of a step waits for the reduction of {tensors:.0} \
+                 gradients, of {:.1} KB on average",
                 bytes / tensors / 1e3
             ),
             why: why.to_owned(),
-            next: "fewer and larger reductions cost less: try a larger batch_size or backward_passes_per_step, or let \
-                   FARANDOLE_AUTOTUNE=1 find how reductions are combined"
+            next: "fewer and larger reductions cost less: try a larger batch_size or \
+                   backward_passes_per_step, or let FARANDOLE_AUTOTUNE=1 find how reductions are \
+                   combined"
                 .to_owned(),
         });
     }
@@ -296,15 +337,15 @@ fn by_gradients(ranks: &[Times], share: f64, waits: f64, why: &str) -> Option<Ex
     let speed = bytes / waits;
     (hosts.len() > 1 && speed < SLOW_LINK).then(|| Explanation {
         verdict: format!(
-            "slow link: {share} of a step waits for the reduction of {:.1} MB of gradients, which {} hosts exchange at no \
-             more than {:.1} MB/s",
+            "slow link: {share} of a step waits for the reduction of {:.1} MB of gradients, which \
+             {} hosts exchange at no more than {:.1} MB/s",
             bytes / 1e6,
             hosts.len(),
             speed / 1e6
         ),
         why: why.to_owned(),
-        next: "measure the link with farandole bench allreduce on these hosts; try gradient_compression or a larger \
-               backward_passes_per_step"
+        next: "measure the link with farandole bench allreduce on these hosts; try \
+               gradient_compression or a larger backward_passes_per_step"
             .to_owned(),
     })
 }

@@ -3,18 +3,19 @@
 
 //! The differences between the clocks of hosts, measured by the operations themselves.
 //!
-//! No rank has the result of an operation before every rank has asked for it. If `c` is what must be added to the clock
-//! of host `h` to have that of the reference host `r`, each operation gives two bounds:
+//! No rank has the result of an operation before every rank has asked for it. If `c` is what must
+//! be added to the clock of host `h` to have that of the reference host `r`, each operation gives
+//! two bounds:
 //!
 //! ```text
 //! ended on h + c >= begun on r      c >= last begun on r - first ended on h
 //! ended on r     >= begun on h + c  c <= first ended on r - last begun on h
 //! ```
 //!
-//! Many operations make the interval narrow. Ranks have the result of an operation at about the same time, however late
-//! one of them was, so the median of `ended on r - ended on h` is taken, within the interval. The error is at most the
-//! distance to its farther bound. Clocks drift, so there is an interval for each minute, and times between two of them are
-//! interpolated.
+//! Many operations make the interval narrow. Ranks have the result of an operation at about the
+//! same time, however late one of them was, so the median of `ended on r - ended on h` is taken,
+//! within the interval. The error is at most the distance to its farther bound. Clocks drift, so
+//! there is an interval for each minute, and times between two of them are interpolated.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -81,20 +82,22 @@ impl Clocks {
     pub(super) fn corrected(&self, rank: u32, time: i64) -> i64 {
         let Some(points) = self.points(rank) else { return time };
         let after = points.partition_point(|point| point.at <= time);
-        let shift = match (after.checked_sub(1).and_then(|before| points.get(before)), points.get(after)) {
-            (Some(before), Some(next)) => {
-                let share = (time - before.at) as f64 / (next.at - before.at) as f64;
-                before.shift + share * (next.shift - before.shift)
-            }
-            (Some(only), None) | (None, Some(only)) => only.shift,
-            (None, None) => 0.0,
-        };
+        let shift =
+            match (after.checked_sub(1).and_then(|before| points.get(before)), points.get(after)) {
+                (Some(before), Some(next)) => {
+                    let share = (time - before.at) as f64 / (next.at - before.at) as f64;
+                    before.shift + share * (next.shift - before.shift)
+                }
+                (Some(only), None) | (None, Some(only)) => only.shift,
+                (None, None) => 0.0,
+            };
         #[expect(clippy::cast_possible_truncation, reason = "microseconds of a job")]
         let shift = shift.round() as i64;
         time + shift
     }
 
-    /// Returns the first correction and its largest error, in microseconds; `None` if nothing was measured.
+    /// Returns the first correction and its largest error, in microseconds; `None` if nothing was
+    /// measured.
     pub(super) fn shift(&self, rank: u32) -> Option<(f64, f64)> {
         if self.host_of.get(&rank)? == &self.reference {
             return Some((0.0, 0.0));

@@ -68,10 +68,15 @@ impl Lateness {
             }
             let arrivals = lateness.ranks.entry(latest).or_default();
             arrivals.last += 1;
-            // Ranks outside of the operation's process set do not wait, and if a rank's part is missing, it is
-            // unknown whether it waited.
+            // Ranks outside of the operation's process set do not wait, and if a rank's part is
+            // missing, it is unknown whether it waited.
             if parts.len() == ranks && last - second >= SHORT {
-                waits.push(Wait { rank: latest, from: second, until: last, tensor: tensor.clone() });
+                waits.push(Wait {
+                    rank: latest,
+                    from: second,
+                    until: last,
+                    tensor: tensor.clone(),
+                });
             }
         }
         lateness.waits = apart(waits);

@@ -12,7 +12,8 @@
 //! Each file is read twice, so only the times of operations are held in memory.
 //!
 //! Invariants:
-//! - `TL-1`: in the merged trace, no rank ends an operation before all ranks have begun it, beyond the stated error.
+//! - `TL-1`: in the merged trace, no rank ends an operation before all ranks have begun it, beyond
+//!   the stated error.
 //! - `TL-2`: ranks of one host have one clock: their times are not changed against each other.
 
 mod clocks;
@@ -54,11 +55,12 @@ const OLD: &str = ".old";
 
 /// Merges timelines into one trace.
 ///
-/// `inputs` are files, and folders with files that end in `.json`. If there is a file with `.old` after such a name, it
-/// comes before.
+/// `inputs` are files, and folders with files that end in `.json`. If there is a file with `.old`
+/// after such a name, it comes before.
 ///
 /// # Errors
-/// `Timeline` if there is no timeline, a file is none, two have the same rank, or a file cannot be read or written.
+/// `Timeline` if there is no timeline, a file is none, two have the same rank, or a file cannot be
+/// read or written.
 pub fn merge(inputs: &[PathBuf], output: &Path) -> Result<Summary> {
     let mut traces = Vec::new();
     for path in files(inputs)? {
@@ -126,7 +128,8 @@ fn files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for input in inputs {
         if input.is_dir() {
-            let listing = std::fs::read_dir(input).map_err(|error| refused(input, error.to_string()))?;
+            let listing =
+                std::fs::read_dir(input).map_err(|error| refused(input, error.to_string()))?;
             let before = found.len();
             for entry in listing {
                 let path = entry.map_err(|error| refused(input, error.to_string()))?.path();

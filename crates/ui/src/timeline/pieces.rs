@@ -18,8 +18,8 @@ use crate::error::Result;
 /// Kind of the records that carry pieces.
 pub const KIND: &str = "timeline";
 
-/// Bytes of all timelines at most, so that no worker fills the disk of the driver: 16 times the default limit of what
-/// the ranks write.
+/// Bytes of all timelines at most, so that no worker fills the disk of the driver: 16 times the
+/// default limit of what the ranks write.
 const MOST: u64 = 4 << 30;
 
 /// The header of a piece, on a line before its bytes.
@@ -55,8 +55,8 @@ impl Pieces {
         Ok(Self { folder, files: BTreeMap::new(), left: MOST })
     }
 
-    /// Takes a piece of the timeline of a task's worker. Records that are no pieces, or beyond the size stated by the
-    /// first one, are ignored, and so is everything once the files have 4 GiB.
+    /// Takes a piece of the timeline of a task's worker. Records that are no pieces, or beyond the
+    /// size stated by the first one, are ignored, and so is everything once the files have 4 GiB.
     ///
     /// # Errors
     /// `Timeline` if it cannot be written.
@@ -84,10 +84,12 @@ impl Pieces {
         Ok(())
     }
 
-    /// Merges the received pieces. Timelines that cannot be read are left out; their ranks are incomplete.
+    /// Merges the received pieces. Timelines that cannot be read are left out; their ranks are
+    /// incomplete.
     ///
     /// # Errors
-    /// `Timeline` if no timeline can be read, two of the last world have the same rank, or the trace cannot be written.
+    /// `Timeline` if no timeline can be read, two of the last world have the same rank, or the
+    /// trace cannot be written.
     pub fn merge(&self, output: &Path) -> Result<Summary> {
         let (mut traces, mut cut) = (Vec::new(), Vec::new());
         let mut failure = None;

@@ -19,8 +19,8 @@ const SETS: &str = "process_sets";
 
 /// Ranks of a job at most.
 const RANKS: u32 = 1 << 20;
-/// Microseconds from the epoch, and from a file's begin, at most: some two thousand years. Sums and differences of
-/// a few times and clock shifts cannot overflow.
+/// Microseconds from the epoch, and from a file's begin, at most: some two thousand years. Sums and
+/// differences of a few times and clock shifts cannot overflow.
 const FAR: u64 = 1 << 56;
 /// Bytes of a record at most: a line is held in memory.
 const LONGEST: u64 = 1 << 20;
@@ -98,12 +98,15 @@ impl Trace {
             Ok(false)
         })?;
         let Some(Title { start, rank, host, since, size, generation }) = title else {
-            let reason =
-                "it is no timeline of this version: its first record does not name a rank".to_owned();
+            let reason = "it is no timeline of this version: its first record does not name a rank"
+                .to_owned();
             return Err(refused(path, reason));
         };
         if size > RANKS {
-            return Err(refused(path, format!("it is of a job with {size} ranks; {RANKS} is the most")));
+            return Err(refused(
+                path,
+                format!("it is of a job with {size} ranks; {RANKS} is the most"),
+            ));
         }
         if size > 0 && rank >= size {
             return Err(refused(path, format!("it is of rank {rank} of {size} ranks")));
@@ -211,7 +214,10 @@ fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Re
             // The last line of a process that was killed while it wrote.
             Err(_) if !line.ends_with(b"\n") && (line.len() as u64) < LONGEST => return Ok(true),
             Err(reason) => {
-                return Err(refused(path, format!("line {number} is no record of a timeline: {reason}")));
+                return Err(refused(
+                    path,
+                    format!("line {number} is no record of a timeline: {reason}"),
+                ));
             }
         }
     }

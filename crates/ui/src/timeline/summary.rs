@@ -11,7 +11,8 @@ use super::clocks::Clocks;
 use super::late::{Arrivals, Lateness};
 use super::read::Trace;
 
-/// A rank is a straggler if the others wait for it alone for at least this share of the traced time.
+/// A rank is a straggler if the others wait for it alone for at least this share of the traced
+/// time.
 const NOTABLE: f64 = 0.05;
 
 /// One rank.
@@ -99,7 +100,9 @@ impl Summary {
         )];
         for row in &self.ranks {
             let clock = match (row.clock_shift_us, row.clock_error_us) {
-                (Some(shift), Some(error)) => format!("{shift:+.0} us, error at most {error:.0} us"),
+                (Some(shift), Some(error)) => {
+                    format!("{shift:+.0} us, error at most {error:.0} us")
+                }
                 _ => "not measured: no operation is shared with the first rank's host".to_owned(),
             };
             lines.push(format!(

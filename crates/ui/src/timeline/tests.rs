@@ -20,7 +20,8 @@ fn host(rank: u32) -> &'static str {
     if rank < 2 { "a-1" } else { "b-2" }
 }
 
-/// Returns the time at which a rank asks for the gradient of a step, by a clock that all share. Rank 2 is 20 ms late.
+/// Returns the time at which a rank asks for the gradient of a step, by a clock that all share.
+/// Rank 2 is 20 ms late.
 fn asks(rank: u32, step: i64) -> i64 {
     1000 + step * 100_000 + i64::from(rank) * 50 + if rank == 2 { 20_000 } else { 0 }
 }
@@ -37,7 +38,8 @@ fn file(rank: u32) -> String {
     let start = EPOCH - 5000 * i64::from(rank);
     let at = |time: i64| EPOCH + time - start;
     let mut text = format!(
-        "[\n{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{{\"name\":\"farandole rank {rank}\",\
+        "[\n{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{{\"name\":\"farandole \
+         rank {rank}\",\
          \"start_time_since_epoch_in_micros\":{},\"rank\":{rank},\"host\":\"{}\",\"size\":{},\"generation\":2}}}}",
         start + ahead,
         host(rank),
@@ -46,7 +48,9 @@ fn file(rank: u32) -> String {
     text.push_str(
         ",\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":1,\"args\":{\"name\":\"gradient \\\"1\\\"\"}}",
     );
-    text.push_str(",\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":2,\"args\":{\"name\":\"steps\"}}");
+    text.push_str(
+        ",\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":2,\"args\":{\"name\":\"steps\"}}",
+    );
     for step in 0..STEPS {
         let mut line = |record: String| write!(text, ",\n{{{record}}}").unwrap();
         let (asked, ended) = (at(asks(rank, step)), at(done(rank, step)));
@@ -100,7 +104,9 @@ fn tl_1_and_tl_2_clocks_of_hosts_are_aligned_by_the_operations() {
         let mut all: HashMap<u64, Vec<i64>> = HashMap::new();
         for record in records.iter().filter(|record| record["ph"] == ph) {
             if record["name"] == name || (ph == "E" && record["args"].get("dtype").is_some()) {
-                all.entry(record["pid"].as_u64().unwrap()).or_default().push(record["ts"].as_i64().unwrap());
+                all.entry(record["pid"].as_u64().unwrap())
+                    .or_default()
+                    .push(record["ts"].as_i64().unwrap());
             }
         }
         all
@@ -126,7 +132,11 @@ fn the_late_rank_is_named_and_has_spans_of_its_own() {
     assert!(summary.ranks[0].waited_ms > summary.ranks[2].waited_ms + 100.0);
     let waits: Vec<_> = records.iter().filter(|record| record["cat"] == "straggler").collect();
     assert_eq!(waits.len(), usize::try_from(STEPS).unwrap());
-    assert!(waits.iter().all(|wait| wait["name"] == "rank 2" && wait["args"]["tensor"] == "gradient \"1\""));
+    assert!(
+        waits
+            .iter()
+            .all(|wait| wait["name"] == "rank 2" && wait["args"]["tensor"] == "gradient \"1\"")
+    );
     let lines = summary.lines();
     assert_eq!(lines.len(), 6);
     assert!(lines[5].starts_with("rank 2 is a straggler: for "), "{}", lines[5]);
@@ -136,9 +146,12 @@ fn the_late_rank_is_named_and_has_spans_of_its_own() {
 fn every_rank_is_a_process_whose_spans_nest_and_phases_come_first() {
     let folder = job(&[0, 1, 2, 3]);
     let (_, records) = merged(folder.path());
-    let named = |name: &str| records.iter().filter(|record| record["name"] == name).collect::<Vec<_>>();
+    let named =
+        |name: &str| records.iter().filter(|record| record["name"] == name).collect::<Vec<_>>();
     assert_eq!(named("process_name").len(), 5);
-    assert!(named("thread_name").iter().any(|one| one["tid"] == 1 && one["args"]["name"] == "steps"));
+    assert!(
+        named("thread_name").iter().any(|one| one["tid"] == 1 && one["args"]["name"] == "steps")
+    );
     let mut depths: HashMap<(u64, u64), i64> = HashMap::new();
     for record in &records {
         let place = || (record["pid"].as_u64().unwrap(), record["tid"].as_u64().unwrap());
@@ -150,7 +163,9 @@ fn every_rank_is_a_process_whose_spans_nest_and_phases_come_first() {
         assert!(depths.values().all(|depth| *depth >= 0));
     }
     assert!(depths.values().all(|depth| *depth == 0));
-    assert!(records.iter().all(|record| record.get("ts").is_none_or(|ts| ts.as_i64().unwrap() >= 0)));
+    assert!(
+        records.iter().all(|record| record.get("ts").is_none_or(|ts| ts.as_i64().unwrap() >= 0))
+    );
 }
 
 #[test]
@@ -160,7 +175,10 @@ fn a_job_without_a_late_rank_has_no_straggler_and_one_rank_is_enough() {
     assert!(summary.straggler.is_none());
     let lines = summary.lines();
     assert!(lines[lines.len() - 2].starts_with("no straggler in "), "{lines:?}");
-    assert_eq!(lines.last().unwrap(), "the timelines of these ranks are missing or incomplete: 2, 3");
+    assert_eq!(
+        lines.last().unwrap(),
+        "the timelines of these ranks are missing or incomplete: 2, 3"
+    );
     let (summary, records) = merged(job(&[3]).path());
     assert_eq!((summary.ranks.len(), summary.ranks[0].operations), (1, 0));
     assert!(records.len() > 100);
@@ -171,12 +189,18 @@ fn files_that_are_no_timelines_are_named() {
     let folder = job(&[0, 1]);
     let output = folder.path().join("out");
     let fails = |folder: &Path| merge(&[folder.to_owned()], &output).unwrap_err().to_string();
-    std::fs::write(folder.path().join("2.json"), "[\n{\"name\":\"x\",\"ph\":\"B\",\"pid\":1}\n]\n").unwrap();
+    std::fs::write(folder.path().join("2.json"), "[\n{\"name\":\"x\",\"ph\":\"B\",\"pid\":1}\n]\n")
+        .unwrap();
     assert!(fails(folder.path()).contains("2.json: it is no timeline"), "{}", fails(folder.path()));
     std::fs::write(folder.path().join("2.json"), file(1)).unwrap();
     assert!(fails(folder.path()).contains("it is of rank 1, as is "), "{}", fails(folder.path()));
-    std::fs::write(folder.path().join("2.json"), file(2).replace("\"ph\":\"B\"", "\"ph\"")).unwrap();
-    assert!(fails(folder.path()).contains("is no record of a timeline"), "{}", fails(folder.path()));
+    std::fs::write(folder.path().join("2.json"), file(2).replace("\"ph\":\"B\"", "\"ph\""))
+        .unwrap();
+    assert!(
+        fails(folder.path()).contains("is no record of a timeline"),
+        "{}",
+        fails(folder.path())
+    );
     let empty = tempfile::tempdir().unwrap();
     assert!(fails(empty.path()).contains("no files that end in .json"));
     assert!(!output.exists());
@@ -192,7 +216,8 @@ fn pieces_make_files_again_and_missing_ones_are_reported() {
             if !whole && number == 3 {
                 continue;
             }
-            let mut piece = format!("{{\"offset\":{},\"size\":{size}}}\n", number * 1000).into_bytes();
+            let mut piece =
+                format!("{{\"offset\":{},\"size\":{size}}}\n", number * 1000).into_bytes();
             piece.extend_from_slice(chunk);
             pieces.take(rank + 7, &piece).unwrap();
         }
@@ -246,9 +271,15 @@ fn operations_that_a_rank_dropped_do_not_count_for_lateness() {
     std::fs::write(&path, kept).unwrap();
     let (summary, records) = merged(folder.path());
     // Rank 0 came to the first of the steps that are left before rank 3's part begins.
-    assert!(summary.ranks.iter().all(|row| row.operations == STEPS as u64 / 2 - 1), "{}", summary.json());
+    assert!(
+        summary.ranks.iter().all(|row| row.operations == STEPS as u64 / 2 - 1),
+        "{}",
+        summary.json()
+    );
     assert_eq!(summary.straggler.unwrap().rank, 2);
-    assert!(records.iter().all(|record| record.get("ts").is_none_or(|ts| ts.as_i64().unwrap() >= 0)));
+    assert!(
+        records.iter().all(|record| record.get("ts").is_none_or(|ts| ts.as_i64().unwrap() >= 0))
+    );
 }
 
 #[test]
@@ -302,7 +333,8 @@ fn no_rank_is_late_if_a_rank_has_no_timeline() {
     let text = std::fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = text.lines().collect();
     let (cut, after) = (HEAD + 10 * LINES, HEAD + 11 * LINES);
-    std::fs::write(&path, format!("{}\n{}\n", lines[..cut].join("\n"), lines[after..].join("\n"))).unwrap();
+    std::fs::write(&path, format!("{}\n{}\n", lines[..cut].join("\n"), lines[after..].join("\n")))
+        .unwrap();
     let (summary, records) = merged(folder.path());
     let waits = records.iter().filter(|record| record["cat"] == "straggler").count();
     assert_eq!(waits, usize::try_from(STEPS).unwrap() - 1);
@@ -317,7 +349,8 @@ fn numbers_that_no_timeline_has_are_refused() {
         let text = file(3);
         assert!(text.contains(from), "{from}");
         std::fs::write(folder.path().join("3.json"), text.replacen(from, to, 1)).unwrap();
-        let error = merge(&[folder.path().to_owned()], &output).map(|summary| summary.json()).unwrap_err();
+        let error =
+            merge(&[folder.path().to_owned()], &output).map(|summary| summary.json()).unwrap_err();
         assert!(error.to_string().contains(says), "{from}, {to}: {error}");
     };
     let start = format!("micros\":{}", EPOCH - 15_000 + AHEAD);
@@ -342,7 +375,11 @@ fn a_file_that_is_cut_within_a_character_is_merged_to_there() {
     let (summary, _) = merged(folder.path());
     let operations: Vec<u64> = summary.ranks.iter().map(|row| row.operations).collect();
     assert_eq!(operations, [STEPS as u64, STEPS as u64, STEPS as u64, STEPS as u64 - 1]);
-    std::fs::write(folder.path().join("3.json"), text.replace("Qü", "Q").replace("ph", "p\u{fffd}")).unwrap();
+    std::fs::write(
+        folder.path().join("3.json"),
+        text.replace("Qü", "Q").replace("ph", "p\u{fffd}"),
+    )
+    .unwrap();
     assert!(merge(&[folder.path().to_owned()], &folder.path().join("out")).is_err());
 }
 

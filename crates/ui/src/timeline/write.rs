@@ -40,13 +40,19 @@ impl Output {
 }
 
 /// Writes the trace, first beside its place.
-pub(super) fn write(path: &Path, traces: &[Trace], clocks: &Clocks, lateness: &Lateness) -> Result<()> {
+pub(super) fn write(
+    path: &Path,
+    traces: &[Trace],
+    clocks: &Clocks,
+    lateness: &Lateness,
+) -> Result<()> {
     let failed = |error: io::Error| refused(path, error.to_string());
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".part");
     let part = path.with_file_name(name);
     let file = BufWriter::with_capacity(1 << 18, File::create(&part).map_err(failed)?);
-    let zero = traces.iter().map(|trace| clocks.corrected(trace.rank, trace.start + trace.since)).min();
+    let zero =
+        traces.iter().map(|trace| clocks.corrected(trace.rank, trace.start + trace.since)).min();
     let mut output = Output { file, zero: zero.unwrap_or_default(), first: true, failed: None };
     output.file.write_all(b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n").map_err(failed)?;
     stragglers(&mut output, traces, lateness);
@@ -65,9 +71,12 @@ pub(super) fn write(path: &Path, traces: &[Trace], clocks: &Clocks, lateness: &L
 fn stragglers(output: &mut Output, traces: &[Trace], lateness: &Lateness) {
     let pid = traces.last().map_or(0, |trace| u64::from(trace.rank) + 1);
     output.record(
-        &json!({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": "all ranks wait for"}}),
+        &json!({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": "all ranks wait \
+                                                                                 for"}}),
     );
-    output.record(&json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": -1}}));
+    output.record(
+        &json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": -1}}),
+    );
     for wait in &lateness.waits {
         output.record(&json!({
             "name": format!("rank {}", wait.rank), "cat": "straggler", "ph": "X", "pid": pid, "tid": 0,
@@ -93,7 +102,9 @@ fn rank(output: &mut Output, trace: &Trace, clocks: &Clocks) -> Result<()> {
     output.record(
         &json!({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name, "clock": shift}}),
     );
-    output.record(&json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}));
+    output.record(
+        &json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}),
+    );
     let mut threads: HashMap<u32, Thread> = HashMap::new();
     let mut tids: HashMap<String, u64> = HashMap::new();
     trace.each(|record| {
@@ -101,8 +112,8 @@ fn rank(output: &mut Output, trace: &Trace, clocks: &Clocks) -> Result<()> {
         match (&*record.ph, record.name.as_deref()) {
             ("M", Some("process_name")) if record.pid != 0 => {
                 let tensor = named(&record).unwrap_or_default();
-                // A file that continues another one names its tracks again. A track that it does not name at its
-                // begin has another number when it comes again.
+                // A file that continues another one names its tracks again. A track that it does
+                // not name at its begin has another number when it comes again.
                 let tid = *tids.entry(tensor).or_insert_with_key(|tensor| {
                     let tid = if tensor == PHASES { 1 } else { u64::from(record.pid) + 1 };
                     track(output, (pid, tid), tensor);
@@ -111,7 +122,9 @@ fn rank(output: &mut Output, trace: &Trace, clocks: &Clocks) -> Result<()> {
                 threads.entry(record.pid).or_insert_with(|| Thread { tid, ..Thread::default() });
             }
             ("i", Some(name)) => {
-                output.record(&json!({"name": name, "ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": ts}));
+                output.record(
+                    &json!({"name": name, "ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": ts}),
+                );
             }
             _ => {
                 if let Some(thread) = threads.get_mut(&record.pid) {
@@ -135,12 +148,16 @@ fn track(output: &mut Output, (pid, tid): (u32, u64), name: &str) {
 /// A span's begin or end.
 fn event(output: &mut Output, pid: u32, thread: &mut Thread, record: &Record<'_>, ts: i64) {
     let tid = thread.tid;
-    let args =
-        record.args.and_then(|args| serde_json::from_str(args.get()).ok()).unwrap_or_else(|| json!({}));
+    let args = record
+        .args
+        .and_then(|args| serde_json::from_str(args.get()).ok())
+        .unwrap_or_else(|| json!({}));
     match (&*record.ph, record.name.as_deref()) {
         ("B", Some(name)) => {
             thread.depth += 1;
-            output.record(&json!({"name": name, "ph": "B", "pid": pid, "tid": tid, "ts": ts, "args": args}));
+            output.record(
+                &json!({"name": name, "ph": "B", "pid": pid, "tid": tid, "ts": ts, "args": args}),
+            );
         }
         // What began before the file does not end in it.
         ("E", _) if thread.depth > 0 => {

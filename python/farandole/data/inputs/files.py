@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Files by path, directory or pattern, in any store, with the facts that distinguish their versions."""
+"""Files by path, directory or pattern, in any store, with the facts that distinguish their
+versions.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ if TYPE_CHECKING:
 
 _MAGIC = re.compile(r"[*?\[]")
 _PREPARED = ("_manifest.json", "_preparation.json")
-"""One of these is in every directory of prepared data; the second where a preparation has not ended."""
+"""One of these is in every directory of prepared data; the second where a preparation has not
+ended.
+"""
 
 
 @dataclass(frozen=True)
 class File:
-    """One file: its path (local, or a URL), size, and when it was written, in seconds since the epoch."""
+    """One file: its path (local, or a URL), size, and when it was written, in seconds since the
+    epoch.
+    """
 
     path: str
     size: int
@@ -46,8 +52,8 @@ def find(path: str) -> Found:
     """Returns the meaning of a path.
 
     Args:
-        path: A file, a directory (every file below it, but for names that begin with `_` or `.`), or a pattern with
-            `*`, `?`, `[...]`, or `**` for any directories; local or a URL.
+        path: A file, a directory (every file below it, but for names that begin with `_` or `.`),
+            or a pattern with `*`, `?`, `[...]`, or `**` for any directories; local or a URL.
 
     Returns:
         The files, by name.
@@ -147,7 +153,10 @@ def _prepared(walked: Iterable[tuple[str, File]]) -> list[str]:
 
 def _hidden(relative: str) -> bool:
     # `_a=1` is a partition of a column whose name begins so.
-    return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in relative.split("/"))
+    return any(
+        part.startswith(".") or (part.startswith("_") and "=" not in part)
+        for part in relative.split("/")
+    )
 
 
 def _fixed_part(path: str) -> tuple[str, str]:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def is_frame(value: Any) -> bool:
-    """Returns whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data set, or a stream."""
+    """Returns whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data
+    set, or a stream.
+    """
     kinds = (_is_pandas, is_arrow_dataset, _is_ray_dataset, is_lazy, is_iceberg)
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 
@@ -37,7 +39,10 @@ def is_arrow_dataset(value: Any) -> bool:
     Args:
         value: Anything.
     """
-    return any(f"{kind.__module__}.{kind.__name__}" == "pyarrow._dataset.Dataset" for kind in type(value).__mro__)
+    return any(
+        f"{kind.__module__}.{kind.__name__}" == "pyarrow._dataset.Dataset"
+        for kind in type(value).__mro__
+    )
 
 
 def is_spark(value: Any) -> bool:
@@ -46,7 +51,10 @@ def is_spark(value: Any) -> bool:
     Args:
         value: Anything.
     """
-    return any(kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.") for kind in type(value).__mro__)
+    return any(
+        kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.")
+        for kind in type(value).__mro__
+    )
 
 
 def frame_source(value: Any) -> Source | None:
@@ -71,7 +79,11 @@ def frame_source(value: Any) -> Source | None:
     table = held(value)
     if table is not None:
         return _table(table)
-    return _stream(pa.RecordBatchReader.from_stream(value)) if hasattr(value, "__arrow_c_stream__") else None
+    return (
+        _stream(pa.RecordBatchReader.from_stream(value))
+        if hasattr(value, "__arrow_c_stream__")
+        else None
+    )
 
 
 def held(source: Any) -> pa.Table | None:
@@ -120,16 +132,23 @@ def _is_pandas(value: Any) -> bool:
 
 
 def _is_ray_dataset(value: Any) -> bool:
-    return any(f"{kind.__module__}.{kind.__name__}" == "ray.data.dataset.Dataset" for kind in type(value).__mro__)
+    return any(
+        f"{kind.__module__}.{kind.__name__}" == "ray.data.dataset.Dataset"
+        for kind in type(value).__mro__
+    )
 
 
 def is_ray_shard(value: Any) -> bool:
-    """Returns whether a value is one rank's rows of a Ray data set, as `ray.train.get_dataset_shard` returns them.
+    """Returns whether a value is one rank's rows of a Ray data set, as
+    `ray.train.get_dataset_shard` returns them.
 
     Args:
         value: Anything.
     """
-    return any(f"{kind.__module__}.{kind.__name__}" == "ray.data.iterator.DataIterator" for kind in type(value).__mro__)
+    return any(
+        f"{kind.__module__}.{kind.__name__}" == "ray.data.iterator.DataIterator"
+        for kind in type(value).__mro__
+    )
 
 
 def ray_tables(rows: Any) -> Iterator[pa.Table]:
@@ -154,7 +173,9 @@ def _plain(table: pa.Table) -> pa.Table:
 
 
 def _ray_dataset(dataset: Any) -> Source:
-    """Ray's blocks pass through this process one after the other; it may make other rows when it is read again."""
+    """Ray's blocks pass through this process one after the other; it may make other rows when it
+    is read again.
+    """
 
     def batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
         for table in ray_tables(dataset.select_columns(columns)):

@@ -45,7 +45,9 @@ class _Plain:
         compute: Any = pc
         for batch in self._unit.batches():
             columns = [
-                compute.run_end_decode(column) if pa.types.is_run_end_encoded(column.type) else column
+                compute.run_end_decode(column)
+                if pa.types.is_run_end_encoded(column.type)
+                else column
                 for column in batch.columns
             ]
             yield pa.RecordBatch.from_arrays(columns, schema=_plain(batch.schema))
@@ -55,6 +57,7 @@ def _plain(schema: pa.Schema) -> pa.Schema:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     fields: list[Any] = [
-        field.with_type(field.type.value_type) if pa.types.is_run_end_encoded(field.type) else field for field in schema
+        field.with_type(field.type.value_type) if pa.types.is_run_end_encoded(field.type) else field
+        for field in schema
     ]
     return pa.schema(fields, metadata=schema.metadata)

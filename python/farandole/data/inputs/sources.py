@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Sources of rows to prepare: files, tables, frames and streams, as record batches in bounded memory.
+"""Sources of rows to prepare: files, tables, frames and streams, as record batches in bounded
+memory.
 
-A source is a list of units, each a stream of record batches: a bundle of row groups of a Parquet file, another file, a
-table. Units are read separately, so a preparation can continue with missing units, and an error names the file. pyarrow
-reads the files.
+A source is a list of units, each a stream of record batches: a bundle of row groups of a Parquet
+file, another file, a table. Units are read separately, so a preparation can continue with missing
+units, and an error names the file. pyarrow reads the files.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _FORMATS = {
     "feather": "ipc",
 }
 _TYPED = ("parquet", "ipc")
-"""Formats whose files say what types they have; those of others are guessed from each file's first block."""
+"""Formats whose files say what types they have; those of others are guessed from each file's
+first block.
+"""
 
 
 def open_source(
@@ -86,7 +89,8 @@ def open_source(
     kind = type(source)
     if is_spark(source):
         raise TypeError(
-            "a Spark DataFrame is prepared by estimator.fit, or by farandole.spark.common.util.prepare_data"
+            "a Spark DataFrame is prepared by estimator.fit, or by "
+            "farandole.spark.common.util.prepare_data"
         )
     raise TypeError(
         "a source must be a path or a list of paths, a pyarrow, pandas, polars or Iceberg table, a "
@@ -96,7 +100,10 @@ def open_source(
 
 
 def listed(
-    source: Any, given: str | None, types: Mapping[str, Any] | None, options: Mapping[str, Any] | None
+    source: Any,
+    given: str | None,
+    types: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None,
 ) -> tuple[list[Any], str, bool] | None:
     """Returns the pyarrow datasets behind a path or a list of paths; `None` for other values.
 
@@ -107,7 +114,8 @@ def listed(
         options: Of the format.
 
     Returns:
-        The datasets, what tells their files and versions from others, and whether files say their types.
+        The datasets, what tells their files and versions from others, and whether files say their
+        types.
     """
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
@@ -129,10 +137,14 @@ def listed(
             shown = ", ".join(sorted(f".{ending}" for ending in endings))
             raise ValueError(f"the format is unknown for names that end in {shown}: pass format=")
     if kind not in _FORMATS.values():
-        raise ValueError(f"format must be one of {', '.join(sorted(set(_FORMATS.values())))}: {kind}")
+        raise ValueError(
+            f"format must be one of {', '.join(sorted(set(_FORMATS.values())))}: {kind}"
+        )
     tabs = {"delimiter": "\t"} if endings == {"tsv"} else {}
     reading = _format(kind, types or {}, {**tabs, **(options or {})})
-    datasets = [one for one in (_opened(place, kind, reading) for place in places) if one is not None]
+    datasets = [
+        one for one in (_opened(place, kind, reading) for place in places) if one is not None
+    ]
     if not datasets:
         raise ValueError(f"all files are empty: {', '.join(paths)}")
     told = [kind, repr(sorted((types or {}).items())), repr(sorted((options or {}).items()))]
@@ -176,7 +188,11 @@ def _opened(place: found_files.Found, kind: str, reading: Any) -> Any:
         return None
     try:
         return ds.dataset(
-            paths, format=reading, filesystem=_filesystem(paths[0]), partitioning="hive", partition_base_dir=place.base
+            paths,
+            format=reading,
+            filesystem=_filesystem(paths[0]),
+            partitioning="hive",
+            partition_base_dir=place.base,
         )
     except (pa.ArrowException, OSError) as error:
         raise _told(paths[0], error) from error
@@ -192,8 +208,21 @@ def _filesystem(path: str) -> Any:
     return fs.PyFileSystem(fs.FSSpecHandler(StoreFileSystem()))
 
 
-_READ = ("column_names", "autogenerate_column_names", "skip_rows", "skip_rows_after_names", "encoding")
-_PARSE = ("delimiter", "quote_char", "double_quote", "escape_char", "newlines_in_values", "ignore_empty_lines")
+_READ = (
+    "column_names",
+    "autogenerate_column_names",
+    "skip_rows",
+    "skip_rows_after_names",
+    "encoding",
+)
+_PARSE = (
+    "delimiter",
+    "quote_char",
+    "double_quote",
+    "escape_char",
+    "newlines_in_values",
+    "ignore_empty_lines",
+)
 _CONVERT = (
     "null_values",
     "true_values",
@@ -214,10 +243,16 @@ def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any
     known = {"csv": (*_READ, *_PARSE, *_CONVERT), "json": ("newlines_in_values",)}.get(kind, ())
     strange = sorted(set(options) - set(known))
     if strange:
-        raise ValueError(f"unknown option of {kind} (known: {', '.join(known) or 'none'}): {', '.join(strange)}")
+        raise ValueError(
+            f"unknown option of {kind} (known: {', '.join(known) or 'none'}): {', '.join(strange)}"
+        )
     if types and kind in _TYPED:
-        raise ValueError(f"files of {kind} contain their types, which cannot be set: types={dict(types)}")
-    kinds = {name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()}
+        raise ValueError(
+            f"files of {kind} contain their types, which cannot be set: types={dict(types)}"
+        )
+    kinds = {
+        name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()
+    }
 
     def some(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options[name] for name in names if name in options}
@@ -231,7 +266,9 @@ def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any
     if kind == "json":
         explicit = pa.schema(list(kinds.items())) if kinds else None
         parsing = json.ParseOptions(explicit_schema=explicit, **some(("newlines_in_values",)))
-        return ds.JsonFileFormat(parse_options=parsing, read_options=json.ReadOptions(block_size=_BLOCK_BYTES))
+        return ds.JsonFileFormat(
+            parse_options=parsing, read_options=json.ReadOptions(block_size=_BLOCK_BYTES)
+        )
     return ds.ParquetFileFormat() if kind == "parquet" else ds.IpcFileFormat()
 
 
@@ -241,7 +278,9 @@ def _dataset(dataset: Any) -> Source:
     if filesystem is None or getattr(dataset, "_scan_options", None):
 
         def units(columns: list[str]) -> list[Unit]:
-            return [Unit("the dataset", lambda: dataset.to_batches(columns=_named(columns), **_ahead()))]
+            return [
+                Unit("the dataset", lambda: dataset.to_batches(columns=_named(columns), **_ahead()))
+            ]
 
         return Source(dataset.schema, None, units)
     infos = filesystem.get_file_info(dataset.files)
@@ -262,8 +301,12 @@ def _fragments(datasets: list[Any], told: str, typed: bool) -> Source:
     return Source(schema, told, units)
 
 
-def _agreed(fragments: list[Any], datasets: list[Any], columns: list[str], *, typed: bool) -> pa.Schema:
-    """Returns the types of columns in all files; where files say no types, what holds the guesses of all."""
+def _agreed(
+    fragments: list[Any], datasets: list[Any], columns: list[str], *, typed: bool
+) -> pa.Schema:
+    """Returns the types of columns in all files; where files say no types, what holds the
+    guesses of all.
+    """
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     with ThreadPoolExecutor(8) as pool:
@@ -271,7 +314,9 @@ def _agreed(fragments: list[Any], datasets: list[Any], columns: list[str], *, ty
     fields = {}
     for name in columns:
         inside = [
-            (fragment, schema) for fragment, schema in zip(fragments, schemas, strict=True) if name in schema.names
+            (fragment, schema)
+            for fragment, schema in zip(fragments, schemas, strict=True)
+            if name in schema.names
         ]
         if not inside:  # in the names of directories
             fields[name] = datasets[0].schema.field(name)
@@ -279,14 +324,17 @@ def _agreed(fragments: list[Any], datasets: list[Any], columns: list[str], *, ty
         first, field = inside[0][0], inside[0][1].field(name)
         for fragment, schema in zip(fragments, schemas, strict=True):
             if name not in schema.names:
-                raise ValueError(f"no column {name!r} in {_path(fragment)}, it is in {_path(first)}")
+                raise ValueError(
+                    f"no column {name!r} in {_path(fragment)}, it is in {_path(first)}"
+                )
             other = schema.field(name)
             if other.type == field.type:
                 continue
             merged = None if typed else _merged(field, other)
             if merged is None:
                 raise ValueError(
-                    f"column {name!r} is {other.type} in {_path(fragment)}, in {_path(first)} it is {field.type}"
+                    f"column {name!r} is {other.type} in {_path(fragment)}, in {_path(first)} it "
+                    f"is {field.type}"
                 )
             field = merged
         fields[name] = field
@@ -298,7 +346,9 @@ def _merged(one: pa.Field, other: pa.Field) -> pa.Field | None:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     try:
-        return pa.unify_schemas([pa.schema([one]), pa.schema([other])], promote_options="permissive").field(0)
+        return pa.unify_schemas(
+            [pa.schema([one]), pa.schema([other])], promote_options="permissive"
+        ).field(0)
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return None
 
@@ -321,7 +371,9 @@ def _units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[Uni
 
     def unit(part: Any, rows: int, *, whole: bool) -> Unit:
         def batches() -> Iterator[pa.RecordBatch]:
-            return _told_by(name, part.to_batches(schema=schema, columns=_named(columns), **_ahead(rows)))
+            return _told_by(
+                name, part.to_batches(schema=schema, columns=_named(columns), **_ahead(rows))
+            )
 
         return Unit(name, batches, whole)
 

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Rows of a query on files, tables and frames.
 
-Apache DataFusion's own Python package runs the query. It comes as a wheel, streams its results through the Arrow C
-interface, and spills to disk if its share of memory is not sufficient. Building the same engine into our extension
-would take a quarter of an hour, so there is no crate for it here.
+Apache DataFusion's own Python package runs the query. It comes as a wheel, streams its results
+through the Arrow C interface, and spills to disk if its share of memory is not sufficient. Building
+the same engine into our extension would take a quarter of an hour, so there is no crate for it
+here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def query(
     """Returns the rows of a query on a source.
 
     Args:
-        source: As for `open_source`, the table `source`; or several by the names that the query has for them.
+        source: As for `open_source`, the table `source`; or several by the names that the query has
+            for them.
         sql: A select.
         format: Of files.
         types: Types by column, for formats that have none.
@@ -67,10 +69,14 @@ def query(
         frame = context.sql(sql)
         schema = frame.schema()
     except Exception as error:
-        raise ValueError(f"not a query of {', '.join(name for name, _ in prints)}: {error}") from error
+        raise ValueError(
+            f"not a query of {', '.join(name for name, _ in prints)}: {error}"
+        ) from error
     known = [text for _, text in prints if text is not None]
     fixed = len(known) == len(prints) and not any(moment in sql.lower() for moment in _MOMENTS)
-    told = hashlib.sha256("\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()).hexdigest()
+    told = hashlib.sha256(
+        "\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()
+    ).hexdigest()
 
     def units(columns: list[str]) -> list[Unit]:
         return [Unit("the query", lambda: _stream(frame, columns))]
@@ -100,7 +106,9 @@ def _register(
         return told
     table = held(source)
     if table is None:
-        raise TypeError(f"a query can read files, tables and frames: {name} is a {type(source).__name__}")
+        raise TypeError(
+            f"a query can read files, tables and frames: {name} is a {type(source).__name__}"
+        )
     context.register_record_batches(name, [table.to_batches()])
     return None
 

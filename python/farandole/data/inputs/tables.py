@@ -29,7 +29,12 @@ def is_relation(value: Any) -> bool:
     Args:
         value: Anything.
     """
-    return _is(value, "duckdb._relation.DuckDBPyRelation", "duckdb.duckdb.DuckDBPyRelation", "_duckdb.DuckDBPyRelation")
+    return _is(
+        value,
+        "duckdb._relation.DuckDBPyRelation",
+        "duckdb.duckdb.DuckDBPyRelation",
+        "_duckdb.DuckDBPyRelation",
+    )
 
 
 def relation_schema(relation: Any) -> pa.Schema:
@@ -68,7 +73,8 @@ def is_iceberg(value: Any) -> bool:
 
 
 def iceberg_table(path: str) -> Any:
-    """Returns the Iceberg table in a directory, by its newest metadata file; `None` where there is none.
+    """Returns the Iceberg table in a directory, by its newest metadata file; `None` where there is
+    none.
 
     Args:
         path: A path or URL.
@@ -90,7 +96,8 @@ def iceberg_table(path: str) -> Any:
         from pyiceberg.table import StaticTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            f"{path} is an Iceberg table, reading it needs pyiceberg: pip install 'farandole[iceberg]'"
+            f"{path} is an Iceberg table, reading it needs pyiceberg: pip install "
+            "'farandole[iceberg]'"
         ) from error
     return StaticTable.from_metadata(f"{directory.url.rstrip('/')}/metadata/{max(versions)[1]}")
 
@@ -165,11 +172,18 @@ def iceberg_files(table: Any) -> tuple[str, list[str]]:
     files = []
     for task in table.scan().plan_files():
         if task.delete_files:
-            raise ValueError(f"the Iceberg table {where} has rows that are deleted in other files, {hint}")
+            raise ValueError(
+                f"the Iceberg table {where} has rows that are deleted in other files, {hint}"
+            )
         if str(task.file.file_format).rpartition(".")[2].upper() != "PARQUET":
-            raise ValueError(f"the Iceberg table {where} has files that are not Parquet, {hint}: {task.file.file_path}")
+            raise ValueError(
+                f"the Iceberg table {where} has files that are not Parquet, {hint}: "
+                f"{task.file.file_path}"
+            )
         path = native.full_path(task.file.file_path)
         if not path.startswith(base.url.rstrip("/") + "/"):
-            raise ValueError(f"the Iceberg table {where} has files in other directories, {hint}: {path}")
+            raise ValueError(
+                f"the Iceberg table {where} has files in other directories, {hint}: {path}"
+            )
         files.append(path[len(base.url.rstrip("/")) + 1 :])
     return where, sorted(files)

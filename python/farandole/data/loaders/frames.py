@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`frame_loader`: from a frame to batches of tensors, without an estimator and without prepared data."""
+"""`frame_loader`: from a frame to batches of tensors, without an estimator and without prepared
+data.
+"""
 
 from __future__ import annotations
 
@@ -45,24 +47,30 @@ def frame_loader(
 ) -> ParquetLoader:
     """Returns a loader of the rows of a frame.
 
-    The rows are written once, as plain Parquet, to a directory of their own. It is removed when the loader is, or when
-    this process ends. Processes that get the loader by pickle read the same files: call `follow_world()` there.
+    The rows are written once, as plain Parquet, to a directory of their own. It is removed when the
+    loader is, or when this process ends. Processes that get the loader by pickle read the same
+    files: call `follow_world()` there.
 
     Args:
-        frame: A Spark DataFrame, which its executors write, or any source of `farandole.data.prepare_data`.
+        frame: A Spark DataFrame, which its executors write, or any source of
+            `farandole.data.prepare_data`.
         batch_size: Rows of one batch of each rank.
-        columns: Which columns; default: all that a batch can hold. Rank 0 logs a warning that names the others.
-        cache: The directory for the rows, which all processes that read or write them must see; default: the one for
-            temporary files. A path or a `file://` URL.
+        columns: Which columns; default: all that a batch can hold. Rank 0 logs a warning that names
+            the others.
+        cache: The directory for the rows, which all processes that read or write them must see;
+            default: the one for temporary files. A path or a `file://` URL.
         ragged: What becomes of columns of lists of different lengths, as for `prepare_data`:
-            `{"tokens": Pad(max_length=512, buckets=8)}` pads them, and `{"tokens": Nested()}` makes nested tensors.
+            `{"tokens": Pad(max_length=512, buckets=8)}` pads them, and `{"tokens": Nested()}` makes
+            nested tensors.
         options: Of `ParquetLoader`.
 
     Raises:
-        ValueError: A column that the frame does not have or has twice, or of a type that Parquet cannot hold; ragged
-            columns that are no lists of numbers; a frame without rows, a URL of a remote store as `cache`, or
-            executors on other hosts that write to a disk of their own.
-        TypeError: A frame that holds no rows, or a ragged column that is neither `Pad` nor `Nested`.
+        ValueError: A column that the frame does not have or has twice, or of a type that Parquet
+            cannot hold; ragged columns that are no lists of numbers; a frame without rows, a URL of
+            a remote store as `cache`, or executors on other hosts that write to a disk of their
+            own.
+        TypeError: A frame that holds no rows, or a ragged column that is neither `Pad` nor
+            `Nested`.
     """
     wanted = dict(ragged or {})
     directory = _directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
@@ -112,7 +120,8 @@ def _directory(cache: str | os.PathLike[str] | None) -> Path:
     parts = urlsplit(text)
     if parts.scheme.lower() != "file" or parts.netloc not in ("", "localhost"):
         raise ValueError(
-            f"cache must be a directory that all processes see as a file system, not {text}: write the rows to the "
+            f"cache must be a directory that all processes see as a file system, not {text}: "
+            "write the rows to the "
             "remote store with prepare_data, and read them with ParquetLoader"
         )
     return Path(unquote(parts.path))
@@ -134,7 +143,9 @@ def _write_from_executors(
     if wanted:
         stored = types.StructType(
             [
-                types.StructField(field.name, types.BinaryType() if field.name in wanted else field.dataType)
+                types.StructField(
+                    field.name, types.BinaryType() if field.name in wanted else field.dataType
+                )
                 for field in frame.schema
             ]
         )
@@ -152,7 +163,9 @@ def _elements(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> dict[str
     """Returns the type of the values in each ragged column."""
     for name, one in wanted.items():
         if not isinstance(one, Pad | Nested):
-            raise TypeError(f"ragged must be a dict of Pad or Nested by column: {name!r} is {one!r}")
+            raise TypeError(
+                f"ragged must be a dict of Pad or Nested by column: {name!r} is {one!r}"
+            )
     return {name: element(schema.field(name).type, name) for name in wanted}
 
 
@@ -161,7 +174,9 @@ def _kept(wanted: Mapping[str, Pad | Nested], kinds: Mapping[str, str]) -> dict[
     return {name: one.known(kinds[name], _ANY) for name, one in wanted.items()}
 
 
-def _stored(batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]) -> Iterator[pa.RecordBatch]:
+def _stored(
+    batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]
+) -> Iterator[pa.RecordBatch]:
     """Record batches whose ragged columns are the bytes of each row's values."""
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
@@ -176,7 +191,8 @@ def _stored(batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]) -> I
 def _expect(written: int, found: int, directory: Path) -> None:
     if found != written:
         raise ValueError(
-            f"Spark wrote {written} rows to {directory}, and {found} of them are here: its executors are on other "
+            f"Spark wrote {written} rows to {directory}, and {found} of them are here: its "
+            "executors are on other "
             "hosts; give cache= a directory that all hosts share"
         )
 
@@ -192,7 +208,8 @@ def _check(columns: Sequence[str] | None, present: Sequence[str], wanted: Iterab
     strange = [name for name in wanted if name not in (columns or present)]
     if strange:
         raise ValueError(
-            f"ragged names a column that is not read: {strange[0]!r}; read: {', '.join(columns or present)}"
+            f"ragged names a column that is not read: {strange[0]!r}; read: "
+            f"{', '.join(columns or present)}"
         )
 
 
@@ -223,10 +240,14 @@ def _write(
                 if not batch.num_rows:
                     continue
                 for name, one in kept.items():
-                    longest[name] = max(longest[name], int(one.lengths_of_arrow(batch.column(name)).max()))
+                    longest[name] = max(
+                        longest[name], int(one.lengths_of_arrow(batch.column(name)).max())
+                    )
                 (stored,) = _stored([batch], kept) if kept else [batch]
                 try:
-                    writer = writer or pq.ParquetWriter(directory / "rows.parquet", stored.schema, compression="none")
+                    writer = writer or pq.ParquetWriter(
+                        directory / "rows.parquet", stored.schema, compression="none"
+                    )
                     writer.write_table(pa.Table.from_batches([stored]), row_group_size=GROUP_ROWS)
                 except pa.ArrowException as error:
                     raise _refused(stored, error) from error
@@ -239,7 +260,9 @@ def _write(
 
 
 def _refused(batch: pa.RecordBatch, error: Exception) -> ValueError:
-    """Returns the error for rows that cannot be written, which names the first column that cannot."""
+    """Returns the error for rows that cannot be written, which names the first column that
+    cannot.
+    """
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.parquet as pq  # noqa: PLC0415 - as above
 
@@ -248,8 +271,9 @@ def _refused(batch: pa.RecordBatch, error: Exception) -> ValueError:
             pq.write_table(pa.Table.from_batches([batch.select([name])]), pa.BufferOutputStream())
         except pa.ArrowException as why:
             return ValueError(
-                f"column {name!r} of the frame is {batch.schema.field(name).type}, which Parquet cannot hold: cast "
-                f"it to numbers or strings, or leave it out of columns=[...] ({why})"
+                f"column {name!r} of the frame is {batch.schema.field(name).type}, which Parquet "
+                "cannot hold: cast it to numbers or strings, or leave it out of columns=[...] "
+                f"({why})"
             )
     return ValueError(f"the rows of the frame cannot be written as Parquet: {error}")
 

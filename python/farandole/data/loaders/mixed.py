@@ -22,9 +22,10 @@ _STATE_VERSION = 1
 class MixedLoader(BaseDataLoader):
     """Batches of several loaders, each of which goes through its own epochs without an end.
 
-    With `ratios`, every batch comes from one loader. After any number of batches, each loader has given its share of
-    them, give or take one. Without `ratios`, every batch has the rows of one batch of each loader, so the proportions
-    are those of their batch sizes. All ranks take from the same loaders in the same order.
+    With `ratios`, every batch comes from one loader. After any number of batches, each loader has
+    given its share of them, give or take one. Without `ratios`, every batch has the rows of one
+    batch of each loader, so the proportions are those of their batch sizes. All ranks take from the
+    same loaders in the same order.
 
     An iteration is `steps` batches. The next one continues with the rows after them.
     """
@@ -39,19 +40,22 @@ class MixedLoader(BaseDataLoader):
         """Stores the arguments; reading starts with the first iteration.
 
         Args:
-            loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same columns. Without
-                `ratios`, all or none have `tail="pad"`, and all or none are `LengthLoader`.
+            loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same
+                columns. Without `ratios`, all or none have `tail="pad"`, and all or none are
+                `LengthLoader`.
             ratios: How many batches come from each loader, in proportion: `{"web": 3, "books": 1}`.
-            steps: Batches of one iteration; default: as many as one epoch of all loaders has, or of the longest one
-                without `ratios`.
+            steps: Batches of one iteration; default: as many as one epoch of all loaders has, or of
+                the longest one without `ratios`.
 
         Raises:
-            ValueError: No loaders, ratios of other loaders, ratios that are no numbers above 0, a loader without
-                batches, other columns, or `tail="join"`.
+            ValueError: No loaders, ratios of other loaders, ratios that are no numbers above 0, a
+                loader without batches, other columns, or `tail="join"`.
         """
         if not loaders:
             raise ValueError("MixedLoader needs at least one loader")
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        if steps is not None and (
+            isinstance(steps, bool) or not isinstance(steps, int) or steps < 1
+        ):
             raise ValueError(f"steps must be a whole number, 1 or more: {steps!r}")
         self.loaders = dict(loaders)
         self._ratios = None if ratios is None else _shares(ratios, self.loaders)
@@ -61,13 +65,17 @@ class MixedLoader(BaseDataLoader):
             if not lengths[-1]:
                 raise ValueError(f"the loader {name!r} has no batches")
             if getattr(getattr(loader, "loader", loader), "tail", None) == "join":
-                raise ValueError(f"the loader {name!r} has tail='join': a mix needs the same batches on all ranks")
+                raise ValueError(
+                    f"the loader {name!r} has tail='join': a mix needs the same batches on all "
+                    "ranks"
+                )
         first = next(iter(self.loaders))
         for name, loader in self.loaders.items():
             if sorted(loader.columns) != sorted(self.loaders[first].columns):
                 raise ValueError(
-                    f"loaders of a mix must have the same columns: {name!r} has {', '.join(sorted(loader.columns))}, "
-                    f"{first!r} has {', '.join(sorted(self.loaders[first].columns))}"
+                    f"loaders of a mix must have the same columns: {name!r} has "
+                    f"{', '.join(sorted(loader.columns))}, {first!r} has "
+                    f"{', '.join(sorted(self.loaders[first].columns))}"
                 )
         if ratios is None:
             _check_added(self.loaders)
@@ -134,8 +142,8 @@ class MixedLoader(BaseDataLoader):
         for name, batch in batches.items():
             if batch.keys() != batches[first].keys():
                 raise ValueError(
-                    f"batches that are joined must have the same columns: {name!r} has {', '.join(batch)}, "
-                    f"{first!r} has {', '.join(batches[first])}"
+                    f"batches that are joined must have the same columns: {name!r} has "
+                    f"{', '.join(batch)}, {first!r} has {', '.join(batches[first])}"
                 )
         return {column: _concatenated(column, batches) for column in batches[first]}
 
@@ -146,7 +154,9 @@ class MixedLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the consumer: the states of all loaders, and the number of batches of each."""
+        """Returns the position of the consumer: the states of all loaders, and the number of
+        batches of each.
+        """
         return self._taken
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,7 +198,8 @@ def _shares(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str
     if set(ratios) != set(loaders):
         strange = sorted(set(ratios) ^ set(loaders))
         raise ValueError(
-            "ratios must have one number for each loader, by name; these names are missing or unknown: "
+            "ratios must have one number for each loader, by name; these names are missing or "
+            "unknown: "
             f"{', '.join(strange)}"
         )
     for name, ratio in ratios.items():
@@ -199,15 +210,22 @@ def _shares(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str
 
 
 def _check_added(loaders: Mapping[str, Any]) -> None:
-    """Refuses loaders whose batches could not be joined, since some have weights or lengths and others do not."""
+    """Refuses loaders whose batches could not be joined, since some have weights or lengths and
+    others do not.
+    """
     added: dict[str, set[str]] = {}
     for name, loader in loaders.items():
         pools = getattr(loader, "loader", loader)
         lists = pools._nested() if hasattr(pools, "_nested") else []  # noqa: SLF001 - of one house
         if lists:
-            raise ValueError(f"without ratios, lists of a mix must be padded: prepare {', '.join(lists)} with Pad")
+            raise ValueError(
+                f"without ratios, lists of a mix must be padded: prepare {', '.join(lists)} with "
+                "Pad"
+            )
         suffix = getattr(pools, "_length_suffix", "")
-        added[name] = {column + suffix for column in getattr(pools, "_ragged", ())} if suffix else set()
+        added[name] = (
+            {column + suffix for column in getattr(pools, "_ragged", ())} if suffix else set()
+        )
         if getattr(pools, "tail", None) == "pad":
             added[name].add(WEIGHTS)
     first = next(iter(added))
@@ -216,8 +234,8 @@ def _check_added(loaders: Mapping[str, Any]) -> None:
             one = min(columns ^ added[first])
             has, lacks = (name, first) if one in columns else (first, name)
             raise ValueError(
-                f"without ratios, batches of a mix must have the same columns: those of {has!r} have {one!r}, those of "
-                f"{lacks!r} do not"
+                f"without ratios, batches of a mix must have the same columns: those of {has!r} "
+                f"have {one!r}, those of {lacks!r} do not"
             )
 
 
@@ -226,12 +244,15 @@ def _concatenated(column: str, batches: Mapping[str, Batch]) -> Any:
     shapes = {name: tuple(one.shape[1:]) for name, one in values.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(
-            f"column {column!r} has rows of different shapes: {shapes}; ragged columns of a mix need the same "
+            f"column {column!r} has rows of different shapes: {shapes}; ragged columns of a mix "
+            "need the same "
             "max_length and buckets=1"
         )
     kinds = {name: str(one.dtype) for name, one in values.items()}
     if len(set(kinds.values())) > 1:
-        raise ValueError(f"column {column!r} has different types, see cast= of ParquetLoader: {kinds}")
+        raise ValueError(
+            f"column {column!r} has different types, see cast= of ParquetLoader: {kinds}"
+        )
     parts = list(values.values())
     if hasattr(parts[0], "numpy"):
         import torch  # noqa: PLC0415 - optional

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Loaders that choose rows: each batch of a `ParquetLoader` is a pool of rows for smaller batches.
 
-`WeightedLoader` draws one batch from each pool, with probabilities by weight or by class. `LengthLoader` cuts each pool
-into batches of rows of similar length. Their choice is a function of the pool, the seed, the epoch and the first row of
-the pool. So all ranks have the same number of batches, and a few integers are enough to resume.
+`WeightedLoader` draws one batch from each pool, with probabilities by weight or by class.
+`LengthLoader` cuts each pool into batches of rows of similar length. Their choice is a function of
+the pool, the seed, the epoch and the first row of the pool. So all ranks have the same number of
+batches, and a few integers are enough to resume.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class PoolLoader(BaseDataLoader):
         """Returns the rows of a pool on the rank that has most."""
         if self.loader.tail == "pad":
             return self.loader.batch_size
-        return min(self.loader.batch_size, -(-(self.loader.dataset.rows - start) // self.loader.size))
+        return min(
+            self.loader.batch_size, -(-(self.loader.dataset.rows - start) // self.loader.size)
+        )
 
     def _iterate(self) -> Iterator[Batch]:
         before, skipped, self._skip = self._place(), self._skip, 0
@@ -128,13 +131,21 @@ class PoolLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the consumer, the same on every rank after the same number of batches.
+        """Returns the position of the consumer, the same on every rank after the same number of
+        batches.
 
-        Between two pools, a loader of another size and batch size can take it. Within a pool, both must be equal.
+        Between two pools, a loader of another size and batch size can take it. Within a pool, both
+        must be equal.
         """
         state, taken = self._taken
         shape = [self.loader.size, self.loader.batch_size, self.batch_size] if taken else None
-        return {"version": _STATE_VERSION, "kind": type(self).__name__, "loader": state, "taken": taken, "shape": shape}
+        return {
+            "version": _STATE_VERSION,
+            "kind": type(self).__name__,
+            "loader": state,
+            "taken": taken,
+            "shape": shape,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue where a state was taken.
@@ -143,15 +154,18 @@ class PoolLoader(BaseDataLoader):
             state: From `state_dict`.
 
         Raises:
-            ValueError: A state of another kind of loader or another data set, or one from within a pool of another
-                size.
+            ValueError: A state of another kind of loader or another data set, or one from within a
+                pool of another size.
         """
         if state.get("version") != _STATE_VERSION or state.get("kind") != type(self).__name__:
-            raise ValueError(f"not a state of {type(self).__name__}: {state.get('kind')} {state.get('version')}")
+            raise ValueError(
+                f"not a state of {type(self).__name__}: {state.get('kind')} {state.get('version')}"
+            )
         here = [self.loader.size, self.loader.batch_size, self.batch_size]
         if state["taken"] and list(state["shape"]) != here:
             raise ValueError(
-                "the state was taken within a pool, so ranks, pool and batch_size must be the same: "
+                "the state was taken within a pool, so ranks, pool and batch_size must be the "
+                "same: "
                 f"{list(state['shape'])} there, {here} here"
             )
         self.loader.load_state_dict(state["loader"])
@@ -166,10 +180,12 @@ class PoolLoader(BaseDataLoader):
 class WeightedLoader(PoolLoader):
     """Draws one batch from each pool, with replacement, in proportion to weights.
 
-    A row of weight 2 comes twice as often as one of weight 1. The draw is systematic: a row that is expected 2.3 times
-    comes 2 or 3 times. A larger pool is closer to the proportions of the whole data set.
+    A row of weight 2 comes twice as often as one of weight 1. The draw is systematic: a row that is
+    expected 2.3 times comes 2 or 3 times. A larger pool is closer to the proportions of the whole
+    data set.
 
-    Padding of a pool (`tail="pad"`) is never drawn: the last batch is shorter, as with `tail="keep"`.
+    Padding of a pool (`tail="pad"`) is never drawn: the last batch is shorter, as with
+    `tail="keep"`.
     """
 
     def __init__(
@@ -198,7 +214,8 @@ class WeightedLoader(PoolLoader):
             raise ValueError("WeightedLoader needs weights= or balanced=, and not both")
         if isinstance(weights, Mapping) and len(weights) != 1:
             raise ValueError(
-                f"weights by value must be for exactly one column: {', '.join(map(str, weights)) or 'none'}"
+                "weights by value must be for exactly one column: "
+                f"{', '.join(map(str, weights)) or 'none'}"
             )
         self._values: dict[Any, float] | None = None
         if isinstance(weights, Mapping):
@@ -224,7 +241,10 @@ class WeightedLoader(PoolLoader):
     def _weights(self, column: Array) -> tuple[Array, Array]:
         """Returns the weight of each row, and the number of its value where that decides."""
         if column.ndim != 1:
-            raise ValueError(f"column {self._column!r} has {column.shape[1:]} values in each row, but weights need one")
+            raise ValueError(
+                f"column {self._column!r} has {column.shape[1:]} values in each row, but weights "
+                "need one"
+            )
         if self._values is None and not self._balanced:
             weight, owners = column.astype(np.float64), np.zeros(len(column), np.int64)
         else:
@@ -236,12 +256,16 @@ class WeightedLoader(PoolLoader):
             weight = each[owners] if len(found) else np.zeros(0)
         if not np.all(np.isfinite(weight) & (weight >= 0)):
             wrong = weight[~(np.isfinite(weight) & (weight >= 0))][0]
-            raise ValueError(f"weights of column {self._column!r} must be finite numbers, 0 or more: {wrong}")
+            raise ValueError(
+                f"weights of column {self._column!r} must be finite numbers, 0 or more: {wrong}"
+            )
         return weight, owners
 
     def _weight_of(self, value: Any) -> float:
         if value not in (self._values or {}):
-            raise ValueError(f"weights has no weight for the value {value!r} of column {self._column!r}")
+            raise ValueError(
+                f"weights has no weight for the value {value!r} of column {self._column!r}"
+            )
         return (self._values or {})[value]
 
     def _draw(self, weight: Array, owners: Array, random: np.random.Generator) -> Array:
@@ -249,12 +273,16 @@ class WeightedLoader(PoolLoader):
         if not len(weight):
             return np.zeros(0, np.int64)
         count = max(1, round(self.batch_size * min(1.0, len(weight) / self.loader.batch_size)))
-        # The order of a pool is interleaved from blocks: equal steps through it would hit some blocks only.
+        # The order of a pool is interleaved from blocks: equal steps through it would hit some
+        # blocks only.
         order = random.permutation(len(weight))
-        order = order[np.argsort(owners[order], kind="stable")]  # so that each value gets its share, give or take one
+        # so that each value gets its share, give or take one
+        order = order[np.argsort(owners[order], kind="stable")]
         ends = np.cumsum(weight[order])
         if not ends[-1] > 0:
-            raise ValueError(f"all {len(weight)} rows of a pool have weight 0 in column {self._column!r}")
+            raise ValueError(
+                f"all {len(weight)} rows of a pool have weight 0 in column {self._column!r}"
+            )
         points = (random.random() + np.arange(count)) * (ends[-1] / count)
         last = int(np.flatnonzero(weight[order])[-1])
         chosen = order[np.minimum(np.searchsorted(ends, points, side="right"), last)]
@@ -264,25 +292,28 @@ class WeightedLoader(PoolLoader):
 class LengthLoader(PoolLoader):
     """Cuts each pool into batches of rows of similar length, so that a batch needs little padding.
 
-    In the same step, all ranks have rows of about the same length. Batches have one more column for each ragged one,
-    `<column>__length`, with the number of values of each row.
+    In the same step, all ranks have rows of about the same length. Batches have one more column for
+    each ragged one, `<column>__length`, with the number of values of each row.
     """
 
-    def __init__(self, loader: ParquetLoader, column: str, batch_size: int, *, even: str = "rows") -> None:
+    def __init__(
+        self, loader: ParquetLoader, column: str, batch_size: int, *, even: str = "rows"
+    ) -> None:
         """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loader: Its batches are the pools, for example of 16 to 64 times `batch_size` rows.
-            column: The ragged column whose lengths count. Its `Pad` should have `buckets`: without them, every batch
-                has the largest length.
+            column: The ragged column whose lengths count. Its `Pad` should have `buckets`: without
+                them, every batch has the largest length.
             batch_size: Rows of a batch; with `even="values"` their mean.
-            even: `rows`: all batches of a pool have the same number of rows, give or take one. `values`: they have
-                about the same number of values with padding, so batches of long rows have fewer rows. No batch has
-                more values than `batch_size * max_length`.
+            even: `rows`: all batches of a pool have the same number of rows, give or take one.
+                `values`: they have about the same number of values with padding, so batches of long
+                rows have fewer rows. No batch has more values than `batch_size * max_length`.
 
         Raises:
             TypeError: `loader` is something else.
-            ValueError: A column that is not ragged, a pool smaller than a batch, or another word for `even`.
+            ValueError: A column that is not ragged, a pool smaller than a batch, or another word
+                for `even`.
         """
         super().__init__(loader, batch_size)
         if even not in ("rows", "values"):
@@ -290,14 +321,20 @@ class LengthLoader(PoolLoader):
         ragged = loader._ragged  # noqa: SLF001 - of one house
         if column not in ragged:
             shown = ", ".join(ragged) or "none"
-            raise ValueError(f"column {column!r} is not a ragged column that the loader reads, these are: {shown}")
+            raise ValueError(
+                f"column {column!r} is not a ragged column that the loader reads, these are: "
+                f"{shown}"
+            )
         if loader.batch_size < batch_size:
             raise ValueError(
-                f"a batch of the loader is too small for a pool: {loader.batch_size} rows are fewer than {batch_size}"
+                f"a batch of the loader is too small for a pool: {loader.batch_size} rows are "
+                f"fewer than {batch_size}"
             )
         taken = [name for name in ragged if name + LENGTH in loader.columns]
         if taken:
-            raise ValueError(f"a column is called {taken[0] + LENGTH!r}, as the lengths of {taken[0]!r} are")
+            raise ValueError(
+                f"a column is called {taken[0] + LENGTH!r}, as the lengths of {taken[0]!r} are"
+            )
         loader._length_suffix = LENGTH  # noqa: SLF001 - of one house
         self._column, self._even = column, even
 
@@ -310,13 +347,17 @@ class LengthLoader(PoolLoader):
         mixed = self._random(epoch, start, self.loader.rank).permutation(len(lengths))
         ordered = mixed[np.argsort(-lengths[mixed], kind="stable")]
         if self._even == "values":
-            step = np.array([ragged[self._column].width(int(length)) for length in lengths[ordered]], np.int64)
+            step = np.array(
+                [ragged[self._column].width(int(length)) for length in lengths[ordered]], np.int64
+            )
             pieces = evened(step, count)
         else:
             pieces = [len(part) for part in np.array_split(ordered, count)]
         ends = np.cumsum(pieces)
         # The same order on all ranks: each step then has rows of about one length everywhere.
-        turns = self._random(epoch, start).permutation(count) if self.loader.shuffle else range(count)
+        turns = (
+            self._random(epoch, start).permutation(count) if self.loader.shuffle else range(count)
+        )
         chosen = [ordered[ends[turn] - pieces[turn] : ends[turn]] for turn in turns]
         return [self._part(pool, rows) for rows in chosen]
 
@@ -362,5 +403,6 @@ def evened(widths: Array, count: int) -> list[int]:
 def _check_read(column: str, loader: ParquetLoader, option: str) -> None:
     if column not in loader.columns:
         raise ValueError(
-            f"{option} names column {column!r}, which the loader does not read: {', '.join(loader.columns)}"
+            f"{option} names column {column!r}, which the loader does not read: "
+            f"{', '.join(loader.columns)}"
         )

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`StreamLoader`: batches of rows that come in time order and may never end.
 
-Every rank reads the whole stream and keeps its own rows, so ranks agree on the number of batches without communication.
-Windows of rows are shuffled. The rows of a window do not depend on the number of ranks.
+Every rank reads the whole stream and keeps its own rows, so ranks agree on the number of batches
+without communication. Windows of rows are shuffled. The rows of a window do not depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _STATE_VERSION = 1
 class StreamLoader(BaseDataLoader):
     """One rank's batches of a stream of Arrow record batches.
 
-    In each step, all ranks together take the next `size * batch_size` rows of the stream. If the stream ends, the last
-    step has fewer rows, and some ranks may have none. The iteration ends, too, and the next one begins the stream
-    again.
+    In each step, all ranks together take the next `size * batch_size` rows of the stream. If the
+    stream ends, the last step has fewer rows, and some ranks may have none. The iteration ends,
+    too, and the next one begins the stream again.
     """
 
     def __init__(
@@ -51,29 +52,33 @@ class StreamLoader(BaseDataLoader):
         """Stores the arguments; reading starts with the first iteration.
 
         Args:
-            source: A function that takes the number of a row and returns an iterable of record batches or tables which
-                begins with this row; it must return the same rows each time. Or any source of
-                `farandole.data.prepare_data`, which is read in order; to resume, rows before the place are read again.
-                Queries, Iceberg tables and Ray data sets have no order: one rank alone can read them. Or this rank's
-                shard of a Ray data set, from `ray.train.get_dataset_shard`: its rows are all for this rank, and a state
+            source: A function that takes the number of a row and returns an iterable of record
+                batches or tables which begins with this row; it must return the same rows each
+                time. Or any source of `farandole.data.prepare_data`, which is read in order; to
+                resume, rows before the place are read again. Queries, Iceberg tables and Ray data
+                sets have no order: one rank alone can read them. Or this rank's shard of a Ray data
+                set, from `ray.train.get_dataset_shard`: its rows are all for this rank, and a state
                 can be resumed only where a pass over them begins.
             batch_size: Rows of one batch of this rank.
             columns: Which columns; default: all.
-            steps_per_epoch: Batches of one iteration. The next one continues after them. Without it, an iteration lasts
-                until the stream ends.
-            shuffle_rows: Rows of a window that is shuffled, a multiple of `size * batch_size`; 0: in the order of the
-                stream.
+            steps_per_epoch: Batches of one iteration. The next one continues after them. Without
+                it, an iteration lasts until the stream ends.
+            shuffle_rows: Rows of a window that is shuffled, a multiple of `size * batch_size`; 0:
+                in the order of the stream.
             seed: Of the shuffle; the same on every rank.
             rank: This rank; default: that of the running job, or 0; for a shard, 0.
-            size: How many ranks share the stream; default: that of the running job, or 1; for a shard, 1.
+            size: How many ranks share the stream; default: that of the running job, or 1; for a
+                shard, 1.
             framework: Arrays of NumPy or tensors of torch.
-            transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
-                dict of arrays. For a rank without rows it is called with one row, and what it returns is left out. If
-                its first result has no rows, it is called with the whole window, to learn their shape.
+            transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record
+                batch, a table, or a dict of arrays. For a rank without rows it is called with one
+                row, and what it returns is left out. If its first result has no rows, it is called
+                with the whole window, to learn their shape.
 
         Raises:
-            ValueError: A number out of range, a column that the source does not have, a source for several ranks
-                whose rows may come in a different order each time, or a shard that several ranks are to share.
+            ValueError: A number out of range, a column that the source does not have, a source for
+                several ranks whose rows may come in a different order each time, or a shard that
+                several ranks are to share.
             TypeError: A source that holds no rows.
         """
         for name, value, least in (
@@ -88,9 +93,12 @@ class StreamLoader(BaseDataLoader):
         shard = is_ray_shard(source)
         if shard and (rank, size) not in ((None, None), (0, 1)):
             raise ValueError(
-                f"a shard of a Ray data set is one rank's already: pass no rank and no size: {rank}, {size}"
+                "a shard of a Ray data set is one rank's already: pass no rank and no size: "
+                f"{rank}, {size}"
             )
-        here, everywhere = (0, 1) if shard else _world() if rank is None or size is None else (rank, size)
+        here, everywhere = (
+            (0, 1) if shard else _world() if rank is None or size is None else (rank, size)
+        )
         self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
         self.batch_size, self.seed = batch_size, seed
         self._columns = None if columns is None else list(columns)
@@ -98,7 +106,8 @@ class StreamLoader(BaseDataLoader):
         self._round = self.size * batch_size
         if shuffle_rows % self._round:
             raise ValueError(
-                f"shuffle_rows must be a multiple of size * batch_size, which is {self._round}: {shuffle_rows}"
+                f"shuffle_rows must be a multiple of size * batch_size, which is {self._round}: "
+                f"{shuffle_rows}"
             )
         self._window = shuffle_rows
         self._read: Callable[[int], Any]
@@ -110,7 +119,9 @@ class StreamLoader(BaseDataLoader):
         self._shapes = Shapes()
         self._wrap = wrapper(framework)
         self._start = (0, 0, 0)
-        """Start of the next iteration: the pass, the first row of the window, and rows already taken from it."""
+        """Start of the next iteration: the pass, the first row of the window, and rows already
+        taken from it.
+        """
         self._done = 0
         """Steps of the iteration that were done before it was resumed."""
         self._rounds: Generator[tuple[tuple[int, int, int], Batch | None]] | None = None
@@ -134,11 +145,13 @@ class StreamLoader(BaseDataLoader):
         while self._steps is None or done < self._steps:
             try:
                 place, batch = next(rounds)
-            except BaseException:  # a generator that has raised is over: the next iteration reads again from here
+            # a generator that has raised is over: the next iteration reads again from here
+            except BaseException:
                 if self._rounds is rounds:
                     self._rounds, self._start = None, self._made[:3]
                 raise
-            if batch is None:  # the stream has ended, perhaps with the last batch of the iteration before
+            # the stream has ended, perhaps with the last batch of the iteration before
+            if batch is None:
                 ends += 1
                 if ends > 1 or done > first:
                     return
@@ -156,7 +169,9 @@ class StreamLoader(BaseDataLoader):
             self._made = self._taken = (number, 0, 0, 0)
             yield (number, 0, 0), None
 
-    def _pass(self, number: int, start: int, taken: int) -> Iterator[tuple[tuple[int, int, int], Batch]]:
+    def _pass(
+        self, number: int, start: int, taken: int
+    ) -> Iterator[tuple[tuple[int, int, int], Batch]]:
         import numpy as np  # noqa: PLC0415 - optional
 
         for window in _cut(self._batches(start), self._window or self._round):
@@ -182,10 +197,14 @@ class StreamLoader(BaseDataLoader):
         for part in self._read(start):
             table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
             if not isinstance(table, pa.Table):
-                raise TypeError(f"a stream must return pyarrow record batches or tables: {type(part).__name__}")
+                raise TypeError(
+                    f"a stream must return pyarrow record batches or tables: {type(part).__name__}"
+                )
             lacking = [name for name in self._columns or () if name not in table.column_names]
             if lacking:
-                raise ValueError(f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}")
+                raise ValueError(
+                    f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}"
+                )
             yield table if self._columns is None else table.select(self._columns)
 
     def _batch(self, table: pa.Table, window: pa.Table) -> Batch:
@@ -196,7 +215,9 @@ class StreamLoader(BaseDataLoader):
 
             result = self._shapes.given(_checked(transform(_record_batch(table))), others)
             return self._wrap(None, result, None)  # pyright: ignore[reportArgumentType]
-        arrays = {name: from_arrow(name, table.column(name), "the stream") for name in table.column_names}
+        arrays = {
+            name: from_arrow(name, table.column(name), "the stream") for name in table.column_names
+        }
         return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - asked for weights alone
 
     def _mark(self) -> tuple[int, int, int, int]:
@@ -206,7 +227,8 @@ class StreamLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the consumer, the same on every rank after the same number of batches.
+        """Returns the position of the consumer, the same on every rank after the same number of
+        batches.
 
         It fits another number of ranks and another batch size, if `shuffle_rows` is the same.
         """
@@ -233,7 +255,9 @@ class StreamLoader(BaseDataLoader):
         if state.get("version") != _STATE_VERSION or "shuffle_rows" not in state:
             raise ValueError(f"not a state of StreamLoader: version {state.get('version')}")
         if state["shuffle_rows"] != self._window:
-            raise ValueError(f"the state has shuffle_rows={state['shuffle_rows']}, this loader {self._window}")
+            raise ValueError(
+                f"the state has shuffle_rows={state['shuffle_rows']}, this loader {self._window}"
+            )
         self.close()
         self.seed = int(state["seed"])
         self._start = (int(state["pass"]), int(state["row"]), int(state["taken"]))
@@ -256,16 +280,20 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
     if size > 1 and not opened.ordered:
         kind = type(source)
         raise ValueError(
-            f"the source, {kind.__module__}.{kind.__qualname__}, may return its rows in a different "
+            f"the source, {kind.__module__}.{kind.__qualname__}, may return its rows in a "
+            "different "
             "order on each of the "
-            f"{size} ranks, so some rows would be lost and others repeated: use frame_loader, or a "
+            f"{size} ranks, so some rows would be lost and others repeated: use frame_loader, or "
+            "a "
             "function that returns "
             "the same rows each time"
         )
     names = opened.schema.names if columns is None else columns
     lacking = [name for name in names if name not in opened.schema.names]
     if lacking:
-        raise ValueError(f"the source has no column {lacking[0]!r}: {', '.join(opened.schema.names)}")
+        raise ValueError(
+            f"the source has no column {lacking[0]!r}: {', '.join(opened.schema.names)}"
+        )
     read = False
 
     def batches(start: int) -> Iterator[Any]:
@@ -273,7 +301,10 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
         if read and not opened.again:
             raise ValueError("the stream can be read once: pass a function that opens it again")
         if start and not opened.ordered:
-            raise ValueError("the source returns its rows in a different order each time, so it cannot be resumed")
+            raise ValueError(
+                "the source returns its rows in a different order each time, so it cannot be "
+                "resumed"
+            )
         read = True
         for unit in opened.units(names):
             for batch in unit.batches():
@@ -289,7 +320,10 @@ def _of_shard(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
 
     def tables(start: int) -> Iterator[pa.Table]:
         if start:
-            raise ValueError("a shard of a Ray data set begins with its first row, so this state cannot be resumed")
+            raise ValueError(
+                "a shard of a Ray data set begins with its first row, so this state cannot be "
+                "resumed"
+            )
         return ray_tables(shard)
 
     return tables

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The driver's side of an elastic job on any launcher.
 
-The registrar decides which workers are in the world, and when the job is done. This module starts workers and receives
-their records.
+The registrar decides which workers are in the world, and when the job is done. This module starts
+workers and receives their records.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 _WAIT = 0.25
 _REFUSALS = 3
-"""Tasks in a row that could not start a worker, before any world, after which the job is hopeless."""
+"""Tasks in a row that could not start a worker, before any world, after which the job is
+hopeless.
+"""
 _ROWS_WITHIN = 15.0
 _OF_THE_NETWORK = (f"{FarandoleInternalError.__module__}.{FarandoleInternalError.__qualname__}",)
 """Exceptions that say that peers or the registrar were lost."""
@@ -83,8 +85,9 @@ def conduct(
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         departures: Names workers whose hosts are about to leave, if that can be known.
         watcher: Is told what happens.
-        ends_on_error: Whether the job ends when the function raises on one rank, and not only when it does on all of
-            a world. An error of the network, such as a lost peer, is no such exception.
+        ends_on_error: Whether the job ends when the function raises on one rank, and not only when
+            it does on all of a world. An error of the network, such as a lost peer, is no such
+            exception.
 
     Returns:
         What the function returned on each rank of the last world, rank 0 first.
@@ -92,7 +95,9 @@ def conduct(
     Raises:
         FarandoleJobError: The job failed, or could not continue.
     """
-    job = _Job(registrar, crew, output, on_progress, departures, watcher, ends_on_error=ends_on_error)
+    job = _Job(
+        registrar, crew, output, on_progress, departures, watcher, ends_on_error=ends_on_error
+    )
     try:
         return job.run()
     finally:
@@ -173,14 +178,20 @@ class _Job(Hearing):
             task,
             host or (by_rows.host if by_rows is not None else ""),
             rank=rank if rank is not None or event is None else event.rank,
-            exit_code=event.exit_code if event is not None else (by_rows.exit_code if by_rows is not None else None),
+            exit_code=event.exit_code
+            if event is not None
+            else (by_rows.exit_code if by_rows is not None else None),
             stderr_tail=(event.stderr_tail or "") if event is not None else "",
             result=result,
         )
 
     def failure(self, event: Event) -> tuple[FarandoleJobError, BaseException | None]:
         task = event.task
-        if task is None and self.gone_last is not None and (event.text or "").startswith(f"worker {self.gone_last} "):
+        if (
+            task is None
+            and self.gone_last is not None
+            and (event.text or "").startswith(f"worker {self.gone_last} ")
+        ):
             task = self.gone_last  # whose error says more than its exit code
         if task is not None and task in self.exits:
             return failure(self.ending(task))
@@ -235,7 +246,9 @@ class _Job(Hearing):
         if self.worlds > 1:
             self.watcher.restarted(f"world {self.worlds} has {len(seats)} ranks")
         for seat in seats:
-            self.output.say(f"rank {seat['rank']} is worker {seat['task']} on {seat['host']}", level=2)
+            self.output.say(
+                f"rank {seat['rank']} is worker {seat['task']} on {seat['host']}", level=2
+            )
 
     def log(self, event: Event) -> None:
         if self.output.streaming:

@@ -28,18 +28,24 @@ class Crew(ABC):
         thread: Makes a thread of a function and a name.
     """
 
-    def __init__(self, most: int, thread: Callable[[Callable[[], None], str], threading.Thread]) -> None:
+    def __init__(
+        self, most: int, thread: Callable[[Callable[[], None], str], threading.Thread]
+    ) -> None:
         self._numbers = itertools.count()
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [thread(self._work_on, f"farandole-worker-{number}") for number in range(most)]
+        self._threads = [
+            thread(self._work_on, f"farandole-worker-{number}") for number in range(most)
+        ]
         self.endings: dict[int, Ending] = {}
         self.refusals: list[str] = []
         self.dismissed: set[int] = set()
 
     @abstractmethod
     def _one(self, task: int) -> str | None:
-        """Runs one worker to its end, and notes how it ended if that is known; why it had none, if it had none."""
+        """Runs one worker to its end, and notes how it ended if that is known; why it had none,
+        if it had none.
+        """
 
     def _begin(self) -> None:
         """Called in each thread before its first worker."""

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Host discovery of elastic jobs, in Python.
 
-`farandole.run(..., host_discovery_script=...)` takes any object with this method; these classes are Horovod's.
+`farandole.run(..., host_discovery_script=...)` takes any object with this method; these classes are
+Horovod's.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class HostDiscoveryScript(HostDiscovery):
 
         Raises:
             RuntimeError: It failed, or did not end in time.
-            ValueError: It printed a line that is not a host, or a host without slots and there is no default.
+            ValueError: It printed a line that is not a host, or a host without slots and there is
+                no default.
         """
         failed = f"Failed to execute discovery script: {self._discovery_script}"
         try:
@@ -93,7 +95,8 @@ class HostDiscoveryScript(HostDiscovery):
             return line, self._default_slots
         if not host or not slots.isdecimal():
             raise ValueError(
-                f"{self._discovery_script} printed a line that is not a host such as node1 or node1:4: {line}"
+                f"{self._discovery_script} printed a line that is not a host such as node1 or "
+                f"node1:4: {line}"
             )
         return host, int(slots)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A function on workers that come and go. The native driver runs them; this module writes their output."""
+"""A function on workers that come and go. The native driver runs them; this module writes their
+output.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Elastic:
         max_num_proc: The largest.
         slots: Slots of hosts without a number.
         reset_limit: How often the world may change.
-        cooldown_range: Seconds without a new process on a host after a failure there, at first and at most.
+        cooldown_range: Seconds without a new process on a host after a failure there, at first and
+            at most.
         spares: Processes beyond the largest number.
         timeout: Seconds for which there may be too few processes.
     """
@@ -76,7 +79,9 @@ class Elastic:
         if not self.is_asked:
             others = {name: value for name, value in self.__dict__.items() if value is not None}
             if others:
-                raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(others)}")
+                raise ValueError(
+                    f"these are for elastic jobs, so set min_num_proc, too: {', '.join(others)}"
+                )
             return
         named = [name for name, value in hosts.items() if value is not None]
         if self.discovery is not None and named:
@@ -89,10 +94,14 @@ class Elastic:
             "max_num_proc": self.max_num_proc,
             "slots_per_host": self.slots,
             "reset_limit": self.reset_limit,
-            "blacklist_cooldown_range": None if self.cooldown_range is None else "{} {}".format(*self.cooldown_range),
+            "blacklist_cooldown_range": None
+            if self.cooldown_range is None
+            else "{} {}".format(*self.cooldown_range),
             "spares": self.spares,
             "elastic_timeout": self.timeout,
-            "host_discovery_script": self.discovery if isinstance(self.discovery, str | Path) else None,
+            "host_discovery_script": self.discovery
+            if isinstance(self.discovery, str | Path)
+            else None,
         }
         return {name: str(value) for name, value in told.items() if value is not None}
 
@@ -106,7 +115,8 @@ class Elastic:
             return None
         if not callable(getattr(self.discovery, "find_available_hosts_and_slots", None)):
             raise TypeError(
-                "host_discovery_script is a program, or an object with find_available_hosts_and_slots(): "
+                "host_discovery_script is a program, or an object with "
+                "find_available_hosts_and_slots(): "
                 f"{self.discovery!r}"
             )
         return self.discovery
@@ -151,7 +161,9 @@ class ElasticBackend(LocalBackend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """Like `Backend.run`; the results are those of the last world. `on_progress` is not called."""
+        """Like `Backend.run`; the results are those of the last world. `on_progress` is not
+        called.
+        """
         del on_progress
         from farandole._native.elastic import ElasticJob  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415
@@ -232,7 +244,10 @@ class _Conduct:
                     told = _described(generation, self._workers, before)
                     self._output.say(told, 1 if generation > 1 else 2)
                     self._watcher.seats(
-                        [{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)]
+                        [
+                            {"rank": rank, "task": task, "host": host}
+                            for rank, (task, host) in enumerate(places)
+                        ]
                     )
                     if generation > 1:
                         self._watcher.restarted(told)
@@ -256,14 +271,21 @@ class _Conduct:
             # No worker failed by itself: there were too few workers, or too many changes.
             raise FarandoleJobError(first.reason or "the job was ended")
         endings = [
-            Ending.of(task, self._hosts[one.rank] if one.rank is not None and one.rank < len(self._hosts) else "", one)
+            Ending.of(
+                task,
+                self._hosts[one.rank]
+                if one.rank is not None and one.rank < len(self._hosts)
+                else "",
+                one,
+            )
             for task, one in enumerate(outcomes)
         ]
         return outcome.results(endings, len(endings))
 
 
 def _described(generation: int, workers: set[int], before: set[int]) -> str:
-    """Describes a new world for the user. State that only workers had is lost with the last of them.
+    """Describes a new world for the user. State that only workers had is lost with the last of
+    them.
 
     Args:
         generation: Which world it is, from 1.

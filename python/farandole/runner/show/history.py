@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Losses and metrics of a run, one entry per epoch.
 
-An entry is `{"epoch": 0, "train": {"loss": 0.3, "all_metrics": [{"accuracy": 0.9}]}, "validation": {...},
-"seconds": 1.2, "rows": 1294}`; `validation` is there when there were rows to validate on. Every number is a mean over
-rows, of all processes together.
+An entry is `{"epoch": 0, "train": {"loss": 0.3, "all_metrics": [{"accuracy": 0.9}]}, "validation":
+{...}, "seconds": 1.2, "rows": 1294}`; `validation` is there when there were rows to validate on.
+Every number is a mean over rows, of all processes together.
 """
 
 # ruff: noqa: PLC0415 - pandas is loaded when a frame is asked for
@@ -22,7 +22,8 @@ Entry = dict[str, Any]
 
 
 def flat(entry: Entry) -> dict[str, float]:
-    """Returns one entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it, `seconds`, `rows`.
+    """Returns one entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it,
+    `seconds`, `rows`.
 
     A number that is `None` is left out.
 
@@ -51,7 +52,9 @@ def frame(history: list[Entry]) -> pd.DataFrame:
     return pd.DataFrame([flat(entry) for entry in history])
 
 
-def entries(history: Mapping[str, Sequence[Any]], times: Sequence[Mapping[str, float]] | None = None) -> list[Entry]:
+def entries(
+    history: Mapping[str, Sequence[Any]], times: Sequence[Mapping[str, float]] | None = None
+) -> list[Entry]:
     """Converts a Keras history, a list per name, to entries.
 
     Args:
@@ -62,7 +65,11 @@ def entries(history: Mapping[str, Sequence[Any]], times: Sequence[Mapping[str, f
     made: list[Entry] = []
     for epoch in range(count):
         row = {name: values[epoch] for name, values in history.items() if len(values) == count}
-        entry: Entry = {"epoch": epoch, "train": _scores(row, ""), **({} if times is None else times[epoch])}
+        entry: Entry = {
+            "epoch": epoch,
+            "train": _scores(row, ""),
+            **({} if times is None else times[epoch]),
+        }
         if "val_loss" in row:
             entry["validation"] = _scores(row, "val_")
         made.append(entry)
@@ -70,6 +77,10 @@ def entries(history: Mapping[str, Sequence[Any]], times: Sequence[Mapping[str, f
 
 
 def _scores(row: dict[str, Any], prefix: str) -> dict[str, Any]:
-    names = [name for name in row if name.startswith("val_") == bool(prefix) and not isinstance(row[name], list)]
+    names = [
+        name
+        for name in row
+        if name.startswith("val_") == bool(prefix) and not isinstance(row[name], list)
+    ]
     metrics = [{name.removeprefix(prefix): row[name]} for name in names if name != f"{prefix}loss"]
     return {"loss": row.get(f"{prefix}loss", float("nan")), "all_metrics": metrics}

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The files of a run for the run viewer, besides its history: `_record.json` and `logs/steps.jsonl`.
+"""The files of a run for the run viewer, besides its history: `_record.json` and
+`logs/steps.jsonl`.
 
-    _record.json        state, parameters, data, environment, code, ranks, events; replaced as a whole
+    _record.json        state, parameters, data, environment, code, ranks, events; replaced as a
+                        whole
     logs/steps.jsonl    loss and speed within epochs, a few thousand lines at most
 
-A thread of the driver writes them soon after a change, and every `HEARTBEAT` seconds as a sign of life, so a slow store
-does not delay the training. An error is one line in the log and never fails a fit.
+A thread of the driver writes them soon after a change, and every `HEARTBEAT` seconds as a sign of
+life, so a slow store does not delay the training. An error is one line in the log and never fails a
+fit.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class Journal(Told):
         remote: The run's paths.
         facts: The facts about the run that are known at its start.
         clock: In seconds.
-        output: Directory for the output of ranks; `None` if another process writes it, or if it is not on this host.
+        output: Directory for the output of ranks; `None` if another process writes it, or if it is
+            not on this host.
     """
 
     def __init__(
@@ -83,13 +87,17 @@ class Journal(Told):
             **facts,
             "events": list(before.get("events") or [])[-_MOST_EVENTS:],
         }
-        self._epochs: dict[int, dict[str, Any]] = {int(one["epoch"]): one for one in _history(remote)}
+        self._epochs: dict[int, dict[str, Any]] = {
+            int(one["epoch"]): one for one in _history(remote)
+        }
         self._steps = _steps(remote)
         self._stride = self._skipped = 1
         self._begun: tuple[int, float] = (-1, 0.0)
         local = remote.run_path is not None and native.Store(remote.run_path).local_path is not None
         self._pause = _PAUSE if local else _PAUSE_REMOTE
-        self._thread = threading.Thread(target=self._write_on, name="farandole-journal", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_on, name="farandole-journal", daemon=True
+        )
         self._thread.start()
 
     def put(self, run: str, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
@@ -104,7 +112,9 @@ class Journal(Told):
         del run, logged
         with self._lock:
             if key == "run":
-                self._record |= {name: value for name, value in body.items() if name not in _OF_THE_TAB}
+                self._record |= {
+                    name: value for name, value in body.items() if name not in _OF_THE_TAB
+                }
             elif key == "ranks":
                 self._record["ranks"] = body["ranks"]
             elif key == "step":
@@ -116,12 +126,16 @@ class Journal(Told):
         self._changed.set()
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """Like `Told.line`: writes it into the run's directory. A restarted job appends its lines."""
+        """Like `Told.line`: writes it into the run's directory. A restarted job appends its
+        lines.
+        """
         if self._output is None:
             return
         try:
             if self._files is None:
-                self._files = RankFiles(self._output, max(int(self._record.get("size") or 0), rank + 1))
+                self._files = RankFiles(
+                    self._output, max(int(self._record.get("size") or 0), rank + 1)
+                )
             self._files.write(rank, stream, text)
         except OSError as error:
             self._warn("what ranks print", error)
@@ -143,10 +157,19 @@ class Journal(Told):
         again = bool(self._steps) and self._steps[-1]["epoch"] >= place
         if again or self._begun[0] != epoch:
             self._begun = (epoch, self._clock())
-        before = sum(one.get("seconds") or 0.0 for number, one in self._epochs.items() if number < epoch)
+        before = sum(
+            one.get("seconds") or 0.0 for number, one in self._epochs.items() if number < epoch
+        )
         row = {"epoch": place, "seconds": before + self._clock() - self._begun[1]}
-        numbers = {name: body[name] for name in ("loss", "rows_per_second") if _is_number(body.get(name))}
-        self._record["now"] = {"epoch": epoch, "step": body["step"], "steps": body["steps"], **numbers}
+        numbers = {
+            name: body[name] for name in ("loss", "rows_per_second") if _is_number(body.get(name))
+        }
+        self._record["now"] = {
+            "epoch": epoch,
+            "step": body["step"],
+            "steps": body["steps"],
+            **numbers,
+        }
         while self._steps and self._steps[-1]["epoch"] >= place:
             self._steps.pop()
         self._skipped += 1
@@ -169,11 +192,15 @@ class Journal(Told):
             return {}
         last = max(self._epochs)
         scores = {
-            name: value for name, value in self._epochs[last].items() if name not in _NOT_SCORES and _is_number(value)
+            name: value
+            for name, value in self._epochs[last].items()
+            if name not in _NOT_SCORES and _is_number(value)
         }
         found: dict[str, Any] = {"done": last + 1, "last": scores}
         name = "val_loss" if "val_loss" in scores else "loss"
-        known = [(one[name], epoch) for epoch, one in self._epochs.items() if _is_number(one.get(name))]
+        known = [
+            (one[name], epoch) for epoch, one in self._epochs.items() if _is_number(one.get(name))
+        ]
         if known:
             value, epoch = min(known)
             found["best"] = {"name": name, "value": value, "epoch": epoch + 1}
@@ -229,7 +256,9 @@ def recorded(estimator: EstimatorParams, job: Any) -> Iterator[Journal | None]:
         yield None
         return
     data = base.data
-    sides = {"training rows": data.train_rows} | ({"validation rows": data.val_rows} if data.val_url else {})
+    sides = {"training rows": data.train_rows} | (
+        {"validation rows": data.val_rows} if data.val_url else {}
+    )
     facts = {
         "model": type(estimator.getModel()).__name__,
         "epochs": estimator.getEpochs(),
@@ -247,7 +276,8 @@ def recorded(estimator: EstimatorParams, job: Any) -> Iterator[Journal | None]:
         yield journal
     finally:
         try:
-            with contextlib.suppress(OSError):  # the training is over; what is missing is said at the end
+            # the training is over; what is missing is said at the end
+            with contextlib.suppress(OSError):
                 timelines.keep(base.store)
         finally:
             journal.close()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The environment in a run's record: versions, host, Spark, and the code. No variables, no arguments."""
+"""The environment in a run's record: versions, host, Spark, and the code. No variables, no
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 _LIBRARIES: Final = (
-    "torch", "lightning", "pytorch_lightning", "tensorflow", "keras", "jax", "pyspark", "numpy", "pandas", "pyarrow",
+    "torch", "lightning", "pytorch_lightning", "tensorflow", "keras", "jax", "pyspark", "numpy",
+    "pandas", "pyarrow",
     "ray",
 )  # fmt: skip
 _PATIENCE = 2.0
@@ -32,7 +35,9 @@ def environment() -> dict[str, Any]:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):
             found[name] = version
-    context = getattr(getattr(sys.modules.get("pyspark"), "SparkContext", None), "_active_spark_context", None)
+    context = getattr(
+        getattr(sys.modules.get("pyspark"), "SparkContext", None), "_active_spark_context", None
+    )
     if context is not None:
         found |= {"Spark master": context.master, "Spark application": context.applicationId}
     return found
@@ -42,7 +47,9 @@ def code() -> dict[str, Any]:
     """Returns the program, and the commit of its directory where git knows it."""
     program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     is_file = program is not None and program.is_file()
-    found: dict[str, Any] = {"program": str(program.absolute())} if program is not None and is_file else {}
+    found: dict[str, Any] = (
+        {"program": str(program.absolute())} if program is not None and is_file else {}
+    )
     directory = program.absolute().parent if program is not None and is_file else Path.cwd()
     commit = _git(directory, "rev-parse", "HEAD")
     if commit:
@@ -59,7 +66,11 @@ def _git(directory: Path, *words: str) -> str | None:
         return None
     try:
         told = subprocess.run(  # noqa: S603 - the words are those above
-            [program, "-C", str(directory), *words], capture_output=True, text=True, timeout=_PATIENCE, check=False
+            [program, "-C", str(directory), *words],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Receivers of the reports of a run: the Spark plugin, the journal for the run viewer, the output of a notebook."""
+"""Receivers of the reports of a run: the Spark plugin, the journal for the run viewer, the
+output of a notebook.
+"""
 
 from __future__ import annotations
 

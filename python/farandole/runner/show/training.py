@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Reports a run to Spark's Training tab and the run viewer: its state, epochs, ranks and events.
 
-The reports go to the Spark plugin and to the run's journal. Without both, the functions here do nothing. They never
-raise an exception.
+The reports go to the Spark plugin and to the run's journal. Without both, the functions here do
+nothing. They never raise an exception.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _STEP_EVERY = 0.5
 _RANKS_EVERY = 1.0
 _LOGGED_EVERY = 30.0
 """Seconds between the rows of ranks that the event log keeps."""
-_TIMES: Final = (("stepSeconds", "step_seconds"), ("reduceSeconds", "reduce_seconds"), ("waitSeconds", "data_seconds"))
+_TIMES: Final = (
+    ("stepSeconds", "step_seconds"),
+    ("reduceSeconds", "reduce_seconds"),
+    ("waitSeconds", "data_seconds"),
+)
 _HIDDEN: Final = ("epoch", "seconds", "rows", "steps")
 _LONGEST = 2000
 _CURRENT: ContextVar[Training | None] = ContextVar("farandole_training", default=None)
@@ -116,7 +120,9 @@ class Training(Watcher):
         if not self._all:
             return
         self._left.clear()
-        self._seats = [{"rank": seat["rank"], "task": seat["task"], "host": seat["host"]} for seat in seats]
+        self._seats = [
+            {"rank": seat["rank"], "task": seat["task"], "host": seat["host"]} for seat in seats
+        ]
         self._seats.sort(key=lambda seat: seat["rank"])
         self._run["size"] = len(self._seats)
         self._told()
@@ -146,7 +152,9 @@ class Training(Watcher):
         Args:
             rank: Which; `None` is nowhere.
         """
-        return next((self._places.get(seat["task"]) for seat in self._seats if seat["rank"] == rank), None)
+        return next(
+            (self._places.get(seat["task"]) for seat in self._seats if seat["rank"] == rank), None
+        )
 
     def said(self, task: int, record: Mapping[str, Any]) -> None:
         """A worker's report about itself, possibly before it has a rank.
@@ -157,7 +165,9 @@ class Training(Watcher):
         """
         if not self._all:
             return
-        self._said.setdefault(task, {}).update({name: finite(value) for name, value in record.items()})
+        self._said.setdefault(task, {}).update(
+            {name: finite(value) for name, value in record.items()}
+        )
         now = time.monotonic()
         if now - self._ranks_at >= _RANKS_EVERY:
             self._tell_ranks(logged=now - self._logged_at >= _LOGGED_EVERY)
@@ -167,7 +177,8 @@ class Training(Watcher):
         if not self._all:
             return
         self._left[task] = how
-        # All ranks of a gang may leave in one moment. The last report of the ranks is at the end of the run.
+        # All ranks of a gang may leave in one moment. The last report of the ranks is at the end of
+        # the run.
         if time.monotonic() - self._ranks_at >= _RANKS_EVERY:
             self._tell_ranks(logged=False)
 
@@ -208,7 +219,10 @@ class Training(Watcher):
             numbers = {name: value for name, value in flat(entry).items() if name not in _HIDDEN}
             body = {"epoch": entry["epoch"], "loss": numbers.get("loss"), "values": numbers}
             more = {name: entry.get(name) for name in ("seconds", "rows")}
-            self._put(f"epoch/{entry['epoch']:08d}", body | more | {"rows_per_second": record.get("rows_per_second")})
+            self._put(
+                f"epoch/{entry['epoch']:08d}",
+                body | more | {"rows_per_second": record.get("rows_per_second")},
+            )
             self._rate(record)
 
     def event(self, what: str, reason: str | None) -> None:
@@ -240,9 +254,14 @@ class Training(Watcher):
             error: Why it failed; `None` if it did not.
         """
         stopped = isinstance(error, KeyboardInterrupt)
-        self._run |= {"state": "ended" if error is None else "interrupted" if stopped else "failed", "ended": _now()}
+        self._run |= {
+            "state": "ended" if error is None else "interrupted" if stopped else "failed",
+            "ended": _now(),
+        }
         if error is not None:
-            self._run["reason"] = (str(getattr(error, "reason", "") or error) or type(error).__name__)[:_LONGEST]
+            self._run["reason"] = (
+                str(getattr(error, "reason", "") or error) or type(error).__name__
+            )[:_LONGEST]
         if self._seats:
             self._tell_ranks(logged=True)
         self._told()
@@ -281,13 +300,18 @@ class Training(Watcher):
 
     def _put(self, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
         for one in self._all:
-            with contextlib.suppress(Exception):  # a record that JSON cannot hold: the training continues without it
+            # a record that JSON cannot hold: the training continues without it
+            with contextlib.suppress(Exception):
                 one.put(self._id, key, finite(dict(body)), logged=logged)
 
 
 @contextlib.contextmanager
 def telling(
-    shim: Told | None, name: str, what: str, parameters: Mapping[str, Any] = {}, *others: Told | None
+    shim: Told | None,
+    name: str,
+    what: str,
+    parameters: Mapping[str, Any] = {},
+    *others: Told | None,
 ) -> Iterator[Training]:
     """Tells the plugin and others of what runs inside.
 
@@ -322,7 +346,9 @@ def telling(
 
 
 def current() -> Training:
-    """Returns the run that is in progress in this context; without one, a run that reports nothing."""
+    """Returns the run that is in progress in this context; without one, a run that reports
+    nothing.
+    """
     return _CURRENT.get() or SILENT
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A job of plain functions as a run of a store: what the run viewer shows of `run(ui=True)`, also on Spark."""
+"""A job of plain functions as a run of a store: what the run viewer shows of `run(ui=True)`,
+also on Spark.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class _Journal(Journal):
 
     def _write(self) -> None:
         with self._lock:
-            lines = [json.dumps(_entry(self._epochs[epoch])) + "\n" for epoch in sorted(self._epochs)]
+            lines = [
+                json.dumps(_entry(self._epochs[epoch])) + "\n" for epoch in sorted(self._epochs)
+            ]
         if lines:
             self._remote.write(f"{self._remote.logs_subdir}/{HISTORY}", "".join(lines).encode())
         super()._write()
@@ -47,9 +51,14 @@ def _entry(values: dict[str, Any]) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     for name, value in values.items():
         if name not in ("epoch", "seconds"):
-            parts["validation" if name.startswith("val_") else "train"][name.removeprefix("val_")] = value
+            parts["validation" if name.startswith("val_") else "train"][
+                name.removeprefix("val_")
+            ] = value
     told = {
-        part: {"loss": scores.pop("loss", None), "all_metrics": [{name: value} for name, value in scores.items()]}
+        part: {
+            "loss": scores.pop("loss", None),
+            "all_metrics": [{name: value} for name, value in scores.items()],
+        }
         for part, scores in parts.items()
         if scores
     }
@@ -68,7 +77,8 @@ def watched(
 ) -> Iterator[str | None]:
     """Opens the run viewer, and writes what it shows of the job that runs inside.
 
-    The run stays in the store. Reports of the function (`farandole.spark.task.report`) become its curves.
+    The run stays in the store. Reports of the function (`farandole.spark.task.report`) become its
+    curves.
 
     Args:
         ui: `True`, or the store that keeps the run; `False` shows nothing.
@@ -76,17 +86,23 @@ def watched(
         size: Number of processes; `None` until the ranks have places.
         what: The function that runs it.
         shim: The Spark plugin, which receives the same events.
-        writes_output: Whether the lines of ranks that reach the driver are written here; otherwise the caller does it.
+        writes_output: Whether the lines of ranks that reach the driver are written here; otherwise
+            the caller does it.
 
     Yields:
-        The directory for what ranks print; `None` where nothing is shown, or the store is not of this host.
+        The directory for what ranks print; `None` where nothing is shown, or the store is not of
+            this host.
     """
     if ui is False:
         yield None
         return
     from farandole.ui import announce, show  # noqa: PLC0415 - for those who look
 
-    store = ui if isinstance(ui, Store) else Store.create(str(Path(HERE).absolute() if ui is True else ui))
+    store = (
+        ui
+        if isinstance(ui, Store)
+        else Store.create(str(Path(HERE).absolute() if ui is True else ui))
+    )
     called = function if isinstance(function, str) else getattr(function, "__qualname__", "")
     name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-") or "run"
     run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 1000000:06d}"
@@ -94,20 +110,24 @@ def watched(
     remote = store.to_remote(run)
     local = native.Store(remote.run_path).local_path if remote.run_path is not None else None
     folder = None if local is None else Path(local) / OUTPUT
-    journal = _Journal(remote, {} if size is None else {"size": size}, output=folder if writes_output else None)
+    journal = _Journal(
+        remote, {} if size is None else {"size": size}, output=folder if writes_output else None
+    )
     try:
         with telling(shim, run, what, {}, journal):
             yield None if folder is None else str(folder)
     finally:
         try:
-            with contextlib.suppress(OSError):  # the job is over; what is missing is said at the end
+            # the job is over; what is missing is said at the end
+            with contextlib.suppress(OSError):
                 timelines.keep(remote)
         finally:
             journal.close()
 
 
 class Watch:
-    """Reports a job of `farandole run --ui` to the run viewer. Its methods never raise because of their arguments.
+    """Reports a job of `farandole run --ui` to the run viewer. Its methods never raise because of
+    their arguments.
 
     Attributes:
         folder: The directory for what ranks print; `None` where the store is not of this host.
@@ -131,7 +151,9 @@ class Watch:
             generation: Which world of an elastic job it is.
             places: Task and host of each rank.
         """
-        self._training.seats([{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)])
+        self._training.seats(
+            [{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)]
+        )
         if generation > 1:
             self._training.restarted(f"world {generation} has {len(places)} ranks")
 
@@ -161,8 +183,16 @@ class Watch:
             reason: Why it failed; `None` if it did not.
             interrupted: Whether the user ended it.
         """
-        error = KeyboardInterrupt() if interrupted else FarandoleJobError(reason) if reason is not None else None
+        error = (
+            KeyboardInterrupt()
+            if interrupted
+            else FarandoleJobError(reason)
+            if reason is not None
+            else None
+        )
         with contextlib.suppress(KeyboardInterrupt, FarandoleJobError):
             self._run.__exit__(None if error is None else type(error), error, None)
-        sys.stderr.write(f"farandole: the run stays in {self._store}: farandole ui {shlex.quote(self._store)}\n")
+        sys.stderr.write(
+            f"farandole: the run stays in {self._store}: farandole ui {shlex.quote(self._store)}\n"
+        )
         sys.stderr.flush()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Backends: where an estimator's training function runs. This is Horovod's module; `SparkBackend` is defined here."""
+"""Backends: where an estimator's training function runs. This is Horovod's module;
+`SparkBackend` is defined here.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,24 @@ def _keywords(function: Callable[..., Any], *own: str) -> set[str]:
 
 
 _OF_RUN = _keywords(runner.run_with, "num_proc", "env")
-_OF_RUN_ELASTIC = _keywords(runner.run_elastic_with, "num_proc", "min_num_proc", "max_num_proc", "env", "ends_on_error")
-_PLAIN = ("start_timeout", "verbose", "prefix_output_with_timestamp", "warm", "elastic_timeout", "reset_limit")
+_OF_RUN_ELASTIC = _keywords(
+    runner.run_elastic_with, "num_proc", "min_num_proc", "max_num_proc", "env", "ends_on_error"
+)
+_PLAIN = (
+    "start_timeout",
+    "verbose",
+    "prefix_output_with_timestamp",
+    "warm",
+    "elastic_timeout",
+    "reset_limit",
+)
 """Arguments of `farandole.spark.run` and `run_elastic` that are numbers."""
-_NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET", "SPARK_HOME")
+_NOT_FOR_EXECUTORS = (
+    "CUDA_VISIBLE_DEVICES",
+    "PYSPARK_GATEWAY_PORT",
+    "PYSPARK_GATEWAY_SECRET",
+    "SPARK_HOME",
+)
 
 
 def default_num_proc() -> int:
@@ -54,22 +70,25 @@ def default_num_proc() -> int:
 class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
 
-    Unlike `farandole.spark.run`, it forwards variables of the driver to the workers: settings of Farandole, of
-    frameworks and of numerical libraries, as `farandole.runner.environment` lists them, and never
-    `CUDA_VISIBLE_DEVICES` or what looks like a secret. `verbose=2` names what was left out.
+    Unlike `farandole.spark.run`, it forwards variables of the driver to the workers: settings of
+    Farandole, of frameworks and of numerical libraries, as `farandole.runner.environment` lists
+    them, and never `CUDA_VISIBLE_DEVICES` or what looks like a secret. `verbose=2` names what was
+    left out.
 
-    With `min_num_proc` or `max_num_proc` the job is elastic, as that of `farandole.spark.run_elastic`: when a worker is
-    lost the others continue, and another one replaces it when Spark has a slot.
+    With `min_num_proc` or `max_num_proc` the job is elastic, as that of
+    `farandole.spark.run_elastic`: when a worker is lost the others continue, and another one
+    replaces it when Spark has a slot.
 
     Args:
-        num_proc: Number of processes, or of those that an elastic job begins with; default: Spark's default
-            parallelism.
+        num_proc: Number of processes, or of those that an elastic job begins with; default: Spark's
+            default parallelism.
         env: Environment of the workers instead of the driver's; all of it travels.
-        pass_env: Names of further variables of the driver that are forwarded, or patterns such as `"WANDB_*"`.
+        pass_env: Names of further variables of the driver that are forwarded, or patterns such as
+            `"WANDB_*"`.
         min_num_proc: Smallest number of processes; default: `num_proc`.
         max_num_proc: Largest number of processes; default: `num_proc`.
-        **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or `start_timeout`; of an
-            elastic job those of `farandole.spark.run_elastic`.
+        **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or
+            `start_timeout`; of an elastic job those of `farandole.spark.run_elastic`.
     """
 
     def __init__(
@@ -92,8 +111,8 @@ class SparkBackend(Backend):
         unknown = sorted(set(kwargs) - known)
         if unknown:
             raise TypeError(
-                f"SparkBackend takes what farandole.spark.{name} takes, but not {', '.join(unknown)}: "
-                f"{', '.join(sorted(known))}"
+                f"SparkBackend takes what farandole.spark.{name} takes, but not "
+                f"{', '.join(unknown)}: {', '.join(sorted(known))}"
             )
         self._kwargs = kwargs
 
@@ -111,30 +130,44 @@ class SparkBackend(Backend):
             taken, left = environment.chosen(os.environ, self._pass_env, _NOT_FOR_EXECUTORS)
             base |= taken
             self._tell_of(left)
-        merged = {name: value for name, value in (base | dict(env or {})).items() if name not in _NOT_FOR_EXECUTORS}
+        merged = {
+            name: value
+            for name, value in (base | dict(env or {})).items()
+            if name not in _NOT_FOR_EXECUTORS
+        }
         more: dict[str, Any] = {"env": merged, **self._bounds, **self._kwargs}
         if self._bounds:
             first = self._num_proc
-            return runner.run_elastic_with(fn, args, kwargs, on_progress, num_proc=first, ends_on_error=True, **more)
+            return runner.run_elastic_with(
+                fn, args, kwargs, on_progress, num_proc=first, ends_on_error=True, **more
+            )
         return runner.run_with(fn, args, kwargs, on_progress, num_proc=self.num_processes(), **more)
 
     def _tell_of(self, left: Sequence[str]) -> None:
         if left:
             output = Output(
-                self._kwargs.get("stdout"), self._kwargs.get("stderr"), verbose=self._kwargs.get("verbose", 1)
+                self._kwargs.get("stdout"),
+                self._kwargs.get("stderr"),
+                verbose=self._kwargs.get("verbose", 1),
             )
             names = ", ".join(left)
             output.say(
-                f"variables of the driver that are not forwarded to the workers (pass_env adds names): {names}", 2
+                "variables of the driver that are not forwarded to the workers (pass_env adds "
+                f"names): {names}",
+                2,
             )
 
     def plain(self) -> dict[str, Any]:
-        """Returns the arguments for a backend of the same kind and numbers: no environment, no stream, no store."""
+        """Returns the arguments for a backend of the same kind and numbers: no environment, no
+        stream, no store.
+        """
         given = {name: self._kwargs[name] for name in _PLAIN if name in self._kwargs}
         return {"num_proc": self._num_proc, **self._bounds, **given}
 
     def num_processes(self) -> int:
-        """Returns the number of workers, or of those that the job begins with; without a number Spark is asked."""
+        """Returns the number of workers, or of those that the job begins with; without a number
+        Spark is asked.
+        """
         if self._num_proc is None:
             from farandole.spark.job.session import Cluster  # noqa: PLC0415 - LocalBackend does without
 
@@ -151,7 +184,9 @@ class SparkBackend(Backend):
         Output(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
 
     def through(self, store: Store) -> Backend:
-        """Like `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
+        """Like `Backend.through`: Spark bounds what its rows bring back by
+        `spark.driver.maxResultSize`.
+        """
         if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
             return self  # another class may have attributes of its own, which a copy would lack
         more: dict[str, Any] = {**self._bounds, **self._kwargs, "store": store}

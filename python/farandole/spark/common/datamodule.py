@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The interface of an estimator's `data_module`: a class whose objects return the batches of a process.
+"""The interface of an estimator's `data_module`: a class whose objects return the batches of a
+process.
 
-By default there is none, and batches come from the native reader. Your own class is created in every training process
-with the arguments below, entered as a context, and asked for `train_data()` and `val_data()`: iterables of batches,
-each a dict or a named tuple of columns, rows first.
+By default there is none, and batches come from the native reader. Your own class is created in
+every training process with the arguments below, entered as a context, and asked for `train_data()`
+and `val_data()`: iterables of batches, each a dict or a named tuple of columns, rows first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _WHY = (
-    "NVTabular has been retired by its makers and installs with no current framework: leave data_module out, the "
-    "native reader takes categorical and continuous columns alike"
+    "NVTabular has been retired by its makers and installs with no current framework: leave "
+    "data_module out, the native reader takes categorical and continuous columns alike"
 )
 
 
@@ -101,7 +102,9 @@ class DataModule(ABC):
 
 
 class ParquetDataModule(DataModule):
-    """The native reader's batches, for a data module of one's own to build on: dicts of NumPy arrays."""
+    """The native reader's batches, for a data module of one's own to build on: dicts of NumPy
+    arrays.
+    """
 
     short_name = "parquet"
 

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The steps of a fit, for all frameworks: check, prepare, train.
 
-Errors that can be found without data are raised before data is written, and all others before workers start.
+Errors that can be found without data are raised before data is written, and all others before
+workers start.
 """
 
 # ruff: noqa: PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one
@@ -70,16 +71,22 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
     """The base of the estimators of all frameworks."""
 
     def fit(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
-        self, df: Any, params: Any = None, *, ui: bool = False, timeline: str | os.PathLike[str] | bool | None = None
+        self,
+        df: Any,
+        params: Any = None,
+        *,
+        ui: bool = False,
+        timeline: str | os.PathLike[str] | bool | None = None,
     ) -> Any:
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
 
         Args:
             df: the rows.
-            params: values of parameters that hold for this call; a list of them fits a model with each.
+            params: values of parameters that hold for this call; a list of them fits a model with
+                each.
             ui: whether to open the run viewer on the store and print its link.
-            timeline: file for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it
-                in the run, where the run viewer opens it.
+            timeline: file for one timeline of all ranks, with aligned clocks, that opens in
+                Perfetto; `True` keeps it in the run, where the run viewer opens it.
 
         Returns:
             The fitted model, or a list of them.
@@ -96,17 +103,19 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         dataset: DataFrame,
         paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
     ) -> Iterator[tuple[int, Any]]:
-        """Fits a model with each map of parameters; Spark's tuners call this, and threads share the result.
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share the
+        result.
 
-        The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
-        all of its processes.
+        The rows are prepared once for all maps that need the same columns. Each fit waits until
+        there are slots for all of its processes.
 
         Args:
             dataset: the rows.
             paramMaps: values of parameters, a map for each model.
 
         Returns:
-            An iterator over pairs of the number of a map and its model, which threads may ask at the same time.
+            An iterator over pairs of the number of a map and its model, which threads may ask at
+            the same time.
         """
         estimator, rows = self.copy(), f"rows-{uuid.uuid4().hex}"
 
@@ -126,20 +135,22 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         ui: bool = False,
         timeline: str | os.PathLike[str] | bool | None = None,
     ) -> Any:
-        """Trains on Parquet data that exists already, in the store or at a path, without a DataFrame.
+        """Trains on Parquet data that exists already, in the store or at a path, without a
+        DataFrame.
 
-        With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it is there.
+        With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it
+        is there.
 
         Args:
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
-            path: the training rows, if they are not in the store: a file, a pattern such as `/data/2024-*/*.parquet`, a
-                directory, a Delta or Iceberg table, or a list of files, directories and patterns. All training
-                processes must see them.
+            path: the training rows, if they are not in the store: a file, a pattern such as
+                `/data/2024-*/*.parquet`, a directory, a Delta or Iceberg table, or a list of files,
+                directories and patterns. All training processes must see them.
             val_path: the same for the validation rows.
             ui: whether to open the run viewer on the store and print its link.
-            timeline: file for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it
-                in the run, where the run viewer opens it.
+            timeline: file for one timeline of all ranks, with aligned clocks, that opens in
+                Perfetto; `True` keeps it in the run, where the run viewer opens it.
 
         Returns:
             The fitted model.
@@ -148,7 +159,8 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             ValueError: a parameter, a column or the data does not fit; the message names it.
             FileNotFoundError: nothing is at a path.
             FarandoleJobError: a worker failed.
-            RunDiffersError: a `ValueError`: the run of `run_id` was started with other data or parameters.
+            RunDiffersError: a `ValueError`: the run of `run_id` was started with other data or
+                parameters.
         """
         self._show(ui)
         with gathered(timeline), mapped(params is not None):
@@ -167,7 +179,10 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             return self._fit_frame(dataset)
         self._check()
         if dataset.isStreaming:
-            raise ValueError("fit does not take a streaming DataFrame: write the stream to a table and fit the table")
+            raise ValueError(
+                "fit does not take a streaming DataFrame: write the stream to a table and fit the "
+                "table"
+            )
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
         texts = self.getTransformationFn() is not None
@@ -198,11 +213,14 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 tidy(store, self.getGcOlderThan(), self.getGcLargerThan(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
-                # Anew: a live bar has put streams of its own instead of those that the first one took.
+                # Anew: a live bar has put streams of its own instead of those that the first one
+                # took.
                 return self._train(self._backend(), counted, shown)
 
     def _fit_frame(self, dataset: Any) -> Any:
-        """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow dataset."""
+        """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow
+        dataset.
+        """
         from farandole.data.inputs.frames import is_frame
         from farandole.data.inputs.sources import open_source
         from farandole.data.prepare import prepare, spec_of
@@ -221,12 +239,16 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         backend.check()
         with progress(self.getVerbose()) as shown:
             shown.message("preparing data")
-            spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
+            spec = spec_of(
+                roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan()
+            )
             with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
                 tidy(store, self.getGcOlderThan(), self.getGcLargerThan(), shown.message)
                 wanted = self.getStatistics()
-                counted = with_statistics(prepared, source, source.schema.names, roles, wanted=wanted)
+                counted = with_statistics(
+                    prepared, source, source.schema.names, roles, wanted=wanted
+                )
                 return self._train(self._backend(), counted, shown)  # as above
 
     def _fit_prepared(self, dataset_idx: int | None, given: Existing | None) -> Any:
@@ -242,7 +264,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             made = encoded(store, found, where, self._roles(), wish, allow_nan=self.getAllowNan())
             with progress(self.getVerbose()) as shown, made as prepared:
                 shown.message(_described(prepared))
-                counted = with_stored_statistics(prepared, where.train, self._roles(), wanted=self.getStatistics())
+                counted = with_stored_statistics(
+                    prepared, where.train, self._roles(), wanted=self.getStatistics()
+                )
                 return self._train(self._backend(), counted, shown)  # as in `_fit`
 
     def _check(self) -> None:
@@ -253,7 +277,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         """
         for name in ("model", "store", "feature_cols", "label_cols"):
             if self.getOrDefault(name) is None:
-                raise ValueError(f"{name} is required" if name != "model" else "Model parameter is required")
+                raise ValueError(
+                    f"{name} is required" if name != "model" else "Model parameter is required"
+                )
         if self.getNumProc() is not None and self.getBackend() is not None:
             raise ValueError('At most one of parameters "backend" and "num_proc" may be specified')
         both = sorted(set(self._roles().features) & set(self.getLabelCols()))
@@ -264,31 +290,51 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         fill = self.getFill()
         unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
         if unused:
-            raise ValueError(f"fill must name features, labels or weights; these are not: {', '.join(unused)}")
-        strange = sorted(set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()})
+            raise ValueError(
+                f"fill must name features, labels or weights; these are not: {', '.join(unused)}"
+            )
+        strange = sorted(
+            set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()}
+        )
         if strange:
-            raise ValueError(f"categories must be features or labels; these are neither: {', '.join(strange)}")
+            raise ValueError(
+                f"categories must be features or labels; these are neither: {', '.join(strange)}"
+            )
         self._split()  # refuses what does not go together
-        columns = self._class_columns() | ({} if self.getThresholds() is None else {"thresholds": ""})
+        columns = self._class_columns() | (
+            {} if self.getThresholds() is None else {"thresholds": ""}
+        )
         if columns:
             form = check_form(next(iter(columns)), self._output_form(), self.getLabelCols())
             check_columns(columns, form, self.getThresholds())
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
-            raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
+            raise ValueError(
+                f"loss_weights needs one number per label column {len(self.getLabelCols())}: "
+                f"{weights}"
+            )
 
     def _check_without_runs(self) -> None:
         """Refuses what needs a store that saves runs."""
         if self.getOnFailure() == "restart":
-            raise ValueError("on_failure='restart' continues from a checkpoint, so the store must save runs")
+            raise ValueError(
+                "on_failure='restart' continues from a checkpoint, so the store must save runs"
+            )
         if self.getTensorboard():
-            raise ValueError("tensorboard=True writes into the directory of the run, so the store must save runs")
+            raise ValueError(
+                "tensorboard=True writes into the directory of the run, so the store must save runs"
+            )
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> Any:
         raise NotImplementedError
 
     def _launch(
-        self, backend: Backend, train: Callable[[Any], Any], job: Any, shown: Progress, tracker: Tracker | None = None
+        self,
+        backend: Backend,
+        train: Callable[[Any], Any],
+        job: Any,
+        shown: Progress,
+        tracker: Tracker | None = None,
     ) -> list[Any]:
         """Runs a job's training function, once more after each failure where that was asked for.
 
@@ -319,13 +365,20 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         more: dict[str, Any] = {}
         # A backend of the user's may have Horovod's `run`, which knows of no progress.
         told = inspect.signature(backend.run).parameters.values()
-        if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
+        if any(
+            one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told
+        ):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
             recorded(self, job) as journal,
             telling(
-                Shim.active(), job.run_id, type(self).__name__, plain_parameters(self), journal, shown.told()
+                Shim.active(),
+                job.run_id,
+                type(self).__name__,
+                plain_parameters(self),
+                journal,
+                shown.told(),
             ) as run,
             contextlib.closing(Stop(getattr(job, "base", job).store)) as request,
             shown.offering(request) as stop,
@@ -341,7 +394,10 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                     ):  # it would come again
                         raise
                     left -= 1
-                    shown.message(f"{error.reason}; starting again from the last checkpoint, restarts left: {left}")
+                    shown.message(
+                        f"{error.reason}; starting again from the last checkpoint, restarts left: "
+                        f"{left}"
+                    )
                     run.restarted(error.reason)
                     backend = self._backend()
 
@@ -353,7 +409,11 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             fingerprint: of the fit.
         """
         given = self.getRunId()
-        return name_of(given, fingerprint) if given else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
+        return (
+            name_of(given, fingerprint)
+            if given
+            else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
+        )
 
     def _fingerprint(self, prepared: Prepared) -> Fingerprint:
         """Returns the parts that decide the result of a fit.
@@ -372,7 +432,8 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
 
     @contextlib.contextmanager
     def _held(self, job: Any, fingerprint: Fingerprint, shown: Progress) -> Iterator[None]:
-        """Holds a run for this fit alone, which continues with what it was started with, and says where it continues.
+        """Holds a run for this fit alone, which continues with what it was started with, and says
+        where it continues.
 
         Args:
             job: the run.
@@ -388,14 +449,19 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             begin(job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.message)
             checkpoint = job.paths().get("checkpoint")
             if checkpoint is not None and self._store().exists(checkpoint):
-                shown.message(f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch {epochs}")
+                shown.message(
+                    f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch "
+                    f"{epochs}"
+                )
             yield
 
     def _backend(self) -> Backend:
         if self.getBackend() is not None:
             return cast("Backend", self.getBackend()).through(self._store())
         verbose = self.getVerbose()
-        streams: dict[str, Any] = {"stdout": sys.stdout, "stderr": sys.stderr} if verbose > 1 else {}
+        streams: dict[str, Any] = (
+            {"stdout": sys.stdout, "stderr": sys.stderr} if verbose > 1 else {}
+        )
         return SparkBackend(self.getNumProc(), verbose=verbose, store=self._store(), **streams)
 
     def _environment(self) -> dict[str, str]:
@@ -407,15 +473,24 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
 
     def _wish(self) -> Wish:
         """Categories, and what replaces missing values."""
-        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
+        return Wish.of(
+            self.getCategories(),
+            self.getFill(),
+            self.getLabelCols(),
+            self._split(),
+            self.getRagged(),
+        )
 
     def _split(self) -> Split | None:
-        """Returns the rule that chooses the validation rows, if it needs more than each row alone."""
+        """Returns the rule that chooses the validation rows, if it needs more than each row
+        alone.
+        """
         columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
         return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
     def _carried(self, prepared: Prepared) -> dict[str, Any]:
-        """Parameters that the fitted model takes over: categories, fill values, statistics, and those of predictions.
+        """Parameters that the fitted model takes over: categories, fill values, statistics, and
+        those of predictions.
 
         Args:
             prepared: its data.
@@ -424,8 +499,16 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         if form := self._output_form():
             asked["output_form"] = form
         if self.getTransformationFn() is not None:
-            names = ("transformation_fn", "transformation_edit_fields", "transformation_removed_fields")
-            asked |= {name: self.getOrDefault(name) for name in names if self.getOrDefault(name) is not None}
+            names = (
+                "transformation_fn",
+                "transformation_edit_fields",
+                "transformation_removed_fields",
+            )
+            asked |= {
+                name: self.getOrDefault(name)
+                for name in names
+                if self.getOrDefault(name) is not None
+            }
         if prepared.statistics is not None:
             asked["statistics"] = prepared.statistics
         if prepared.encoding is None:
@@ -441,15 +524,21 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         }
 
     def _output_form(self) -> str | None:
-        """Returns the form of the model's only output: as set, or as its loss takes it; `None` if it is unknown."""
-        return self.getOutputForm() or (self._form_of_loss() if len(self.getLabelCols()) == 1 else None)
+        """Returns the form of the model's only output: as set, or as its loss takes it; `None`
+        if it is unknown.
+        """
+        return self.getOutputForm() or (
+            self._form_of_loss() if len(self.getLabelCols()) == 1 else None
+        )
 
     def _form_of_loss(self) -> str | None:
         """The form that the framework's loss takes, if it is one of those that are known."""
         return None
 
     def _inputs(self) -> list[list[str]]:
-        """Returns the columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""
+        """Returns the columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]`
+        makes two inputs.
+        """
         return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureCols()]
 
     def _roles(self) -> Roles:
@@ -494,6 +583,8 @@ def _described(prepared: Prepared) -> str:
     what = "data that was prepared before" if prepared.reused else "prepared data"
     validation = f", {prepared.val_rows:,} for validation" if prepared.val_url else ""
     left_out = (
-        f"; {prepared.dropped:,} left out by the validation column (null or negative)" if prepared.dropped else ""
+        f"; {prepared.dropped:,} left out by the validation column (null or negative)"
+        if prepared.dropped
+        else ""
     )
     return f"{what}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}{left_out}"

@@ -6,11 +6,12 @@
         batch_size: Parameter[int] = Parameter("Rows per step.", check.at_least(1), default=32)
         setBatchSize, getBatchSize = accessors("batch_size")
 
-The rest follows from the statement: the constructor's keyword with its type, which editors see as that of a dataclass,
-the default, the check of every value, `explainParam`, `help`, and the reference in the documentation.
+The rest follows from the statement: the constructor's keyword with its type, which editors see as
+that of a dataclass, the default, the check of every value, `explainParam`, `help`, and the
+reference in the documentation.
 
-A value is checked when it is set, by the constructor, a setter, `setParams` or a param map of `fit`. A wrong value is a
-`ValueError` or `TypeError` that names the parameter.
+A value is checked when it is set, by the constructor, a setter, `setParams` or a param map of
+`fit`. A wrong value is a `ValueError` or `TypeError` that names the parameter.
 """
 
 # ruff: noqa: N802, SLF001 - names are Spark ML's
@@ -65,7 +66,8 @@ class Parameter(Param[T]):
 
 
 def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
-    """Returns the setter and the getter of one parameter; a setter returns its object, so that calls can be chained.
+    """Returns the setter and the getter of one parameter; a setter returns its object, so that
+    calls can be chained.
 
     Args:
         name: The parameter's name.
@@ -87,7 +89,9 @@ def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(Parameter,))
 class Parameters(Params):
-    """The base of classes that state parameters. The constructor takes each by name; `None` stands for its default."""
+    """The base of classes that state parameters. The constructor takes each by name; `None`
+    stands for its default.
+    """
 
     _UNUSED: ClassVar[tuple[str, ...]] = ()
     """Keywords of Horovod's constructor that are accepted and not used."""
@@ -138,7 +142,9 @@ class Parameters(Params):
 
 
 def stated(kind: type) -> list[Parameter[Any]]:
-    """Returns the parameters of a class, in the order of their statements; base classes come first."""
+    """Returns the parameters of a class, in the order of their statements; base classes come
+    first.
+    """
     found: dict[str, Parameter[Any]] = {}
     for base in reversed(kind.__mro__):
         found |= {name: value for name, value in vars(base).items() if isinstance(value, Parameter)}
@@ -155,13 +161,21 @@ def _constructor(kind: type[Parameters]) -> Callable[..., None]:
     """`Parameters.__init__` for one class."""
 
     def __init__(self: Parameters, **given: Any) -> None:  # noqa: N807 - it becomes one
-        Parameters.__init__(self, **{name: value for name, value in given.items() if name not in kind._UNUSED})
+        Parameters.__init__(
+            self, **{name: value for name, value in given.items() if name not in kind._UNUSED}
+        )
 
-    types = {name: text for base in reversed(kind.__mro__) for name, text in inspect.get_annotations(base).items()}
+    types = {
+        name: text
+        for base in reversed(kind.__mro__)
+        for name, text in inspect.get_annotations(base).items()
+    }
     keywords = {one.name: _optional(str(types.get(one.name, "Any"))) for one in stated(kind)}
     keywords |= dict.fromkeys(kind._UNUSED, "Any")
     lines = [
-        textwrap.fill(f"{one.name}: {one.told}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        textwrap.fill(
+            f"{one.name}: {one.told}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8
+        )
         for one in stated(kind)
     ]
     __init__.__doc__ = "\n".join(["Sets parameters.", "", "Args:", *lines])
@@ -171,7 +185,9 @@ def _constructor(kind: type[Parameters]) -> Callable[..., None]:
         [
             inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
             *(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=text)
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=text
+                )
                 for name, text in keywords.items()
             ),
         ],

@@ -32,18 +32,29 @@ class EstimatorParams(Parameters):
     )
     model: Parameter[Any] = Parameter("The model to train.", check.anything, default=None)
     backend: Parameter[Backend] = Parameter(
-        "Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.", values.backend, default=None
+        "Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.",
+        values.backend,
+        default=None,
     )
     store: Parameter[Store | str] = Parameter(
-        "Where prepared data, checkpoints and logs live: a `Store`, or a path.", values.store, default=None
+        "Where prepared data, checkpoints and logs live: a `Store`, or a path.",
+        values.store,
+        default=None,
     )
-    optimizer: Parameter[Any] = Parameter("The optimizer over the model's parameters.", check.anything, default=None)
-    loss: Parameter[Any] = Parameter("The loss, or a list of one per label column.", check.anything, default=None)
+    optimizer: Parameter[Any] = Parameter(
+        "The optimizer over the model's parameters.", check.anything, default=None
+    )
+    loss: Parameter[Any] = Parameter(
+        "The loss, or a list of one per label column.", check.anything, default=None
+    )
     loss_weights: Parameter[Sequence[float]] = Parameter(
-        "Weight of each label's loss; without them, the weights are equal.", check.numbers, default=None
+        "Weight of each label's loss; without them, the weights are equal.",
+        check.numbers,
+        default=None,
     )
     sample_weight_col: Parameter[str] = Parameter(
-        "Column with each row's weight in the loss, and in the `weighted_metrics` of a Keras model.",
+        "Column with each row's weight in the loss, and in the `weighted_metrics` of a Keras "
+        "model.",
         check.text,
         default=None,
     )
@@ -51,30 +62,44 @@ class EstimatorParams(Parameters):
         "Functions of (output, label), averaged over rows.", check.functions, default=[]
     )
     feature_cols: Parameter[Sequence[str | Sequence[str]]] = Parameter(
-        "Columns for the model, one input each; a list in the list makes one input of several columns.",
+        "Columns for the model, one input each; a list in the list makes one input of several "
+        "columns.",
         values.features,
         default=None,
     )
-    label_cols: Parameter[Sequence[str]] = Parameter("Columns to compare the outputs with.", check.names, default=None)
+    label_cols: Parameter[Sequence[str]] = Parameter(
+        "Columns to compare the outputs with.", check.names, default=None
+    )
     validation: Parameter[float | str] = Parameter(
-        "Share of rows held out, or a column: true or positive rows are held out.", values.validation, default=None
+        "Share of rows held out, or a column: true or positive rows are held out.",
+        values.validation,
+        default=None,
     )
     validation_stratify: Parameter[str] = Parameter(
-        "Column of classes: the share `validation` is held out of each, of every class with two rows at least one.",
+        "Column of classes: the share `validation` is held out of each, of every class with two "
+        "rows at least one.",
         check.optional(check.text),
         default=None,
     )
     validation_group: Parameter[str] = Parameter(
-        "Column of groups: all rows of a group are on one side.", check.optional(check.text), default=None
+        "Column of groups: all rows of a group are on one side.",
+        check.optional(check.text),
+        default=None,
     )
     validation_time: Parameter[str] = Parameter(
-        "Column of times or numbers: the latest rows are held out.", check.optional(check.text), default=None
+        "Column of times or numbers: the latest rows are held out.",
+        check.optional(check.text),
+        default=None,
     )
-    batch_size: Parameter[int] = Parameter("Rows per step and process.", check.at_least(1), default=32)
+    batch_size: Parameter[int] = Parameter(
+        "Rows per step and process.", check.at_least(1), default=32
+    )
     val_batch_size: Parameter[int] = Parameter(
         "The same for validation; without it, `batch_size`.", check.at_least(1), default=None
     )
-    epochs: Parameter[int] = Parameter("Number of passes over the rows.", check.at_least(1), default=1)
+    epochs: Parameter[int] = Parameter(
+        "Number of passes over the rows.", check.at_least(1), default=1
+    )
     verbose: Parameter[int] = Parameter(
         "0 silent, 1 progress, 2 also what workers print.", check.at_least(0), default=1
     )
@@ -84,42 +109,55 @@ class EstimatorParams(Parameters):
     random_seed: Parameter[int] = Parameter(
         "Seed of the split, the order and the framework.", check.at_least(0), default=None
     )
-    shuffle: Parameter[bool] = Parameter("Whether each epoch has its own order.", check.flag, default=True)
+    shuffle: Parameter[bool] = Parameter(
+        "Whether each epoch has its own order.", check.flag, default=True
+    )
     shuffle_buffer_size: Parameter[int] = Parameter(
-        "Ignored.", check.deprecated("the order of an epoch does not depend on a buffer"), default=None
+        "Ignored.",
+        check.deprecated("the order of an epoch does not depend on a buffer"),
+        default=None,
     )
     partitions_per_process: Parameter[int] = Parameter(
         "Largest number of prepared files per process.", check.at_least(1), default=10
     )
     run_id: Parameter[str] = Parameter(
-        "Name of the run; without it, the framework and the time. The checkpoint of an existing run is resumed.",
+        "Name of the run; without it, the framework and the time. The checkpoint of an existing "
+        "run is resumed.",
         values.run_id,
         default=None,
     )
     resume: Parameter[str] = Parameter(
-        '`"force"` also continues a run that was started with other data, another model or other parameters.',
+        '`"force"` also continues a run that was started with other data, another model or other '
+        "parameters.",
         check.choice("auto", "force"),
         default="auto",
     )
     gc_older_than: Parameter[str | float | timedelta] = Parameter(
-        "`fit` deletes prepared data of the store that is older and not in use: an age such as `30d`, or seconds.",
+        "`fit` deletes prepared data of the store that is older and not in use: an age such as "
+        "`30d`, or seconds.",
         check.optional(values.age),
         default=None,
     )
     gc_larger_than: Parameter[str | int] = Parameter(
-        "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, with data in use, "
-        "takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
+        "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, "
+        "with data in use, takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
         check.optional(values.size),
         default=None,
     )
     train_steps_per_epoch: Parameter[int] = Parameter(
-        "Training steps per epoch, fewer or more than one pass over the rows takes.", check.at_least(1), default=None
+        "Training steps per epoch, fewer or more than one pass over the rows takes.",
+        check.at_least(1),
+        default=None,
     )
-    validation_steps_per_epoch: Parameter[int] = Parameter("The same for validation.", check.at_least(1), default=None)
+    validation_steps_per_epoch: Parameter[int] = Parameter(
+        "The same for validation.", check.at_least(1), default=None
+    )
     label_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
         "Shape of each label's tensor, -1 for its rows.", check.shapes, default=None
     )
-    use_gpu: Parameter[bool] = Parameter("Train on GPUs if every process sees one.", check.flag, default=True)
+    use_gpu: Parameter[bool] = Parameter(
+        "Train on GPUs if every process sees one.", check.flag, default=True
+    )
     backward_passes_per_step: Parameter[int] = Parameter(
         "Batches whose gradients make one step.", check.at_least(1), default=1
     )
@@ -135,20 +173,28 @@ class EstimatorParams(Parameters):
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
-        "Columns it changes: (name, NumPy type, shape, whether nulls are allowed).", values.edit_fields, default=None
+        "Columns it changes: (name, NumPy type, shape, whether nulls are allowed).",
+        values.edit_fields,
+        default=None,
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
         "Columns it removes.", check.names_if_any, default=None
     )
-    train_reader_num_workers: Parameter[int] = Parameter("Reading threads per process.", check.at_least(1), default=2)
-    val_reader_num_workers: Parameter[int] = Parameter("The same for validation.", check.at_least(1), default=2)
+    train_reader_num_workers: Parameter[int] = Parameter(
+        "Reading threads per process.", check.at_least(1), default=2
+    )
+    val_reader_num_workers: Parameter[int] = Parameter(
+        "The same for validation.", check.at_least(1), default=2
+    )
     reader_pool_type: Parameter[str] = Parameter(
         "Accepted for compatibility with Horovod: readers are native threads.",
         check.choice("thread", "process", "dummy"),
         default="thread",
     )
     inmemory_cache_all: Parameter[bool] = Parameter(
-        "Whether each process keeps its rows in memory after the first epoch.", check.flag, default=False
+        "Whether each process keeps its rows in memory after the first epoch.",
+        check.flag,
+        default=False,
     )
     mp_start_method: Parameter[str] = Parameter(
         "Start method of processes that a training process starts.",
@@ -156,43 +202,52 @@ class EstimatorParams(Parameters):
         default=None,
     )
     tensorflow_dataset_prefetch_buffer_size: Parameter[int] = Parameter(
-        "Of Keras on TensorFlow: batches prepared ahead; 0 leaves it to Keras.", check.at_least(0), default=0
+        "Of Keras on TensorFlow: batches prepared ahead; 0 leaves it to Keras.",
+        check.at_least(0),
+        default=0,
     )
     compress_sparse_cols: Parameter[bool] = Parameter(
         "Whether prepared vectors, which are dense, are compressed.", check.flag, default=False
     )
     fill: Parameter[Any] = Parameter(
-        "Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors. "
-        '`"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` '
+        "Replacement of nulls and NaN, for all columns or a dict by column; without it they are "
+        "errors. "
+        '`"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature '
+        "`<column>__missing` "
         "says where a column is missing.",
         values.fill,
         default=None,
     )
     categories: Parameter[Sequence[str] | Mapping[str, Sequence[Any] | int | None]] = Parameter(
-        "Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen"
-        " one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by"
-        " name of a list of categories, a number of categories, or None for all. Categories that are not "
-        "given are learned.",
+        "Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 "
+        "for an unseen one, from 2 on the categories, sorted; in a label, classes from 0 on. A "
+        "list of names; or a dict by name of a list of categories, a number of categories, or "
+        "None for all. Categories that are not given are learned.",
         values.categories,
         default={},
     )
     ragged: Parameter[Mapping[str, Any]] = Parameter(
-        "What becomes of columns of lists of different lengths: a dict by name of `farandole.data.Pad`, which pads "
-        "them, or `farandole.data.Nested`, which makes nested tensors of them; Keras takes only the former.",
+        "What becomes of columns of lists of different lengths: a dict by name of "
+        "`farandole.data.Pad`, which pads them, or `farandole.data.Nested`, which makes nested "
+        "tensors of them; Keras takes only the former.",
         values.ragged,
         default={},
     )
     statistics: Parameter[bool] = Parameter(
-        "Whether the fitted model carries statistics of the rows, for its `drift`. They take one more pass over the "
-        "rows.",
+        "Whether the fitted model carries statistics of the rows, for its `drift`. They take one "
+        "more pass over the rows.",
         check.flag,
         default=False,
     )
     allow_nan: Parameter[bool] = Parameter(
         "Whether NaN and infinities are accepted like other values.", check.flag, default=False
     )
-    continuous_cols: Parameter[Sequence[str]] = Parameter("NVTabular's; not used.", check.names_if_any, default=None)
-    categorical_cols: Parameter[Sequence[str]] = Parameter("NVTabular's; not used.", check.names_if_any, default=None)
+    continuous_cols: Parameter[Sequence[str]] = Parameter(
+        "NVTabular's; not used.", check.names_if_any, default=None
+    )
+    categorical_cols: Parameter[Sequence[str]] = Parameter(
+        "NVTabular's; not used.", check.names_if_any, default=None
+    )
     terminate_on_nan: Parameter[bool] = Parameter(
         "Whether a loss that is NaN or infinite ends the run.", check.flag, default=True
     )
@@ -203,14 +258,19 @@ class EstimatorParams(Parameters):
         "Whether parameters and metrics are logged to Weights & Biases.", check.flag, default=False
     )
     tensorboard: Parameter[bool] = Parameter(
-        "Whether parameters, steps and the model are logged for TensorBoard. Scalars of epochs always are.",
+        "Whether parameters, steps and the model are logged for TensorBoard. Scalars of epochs "
+        "always are.",
         check.flag,
         default=False,
     )
     on_failure: Parameter[str] = Parameter(
-        '`"restart"` starts a failed run again from its checkpoint.', check.choice("raise", "restart"), default="raise"
+        '`"restart"` starts a failed run again from its checkpoint.',
+        check.choice("raise", "restart"),
+        default="raise",
     )
-    max_restarts: Parameter[int] = Parameter("Largest number of restarts of one fit.", check.at_least(1), default=3)
+    max_restarts: Parameter[int] = Parameter(
+        "Largest number of restarts of one fit.", check.at_least(1), default=3
+    )
 
     setNumProc, getNumProc = accessors("num_proc")
     setModel, getModel = accessors("model")
@@ -253,12 +313,20 @@ class EstimatorParams(Parameters):
     setValidationTime, getValidationTime = accessors("validation_time")
     setAllowNan, getAllowNan = accessors("allow_nan")
     setShuffleBufferSize, getShuffleBufferSize = accessors("shuffle_buffer_size")
-    setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize  # Horovod's names
+    # Horovod's names
+    setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize
     setTransformationFn, getTransformationFn = accessors("transformation_fn")
-    setTransformationEditFields, getTransformationEditFields = accessors("transformation_edit_fields")
-    setTransformationRemovedFields, getTransformationRemovedFields = accessors("transformation_removed_fields")
+    setTransformationEditFields, getTransformationEditFields = accessors(
+        "transformation_edit_fields"
+    )
+    setTransformationRemovedFields, getTransformationRemovedFields = accessors(
+        "transformation_removed_fields"
+    )
     setTrainReaderNumWorkers, getTrainReaderNumWorkers = accessors("train_reader_num_workers")
-    setTrainReaderNumWorker, getTrainReaderNumWorker = setTrainReaderNumWorkers, getTrainReaderNumWorkers
+    setTrainReaderNumWorker, getTrainReaderNumWorker = (
+        setTrainReaderNumWorkers,
+        getTrainReaderNumWorkers,
+    )
     setValReaderNumWorkers, getValReaderNumWorkers = accessors("val_reader_num_workers")
     setValReaderNumWorker, getValReaderNumWorker = setValReaderNumWorkers, getValReaderNumWorkers
     setReaderPoolType, getReaderPoolType = accessors("reader_pool_type")
@@ -280,7 +348,9 @@ class EstimatorParams(Parameters):
 class ModelParams(Parameters):
     """The parameters of every fitted model."""
 
-    history: Parameter[Any] = Parameter("Losses and metrics of each epoch.", check.anything, default=None)
+    history: Parameter[Any] = Parameter(
+        "Losses and metrics of each epoch.", check.anything, default=None
+    )
     model: Parameter[Any] = Parameter("The trained model.", check.anything, default=None)
     feature_columns: Parameter[Sequence[str | Sequence[str]]] = Parameter(
         "Columns for the model, as in the estimator.", values.features, default=None
@@ -288,7 +358,9 @@ class ModelParams(Parameters):
     label_columns: Parameter[Sequence[str]] = Parameter(
         "Columns the outputs are named after.", check.names, default=None
     )
-    run_id: Parameter[str] = Parameter("Name of the run that trained the model.", check.text, default=None)
+    run_id: Parameter[str] = Parameter(
+        "Name of the run that trained the model.", check.text, default=None
+    )
     paths: Parameter[Mapping[str, str]] = Parameter(
         "Paths of the data, checkpoint and logs of the run.", check.anything, default=None
     )
@@ -298,9 +370,13 @@ class ModelParams(Parameters):
     batch_size: Parameter[int] = Parameter(
         "Largest number of rows that are predicted at once.", check.at_least(1), default=4096
     )
-    fill: Parameter[Any] = Parameter("Replacement of nulls and NaN, as in the estimator.", values.fill, default=None)
+    fill: Parameter[Any] = Parameter(
+        "Replacement of nulls and NaN, as in the estimator.", values.fill, default=None
+    )
     learned: Parameter[Mapping[str, str]] = Parameter(
-        'The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.', check.anything, default={}
+        'The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.',
+        check.anything,
+        default={},
     )
     categories: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
         "The categories of each column that has some.", values.categories, default={}
@@ -311,10 +387,14 @@ class ModelParams(Parameters):
         default={},
     )
     statistics: Parameter[Statistics | Mapping[str, Any]] = Parameter(
-        "Statistics of the rows that the model was trained with, for `drift`.", values.statistics, default=None
+        "Statistics of the rows that the model was trained with, for `drift`.",
+        values.statistics,
+        default=None,
     )
     transformation_fn: Parameter[Callable[..., Any]] = Parameter(
-        "As in the estimator; predictions take it with `apply_transformation`.", check.function, default=None
+        "As in the estimator; predictions take it with `apply_transformation`.",
+        check.function,
+        default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
         "As in the estimator.", values.edit_fields, default=None
@@ -323,16 +403,26 @@ class ModelParams(Parameters):
         "As in the estimator.", check.names_if_any, default=None
     )
     apply_transformation: Parameter[bool] = Parameter(
-        "Whether `transformation_fn` changes features before they are predicted, too.", check.flag, default=False
+        "Whether `transformation_fn` changes features before they are predicted, too.",
+        check.flag,
+        default=False,
     )
-    verbose: Parameter[int] = Parameter("0 shows no messages about predictions.", check.at_least(0), default=1)
+    verbose: Parameter[int] = Parameter(
+        "0 shows no messages about predictions.", check.at_least(0), default=1
+    )
     signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
-        "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.", check.anything, default=None
+        "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.",
+        check.anything,
+        default=None,
     )
 
     setTransformationFn, getTransformationFn = accessors("transformation_fn")
-    setTransformationEditFields, getTransformationEditFields = accessors("transformation_edit_fields")
-    setTransformationRemovedFields, getTransformationRemovedFields = accessors("transformation_removed_fields")
+    setTransformationEditFields, getTransformationEditFields = accessors(
+        "transformation_edit_fields"
+    )
+    setTransformationRemovedFields, getTransformationRemovedFields = accessors(
+        "transformation_removed_fields"
+    )
     setApplyTransformation, getApplyTransformation = accessors("apply_transformation")
     setStatistics = accessors("statistics")[0]
     setSignature, getSignature = accessors("signature")
@@ -352,13 +442,17 @@ class ModelParams(Parameters):
     setBatchSize, getBatchSize = accessors("batch_size")
 
     def getStatistics(self) -> Statistics | None:
-        """Returns the statistics of the rows that the model was trained with, if it carries them."""
+        """Returns the statistics of the rows that the model was trained with, if it carries
+        them.
+        """
         from farandole.data.statistics import Statistics
 
         known = self.getOrDefault("statistics")
         return None if known is None else Statistics.of_values(known)
 
     def getOutputCols(self) -> list[str]:
-        """Returns the columns `transform` adds: as set, or `<label>__output` for every label column."""
+        """Returns the columns `transform` adds: as set, or `<label>__output` for every label
+        column.
+        """
         chosen = self.getOrDefault("output_cols")
         return chosen or [f"{label}__output" for label in self.getOrDefault("label_columns") or []]

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`transformation_fn`: changes values in the training processes, before the model gets them.
 
-As in Horovod, the function takes one row, a dict of NumPy values by column, and returns one. A function that is marked
-with `batched` takes and returns whole batches, a dict of arrays whose first axis is rows, which is faster.
+As in Horovod, the function takes one row, a dict of NumPy values by column, and returns one. A
+function that is marked with `batched` takes and returns whole batches, a dict of arrays whose first
+axis is rows, which is faster.
 """
 
 from __future__ import annotations
@@ -48,30 +49,40 @@ class Transformation:
             arrays: columns by name, rows first; at least one row.
 
         Raises:
-            ValueError: the function returned something else than rows of one shape, as many as it got.
+            ValueError: the function returned something else than rows of one shape, as many as it
+                got.
         """
         rows = len(next(iter(arrays.values())))
-        made = self._whole(arrays) if getattr(self.function, "batched", False) else self._by_row(arrays, rows)
+        made = (
+            self._whole(arrays)
+            if getattr(self.function, "batched", False)
+            else self._by_row(arrays, rows)
+        )
         for name in self.removed:
             made.pop(name, None)
         for name, dtype, shape, _ in self.edits:
             if name not in made:
                 raise ValueError(
-                    f"transformation_fn returns no column {name!r}, which transformation_edit_fields names"
+                    f"transformation_fn returns no column {name!r}, which "
+                    "transformation_edit_fields names"
                 )
             try:
                 made[name] = np.asarray(made[name]).astype(dtype).reshape(rows, *shape)
             except ValueError as error:
-                raise ValueError(f"column {name!r} of transformation_fn is not {dtype} {shape}: {error}") from None
+                raise ValueError(
+                    f"column {name!r} of transformation_fn is not {dtype} {shape}: {error}"
+                ) from None
         for name, values in made.items():
             if values.dtype.kind in "OSU":
                 raise ValueError(
-                    f"transformation_fn returns column {name!r} of {values.dtype}, which no tensor can hold: "
+                    f"transformation_fn returns column {name!r} of {values.dtype}, which no "
+                    "tensor can hold: "
                     "convert it to numbers, or name it in transformation_removed_fields"
                 )
             if len(values) != rows:
                 raise ValueError(
-                    f"transformation_fn returned {len(values)} values of column {name!r} out of {rows} rows"
+                    f"transformation_fn returned {len(values)} values of column {name!r} out of "
+                    f"{rows} rows"
                 )
         return made
 
@@ -94,8 +105,8 @@ class Transformation:
             names: of the features that the model takes.
 
         Raises:
-            ValueError: as when it is called; the function asks for a column that only training has, or leaves out a
-                feature.
+            ValueError: as when it is called; the function asks for a column that only training has,
+                or leaves out a feature.
         """
         try:
             made = self(arrays)
@@ -104,18 +115,22 @@ class Transformation:
             if not isinstance(asked, str) or asked not in self.absent:
                 raise  # the function looked up something of its own
             raise ValueError(
-                f"transformation_fn asks for column {error}: in predictions it gets only the features, which are "
-                f"{', '.join(names)}"
+                f"transformation_fn asks for column {error}: in predictions it gets only the "
+                f"features, which are {', '.join(names)}"
             ) from error
         lacking = [name for name in names if name not in made]
         if lacking:
-            raise ValueError(f"transformation_fn returns no columns with these names: {', '.join(lacking)}")
+            raise ValueError(
+                f"transformation_fn returns no columns with these names: {', '.join(lacking)}"
+            )
         return made
 
     def _whole(self, arrays: Arrays) -> Arrays:
         made = self.function(dict(arrays))
         if not isinstance(made, dict):
-            raise TypeError(f"transformation_fn must return a dict of columns: {type(made).__name__}")
+            raise TypeError(
+                f"transformation_fn must return a dict of columns: {type(made).__name__}"
+            )
         return {name: np.asarray(values) for name, values in made.items()}
 
     def _by_row(self, arrays: Arrays, rows: int) -> Arrays:
@@ -123,9 +138,13 @@ class Transformation:
         for row in range(rows):
             one = self.function({name: values[row] for name, values in arrays.items()})
             if not isinstance(one, dict):
-                raise TypeError(f"transformation_fn must return a row, a dict by column: {type(one).__name__}")
+                raise TypeError(
+                    f"transformation_fn must return a row, a dict by column: {type(one).__name__}"
+                )
             made.append(one)
         try:
             return {name: np.stack([np.asarray(one[name]) for one in made]) for name in made[0]}
         except (ValueError, KeyError) as error:
-            raise ValueError(f"transformation_fn returns rows that differ in columns or shapes: {error}") from None
+            raise ValueError(
+                f"transformation_fn returns rows that differ in columns or shapes: {error}"
+            ) from None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Horovod's helpers for prepared data, for code that prepares data itself and trains with `fit_on_parquet`."""
+"""Horovod's helpers for prepared data, for code that prepares data itself and trains with
+`fit_on_parquet`.
+"""
 
 # ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
 
@@ -85,7 +87,8 @@ def prepare_data(
         compress_sparse: whether to compress vectors, which are written dense.
         partitions_per_process: most files per process.
         verbose: whether to report the preparation.
-        fill: what replaces nulls and NaN, for all columns or a dict by column; without it they are errors.
+        fill: what replaces nulls and NaN, for all columns or a dict by column; without it they are
+            errors.
         allow_nan: takes NaN and infinities as values like any others.
 
     Yields:
@@ -100,8 +103,17 @@ def prepare_data(
     check.at_least(1)("partitions_per_process", partitions_per_process)
     check_validation(validation, df)
     taken = {*label_columns, sample_weight_col, validation}
-    features = [name for name in df.columns if name not in taken] if feature_columns is None else list(feature_columns)
-    roles = Roles(tuple(features), tuple(check.names("label_columns", label_columns)), sample_weight_col, validation)
+    features = (
+        [name for name in df.columns if name not in taken]
+        if feature_columns is None
+        else list(feature_columns)
+    )
+    roles = Roles(
+        tuple(features),
+        tuple(check.names("label_columns", label_columns)),
+        sample_weight_col,
+        validation,
+    )
     check_present(roles, df.columns, "DataFrame")
     check_types(roles, df.schema)
     with prepare.prepare_data(
@@ -122,7 +134,8 @@ def prepare_data(
 
 
 def get_dataset_properties(dataset_idx: int | None) -> tuple[int, int, dict[str, Any], float]:
-    """Returns the same as `get_simple_meta_from_parquet`, for a data set that this process prepared.
+    """Returns the same as `get_simple_meta_from_parquet`, for a data set that this process
+    prepared.
 
     Args:
         dataset_idx: as `prepare_data` yielded it.
@@ -147,14 +160,19 @@ def get_simple_meta_from_parquet(
         dataset_idx: its number.
 
     Returns:
-        Training rows, validation rows, a dict by column (`shape`, `element`), and bytes of a row on the average.
+        Training rows, validation rows, a dict by column (`shape`, `element`), and bytes of a row on
+        the average.
     """
     from farandole.data.datasets import open_dataset
 
     if feature_columns is None:
         present = [one.name for one in open_dataset(store.get_train_data_path(dataset_idx)).columns]
-        feature_columns = [name for name in present if name not in {*label_columns, sample_weight_col}]
-    return _properties(store, Roles(tuple(feature_columns), tuple(label_columns), sample_weight_col), dataset_idx)
+        feature_columns = [
+            name for name in present if name not in {*label_columns, sample_weight_col}
+        ]
+    return _properties(
+        store, Roles(tuple(feature_columns), tuple(label_columns), sample_weight_col), dataset_idx
+    )
 
 
 def _properties(
@@ -180,12 +198,16 @@ def _properties(
     if manifest is not None:
         size = json.loads(manifest)["bytes"] / max(found.train_rows, 1)
     else:
-        size = float(sum(one["max_size"] * np.dtype(one["element"]).itemsize for one in metadata.values()))
+        size = float(
+            sum(one["max_size"] * np.dtype(one["element"]).itemsize for one in metadata.values())
+        )
     return found.train_rows, found.val_rows, metadata, size
 
 
 def clear_training_cache() -> None:
-    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place."""
+    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the
+    place.
+    """
     from farandole.spark.common.data import prepare
 
     _PROPERTIES.clear()
@@ -209,7 +231,9 @@ def check_validation(validation: Any, df: DataFrame | None = None) -> None:
     except TypeError as error:
         raise ValueError(str(error)) from None
     if isinstance(value, str) and df is not None and value not in df.columns:
-        raise ValueError(f"validation column {value!r} is not in the DataFrame columns: {', '.join(df.columns)}")
+        raise ValueError(
+            f"validation column {value!r} is not in the DataFrame columns: {', '.join(df.columns)}"
+        )
 
 
 def check_shape_compatibility(
@@ -236,29 +260,34 @@ def check_shape_compatibility(
     if input_shapes is not None:
         if len(feature_columns) != len(input_shapes):
             raise ValueError(
-                f"Feature column count {len(feature_columns)} must equal model inputs count {len(input_shapes)}"
+                f"Feature column count {len(feature_columns)} must equal model inputs count "
+                f"{len(input_shapes)}"
             )
         for index, (name, shape) in enumerate(zip(feature_columns, input_shapes, strict=True)):
             size, wanted = metadata[name]["max_size"], abs(math.prod(shape))
             if size is not None and size != wanted:
                 raise ValueError(
-                    f"Feature column '{name}' with size {size} must equal that of the model input at index {index}: "
-                    f"{wanted}"
+                    f"Feature column '{name}' with size {size} must equal that of the model input "
+                    f"at index {index}: {wanted}"
                 )
     wanted_labels = label_shapes if label_shapes is not None else output_shapes
     if wanted_labels is not None and len(label_columns) != len(wanted_labels):
-        raise ValueError(f"Label column count {len(label_columns)} must equal model outputs count {len(wanted_labels)}")
+        raise ValueError(
+            f"Label column count {len(label_columns)} must equal model outputs count "
+            f"{len(wanted_labels)}"
+        )
 
 
 def host_hash(salt: str | None = None) -> str:
-    """Names the host of this process as ranks are grouped into hosts: processes with one hash share memory.
+    """Names the host of this process as ranks are grouped into hosts: processes with one hash share
+    memory.
 
     Args:
         salt: Tells apart what the host alone does not.
 
     Returns:
-        The host's name and 16 hexadecimal digits over its name, its boot, its IPC namespace, YARN's container and the
-        salt.
+        The host's name and 16 hexadecimal digits over its name, its boot, its IPC namespace, YARN's
+        container and the salt.
     """
     from farandole._native import registrar
 

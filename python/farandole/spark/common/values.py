@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checks of the values of estimators' parameters, besides the general ones of `farandole.common.check`."""
+"""Checks of the values of estimators' parameters, besides the general ones of
+`farandole.common.check`.
+"""
 
 # ruff: noqa: PLC0415 - as the store loads the native library
 
@@ -19,16 +21,24 @@ if TYPE_CHECKING:
 
 def backend(name: str, value: Any) -> Any:
     """Checks that a value can run functions in several processes."""
-    if not callable(getattr(value, "run", None)) or not callable(getattr(value, "num_processes", None)):
-        raise TypeError(f"{name} must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}")
+    if not callable(getattr(value, "run", None)) or not callable(
+        getattr(value, "num_processes", None)
+    ):
+        raise TypeError(
+            f"{name} must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}"
+        )
     return value
 
 
 def compression(name: str, value: Any) -> Any:
     """Returns one of `Compression`, or a compressor with a residual."""
     wanted = ("compress", "decompress"), ("rounds", "reduce")
-    if not any(all(callable(getattr(value, method, None)) for method in methods) for methods in wanted):
-        raise TypeError(f"{name} must be a member of Compression, such as fp16, or a compressor: {value!r}")
+    if not any(
+        all(callable(getattr(value, method, None)) for method in methods) for methods in wanted
+    ):
+        raise TypeError(
+            f"{name} must be a member of Compression, such as fp16, or a compressor: {value!r}"
+        )
     return value
 
 
@@ -36,7 +46,11 @@ def fill(name: str, value: Any) -> Any:
     """Returns one value for all columns, or values by column; `None` for none."""
     plain = (bool, Real, str)
     if isinstance(value, Mapping):
-        wrong = [column for column, one in value.items() if not isinstance(column, str) or not isinstance(one, plain)]
+        wrong = [
+            column
+            for column, one in value.items()
+            if not isinstance(column, str) or not isinstance(one, plain)
+        ]
         if wrong:
             raise TypeError(f"{name} needs numbers, texts or booleans by column: {value!r}")
         return dict(value)
@@ -46,15 +60,20 @@ def fill(name: str, value: Any) -> Any:
 
 
 def categories(name: str, value: Any) -> dict[str, Any]:
-    """Returns names of columns, or by name their categories or the greatest number of these; `None` for all."""
+    """Returns names of columns, or by name their categories or the greatest number of these;
+    `None` for all.
+    """
     if isinstance(value, str):
         raise TypeError(f"{name} must be a list of column names, or a dict by name: {value!r}")
     by_name = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value or ())
     for column, one in by_name.items():
         is_count = isinstance(one, Integral) and not isinstance(one, bool)
-        if not isinstance(column, str) or not (one is None or is_count or isinstance(one, list | tuple)):
+        if not isinstance(column, str) or not (
+            one is None or is_count or isinstance(one, list | tuple)
+        ):
             raise TypeError(
-                f"{name} of a column must be a list of values, a number of values, or None: {column!r}: {one!r}"
+                f"{name} of a column must be a list of values, a number of values, or None: "
+                f"{column!r}: {one!r}"
             )
     return {column: list(one) if isinstance(one, tuple) else one for column, one in by_name.items()}
 
@@ -102,7 +121,9 @@ def age(name: str, value: Any) -> float:
     if isinstance(value, str):
         number, unit = value[:-1].strip(), _UNITS.get(value[-1:])
         if unit is None or not (number.isascii() and number.isdigit()):
-            raise ValueError(f"{name} must be an age with a unit, such as 90s, 30m, 12h, 7d or 4w: {value!r}")
+            raise ValueError(
+                f"{name} must be an age with a unit, such as 90s, 30m, 12h, 7d or 4w: {value!r}"
+            )
         value = int(number) * unit
     return positive(name, value)
 
@@ -123,26 +144,37 @@ def size(name: str, value: Any) -> int:
         digits = value.rstrip("BiKMGT")
         unit, number = _BYTES.get(value[len(digits) :]), digits.strip()
         if unit is None or not (number.isascii() and number.isdigit()):
-            raise ValueError(f"{name} must be a size with a unit, such as 500MB, 20GiB or 1TB: {value!r}")
+            raise ValueError(
+                f"{name} must be a size with a unit, such as 500MB, 20GiB or 1TB: {value!r}"
+            )
         value = int(number) * unit
     return at_least(0)(name, value)
 
 
 def features(name: str, value: Any) -> list[str | list[str]]:
-    """Returns a list whose items are column names, or lists of names whose columns become one input."""
+    """Returns a list whose items are column names, or lists of names whose columns become one
+    input.
+    """
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise TypeError(f"{name} must be a list of column names, or of lists of them: {value!r}")
     found = [item if isinstance(item, str) else names(name, item) for item in items]
-    names(name, [column for item in found for column in ([item] if isinstance(item, str) else item)])
+    names(
+        name, [column for item in found for column in ([item] if isinstance(item, str) else item)]
+    )
     return found
 
 
 def edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:
-    """Returns a list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's edit fields."""
+    """Returns a list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's
+    edit fields.
+    """
     import numpy as np
 
-    if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 4 for one in value):  # noqa: PLR2004 - four parts
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(one, list | tuple) and len(one) == 4  # noqa: PLR2004 - four parts
+        for one in value
+    ):
         raise TypeError(f"{name} must be a list of (name, numpy type, shape, nullable): {value!r}")
     return [
         (str(column), np.dtype(kind).name, tuple(int(size) for size in shape or ()), bool(nullable))

@@ -6,7 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from farandole.spark.data_loaders.pytorch_data_loaders import PytorchAsyncDataLoader, PytorchDataLoader
+    from farandole.spark.data_loaders.pytorch_data_loaders import (
+        PytorchAsyncDataLoader,
+        PytorchDataLoader,
+    )
 
 __all__ = ["PytorchAsyncDataLoader", "PytorchDataLoader"]
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Horovod's PyTorch loaders: batches of one size, as dicts of tensors, from a reader of batches of any size.
+"""Horovod's PyTorch loaders: batches of one size, as dicts of tensors, from a reader of batches of
+any size.
 
-A reader is an object that can be iterated repeatedly and returns dicts or named tuples of columns: a
-`farandole.data.ParquetLoader`, or a petastorm reader. `ParquetLoader` itself returns shuffled batches of the right size
-and does not need these classes. They exist for code that was written for Horovod.
+A reader is an object that can be iterated repeatedly and returns dicts or named tuples of columns:
+a `farandole.data.ParquetLoader`, or a petastorm reader. `ParquetLoader` itself returns shuffled
+batches of the right size and does not need these classes. They exist for code that was written for
+Horovod.
 
 Example:
     ```python
@@ -12,7 +14,7 @@ Example:
     loader = PytorchAsyncDataLoader(reader=reader, batch_size=64, shuffling_queue_capacity=0, limit_step_per_epoch=100)
     for batch in loader: ...
     ```
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ class PytorchDataLoader(BaseDataLoader):
         Args:
             reader: Returns batches of any size, again in every epoch.
             batch_size: Rows of a batch; the last one of an epoch may have fewer.
-            shuffling_queue_capacity: Number of rows from which batches are drawn at random; 0 keeps the reader's order.
+            shuffling_queue_capacity: Number of rows from which batches are drawn at random; 0 keeps
+                the reader's order.
             name: For log lines.
             limit_step_per_epoch: Batches after which an epoch ends; -1: as many as there are.
             verbose: Whether to log the start of each epoch.
@@ -97,7 +100,9 @@ class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):
-    """Batches that continue over the ends of a reader's epochs: an epoch here is `limit_step_per_epoch` of them."""
+    """Batches that continue over the ends of a reader's epochs: an epoch here is
+    `limit_step_per_epoch` of them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Like `PytorchDataLoader`; a reader that ends after some epochs is refused."""
@@ -153,7 +158,9 @@ class PytorchInmemDataLoader(BaseDataLoader):
             ValueError: No limit, or a reader without rows.
         """
         if limit_step_per_epoch < 1:
-            raise ValueError(f"limit_step_per_epoch must say how many batches to keep: {limit_step_per_epoch}")
+            raise ValueError(
+                f"limit_step_per_epoch must say how many batches to keep: {limit_step_per_epoch}"
+            )
         self.batch_size = batch_size
         self.num_epochs = num_epochs
         self.name = name
@@ -175,7 +182,9 @@ class PytorchInmemDataLoader(BaseDataLoader):
             return
         self._done += 1
         if self.verbose:
-            _log.info("%s: epoch %d starts, %d batches", self.name or "loader", self._done, len(self))
+            _log.info(
+                "%s: epoch %d starts, %d batches", self.name or "loader", self._done, len(self)
+            )
         rows = _length(self._kept)
         order = torch.randperm(rows) if self.shuffle else torch.arange(rows)
         # Few rows are gone over again: every epoch has as many batches as it says.
@@ -193,7 +202,12 @@ class PetastormBatchedDataLoader(PytorchDataLoader):
     """`PytorchDataLoader` with the order of arguments that Horovod's loader of this name has."""
 
     def __init__(
-        self, name: str = "", limit_step_per_epoch: int = -1, verbose: bool = False, *args: Any, **kwargs: Any
+        self,
+        name: str = "",
+        limit_step_per_epoch: int = -1,
+        verbose: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Takes a reader.
 
@@ -201,7 +215,8 @@ class PetastormBatchedDataLoader(PytorchDataLoader):
             name: For log lines.
             limit_step_per_epoch: As of `PytorchDataLoader`.
             verbose: As of `PytorchDataLoader`.
-            *args: Reader, size of a batch, and how many rows batches are drawn out of; 0 of them by default.
+            *args: Reader, size of a batch, and how many rows batches are drawn out of; 0 of them by
+                default.
             **kwargs: The same.
         """
         if len(args) < 3:  # noqa: PLR2004 - the third argument
@@ -250,7 +265,11 @@ def _rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iterator[Bat
         nonlocal held
         if not pool:
             return
-        whole = pool[0] if len(pool) == 1 else {name: torch.cat([one[name] for one in pool]) for name in pool[0]}
+        whole = (
+            pool[0]
+            if len(pool) == 1
+            else {name: torch.cat([one[name] for one in pool]) for name in pool[0]}
+        )
         if capacity > 0:
             order = torch.randperm(held)
             whole = {name: column[order] for name, column in whole.items()}

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from farandole.spark.job.session import Cluster
 
 LEFT_ALONE: Final = 4.0
-"""`rejoin_after` of a barrier stage: Spark gives a task two seconds to end before it ends its Python process."""
+"""`rejoin_after` of a barrier stage: Spark gives a task two seconds to end before it ends its
+Python process.
+"""
 
 _NO_SLOTS = "SPARK-24819"
 _NO_BARRIER = "SPARK-24942"
@@ -39,7 +41,8 @@ _RETRY_EVERY = 5.0
 
 
 class SparkAgents(Agents):
-    """A Spark job of `size` tasks, run by a thread that inherits its caller's job group, tags and properties.
+    """A Spark job of `size` tasks, run by a thread that inherits its caller's job group, tags and
+    properties.
 
     Attributes:
         tag: Of the job.
@@ -50,7 +53,8 @@ class SparkAgents(Agents):
         size: Number of tasks.
         output: Where news go.
         profile: What each task needs, for Spark's stage-level scheduling.
-        meeting: How tasks find a place to meet where the driver cannot be dialled; `None` where it can.
+        meeting: How tasks find a place to meet where the driver cannot be dialled; `None` where it
+            can.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class SparkAgents(Agents):
         return self._thread is not None and not self._thread.is_alive()
 
     def cancel(self) -> None:
-        """Cancels the job by its tag, and with it Spark's Python processes that ignore it for two seconds."""
+        """Cancels the job by its tag, and with it Spark's Python processes that ignore it for
+        two seconds.
+        """
         self._cancelled.set()
         self._cluster.cancel(self.tag)
 
@@ -123,7 +129,11 @@ class SparkAgents(Agents):
     def _run(self) -> None:
         try:
             self._cluster.tag(self.tag, f"farandole: {self._size} processes")
-            with self._cluster.watching(self._at_work) if self._meeting is not None else nullcontext():
+            with (
+                self._cluster.watching(self._at_work)
+                if self._meeting is not None
+                else nullcontext()
+            ):
                 rows = self._collected()
             self._endings = Ending.from_rows(
                 (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
@@ -156,7 +166,8 @@ class SparkAgents(Agents):
                 # The thread that waits for the gang watches the deadline and cancels.
                 if self._cancelled.wait(_RETRY_EVERY):
                     raise
-                # A plan keeps what became of its stages: collected again, it would fail again without a look at Spark.
+                # A plan keeps what became of its stages: collected again, it would fail again
+                # without a look at Spark.
                 rows = self._rows()
 
     @property
@@ -165,7 +176,9 @@ class SparkAgents(Agents):
 
     def _rows(self) -> DataFrame | Profiled:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)
-        rows = mapped(tasks, _agent(self._work, self._meeting), self._profile, barrier=self._is_barrier)
+        rows = mapped(
+            tasks, _agent(self._work, self._meeting), self._profile, barrier=self._is_barrier
+        )
         # Spark retries a barrier stage after it lost an executor only if the stage feeds a shuffle.
         return rows.repartition(1)
 
@@ -201,11 +214,15 @@ def tasks_of(batches: Iterable[object]) -> list[int]:
 
 
 def batch(row: Row) -> Any:
-    """Returns one row as a record batch, made of buffers: `pyarrow.array` would import pandas, which takes a second."""
+    """Returns one row as a record batch, made of buffers: `pyarrow.array` would import pandas,
+    which takes a second.
+    """
     import pyarrow  # noqa: PLC0415, ICN001 - runs in Spark's task
 
     def number(value: int) -> Any:
-        return pyarrow.Array.from_buffers(pyarrow.int32(), 1, [None, pyarrow.py_buffer(struct.pack("=i", value))])
+        return pyarrow.Array.from_buffers(
+            pyarrow.int32(), 1, [None, pyarrow.py_buffer(struct.pack("=i", value))]
+        )
 
     def octets(kind: Any, value: bytes) -> Any:
         offsets = pyarrow.py_buffer(struct.pack("=ii", 0, len(value)))
@@ -213,6 +230,11 @@ def batch(row: Row) -> Any:
 
     task, kind, chunk, data = row
     return pyarrow.RecordBatch.from_arrays(
-        [number(task), octets(pyarrow.string(), kind.encode()), number(chunk), octets(pyarrow.binary(), data)],
+        [
+            number(task),
+            octets(pyarrow.string(), kind.encode()),
+            number(chunk),
+            octets(pyarrow.binary(), data),
+        ],
         names=["task", "kind", "chunk", "data"],
     )

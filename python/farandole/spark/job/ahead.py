@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Uploads objects that are too large for a message of Spark Connect, as files of the session.
 
-Classic Spark broadcasts large closures by itself. A Connect client puts them into the plan, and a plan of more than
-128 MiB is refused. So a large object is uploaded once per session under the hash of its content, and the plan contains
-the hash. Each executor fetches the file once. Its content is unpickled, so it is used only if it has the hash that came
-with the plan.
+Classic Spark broadcasts large closures by itself. A Connect client puts them into the plan, and a
+plan of more than 128 MiB is refused. So a large object is uploaded once per session under the hash
+of its content, and the plan contains the hash. Each executor fetches the file once. Its content is
+unpickled, so it is used only if it has the hash that came with the plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Ahead:
 
         data = (Path(SparkFiles.getRootDirectory()) / self.name).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.name:
-            raise ValueError(f"Spark's file {self.name} differs from the file that the driver sent: {len(data)} bytes")
+            raise ValueError(
+                f"Spark's file {self.name} differs from the file that the driver sent: "
+                f"{len(data)} bytes"
+            )
         return data
 
 

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Executors that Spark decommissions: their workers leave first.
 
-A Python driver gets no event when an executor is decommissioned, so the driver asks the scheduler. The task finds the
-number of its executor in the command line of the executor's process, and the worker reports it.
+A Python driver gets no event when an executor is decommissioned, so the driver asks the scheduler.
+The task finds the number of its executor in the command line of the executor's process, and the
+worker reports it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ def told(work: Work) -> Work:
 
 
 def own_executor(process: int | None = None, proc: Path = Path("/proc")) -> str | None:
-    """Returns the number of the executor that is an ancestor of this process; `None` outside of one."""
+    """Returns the number of the executor that is an ancestor of this process; `None` outside of
+    one.
+    """
     process = os.getppid() if process is None else process
     for _ in range(_ANCESTORS):
         try:
-            command = (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            command = (
+                (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            )
             stat = (proc / str(process) / "stat").read_text()
         except OSError:
             return None
@@ -63,13 +68,19 @@ class Decommissions:
         self._executors[task] = where
 
     def news(self) -> list[tuple[int, str]]:
-        """Workers whose executors have begun to be decommissioned since the last call, and why they leave."""
+        """Workers whose executors have begun to be decommissioned since the last call, and why
+        they leave.
+        """
         now = time.monotonic()
         if self._scheduler is None or now < self._next:
             return []
         self._next = now + _EVERY
-        leaving = {executor for executor in set(self._executors.values()) if self._is_leaving(executor)}
-        gone = [(task, executor) for task, executor in self._executors.items() if executor in leaving]
+        leaving = {
+            executor for executor in set(self._executors.values()) if self._is_leaving(executor)
+        }
+        gone = [
+            (task, executor) for task, executor in self._executors.items() if executor in leaving
+        ]
         for task, _ in gone:
             del self._executors[task]
         return [(task, f"Spark decommissions executor {executor}") for task, executor in gone]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Starts the fork server of an executor before its first job. The Spark plugin runs this when the executor starts.
+"""Starts the fork server of an executor before its first job. The Spark plugin runs this when the
+executor starts.
 
-`python -m farandole.spark.job.early <executor's process> <directory of Spark's files>` returns when the server listens.
-Tasks look for a server of their own environment and `sys.path`, so this process must have the same. If it has not, a
-job starts another server, as without the plugin.
+`python -m farandole.spark.job.early <executor's process> <directory of Spark's files>` returns when
+the server listens. Tasks look for a server of their own environment and `sys.path`, so this process
+must have the same. If it has not, a job starts another server, as without the plugin.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 IDLE_SECONDS: Final = 600.0
-"""Seconds that the server waits for work. A job's own server waits less, because data is prepared before a fit."""
+"""Seconds that the server waits for work. A job's own server waits less, because data is
+prepared before a fit.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:

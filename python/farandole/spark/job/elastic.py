@@ -2,10 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Workers on Spark that come and go: one Spark job of one task for each, and no barrier stage.
 
-If Spark has fewer slots than the job may have workers, the Spark jobs of the other workers wait in Spark's queue, so
-dynamic allocation requests executors. A worker joins when its task gets a slot. A task that Spark starts again after it
-lost an executor ends at once, and the driver submits a new one, because every worker has its own number. The registrar
-decides which workers are in the world, and when the job is done.
+If Spark has fewer slots than the job may have workers, the Spark jobs of the other workers wait in
+Spark's queue, so dynamic allocation requests executors. A worker joins when its task gets a slot. A
+task that Spark starts again after it lost an executor ends at once, and the driver submits a new
+one, because every worker has its own number. The registrar decides which workers are in the world,
+and when the job is done.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class SparkCrew(Crew):
         tag: Of these jobs.
     """
 
-    def __init__(self, cluster: Cluster, work: Work, most: int, output: Output, profile: Any = None) -> None:
+    def __init__(
+        self, cluster: Cluster, work: Work, most: int, output: Output, profile: Any = None
+    ) -> None:
         super().__init__(most, cluster.thread)
         self._cluster = cluster
         self._work = work
@@ -54,7 +57,9 @@ class SparkCrew(Crew):
         except Exception as error:  # noqa: BLE001 - Spark's own tries are over: the next task is another worker
             told = self._cluster.explain(error)
             return told if told is not None else f"a Spark job has failed: {headline(error)}"
-        told = Ending.from_rows((row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows)
+        told = Ending.from_rows(
+            (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
+        )
         for ending in told:
             if ending.refused is not None:
                 return f"{ending.host}: {ending.refused}"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The meeting of a gang whose tasks cannot reach the driver, such as a Spark Connect client behind a firewall.
+"""The meeting of a gang whose tasks cannot reach the driver, such as a Spark Connect client behind
+a firewall.
 
-Every task tries the driver's addresses and sends the result to the others by Spark's `allGather`. The first task also
-sends a ticket of its own registrar. Unless all tasks have reached the driver, the gang meets at that registrar. If
-there is a store, events are then written to the job's directory there, in numbered files, and the driver reads them
-instead of receiving them. Without a store, the driver gets progress and output when the job is over, or not at all.
+Every task tries the driver's addresses and sends the result to the others by Spark's `allGather`.
+The first task also sends a ticket of its own registrar. Unless all tasks have reached the driver,
+the gang meets at that registrar. If there is a store, events are then written to the job's
+directory there, in numbered files, and the driver reads them instead of receiving them. Without a
+store, the driver gets progress and output when the job is over, or not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ if TYPE_CHECKING:
 _TRY: Final = 3.0
 _EVERY: Final = 0.5
 _GRACE: Final = 5.0
-_FIELDS: Final = ("kind", "task", "rank", "stream", "text", "exit_code", "signal", "stderr_tail", "dropped")
+_FIELDS: Final = (
+    "kind",
+    "task",
+    "rank",
+    "stream",
+    "text",
+    "exit_code",
+    "signal",
+    "stderr_tail",
+    "dropped",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,9 @@ class Meeting:
 
 
 class Host:
-    """The first task's part while the gang meets there: keeps the registrar, and writes its events to the store."""
+    """The first task's part while the gang meets there: keeps the registrar, and writes its
+    events to the store.
+    """
 
     def __init__(self, registrar: Registrar, meeting: Meeting) -> None:
         self._registrar = registrar
@@ -61,12 +75,15 @@ class Host:
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits until every worker has ended, or has had the time to after a verdict; then closes the registrar."""
+        """Waits until every worker has ended, or has had the time to after a verdict; then
+        closes the registrar.
+        """
         self._thread.join()
         self._registrar.close()
 
     def _keep(self) -> None:
-        # Spark may start the gang again, with another host: what that one writes down is new, and comes later.
+        # Spark may start the gang again, with another host: what that one writes down is new, and
+        # comes later.
         self._name = f"{time.time_ns():020d}"
         number, waiting, written = 0, [], time.monotonic()
         while len(self._ended) < self._meeting.size and time.monotonic() < self._over_at:
@@ -93,7 +110,9 @@ class Host:
         if lines and self._meeting.spill is not None:
             # A store that is away for a moment costs a piece of the story, not the job.
             with contextlib.suppress(OSError):
-                self._meeting.spill.write(f"events/{self._name}-{number:08d}.jsonl", "\n".join(lines).encode())
+                self._meeting.spill.write(
+                    f"events/{self._name}-{number:08d}.jsonl", "\n".join(lines).encode()
+                )
         return time.monotonic()
 
 
@@ -135,7 +154,8 @@ def settle(work: Work, meeting: Meeting, task: int, context: Any) -> tuple[Work,
         context: Spark's barrier context.
 
     Returns:
-        The work, with the ticket that leads there; in the first task also the host, where the gang meets there.
+        The work, with the ticket that leads there; in the first task also the host, where the gang
+        meets there.
     """
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
@@ -143,7 +163,12 @@ def settle(work: Work, meeting: Meeting, task: int, context: Any) -> tuple[Work,
     told = [
         json.loads(message)
         for message in context.allGather(
-            json.dumps({"reaches": _reaches(meeting.addresses), "ticket": own.ticket if own is not None else None})
+            json.dumps(
+                {
+                    "reaches": _reaches(meeting.addresses),
+                    "ticket": own.ticket if own is not None else None,
+                }
+            )
         )
     ]
     if all(one["reaches"] for one in told):

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Rows of tasks with a resource profile.
 
-From pyspark 4.0 on, `mapInArrow` takes the profile. In pyspark 3.5 only RDDs take one, so the plan becomes an RDD, and
-the profile of an RDD holds for its whole stage.
+From pyspark 4.0 on, `mapInArrow` takes the profile. In pyspark 3.5 only RDDs take one, so the plan
+becomes an RDD, and the profile of an RDD holds for its whole stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def takes_profiles() -> bool:
     return int(pyspark.__version__.partition(".")[0]) >= _IN_PLANS_SINCE
 
 
-def mapped(tasks: DataFrame, agent: Agent, profile: ResourceProfile | None, **more: Any) -> DataFrame | Profiled:
+def mapped(
+    tasks: DataFrame, agent: Agent, profile: ResourceProfile | None, **more: Any
+) -> DataFrame | Profiled:
     """Returns the rows that an agent makes in each task.
 
     Args:

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The jobs of this process on one Spark application, elastic ones too, wait for each other's slots.
 
-Spark starts a barrier stage only when it has all slots, but it checks only every few seconds and gives up after some
-time. Tasks of a gang without a barrier would hold some slots while another gang holds the rest.
+Spark starts a barrier stage only when it has all slots, but it checks only every few seconds and
+gives up after some time. Tasks of a gang without a barrier would hold some slots while another gang
+holds the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def queue(cluster: Cluster) -> Slots:
 
 def _total(cluster: Cluster) -> Callable[[], int]:
     if cluster.context is None:
-        return functools.cache(cluster.default_parallelism)  # a Connect client sees no more, and by a job each time
+        # a Connect client sees no more, and by a job each time
+        return functools.cache(cluster.default_parallelism)
     if cluster.is_dynamic:
         return functools.cache(lambda: cluster.most_slots() or 1 << 31)
     return lambda: cluster.slots() or cluster.default_parallelism()

@@ -52,7 +52,8 @@ class Word:
         executor, reason = one.get("executor", ""), one.get("reason", "")
         match one["kind"]:
             case "started" if one["tag"] == self._tag:
-                # Ranks are in the first stage. The next one collects their rows by a task that may be elsewhere.
+                # Ranks are in the first stage. The next one collects their rows by a task that may
+                # be elsewhere.
                 if self._stage is None:
                     self._stage = one.get("stage", "")
                 if one.get("stage", "") == self._stage:
@@ -74,8 +75,8 @@ class Word:
     def explain(self, error: FarandoleJobError) -> None:
         """Adds to a worker's death why Spark has removed its executor, if it has.
 
-        An exception of the worker's own needs no other reason. If Spark has ended the job and no rank is known, the
-        removal of an executor still becomes an event.
+        An exception of the worker's own needs no other reason. If Spark has ended the job and no
+        rank is known, the removal of an executor still becomes an event.
 
         Args:
             error: Of the job.

@@ -55,7 +55,8 @@ class Cluster:
             from pyspark.sql import SparkSession  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
         except ImportError as error:
             raise ModuleNotFoundError(
-                "pyspark is not installed; install it with: pip install 'farandole[spark]'", name="pyspark"
+                "pyspark is not installed; install it with: pip install 'farandole[spark]'",
+                name="pyspark",
             ) from error
         # Connect first: pyspark's classic module handles it only if it was configured to be remote.
         session = _connected() or SparkSession.getActiveSession() or _of_context()
@@ -70,8 +71,11 @@ class Cluster:
             return int(self.context.defaultParallelism)
         from pyspark.sql import functions  # noqa: PLC0415 - as above
 
-        # A range that is given no number of slices takes the default; that is what a Connect client can see.
-        partitions = self.session.range(0, 1 << 20).select(functions.spark_partition_id().alias("partition"))
+        # A range that is given no number of slices takes the default; that is what a Connect client
+        # can see.
+        partitions = self.session.range(0, 1 << 20).select(
+            functions.spark_partition_id().alias("partition")
+        )
         return int(partitions.distinct().count())
 
     @property
@@ -85,7 +89,9 @@ class Cluster:
         return self.master == "local" or self.master.startswith("local[")
 
     def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Returns a thread for a Spark job: it inherits its maker's job group, tags and properties."""
+        """Returns a thread for a Spark job: it inherits its maker's job group, tags and
+        properties.
+        """
         from pyspark import InheritableThread  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
 
         # pyspark 3.5 knows no sessions there, and a Connect client of it has nothing to inherit.
@@ -98,14 +104,17 @@ class Cluster:
         if self.context is None:
             self.session.addTag(tag)
             return
-        # `SparkSession.addTag` reaches no job of a classic session that collects rows: the context's tags do.
+        # `SparkSession.addTag` reaches no job of a classic session that collects rows: the
+        # context's tags do.
         self.context.addJobTag(tag)
         self.context.setInterruptOnCancel(True)
         self.context.setLocalProperty("spark.job.description", description)
 
     @contextlib.contextmanager
     def watching(self, at_work: Callable[[], None]) -> Iterator[None]:
-        """Calls back when a job of this Connect session has tasks that run; at once where pyspark cannot tell."""
+        """Calls back when a job of this Connect session has tasks that run; at once where
+        pyspark cannot tell.
+        """
         register = getattr(self.session, "registerProgressHandler", None)
         if self.context is not None or register is None:
             at_work()
@@ -123,7 +132,9 @@ class Cluster:
             self.session.removeProgressHandler(handler)  # pyright: ignore[reportArgumentType]
 
     def cancel(self, tag: str) -> None:
-        """Cancels the jobs of a tag, and with them Spark's Python processes that ignore it for two seconds."""
+        """Cancels the jobs of a tag, and with them Spark's Python processes that ignore it for
+        two seconds.
+        """
         if self.context is not None:
             self.context.cancelJobsWithTag(tag)
         else:
@@ -132,8 +143,8 @@ class Cluster:
     def collect(self, frame: DataFrame, description: str) -> list[Row]:
         """Returns the rows of a frame; whatever interrupts this thread cancels the job.
 
-        The job runs on a thread of its own: an interrupt that meets py4j in the middle of an answer breaks the
-        connection, and the job would continue.
+        The job runs on a thread of its own: an interrupt that meets py4j in the middle of an answer
+        breaks the connection, and the job would continue.
         """
         tag, rows, errors = f"farandole-{uuid.uuid4().hex[:12]}", [], []
 
@@ -160,60 +171,76 @@ class Cluster:
         return rows
 
     def has_ended_tasks(self, tag: str) -> bool:
-        """Returns whether a task of the tag's running jobs has ended; `False` if that is unknown."""
+        """Returns whether a task of the tag's running jobs has ended; `False` if that is
+        unknown.
+        """
         if self.context is None:
             return False
         try:
             tracker = self.context._jsc.statusTracker()  # noqa: SLF001 - pyspark's own does not know tags
             jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(tag)]
-            stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds()]
+            stages = [
+                tracker.getStageInfo(stage)
+                for job in jobs
+                if job is not None
+                for stage in job.stageIds()
+            ]
             return any(stage is not None and stage.numCompletedTasks() > 0 for stage in stages)
         except Exception:  # noqa: BLE001 - a JVM that does not show it
             return False
 
     def slots(self) -> int | None:
-        """Tasks that this application could run at once if it ran nothing else; `None` if unknown."""
+        """Tasks that this application could run at once if it ran nothing else; `None` if
+        unknown.
+        """
         if self.context is None:
             return None
         try:
             scala = self.context._jsc.sc()  # noqa: SLF001 - the number that Spark's own barrier check uses
-            return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+            return int(
+                scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile())
+            )
         except Exception:  # noqa: BLE001 - a JVM that does not show it
             return int(self.context.defaultParallelism) if self.is_local else None
 
     @property
     def is_dynamic(self) -> bool:
         """Whether dynamic allocation is on. Spark then runs no barrier stage."""
-        return not self.is_local and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
+        return (
+            not self.is_local
+            and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
+        )
 
     def check(self, size: int) -> None:
         """Refuses settings that cannot work, before the job starts.
 
         Raises:
-            ValueError: More tasks than there can be slots, or speculation in a gang without a barrier.
+            ValueError: More tasks than there can be slots, or speculation in a gang without a
+                barrier.
         """
         if self.is_dynamic:
             self._check_dynamic(size)
         slots = self.slots() if self.is_local else None
         if slots is not None and slots < size:
             raise ValueError(
-                f"num_proc={size} needs {size} task slots at the same time, but this Spark application has {slots} "
-                f"(master {self.master}, spark.task.cpus={self.conf('spark.task.cpus', '1')}): "
-                f"start Spark with master local[{size}], or use num_proc={slots}"
+                f"num_proc={size} needs {size} task slots at the same time, but this Spark "
+                f"application has {slots} (master {self.master}, "
+                f"spark.task.cpus={self.conf('spark.task.cpus', '1')}): start Spark with master "
+                f"local[{size}], or use num_proc={slots}"
             )
 
     def _check_dynamic(self, size: int) -> None:
         if self.conf("spark.speculation", "false").lower() == "true":
             raise ValueError(
-                "spark.speculation starts slow tasks twice, with dynamic allocation also the processes of a job, which "
-                "wait for each other: set spark.speculation=false"
+                "spark.speculation starts slow tasks twice, with dynamic allocation also the "
+                "processes of a job, which wait for each other: set spark.speculation=false"
             )
         most = self.most_slots()
         if most is not None and most < size:
             settings = ", ".join(f"{key}={self.conf(key, default)}" for key, default in _SIZES)
             raise ValueError(
-                f"num_proc={size} needs {size} task slots at the same time, but dynamic allocation gives at most "
-                f"{most}: {settings}"
+                f"num_proc={size} needs {size} task slots at the same time, but dynamic "
+                f"allocation gives at most {most}: {settings}"
             )
 
     def most_slots(self) -> int | None:
@@ -228,7 +255,8 @@ class Cluster:
         """Refuses resource profiles where pyspark has no way to them.
 
         Raises:
-            ValueError: A Connect client of pyspark 3.5, which has neither plans nor RDDs that take one.
+            ValueError: A Connect client of pyspark 3.5, which has neither plans nor RDDs that take
+                one.
         """
         if self.context is None and not takes_profiles():
             raise ValueError("with Spark Connect, resource_profile needs pyspark 4.0 or newer")
@@ -246,37 +274,54 @@ class Cluster:
         for module in ("pyarrow", "farandole", "cloudpickle", "pandas"):
             if f"No module named '{module}'" in text:
                 return (
-                    f"the Python of Spark's tasks has no module {module!r}: {self._interpreter()}. "
-                    f"Set PYSPARK_PYTHON (or spark.pyspark.python) to an interpreter that has it, or install it "
+                    f"the Python of Spark's tasks has no module {module!r}: "
+                    f"{self._interpreter()}. Set PYSPARK_PYTHON (or spark.pyspark.python) to an "
+                    "interpreter that has it, or install it "
                     "there with: pip install 'farandole[spark]'"
                 )
         if "PYTHON_VERSION_MISMATCH" in text:
             return (
-                f"the Python of Spark's tasks has another version than the driver's {sys.version.split()[0]}: "
-                f"{self._interpreter()}. Set PYSPARK_PYTHON (or spark.pyspark.python) to an interpreter of that version"
+                "the Python of Spark's tasks has another version than the driver's "
+                f"{sys.version.split()[0]}: {self._interpreter()}. Set PYSPARK_PYTHON (or "
+                "spark.pyspark.python) to an interpreter of that version"
             )
         if "spark.driver.maxResultSize" in text:
             return (
-                f"{headline(error, 1)}: with store=..., which all executors and the driver reach, results of more than "
+                f"{headline(error, 1)}: with store=..., which all executors and the driver reach, "
+                "results of more than "
                 "16 MiB travel by that store"
             )
         if any(
-            mark in text for mark in ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED", "cancelled part of", "cancelled as")
+            mark in text
+            for mark in (
+                "SPARK_JOB_CANCELLED",
+                "OPERATION_CANCELED",
+                "cancelled part of",
+                "cancelled as",
+            )
         ):
             return f"the Spark job was cancelled: {headline(error)}"
         return None
 
     def _interpreter(self) -> str:
-        named = getattr(self.context, "pythonExec", None) or os.environ.get("PYSPARK_PYTHON", "python3")
+        named = getattr(self.context, "pythonExec", None) or os.environ.get(
+            "PYSPARK_PYTHON", "python3"
+        )
         found = shutil.which(named) if self.is_local else None
         is_other = found is not None and os.path.realpath(found) != os.path.realpath(sys.executable)
-        return f"tasks run {found or named!r}" + (f", this driver runs {sys.executable!r}" if is_other else "")
+        return f"tasks run {found or named!r}" + (
+            f", this driver runs {sys.executable!r}" if is_other else ""
+        )
 
 
 def headline(error: BaseException, limit: int = 20) -> str:
     """Returns Spark's message without the JVM's stack."""
     text = str(error).partition("JVM stacktrace:")[0].partition("Driver stacktrace:")[0]
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(("\tat ", "An error occurred"))]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.strip() and not line.startswith(("\tat ", "An error occurred"))
+    ]
     return "\n".join(lines[:limit]).removeprefix(": ")
 
 
@@ -286,8 +331,14 @@ def _connected() -> SparkSession | None:
 
 
 def _of_context() -> SparkSession | None:
-    """Returns a session for the context that exists, as in a thread that has made no session its own."""
+    """Returns a session for the context that exists, as in a thread that has made no session its
+    own.
+    """
     from pyspark import SparkContext  # noqa: PLC0415 - as in `active`
     from pyspark.sql import SparkSession  # noqa: PLC0415 - as in `active`
 
-    return SparkSession.builder.getOrCreate() if SparkContext._active_spark_context is not None else None  # noqa: SLF001
+    return (
+        SparkSession.builder.getOrCreate()
+        if SparkContext._active_spark_context is not None  # noqa: SLF001
+        else None
+    )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Sends objects that are too large for Spark's closures and rows through a store, by the hash of their content.
+"""Sends objects that are too large for Spark's closures and rows through a store, by the hash of
+their content.
 
-A job has its own directory there, which is removed with the job. Its files are unpickled, so a file is used only if it
-has the hash that came through Spark, like the closures and rows of the job.
+A job has its own directory there, which is removed with the job. Its files are unpickled, so a file
+is used only if it has the hash that came through Spark, like the closures and rows of the job.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Spill:
         data = self._store().read(stored.name)
         if hashlib.sha256(data).hexdigest() != stored.name:
             raise ValueError(
-                f"{self.url}/{stored.name} differs from the file that the job wrote: {len(data)} of {stored.size} bytes"
+                f"{self.url}/{stored.name} differs from the file that the job wrote: {len(data)} "
+                f"of {stored.size} bytes"
             )
         return data
 
@@ -105,7 +107,9 @@ class Spill:
         return self._store().read(name)
 
     def names(self, folder: str) -> list[str]:
-        """Returns the files of a folder of the job's directory, sorted; none where there is no such folder."""
+        """Returns the files of a folder of the job's directory, sorted; none where there is no
+        such folder.
+        """
         store = self._store()
         return [name for name, _ in store.list(folder)] if store.exists(folder) else []
 
@@ -117,7 +121,9 @@ class Spill:
             mark.release()
 
     def carried(self, packed: bytes) -> bytes:
-        """Returns a pickled `(fn, args, kwargs)`. It travels by the store if it is large, and so does its result."""
+        """Returns a pickled `(fn, args, kwargs)`. It travels by the store if it is large, and so
+        does its result.
+        """
         if len(packed) <= LIMIT:
             return pickling.dumps((call, (self, packed), {}))
         return pickling.dumps((call_stored, (self, self.put(packed)), {}))
@@ -143,7 +149,8 @@ def sweep(runs_path: str) -> None:
     from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
 
     runs = NativeStore(runs_path)
-    with contextlib.suppress(OSError):  # a store that cannot be tidied is told of by the job that writes there
+    # a store that cannot be tidied is told of by the job that writes there
+    with contextlib.suppress(OSError):
         for name, _, _, is_directory in runs.look(""):
             if is_directory and name.startswith(_PREFIX) and _is_left(runs, name):
                 runs.delete_all(name)

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Keras on Spark: `KerasEstimator` fits a DataFrame, `KerasModel` transforms one.
 
-Keras 3 on TensorFlow, torch or JAX, as `KERAS_BACKEND` says on the driver. Names are loaded when first used, so
-that a training process chooses its devices before Keras is imported, and never imports pyspark.
+Keras 3 on TensorFlow, torch or JAX, as `KERAS_BACKEND` says on the driver. Names are loaded when
+first used, so that a training process chooses its devices before Keras is imported, and never
+imports pyspark.
 """
 
 from importlib import import_module
@@ -11,7 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if find_spec("keras") is None:
-    raise ImportError("farandole.spark.keras needs Keras: pip install farandole[tensorflow,spark]", name="keras")
+    raise ImportError(
+        "farandole.spark.keras needs Keras: pip install farandole[tensorflow,spark]", name="keras"
+    )
 
 if TYPE_CHECKING:
     from farandole.spark.keras.estimator import KerasEstimator
@@ -27,5 +30,7 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("pyspark") is None:
-        raise ImportError(f"{name} needs pyspark: pip install farandole[tensorflow,spark]", name="pyspark")
+        raise ImportError(
+            f"{name} needs pyspark: pip install farandole[tensorflow,spark]", name="pyspark"
+        )
     return getattr(import_module(f"{__name__}.{home}"), name)

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Converts columns to the inputs of a model, in training and in `transform`.
 
-An input whose shape and type the model states gets them; else a vector or list column of `n` elements is `(rows, n)`,
-a scalar column `(rows, 1)`, integers stay integers and the rest is float32. Columns listed together become one array,
-side by side. A model with several inputs gets a tuple, or a dict where it takes one.
+An input whose shape and type the model states gets them; else a vector or list column of `n`
+elements is `(rows, n)`, a scalar column `(rows, 1)`, integers stay integers and the rest is
+float32. Columns listed together become one array, side by side. A model with several inputs gets a
+tuple, or a dict where it takes one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
-def inputs_of(model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str, Column]) -> tuple[Any, Any]:
+def inputs_of(
+    model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str, Column]
+) -> tuple[Any, Any]:
     """Returns the input of each group of feature columns.
 
     Args:
@@ -53,24 +56,37 @@ def inputs_of(model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str,
     if len(stated) != len(groups):
         hint = ""
         if len(stated) == 1 and len(groups) > 1:
-            hint = f'; to put columns side by side, list them together: feature_cols=[["{groups[0][0]}", ...]]'
-        raise ValueError(f"Feature column count {len(groups)} must equal model inputs count {len(stated)}{hint}")
+            hint = (
+                "; to put columns side by side, list them together: "
+                f'feature_cols=[["{groups[0][0]}", ...]]'
+            )
+        raise ValueError(
+            f"Feature column count {len(groups)} must equal model inputs count {len(stated)}{hint}"
+        )
     names = input_keys(model, groups)
     if names is not None:
         order = sorted(names)  # as Keras has them
         stated = [stated[order.index(name)] for name in names]
     made = []
     for index, (group, size, one) in enumerate(zip(groups, sizes, stated, strict=True)):
-        made.append(Input(tuple(group), _stated(str(one.dtype)), (-1, *_fitted(group, size, one.shape[1:], index))))
+        made.append(
+            Input(
+                tuple(group),
+                _stated(str(one.dtype)),
+                (-1, *_fitted(group, size, one.shape[1:], index)),
+            )
+        )
     return tuple(made), names
 
 
 def input_keys(model: Any, groups: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
-    """Returns the names of a model's inputs, in the order of the feature columns, for a model that takes a dict.
+    """Returns the names of a model's inputs, in the order of the feature columns, for a model that
+    takes a dict.
 
     Args:
         model: of Keras.
-        groups: the columns of each input; if each is one column with the name of an input, they are assigned by name.
+        groups: the columns of each input; if each is one column with the name of an input, they are
+            assigned by name.
     """
     keys = getattr(model, "_inputs_struct", None)
     if not isinstance(keys, dict):
@@ -91,18 +107,22 @@ def check_padded(ragged: Mapping[str, Any]) -> None:
     """
     for name, one in ragged.items():
         if is_nested(one):
-            raise ValueError(f"Keras takes no nested tensors: use Pad instead of Nested for column {name!r}")
+            raise ValueError(
+                f"Keras takes no nested tensors: use Pad instead of Nested for column {name!r}"
+            )
 
 
-def _fitted(group: Sequence[str], size: int, shape: Sequence[int | None], index: int) -> tuple[int, ...]:
+def _fitted(
+    group: Sequence[str], size: int, shape: Sequence[int | None], index: int
+) -> tuple[int, ...]:
     lengths = [-1 if length is None else int(length) for length in shape]
     known = math.prod(length for length in lengths if length != -1)
     fits = known == size if -1 not in lengths else known > 0 and size % known == 0
     if not fits or lengths.count(-1) > 1:
         named = repr(group[0]) if len(group) == 1 else f"[{', '.join(group)}]"
         raise ValueError(
-            f"Feature column {named} with size {size} must equal that of the model input at index {index}, whose shape "
-            f"is {tuple(shape)}"
+            f"Feature column {named} with size {size} must equal that of the model input at index "
+            f"{index}, whose shape is {tuple(shape)}"
         )
     return tuple(row_shape(lengths, size)) if lengths[:1] != [-1] else (size // known, *lengths[1:])
 
@@ -115,7 +135,9 @@ def _stated(dtype: str) -> str:
     return dtype if dtype in (*_INTEGERS, "bool", "float64") else "float32"
 
 
-def reader_casts(shape: Shape, labels: Sequence[Label], weight: str | None) -> dict[str, str | None]:
+def reader_casts(
+    shape: Shape, labels: Sequence[Label], weight: str | None
+) -> dict[str, str | None]:
     """Returns the columns to read, with the types that the reader can cast them to.
 
     Args:
@@ -125,7 +147,9 @@ def reader_casts(shape: Shape, labels: Sequence[Label], weight: str | None) -> d
     """
     casts: dict[str, str | None] = {}
     for one in shape.inputs:
-        casts |= dict.fromkeys(one.columns, one.dtype if one.dtype in ("float32", "float64", "int64") else None)
+        casts |= dict.fromkeys(
+            one.columns, one.dtype if one.dtype in ("float32", "float64", "int64") else None
+        )
     casts |= {one.column.name: one.dtype for one in labels}
     return casts | ({} if weight is None else {weight: "float32"})
 
@@ -154,7 +178,9 @@ def input_arrays(shape: Shape, columns: Mapping[str, Array], rows: int) -> list[
         if len(one.columns) == 1:
             values = columns[one.columns[0]]
         else:
-            values = np.concatenate([columns[name].reshape(rows, -1) for name in one.columns], axis=1)
+            values = np.concatenate(
+                [columns[name].reshape(rows, -1) for name in one.columns], axis=1
+            )
         made.append(values.astype(one.dtype, copy=False).reshape(rows, *one.shape[1:]))
     return made
 
@@ -171,7 +197,9 @@ def argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
     return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 
-def model_labels(shape: Shape, labels: Sequence[Label], columns: Mapping[str, Array], rows: int) -> Any:
+def model_labels(
+    shape: Shape, labels: Sequence[Label], columns: Mapping[str, Array], rows: int
+) -> Any:
     """Returns the labels with which the model's outputs are compared.
 
     Args:
@@ -180,7 +208,10 @@ def model_labels(shape: Shape, labels: Sequence[Label], columns: Mapping[str, Ar
         columns: arrays by name, rows first.
         rows: in each.
     """
-    made = [columns[one.column.name].astype(one.dtype, copy=False).reshape(rows, *one.shape[1:]) for one in labels]
+    made = [
+        columns[one.column.name].astype(one.dtype, copy=False).reshape(rows, *one.shape[1:])
+        for one in labels
+    ]
     return argument(made, shape.output_keys)
 
 
@@ -198,11 +229,13 @@ def zeros(shape: Shape, labels: Sequence[Label], rows: int) -> tuple[Any, Any]:
 
 
 def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
-    """Returns the names of a model's outputs in the order of the labels, for a model that returns a dict.
+    """Returns the names of a model's outputs in the order of the labels, for a model that returns a
+    dict.
 
     Args:
         value: what it returned.
-        labels: the label columns; outputs of their names are theirs, else they go by the dict's order.
+        labels: the label columns; outputs of their names are theirs, else they go by the dict's
+            order.
     """
     if not isinstance(value, dict):
         return None

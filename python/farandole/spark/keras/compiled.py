@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The model that a run trains: a copy of the user's model, compiled with the parameters of the estimator.
+"""The model that a run trains: a copy of the user's model, compiled with the parameters of the
+estimator.
 
-Parameters that the estimator lacks come from the compiled model, whose optimizer then keeps its state. The user's own
-model is built if necessary, and otherwise not changed.
+Parameters that the estimator lacks come from the compiled model, whose optimizer then keeps its
+state. The user's own model is built if necessary, and otherwise not changed.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 
 
 _FORMS = {
-    "probabilities": {"binary_crossentropy", "categorical_crossentropy", "sparse_categorical_crossentropy"},
+    "probabilities": {
+        "binary_crossentropy",
+        "categorical_crossentropy",
+        "sparse_categorical_crossentropy",
+    },
     "values": {"mean_squared_error", "mean_absolute_error", "huber", "log_cosh", "poisson"},
 }
 
 
 def form_of(loss: Any) -> str | None:
-    """Returns the form of a model's output that a loss of Keras takes, see `farandole.spark.common.model.classes`.
+    """Returns the form of a model's output that a loss of Keras takes, see
+    `farandole.spark.common.model.classes`.
 
     Args:
         loss: a loss, its name, or a list of one; of one's own it tells nothing.
@@ -67,7 +73,11 @@ def form_of(loss: Any) -> str | None:
         return None
     name = getattr(getattr(made, "fn", made), "__name__", type(made).__name__)
     form = next((form for form, names in _FORMS.items() if name in names), None)
-    return "logits" if form == "probabilities" and getattr(made, "_fn_kwargs", {}).get("from_logits") else form
+    return (
+        "logits"
+        if form == "probabilities" and getattr(made, "_fn_kwargs", {}).get("from_logits")
+        else form
+    )
 
 
 def has_own_step(model: Any) -> bool:
@@ -94,7 +104,11 @@ def build(model: Any, shape: Shape) -> None:
 
 
 def compiled_copy(
-    model: Any, optimizer: Any, given: Mapping[str, Any], custom: Mapping[str, Any], backward_passes: int
+    model: Any,
+    optimizer: Any,
+    given: Mapping[str, Any],
+    custom: Mapping[str, Any],
+    backward_passes: int,
 ) -> Compiled:
     """Copies and compiles.
 
@@ -110,8 +124,8 @@ def compiled_copy(
     """
     if type(model).compile is not keras.Model.compile and not _restores_itself(model):
         raise ValueError(
-            f"{type(model).__name__} overrides compile(): it must override get_compile_config() and "
-            f"compile_from_config(), too, so that training processes can compile it"
+            f"{type(model).__name__} overrides compile(): it must override get_compile_config() "
+            "and compile_from_config(), too, so that training processes can compile it"
         )
     found = custom_objects(model, custom, optimizer, *given.values())
     copy = _copied(model, found)
@@ -151,7 +165,8 @@ def try_out(
     label_shapes: Sequence[Sequence[int]] | None,
     weighted: bool,
 ) -> tuple[Shape, tuple[Label, ...], list[tuple[int, ...]]]:
-    """Calls model, losses and metrics once, on two rows of zeros, so that misfits show before workers start.
+    """Calls model, losses and metrics once, on two rows of zeros, so that misfits show before
+    workers start.
 
     Args:
         compiled: the copy.
@@ -174,8 +189,8 @@ def try_out(
     for name, output in zip(names, outputs, strict=True):
         if output[:1] != (2,):
             raise ValueError(
-                f"the model must return one row per row of its input: for 2 rows, its output for column {name!r} has "
-                f"shape {output}"
+                "the model must return one row per row of its input: for 2 rows, its output for "
+                f"column {name!r} has shape {output}"
             )
     rows = [output[1:] for output in outputs]
     labels = tuple(
@@ -188,20 +203,31 @@ def try_out(
     return whole, labels, rows
 
 
-def _try_losses(model: Any, shape: Shape, labels: Sequence[Label], value: Any, weighted: bool) -> None:
-    x, y = (keras.tree.map_structure(keras.ops.convert_to_tensor, one) for one in zeros(shape, labels, 2))
+def _try_losses(
+    model: Any, shape: Shape, labels: Sequence[Label], value: Any, weighted: bool
+) -> None:
+    x, y = (
+        keras.tree.map_structure(keras.ops.convert_to_tensor, one)
+        for one in zeros(shape, labels, 2)
+    )
     weights = keras.ops.ones((2,)) if weighted else None
     try:
         loss = model.compute_loss(x=x, y=y, y_pred=value, sample_weight=weights)
         model.compute_metrics(x, y, value, weights)
     except Exception as error:
-        told = ", ".join(f"{one.column.name} {one.dtype} (2, {', '.join(map(str, one.shape[1:]))})" for one in labels)
+        told = ", ".join(
+            f"{one.column.name} {one.dtype} (2, {', '.join(map(str, one.shape[1:]))})"
+            for one in labels
+        )
         raise ValueError(
-            f"the loss or a metric does not take the model's output and the labels ({told}): {error}"
+            f"the loss or a metric does not take the model's output and the labels ({told}): "
+            f"{error}"
         ) from error
     model.reset_metrics()
     if tuple(loss.shape):
-        raise ValueError(f"the loss must be one number, a mean over rows: its shape is {tuple(loss.shape)}")
+        raise ValueError(
+            f"the loss must be one number, a mean over rows: its shape is {tuple(loss.shape)}"
+        )
 
 
 def _call(model: Any, shape: Shape) -> Any:
@@ -216,7 +242,9 @@ def _copied(model: Any, found: Mapping[str, Any]) -> Any:
     try:
         packed = payload.pack(model)
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(f"Keras cannot save the model {model.name!r}, so no process can get it: {error}") from error
+        raise ValueError(
+            f"Keras cannot save the model {model.name!r}, so no process can get it: {error}"
+        ) from error
     return _loaded(packed, found)
 
 
@@ -225,7 +253,8 @@ def _loaded(packed: bytes, found: Mapping[str, Any]) -> Any:
         return payload.unpack(packed, found, safe_mode=False)  # made here, of the user's own model
     except (TypeError, ValueError) as error:
         raise ValueError(
-            "the saved model cannot be loaded; classes and functions that Keras does not know by name go into "
+            "the saved model cannot be loaded; classes and functions that Keras does not know by "
+            "name go into "
             f"custom_objects: {error}"
         ) from error
 
@@ -235,14 +264,17 @@ def _restores_itself(model: Any) -> bool:
 
 
 def _fresh(optimizer: Any, found: Mapping[str, Any], backward_passes: int) -> Any:
-    """Returns the optimizer of a name or configuration, without the state and variables of any model."""
+    """Returns the optimizer of a name or configuration, without the state and variables of any
+    model.
+    """
     known = keras.optimizers.get(optimizer)
     config: Any = keras.optimizers.serialize(known)
     if backward_passes > 1:
         inner = config["config"].get("inner_optimizer", config)
         if inner["config"].get("gradient_accumulation_steps"):
             raise ValueError(
-                "give either backward_passes_per_step or an optimizer's gradient_accumulation_steps, not both"
+                "give either backward_passes_per_step or an optimizer's "
+                "gradient_accumulation_steps, not both"
             )
         inner["config"]["gradient_accumulation_steps"] = backward_passes
     return keras.optimizers.deserialize(config, custom_objects=dict(found))

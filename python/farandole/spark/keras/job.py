@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The description of a job for a training process: plain values, a Keras file, and one pickle of the user's objects."""
+"""The description of a job for a training process: plain values, a Keras file, and one pickle of
+the user's objects.
+"""
 
 from __future__ import annotations
 

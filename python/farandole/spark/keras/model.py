@@ -43,29 +43,37 @@ _PLAIN = {"bfloat16": "float16"}
 class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     """Adds predictions to DataFrames, by Arrow batches on the executors.
 
-    Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction of several elements,
-    or for a vector label, is a dense vector; one element takes the label's type. Columns become arrays as they did in
-    `fit`. Executors predict on CPUs, with the Keras backend of the driver.
+    Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction
+    of several elements, or for a vector label, is a dense vector; one element takes the label's
+    type. Columns become arrays as they did in `fit`. Executors predict on CPUs, with the Keras
+    backend of the driver.
 
-    Saved by `model.write().overwrite().save(path)` and loaded by `KerasModel.load(path)`, on any file system Spark
-    reaches. The model is a `.keras` file, which Keras loads without running code of it. Classes and functions of yours
-    are a pickle beside it, and loading that runs code: load only what you trust, or pass them yourself to
+    Saved by `model.write().overwrite().save(path)` and loaded by `KerasModel.load(path)`, on any
+    file system Spark reaches. The model is a `.keras` file, which Keras loads without running code
+    of it. Classes and functions of yours are a pickle beside it, and loading that runs code: load
+    only what you trust, or pass them yourself to
     `KerasModel.read().custom_objects({...}).load(path)`, which runs none.
     """
 
-    _UNUSED = ("_metadata", "_floatx")  # Horovod's description of columns, and Keras's type of floats
+    # Horovod's description of columns, and Keras's type of floats
+    _UNUSED = ("_metadata", "_floatx")
 
     history: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
-        "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns them.",
+        "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns "
+        "them.",
         check.anything,
         default=None,
     )
     model: Parameter[keras.Model] = Parameter("The trained model.", check.anything, default=None)
     custom_objects: Parameter[Mapping[str, Any]] = Parameter(
-        "Classes and functions by name that loading the model needs.", check.made_by(dict), default={}
+        "Classes and functions by name that loading the model needs.",
+        check.made_by(dict),
+        default={},
     )
     outputs: Parameter[Sequence[Output]] = Parameter(
-        "Description of the outputs; determined if omitted.", check.made_by(outputs_param), default=None
+        "Description of the outputs; determined if omitted.",
+        check.made_by(outputs_param),
+        default=None,
     )
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")
@@ -73,7 +81,9 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     _framework = "Keras"
 
     def history_frame(self) -> pd.DataFrame:
-        """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_`."""
+        """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the
+        same with `val_`.
+        """
         import pandas as pd
 
         history = self.getHistory() or {}
@@ -90,7 +100,9 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
     @classmethod
     def read(cls) -> KerasModelReader:
-        """Returns the reader; `read().custom_objects({...}).load(path)` runs none of the saved code."""
+        """Returns the reader; `read().custom_objects({...}).load(path)` runs none of the saved
+        code.
+        """
         from farandole.spark.keras.saving.persistence import KerasModelReader
 
         return KerasModelReader(cls)
@@ -105,13 +117,14 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     ) -> None:
         """Writes the model as an ONNX file, which runs without Keras and without Farandole.
 
-        torch's exporter writes it, in a process that loads the model on Keras's torch backend. The number of rows stays
-        open. Inputs are named after their columns (`a_b` for columns that are one array), outputs after those of
-        `transform`. ONNX Runtime then predicts some rows, and the file is kept only if it predicts what the model
-        predicts on its own backend.
+        torch's exporter writes it, in a process that loads the model on Keras's torch backend. The
+        number of rows stays open. Inputs are named after their columns (`a_b` for columns that are
+        one array), outputs after those of `transform`. ONNX Runtime then predicts some rows, and
+        the file is kept only if it predicts what the model predicts on its own backend.
 
         Args:
-            path: of the file, on this host; a model above 1 GiB has its weights in a second file beside it.
+            path: of the file, on this host; a model above 1 GiB has its weights in a second file
+                beside it.
             rows: rows to check with; default: made-up ones.
             opset: version of ONNX's operators; default: the exporter's.
             tolerance: most absolute and most relative difference of an output.
@@ -127,7 +140,9 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         known = exportable(self, self.getOutputCols(), extras="torch,onnx", more=("torch",))
         model, labels, backend = self.getModel(), self.getLabelColumns(), keras.backend.backend()
         keys = input_keys(model, self._inputs())
-        arrays = None if rows is None else self._predictor(rows).inputs(some_rows(self, rows), model)
+        arrays = (
+            None if rows is None else self._predictor(rows).inputs(some_rows(self, rows), model)
+        )
         export(
             model,
             custom_objects(model, self.getCustomObjects()),
@@ -187,7 +202,8 @@ def layers(model: Any) -> list[Layer]:
     for name, one in _flat(model, ""):
         add(name, type(one).__name__, _form(one), one.weights)
     if any(id(weight) not in seen for weight in model.weights):
-        add(model.name, type(model).__name__, "", model.weights)  # weights of models, and not of their layers
+        # weights of models, and not of their layers
+        add(model.name, type(model).__name__, "", model.weights)
     return made
 
 
@@ -208,4 +224,8 @@ def _width(dtype: str) -> int:
 def _form(layer: Any) -> str:
     """Returns the shape of a layer's output, where Keras knows it."""
     shape = getattr(getattr(layer, "output", None), "shape", None) if layer.built else None
-    return "" if shape is None else f"[{', '.join('rows' if at == 0 else str(size) for at, size in enumerate(shape))}]"
+    return (
+        ""
+        if shape is None
+        else f"[{', '.join('rows' if at == 0 else str(size) for at, size in enumerate(shape))}]"
+    )

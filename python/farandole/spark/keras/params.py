@@ -21,8 +21,14 @@ _ENVIRONMENT = {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}
 
 
 def _loss(name: str, value: Any) -> Any:
-    """Returns a Keras loss: its name, an object, a function, or a list or dict of them, one per output."""
-    parts = value.values() if isinstance(value, dict) else (value if isinstance(value, list | tuple) else [value])
+    """Returns a Keras loss: its name, an object, a function, or a list or dict of them, one per
+    output.
+    """
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else (value if isinstance(value, list | tuple) else [value])
+    )
     for one in parts:
         if one is not None and not isinstance(one, str) and not callable(one):
             raise TypeError(f"{name} must be a Keras loss, or a list or dict of them: {one!r}")
@@ -45,7 +51,9 @@ def _objects(name: str, value: Any) -> dict[str, Any]:
 
 def _environment(name: str, value: Any) -> dict[str, str]:
     """Variables by name."""
-    if not isinstance(value, dict) or not all(isinstance(one, str) for pair in value.items() for one in pair):
+    if not isinstance(value, dict) or not all(
+        isinstance(one, str) for pair in value.items() for one in pair
+    ):
         raise TypeError(f"{name} must be a dict of strings: {value!r}")
     return dict(value)
 
@@ -60,23 +68,30 @@ def _checkpoint(name: str, value: Any) -> Any:
 
 
 def _compression(name: str, value: Any) -> Any:
-    """Returns one of `Compression`: Keras passes gradients one by one, so a compressor of whole steps cannot work."""
+    """Returns one of `Compression`: Keras passes gradients one by one, so a compressor of whole
+    steps cannot work.
+    """
     if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
-        raise TypeError(f"{name} must be a member of farandole.keras.Compression, such as fp16: {value!r}")
+        raise TypeError(
+            f"{name} must be a member of farandole.keras.Compression, such as fp16: {value!r}"
+        )
     return value
 
 
 class KerasParams(EstimatorParams):
     """Additional parameters of the Keras estimator."""
 
-    model: Parameter[keras.Model] = Parameter("A `keras.Model`, compiled or not.", check.anything, default=None)
+    model: Parameter[keras.Model] = Parameter(
+        "A `keras.Model`, compiled or not.", check.anything, default=None
+    )
     optimizer: Parameter[keras.optimizers.Optimizer | str] = Parameter(
         "A Keras optimizer or its name; without it, that of the compiled model, with its state.",
         check.anything,
         default=None,
     )
     loss: Parameter[Any] = Parameter(
-        "A Keras loss, or a list or dict with one per output; without it, that of the compiled model.",
+        "A Keras loss, or a list or dict with one per output; without it, that of the compiled "
+        "model.",
         _loss,
         default=None,
     )
@@ -84,8 +99,8 @@ class KerasParams(EstimatorParams):
         "As `compile` takes them; without them, the compiled model's.", _metrics, default=[]
     )
     callbacks: Parameter[Sequence[keras.callbacks.Callback]] = Parameter(
-        "Keras's; they run on every rank and see the scores of all rows. A `TensorBoard` runs on rank 0 and writes "
-        "into the store.",
+        "Keras's; they run on every rank and see the scores of all rows. A `TensorBoard` runs on "
+        "rank 0 and writes into the store.",
         check.listed,
         default=[],
     )
@@ -95,20 +110,20 @@ class KerasParams(EstimatorParams):
         default=None,
     )
     custom_objects: Parameter[Mapping[str, Any]] = Parameter(
-        "Classes and functions by name, where Keras asks for them; those that the model is seen to be made of need "
-        "not be listed.",
+        "Classes and functions by name, where Keras asks for them; those that the model is seen "
+        "to be made of need not be listed.",
         _objects,
         default={},
     )
     checkpoint_callback: Parameter[keras.callbacks.ModelCheckpoint] = Parameter(
-        "A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` returns the model that it "
-        "kept, instead of the last one.",
+        "A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` "
+        "returns the model that it kept, instead of the last one.",
         _checkpoint,
         default=None,
     )
     data_module: Parameter[type] = Parameter(
-        "A class that returns batches instead of the native reader, created with the arguments of Horovod's "
-        "`DataModule`; its `train_data()` and `val_data()` return what `fit` takes.",
+        "A class that returns batches instead of the native reader, created with the arguments of "
+        "Horovod's `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.",
         check.anything,
         default=None,
     )

@@ -15,7 +15,16 @@ from farandole.spark.common.runs.fingerprint import INITIAL, Part
 from farandole.spark.keras.compiled import compile_arguments
 from farandole.spark.keras.saving.objects import trained_objects
 
-_ASIDE = frozenset({"build_config", "compile_config", "keras_version", "module", "registered_name", "shared_object_id"})
+_ASIDE = frozenset(
+    {
+        "build_config",
+        "compile_config",
+        "keras_version",
+        "module",
+        "registered_name",
+        "shared_object_id",
+    }
+)
 
 
 def parts_of(model: Any, optimizer: Any, loss: Any) -> list[Part]:
@@ -27,7 +36,10 @@ def parts_of(model: Any, optimizer: Any, loss: Any) -> list[Part]:
         loss: the estimator's; `None` takes the compiled model's.
     """
     known = compile_arguments(model)
-    weights = {str(index): np.asarray(keras.ops.convert_to_numpy(one)) for index, one in enumerate(model.weights)}
+    weights = {
+        str(index): np.asarray(keras.ops.convert_to_numpy(one))
+        for index, one in enumerate(model.weights)
+    }
     numbers = sum(value.size for value in weights.values())
     shapes = [[list(value.shape), str(value.dtype)] for value in weights.values()]
     words = arrays(weights)
@@ -38,7 +50,11 @@ def parts_of(model: Any, optimizer: Any, loss: Any) -> list[Part]:
     rate = told.get("learning_rate")
     rate = f"{rate:.6g}" if isinstance(rate, int | float) else short(rate)
     parts = [
-        Part("model", digest([_architecture(model), shapes, code]), f"{class_name(model)} of {numbers:,} numbers"),
+        Part(
+            "model",
+            digest([_architecture(model), shapes, code]),
+            f"{class_name(model)} of {numbers:,} numbers",
+        ),
         Part(INITIAL, words, words[:8]),
         Part("optimizer", digest([type(used), told]), f"{class_name(used)}(learning_rate={rate})"),
     ]
@@ -58,7 +74,11 @@ def _architecture(model: Any) -> Any:
 
 def _unnamed(value: Any, names: dict[str, str]) -> Any:
     if isinstance(value, dict):
-        named = {key: one for key, one in value.items() if key not in _ASIDE and (key != "name" or one in names)}
+        named = {
+            key: one
+            for key, one in value.items()
+            if key not in _ASIDE and (key != "name" or one in names)
+        }
         return {str(key): _unnamed(one, names) for key, one in named.items()}
     if isinstance(value, list):
         return [_unnamed(one, names) for one in value]

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark's Python workers, one Arrow batch at a time.
 
-The model is sent with the function of the tasks, or before it if a Connect client has a large model. A worker keeps it
-by its content, so that its later tasks use it again. A worker that has not loaded Keras yet loads it with the driver's
-backend, on CPUs.
+The model is sent with the function of the tasks, or before it if a Connect client has a large
+model. A worker keeps it by its content, so that its later tasks use it again. A worker that has not
+loaded Keras yet loads it with the driver's backend, on CPUs.
 """
 
 # ruff: noqa: PLC0415 - loaded in tasks, when there are rows
@@ -78,14 +78,19 @@ class Predictor:
 
         for batch in batches:
             found = self.outputs(batch)
-            columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
+            columns = [
+                column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)
+            ]
             if self.added is not None:
                 columns += self.added.made(batch, found[0])
             added = [f"output{index}" for index in range(len(columns))]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
+            yield pa.RecordBatch.from_arrays(
+                [*batch.columns, *columns], names=[*batch.schema.names, *added]
+            )
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yields the number of elements of each output, one row per output, if there is a row to try.
+        """Yields the number of elements of each output, one row per output, if there is a row to
+        try.
 
         Args:
             batches: with the feature columns.
@@ -102,7 +107,11 @@ class Predictor:
     @cached_property
     def _content(self) -> str:
         """The identity of the model, computed once in a task."""
-        return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+        return (
+            self.model.name
+            if isinstance(self.model, Ahead)
+            else hashlib.sha256(self.model).hexdigest()
+        )
 
     def _load(self) -> Any:
         key = self._content
@@ -116,7 +125,9 @@ class Predictor:
                 _MODELS.pop(next(iter(_MODELS)))
             # The driver's own model, with the driver's own classes.
             known = cloudpickle.loads(self.custom_objects)
-            _MODELS[key] = payload.unpack(arrived(self.model), known, safe_mode=False, compiled=False)
+            _MODELS[key] = payload.unpack(
+                arrived(self.model), known, safe_mode=False, compiled=False
+            )
         return _MODELS[key]
 
     def inputs(self, batch: pa.RecordBatch, model: Any) -> list[npt.NDArray[Any]]:
@@ -161,7 +172,9 @@ class Predictor:
         from farandole.spark.keras.arrays import inputs_of
         from farandole.spark.keras.job import Shape
 
-        columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
+        columns = {
+            name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()
+        }
         return Shape(*inputs_of(model, self.groups, columns), None)
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
@@ -175,12 +188,19 @@ class Predictor:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
         model = self._load()
 
-        from farandole.spark.keras.arrays import flat_outputs, model_inputs, output_keys, told_misfit
+        from farandole.spark.keras.arrays import (
+            flat_outputs,
+            model_inputs,
+            output_keys,
+            told_misfit,
+        )
 
         columns = self._columns(batch)
         parts: list[list[npt.NDArray[Any]]] = []
         for start in range(0, count, self.batch_size):
-            some = self._transformed({name: one[start : start + self.batch_size] for name, one in columns.items()})
+            some = self._transformed(
+                {name: one[start : start + self.batch_size] for name, one in columns.items()}
+            )
             shape = self._shape(some, model)
             size = min(self.batch_size, count - start)
             try:
@@ -210,11 +230,15 @@ def call(model: Any, argument: Any, labels: Sequence[str], backend: str) -> list
 
 
 def _numbers(output: Any) -> npt.NDArray[Any]:
-    """Returns an output as NumPy's array: as exact as the model computed it, halves as what NumPy knows."""
+    """Returns an output as NumPy's array: as exact as the model computed it, halves as what
+    NumPy knows.
+    """
     import keras
 
     is_half = keras.backend.standardize_dtype(output.dtype) in ("float16", "bfloat16")
-    return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32") if is_half else output))
+    return np.asarray(
+        keras.ops.convert_to_numpy(keras.ops.cast(output, "float32") if is_half else output)
+    )
 
 
 def _prepare(backend: str) -> None:

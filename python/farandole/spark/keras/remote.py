@@ -44,7 +44,8 @@ def train(job: Job) -> Trained | None:
 
 
 def prepare_devices(backend: str, wanted: bool) -> None:
-    """Gives this process its share of the cores and, where every process has one, its GPU; a collective call.
+    """Gives this process its share of the cores and, where every process has one, its GPU; a
+    collective call.
 
     Args:
         backend: of Keras.
@@ -62,7 +63,8 @@ def _tensorflow(wanted: bool) -> None:
     import tensorflow as tf
 
     if not {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
-        with contextlib.suppress(RuntimeError):  # it runs already, where a backend trains in the driver's own process
+        # it runs already, where a backend trains in the driver's own process
+        with contextlib.suppress(RuntimeError):
             tf.config.threading.set_intra_op_parallelism_threads(_cores())
     devices = tf.config.list_physical_devices("GPU")
     chosen = _chosen(len(devices) if wanted else 0)
@@ -76,7 +78,8 @@ def _torch(wanted: bool) -> None:
 
     from farandole.spark.torch.training import compiler
 
-    compiler.defer()  # Keras imports it, and calls it where a model was compiled with jit_compile=True
+    # Keras imports it, and calls it where a model was compiled with jit_compile=True
+    compiler.defer()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_cores())
     chosen = _chosen(torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0)
@@ -91,7 +94,9 @@ def _jax(wanted: bool) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
-    devices = [device for device in jax.local_devices() if device.platform == "gpu"] if wanted else []
+    devices = (
+        [device for device in jax.local_devices() if device.platform == "gpu"] if wanted else []
+    )
     chosen = _chosen(len(devices))
     if chosen is not None:
         jax.config.update("jax_default_device", devices[chosen])
@@ -100,15 +105,22 @@ def _jax(wanted: bool) -> None:
 
 
 def _chosen(count: int) -> int | None:
-    """Returns the number of this process's GPU among those it sees, where every process sees one."""
+    """Returns the number of this process's GPU among those it sees, where every process sees
+    one.
+    """
     if is_elastic():
         # Each process for itself: one that joins later has no peer that calls the same.
         choice = task.device(count, basics.local_rank(), basics.local_size())
         return None if choice is None else choice.index
-    ranks = int(arrays.allreduce(np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus")[0])
+    ranks = int(
+        arrays.allreduce(
+            np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus"
+        )[0]
+    )
     if ranks not in (0, basics.size()):
         raise RuntimeError(
-            f"only some ranks have a GPU: {ranks} of {basics.size()}; set use_gpu=False to train on CPUs"
+            f"only some ranks have a GPU: {ranks} of {basics.size()}; set use_gpu=False to train "
+            "on CPUs"
         )
     choice = task.device(count if ranks else 0, basics.local_rank(), basics.local_size())
     return None if choice is None else choice.index

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Lightning on Spark: `TorchEstimator` fits a `LightningModule` on a DataFrame, `TorchModel` transforms one.
+"""Lightning on Spark: `TorchEstimator` fits a `LightningModule` on a DataFrame, `TorchModel`
+transforms one.
 
 Names are loaded when first used, so that a training process never imports pyspark.
 """
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     raise ImportError(
-        "farandole.spark.lightning needs Lightning: pip install farandole[lightning,spark]", name="lightning"
+        "farandole.spark.lightning needs Lightning: pip install farandole[lightning,spark]",
+        name="lightning",
     )
 
 if TYPE_CHECKING:
@@ -28,5 +30,7 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("pyspark") is None:
-        raise ImportError(f"{name} needs pyspark: pip install farandole[lightning,spark]", name="pyspark")
+        raise ImportError(
+            f"{name} needs pyspark: pip install farandole[lightning,spark]", name="pyspark"
+        )
     return getattr(import_module(f"{__name__}.{home}"), name)

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Data modules of the Lightning estimator, under Horovod's names.
 
-`PetastormDataModule` is the native reader: Petastorm is not needed. `NVTabularDataModule` raises with the reason.
+`PetastormDataModule` is the native reader: Petastorm is not needed. `NVTabularDataModule` raises
+with the reason.
 """
 
 from farandole.spark.common.datamodule import DataModule, NVTabularDataModule, ParquetDataModule

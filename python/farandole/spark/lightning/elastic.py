@@ -70,7 +70,9 @@ class RunState(LightningState):
         if self._loader is not None and self.is_due(trainer, batches):
             total = self._watched.total_everywhere()
             self.reached = replace(
-                self.reached, place=self._loader.place_after(trainer.current_epoch, batches), total=total
+                self.reached,
+                place=self._loader.place_after(trainer.current_epoch, batches),
+                total=total,
             )
 
     def is_due(self, trainer: Any, batches: int) -> bool:

@@ -54,7 +54,9 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
+        `places`.
+        """
         from farandole.spark.torch.saving.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
@@ -76,14 +78,16 @@ class LightningEstimator(
 ):
     """Fits a `LightningModule` on a DataFrame, on several processes at once.
 
-    A batch is a dict of tensors by column: features as `farandole.spark.torch.TorchEstimator` makes them, labels and
-    sample weights with one number per row. Columns listed together in `feature_cols` are under `"[a, b]"`. A plain
-    module works as well. It needs `optimizer` and `loss`, which are only for plain modules, as are `loss_constructors`,
-    `loss_weights`, `metrics` and `lr_scheduler`.
+    A batch is a dict of tensors by column: features as `farandole.spark.torch.TorchEstimator` makes
+    them, labels and sample weights with one number per row. Columns listed together in
+    `feature_cols` are under `"[a, b]"`. A plain module works as well. It needs `optimizer` and
+    `loss`, which are only for plain modules, as are `loss_constructors`, `loss_weights`, `metrics`
+    and `lr_scheduler`.
 
-    The module chooses its learning rate, which is not scaled. Values that the module logs become the history, as a
-    mean over rows of all processes. A `run_id` whose checkpoint is in the store is resumed after its last complete
-    epoch, optimizers and schedulers included, with the data, model and parameters that it was started with.
+    The module chooses its learning rate, which is not scaled. Values that the module logs become
+    the history, as a mean over rows of all processes. A `run_id` whose checkpoint is in the store
+    is resumed after its last complete epoch, optimizers and schedulers included, with the data,
+    model and parameters that it was started with.
     """
 
     def _check(self) -> None:
@@ -91,13 +95,17 @@ class LightningEstimator(
         if not isinstance(self.getModel(), torch.nn.Module):
             raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
         if self.getLoss() is not None and self.getLossConstructors() is not None:
-            raise ValueError("at most one of parameters loss and loss_constructors may be specified")
+            raise ValueError(
+                "at most one of parameters loss and loss_constructors may be specified"
+            )
         if self._package() is None:
             self._check_plain()
         else:
             for name in ("optimizer", "loss", "loss_constructors", "loss_weights", "lr_scheduler"):
                 if self.getOrDefault(name) is not None:
-                    raise ValueError(f"{name} is for plain modules: a LightningModule brings its own")
+                    raise ValueError(
+                        f"{name} is for plain modules: a LightningModule brings its own"
+                    )
             if self.getMetrics():
                 raise ValueError("metrics are for plain modules: a LightningModule logs its own")
         for one in self.getCallbacks():
@@ -117,7 +125,14 @@ class LightningEstimator(
     def _package(self) -> str | None:
         """Returns the package whose `LightningModule` the model is; `None` for a plain module."""
         imported = [package for package in _PACKAGES if package in sys.modules]
-        return next((one for one in imported if isinstance(self.getModel(), sys.modules[one].LightningModule)), None)
+        return next(
+            (
+                one
+                for one in imported
+                if isinstance(self.getModel(), sys.modules[one].LightningModule)
+            ),
+            None,
+        )
 
     def get_model_class(self) -> type[TorchModel]:
         """Returns the class of the fitted model."""
@@ -127,7 +142,10 @@ class LightningEstimator(
         fingerprint = self._fingerprint(prepared)
         job, objects, sizes, tensors = self._job(prepared, fingerprint)
         base = job.base
-        with self._held(base, fingerprint, shown), trackers_of(self, base, prepared, fingerprint) as tracker:
+        with (
+            self._held(base, fingerprint, shown),
+            trackers_of(self, base, prepared, fingerprint) as tracker,
+        ):
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             module = objects.module.model if self._package() is None else objects.module
@@ -138,7 +156,9 @@ class LightningEstimator(
                 Output(one.column.dtype, bool(one.column.shape), size)
                 for one, size in zip(base.labels, sizes, strict=True)
             ]
-        input_dtypes = [one.dtype for one in base.inputs] if prepared.encoding else self.getInputDtypes()
+        input_dtypes = (
+            [one.dtype for one in base.inputs] if prepared.encoding else self.getInputDtypes()
+        )
         return TorchModel(
             history=trained.history,
             model=module,
@@ -155,8 +175,12 @@ class LightningEstimator(
             outputs=outputs,
         )
 
-    def _example(self, job: Job, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Example | None:
-        """Some rows for MLflow; `None` where it is not asked for, or `forward` does not take the columns."""
+    def _example(
+        self, job: Job, module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+    ) -> Example | None:
+        """Some rows for MLflow; `None` where it is not asked for, or `forward` does not take the
+        columns.
+        """
         if not self.getMlflow():
             return None
         try:
@@ -183,10 +207,14 @@ class LightningEstimator(
     def _job(
         self, prepared: Prepared, fingerprint: Fingerprint
     ) -> tuple[LightningJob, LightningObjects, list[int] | None, dict[str, torch.Tensor]]:
-        """Returns the run's description, a copy of the user's objects, known sizes of outputs, and some rows."""
+        """Returns the run's description, a copy of the user's objects, known sizes of outputs,
+        and some rows.
+        """
         transformation = transformation_of(self)
         raw = self._roles().kept
-        columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))
+        columns, tensors = mapping.transformed_columns(
+            prepared, raw, transformation, missing_of(self, prepared)
+        )
         inputs, names = self._inputs(), self.getLabelCols()
         check_sizes(columns, inputs, self.getInputShapes(), "feature")
         check_sizes(columns, [[name] for name in names], self.getLabelShapes(), "label")
@@ -215,13 +243,19 @@ class LightningEstimator(
                 interval=self.getLrSchedulerInterval(),
                 losses=losses,
                 loss_weights=self.getLossWeights() or [1.0 / len(names)] * len(names),
-                metrics=[list(one) if isinstance(one, list | tuple) else [one] for one in self.getMetrics() or []],
+                metrics=[
+                    list(one) if isinstance(one, list | tuple) else [one]
+                    for one in self.getMetrics() or []
+                ],
                 inputs=made,
                 labels=labels,
                 weight=self.getSampleWeightCol(),
             )
         packed = payload.pack_objects(
-            objects, module="model", compression="gradient_compression", transformation="transformation_fn"
+            objects,
+            module="model",
+            compression="gradient_compression",
+            transformation="transformation_fn",
         )
         run_id = self._new_run("pytorch", fingerprint)
         base = Job(
@@ -238,7 +272,8 @@ class LightningEstimator(
         mine: LightningObjects = payload.unpack(packed)
         job = LightningJob(
             base=base,
-            package=package or next(one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None),
+            package=package
+            or next(one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None),
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
@@ -251,7 +286,9 @@ class LightningEstimator(
         return job, mine, sizes, tensors
 
     def _losses(self, count: int) -> list[Any]:
-        """Returns the losses of a plain module; for a `LightningModule` what says that labels keep their kind."""
+        """Returns the losses of a plain module; for a `LightningModule` what says that labels
+        keep their kind.
+        """
         given = self.getLoss() or self.getLossConstructors()
         if given is None:
             return [_own_loss] * count
@@ -263,7 +300,9 @@ class LightningEstimator(
         from farandole.spark.torch.job import Objects
 
         objects = Objects(self.getModel(), self.getOptimizer(), losses, True, [], None)
-        return constructed(objects, model=self.getModel(), optimizer=self.getOptimizer(), rank=0, size=1)
+        return constructed(
+            objects, model=self.getModel(), optimizer=self.getOptimizer(), rank=0, size=1
+        )
 
 
 def _own_loss(_output: Any, _label: Any) -> None:

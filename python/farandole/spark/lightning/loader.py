@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Loader:
     """One rank's batches: every iteration is the next epoch, of equally many steps on every rank.
 
-    A batch has a tensor per input, by its column (or `"[a, b]"` for columns listed together), one per label, and the
-    sample weights. On a rank that has no row left for the last step it repeats one.
+    A batch has a tensor per input, by its column (or `"[a, b]"` for columns listed together), one
+    per label, and the sample weights. On a rank that has no row left for the last step it repeats
+    one.
 
     Args:
         source: of the rows.
@@ -32,7 +33,9 @@ class Loader:
         place: where the first continues.
     """
 
-    def __init__(self, source: Batched, job: Job, steps: int | None, epoch: int, place: Place | None = None) -> None:
+    def __init__(
+        self, source: Batched, job: Job, steps: int | None, epoch: int, place: Place | None = None
+    ) -> None:
         self._source = source
         self._job = job
         self._steps = steps
@@ -42,7 +45,9 @@ class Loader:
         self.checked = False
 
     def __len__(self) -> int:
-        """Steps that are left of the next epoch, or of the one in progress were it to begin again."""
+        """Steps that are left of the next epoch, or of the one in progress were it to begin
+        again.
+        """
         return self._until_end() - self._place.steps
 
     def place_after(self, epoch: int, steps: int) -> Place:
@@ -72,9 +77,13 @@ class Loader:
             if not (self.checked or allow_nan):
                 for one in self._job.inputs:
                     check_inputs(rows.columns, one, count)
-            batch: dict[str, Any] = {one.name: input_tensor(rows.columns, one, count, host) for one in self._job.inputs}
+            batch: dict[str, Any] = {
+                one.name: input_tensor(rows.columns, one, count, host) for one in self._job.inputs
+            }
             for one in self._job.labels:
-                label = label_tensor(rows, one, count, host, checked=not self.checked, allow_nan=allow_nan)
+                label = label_tensor(
+                    rows, one, count, host, checked=not self.checked, allow_nan=allow_nan
+                )
                 batch[one.column.name] = label if one.shape is None else label.reshape(one.shape)
             if self._job.weight is not None:
                 batch[self._job.weight] = rows.columns[self._job.weight][:count].float().reshape(-1)

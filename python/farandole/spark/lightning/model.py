@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 
 class TorchModel(PlainTorchModel):
-    """Adds predictions of the module's `forward` to DataFrames, like `farandole.spark.torch.TorchModel`.
+    """Adds predictions of the module's `forward` to DataFrames, like
+    `farandole.spark.torch.TorchModel`.
 
     A subclass that overrides `get_prediction_fn` predicts in its own way, batch by batch.
     """
 
     def get_prediction_fn(self) -> Callable[..., Any]:
-        """Returns the function that predicts: it takes the module and its inputs, and returns the outputs.
+        """Returns the function that predicts: it takes the module and its inputs, and returns the
+        outputs.
 
         The inputs are tensors as in `fit`, one per entry of `feature_columns`, rows first.
         """

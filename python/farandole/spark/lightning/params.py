@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parameters of the Lightning estimator that the PyTorch estimator does not have, or not in this form."""
+"""The parameters of the Lightning estimator that the PyTorch estimator does not have, or not in
+this form.
+"""
 
 # ruff: noqa: N815 - names are Spark ML's
 
@@ -33,28 +35,40 @@ def _queue(name: str, value: Any) -> Any:
 class LightningParams(TorchParams):
     """Additional parameters of the Lightning estimator."""
 
-    model: Parameter[Any] = Parameter("A `LightningModule`, or a plain module.", check.anything, default=None)
+    model: Parameter[Any] = Parameter(
+        "A `LightningModule`, or a plain module.", check.anything, default=None
+    )
     callbacks: Parameter[Any] = Parameter(
-        "Lightning's. A `ModelCheckpoint` writes into the run's directory of the store, and the fitted model has the "
-        "weights of its best checkpoint.",
+        "Lightning's. A `ModelCheckpoint` writes into the run's directory of the store, and the "
+        "fitted model has the weights of its best checkpoint.",
         check.listed,
         default=[],
     )
     train_minibatch_fn: Parameter[Any] = Parameter(
-        "Accepted for compatibility with Horovod; the module's `training_step` trains.", check.function, default=None
+        "Accepted for compatibility with Horovod; the module's `training_step` trains.",
+        check.function,
+        default=None,
     )
     data_module: Parameter[Any] = Parameter(
         "A `LightningDataModule`, or a class of them that is built with Horovod's arguments.",
         check.anything,
         default=None,
     )
-    num_gpus: Parameter[int] = Parameter("GPUs per process: 0 keeps to CPUs.", check.at_least(0), default=None)
-    logger: Parameter[Any] = Parameter(
-        "Lightning's logger, or a list of them; files go to the run's logs in the store.", check.anything, default=None
+    num_gpus: Parameter[int] = Parameter(
+        "GPUs per process: 0 keeps to CPUs.", check.at_least(0), default=None
     )
-    log_every_n_steps: Parameter[int] = Parameter("Steps between rows of a log.", check.at_least(1), default=50)
+    logger: Parameter[Any] = Parameter(
+        "Lightning's logger, or a list of them; files go to the run's logs in the store.",
+        check.anything,
+        default=None,
+    )
+    log_every_n_steps: Parameter[int] = Parameter(
+        "Steps between rows of a log.", check.at_least(1), default=50
+    )
     loader_num_epochs: Parameter[int] = Parameter(
-        "Accepted for compatibility with Horovod: an epoch is one pass.", check.at_least(1), default=None
+        "Accepted for compatibility with Horovod: an epoch is one pass.",
+        check.at_least(1),
+        default=None,
     )
     profiler: Parameter[Any] = Parameter("Lightning's profiler.", check.anything, default=None)
     trainer_args: Parameter[dict[str, Any]] = Parameter(
@@ -66,12 +80,14 @@ class LightningParams(TorchParams):
     train_async_data_loader_queue_size: Parameter[float] = Parameter(
         "Accepted for compatibility with Horovod: batches are read ahead.", _queue, default=None
     )
-    val_async_data_loader_queue_size: Parameter[float] = Parameter("The same for validation.", _queue, default=None)
+    val_async_data_loader_queue_size: Parameter[float] = Parameter(
+        "The same for validation.", _queue, default=None
+    )
 
     allow_pickle: Parameter[bool] = Parameter(
-        "Whether a run that continues may run the code that its checkpoint contains. If it is not set, the variable "
-        "`FARANDOLE_ALLOW_PICKLE` decides, and without that it may not. It is not saved with the estimator, and a "
-        "param map cannot set it.",
+        "Whether a run that continues may run the code that its checkpoint contains. If it is not "
+        "set, the variable `FARANDOLE_ALLOW_PICKLE` decides, and without that it may not. It is "
+        "not saved with the estimator, and a param map cannot set it.",
         check.flag,
         default=None,
     )
@@ -83,12 +99,15 @@ class LightningParams(TorchParams):
             extra: values that the copy has instead.
 
         Raises:
-            ValueError: one of them is `allow_pickle`: `CrossValidator` saves its param maps, and the file of another
-                user must not contain the consent to run code.
+            ValueError: one of them is `allow_pickle`: `CrossValidator` saves its param maps, and
+                the file of another user must not contain the consent to run code.
         """
         copied = super().copy(extra)  # a value of a wrong type is its own error
         if extra and self.getParam(PARAMETER) in extra:
-            raise ValueError(f"a param map cannot set {PARAMETER}, since Spark saves param maps: use setAllowPickle")
+            raise ValueError(
+                f"a param map cannot set {PARAMETER}, since Spark saves param maps: use "
+                "setAllowPickle"
+            )
         return copied
 
     setNumGpus, getNumGpus = accessors("num_gpus")
@@ -99,6 +118,10 @@ class LightningParams(TorchParams):
     setProfiler, getProfiler = accessors("profiler")
     setTrainerArgs, getTrainerArgs = accessors("trainer_args")
     setDebugDataLoader, getDebugDataLoader = accessors("debug_data_loader")
-    setTrainAsyncDataLoaderQueueSize, getTrainAsyncDataLoaderQueueSize = accessors("train_async_data_loader_queue_size")
+    setTrainAsyncDataLoaderQueueSize, getTrainAsyncDataLoaderQueueSize = accessors(
+        "train_async_data_loader_queue_size"
+    )
     setAllowPickle, getAllowPickle = accessors("allow_pickle")
-    setValAsyncDataLoaderQueueSize, getValAsyncDataLoaderQueueSize = accessors("val_async_data_loader_queue_size")
+    setValAsyncDataLoaderQueueSize, getValAsyncDataLoaderQueueSize = accessors(
+        "val_async_data_loader_queue_size"
+    )

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Lightning's training, as it runs in every process of a job.
 
-If a run has a checkpoint, it continues after the last complete epoch, with the state of optimizers and schedulers.
+If a run has a checkpoint, it continues after the last complete epoch, with the state of optimizers
+and schedulers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch.job import Trained
 from farandole.spark.torch.saving import payload
-from farandole.spark.torch.training.setup import agree_on_device, device_of, module_steps, prepare_process, sources
+from farandole.spark.torch.training.setup import (
+    agree_on_device,
+    device_of,
+    module_steps,
+    prepare_process,
+    sources,
+)
 from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, decision
 
 if TYPE_CHECKING:
@@ -47,11 +54,13 @@ def train(job: LightningJob) -> Trained | None:
     Returns:
         What rank 0 brings back; `None` from the others.
     """
-    # Logged values are averaged here, with or without sync_dist. The checkpoint directory contains logs, too.
+    # Logged values are averaged here, with or without sync_dist. The checkpoint directory contains
+    # logs, too.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty.*")
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # a word per checkpoint, and advertisements
+        # a word per checkpoint, and advertisements
+        logging.getLogger(name).setLevel(logging.WARNING)
     hvd.init(process_sets="dynamic")
     with scratch.directory() as folder, contextlib.closing(Halt(job.base.store)) as halt:
         try:
@@ -71,7 +80,9 @@ def _train(job: LightningJob, folder: Path, halt: Halt) -> Trained | None:
         return _train_in_world(job, objects, device, folder, halt, None)
     from farandole.lightning import elastic  # noqa: PLC0415 - needs one of Lightning's packages
 
-    return elastic.run(lambda state: _train_in_world(job, objects, device, folder, halt, state))(RunState(Reached()))
+    return elastic.run(lambda state: _train_in_world(job, objects, device, folder, halt, state))(
+        RunState(Reached())
+    )
 
 
 def _train_in_world(
@@ -88,38 +99,58 @@ def _train_in_world(
     reached = Reached() if state is None else state.reached
     resume, history = None, list(reached.history)
     if not reached.begun:
-        # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in between.
+        # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in
+        # between.
         found = broadcast_plain(base.store.resume() if rank == 0 else None, 0)
         if found is not None:
             resume = folder / "resume.ckpt"
             resume.write_bytes(found)
             history = _checked(job, found).get("farandole_history", [])
     moves = state is not None
-    watch = Watch(job, folder, history, rank, size, halt, (reached.place.rows, reached.total), moves=moves)
+    watch = Watch(
+        job, folder, history, rank, size, halt, (reached.place.rows, reached.total), moves=moves
+    )
     watch.best = reached.best
     trainer = _trainer(job, objects, watch, folder, device)
     loader = None
     if objects.data_module is not None:
         data: dict[str, Any] = {"datamodule": _data_module(job, objects, rank, size)}
     else:
-        train_source, val_source, _ = sources(base, objects.transformation, None, rank, size, moves=moves)
+        train_source, val_source, _ = sources(
+            base, objects.transformation, None, rank, size, moves=moves
+        )
         loader = Loader(train_source, base, base.data.train_steps, len(history), reached.place)
         data = {"train_dataloaders": loader}
         if val_source is not None:
             data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
     module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
     if state is None:
-        trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(job, trainer))
+        trainer.fit(
+            module,
+            **data,
+            ckpt_path=None if resume is None else str(resume),
+            **_trusting(job, trainer),
+        )
     else:
         state.reached = replace(reached, begun=True, history=history)
         state.begin(loader, watch)
-        state.fit(trainer, module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(job, trainer))
+        state.fit(
+            trainer,
+            module,
+            **data,
+            ckpt_path=None if resume is None else str(resume),
+            **_trusting(job, trainer),
+        )
     if hvd.rank() != 0:
         return None
-    return Trained(payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history)
+    return Trained(
+        payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history
+    )
 
 
-def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, folder: Path, device: torch.device) -> Any:
+def _trainer(
+    job: LightningJob, objects: LightningObjects, watch: Watch, folder: Path, device: torch.device
+) -> Any:
     from farandole.lightning.strategy import strategy_class  # noqa: PLC0415 - needs one of the two packages
 
     loop = job.base.loop
@@ -128,7 +159,13 @@ def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, folder:
     own = [one for one in objects.callbacks if isinstance(one, checkpoint)]
     for one in own:
         one.dirpath = str(folder / "run")
-    loggers = objects.logger if isinstance(objects.logger, list | tuple) else [objects.logger] if objects.logger else []
+    loggers = (
+        objects.logger
+        if isinstance(objects.logger, list | tuple)
+        else [objects.logger]
+        if objects.logger
+        else []
+    )
     for logger in loggers:
         _redirect(logger, folder / "run" / job.base.store.logs_subdir)
     callbacks = [*objects.callbacks, watch.callback(lightning.Callback)]
@@ -176,9 +213,13 @@ def compression_hook(compression: Any) -> dict[str, Any]:
     if compression is hvd.Compression.bf16:
         return {"ddp_comm_hook": hooks.bf16_hook}
     if isinstance(compression, Compressor):
-        return {"ddp_comm_state": hooks.CompressorState(compression), "ddp_comm_hook": hooks.compressor_hook}
+        return {
+            "ddp_comm_state": hooks.CompressorState(compression),
+            "ddp_comm_hook": hooks.compressor_hook,
+        }
     raise TypeError(
-        f"gradient_compression must be a member of farandole.torch.Compression or a compressor: {compression!r}"
+        "gradient_compression must be a member of farandole.torch.Compression or a compressor: "
+        f"{compression!r}"
     )
 
 
@@ -198,16 +239,18 @@ def _trusting(job: LightningJob, trainer: Any) -> dict[str, Any]:
 
 
 def _checked(job: LightningJob, found: bytes) -> dict[str, Any]:
-    """Returns the checkpoint, unpickled as far as that runs no code; with the user's consent, all of it."""
+    """Returns the checkpoint, unpickled as far as that runs no code; with the user's consent,
+    all of it.
+    """
     if decision(job.allow_pickle):
         return payload.unpack(found)
     try:
         return payload.unpack_state(found)
     except pickle.UnpicklingError as error:
         raise PickleNotAllowedError(
-            f"the checkpoint of run {job.base.run_id!r} contains more than tensors and plain values: loading it runs "
-            f"code. If you trust {job.base.store.run_path}, set {PARAMETER}=True or {VARIABLE}=1, else choose another "
-            f"run_id: {error}"
+            f"the checkpoint of run {job.base.run_id!r} contains more than tensors and plain "
+            f"values: loading it runs code. If you trust {job.base.store.run_path}, set "
+            f"{PARAMETER}=True or {VARIABLE}=1, else choose another run_id: {error}"
         ) from error
 
 

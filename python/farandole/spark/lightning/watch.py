@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Callbacks of a Lightning run: history, progress, checkpoints in the store, early stopping.
 
-The history contains every value that the module logs, as a mean over the rows of all processes. Names that start with
-`val_` are of validation, a leading `train_` is removed, and `train` always has a `loss`.
+The history contains every value that the module logs, as a mean over the rows of all processes.
+Names that start with `val_` are of validation, a leading `train_` is removed, and `train` always
+has a `loss`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Watch:
         rank: of this process.
         size: processes.
         halt: says when the user has stopped the fit.
-        begun: rows of the epoch in progress that were counted in other worlds, and the sum of their losses.
+        begun: rows of the epoch in progress that were counted in other worlds, and the sum of their
+            losses.
         moves: whether another process may become rank 0: then all keep the best.
     """
 
@@ -113,14 +115,24 @@ class Watch:
         place = {"epoch": trainer.current_epoch, "epochs": self.job.base.loop.epochs}
         steps = {"step": index + 1, "steps": int(trainer.num_training_batches)}
         task.report(
-            {"kind": "step", **place, **steps, "rows_per_second": speed, "loss": self.total / max(self.rows, 1)}
+            {
+                "kind": "step",
+                **place,
+                **steps,
+                "rows_per_second": speed,
+                "loss": self.total / max(self.rows, 1),
+            }
         )
 
     def epoch_ends(self, trainer: Any) -> None:
         """Writes the history's entry and the checkpoint; a collective call."""
         self.meter.tell()
         seconds = time.monotonic() - self.started
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        logged = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if value.numel() == 1
+        }
         told = allgather_plain((logged, self.rows, self.val_rows, self.total))
         rows = sum(one[1] for one in told)
         before, loss_before = self._begun
@@ -129,30 +141,53 @@ class Watch:
         for name in logged:
             is_val = name.startswith("val_")
             weights = [one[2] if is_val else one[1] for one in told]
-            total = sum(one[0].get(name, 0.0) * weight for one, weight in zip(told, weights, strict=True))
-            parts["validation" if is_val else "train"][name.removeprefix("val_").removeprefix("train_")] = total / max(
-                sum(weights), 1
+            total = sum(
+                one[0].get(name, 0.0) * weight for one, weight in zip(told, weights, strict=True)
             )
+            parts["validation" if is_val else "train"][
+                name.removeprefix("val_").removeprefix("train_")
+            ] = total / max(sum(weights), 1)
         rows += before
-        parts["train"].setdefault("loss", (loss_before + sum(one[3] for one in told)) / max(rows, 1))
+        parts["train"].setdefault(
+            "loss", (loss_before + sum(one[3] for one in told)) / max(rows, 1)
+        )
         entry: dict[str, Any] = {"epoch": len(self.history)}
         for part, numbers in parts.items():
             if numbers:
                 loss = numbers.pop("loss", float("nan"))
-                entry[part] = {"loss": loss, "all_metrics": [{name: value} for name, value in numbers.items()]}
+                entry[part] = {
+                    "loss": loss,
+                    "all_metrics": [{name: value} for name, value in numbers.items()],
+                }
         entry |= {"seconds": seconds, "rows": rows}
         self.history.append(entry)
         self._publish(trainer)
         if self.rank == 0:
-            told_steps = {"epochs": self.job.base.loop.epochs, "steps": int(trainer.num_training_batches)}
-            task.report({"kind": "epoch", "entry": entry, **told_steps, "rows_per_second": rows / max(seconds, 1e-9)})
+            told_steps = {
+                "epochs": self.job.base.loop.epochs,
+                "steps": int(trainer.num_training_batches),
+            }
+            task.report(
+                {
+                    "kind": "epoch",
+                    "entry": entry,
+                    **told_steps,
+                    "rows_per_second": rows / max(seconds, 1e-9),
+                }
+            )
         stopping = self.job.base.loop.early_stopping
-        if (stopping is not None and stopping.is_over(self.history)) or self.halt.after_epoch(self.rank):
+        if (stopping is not None and stopping.is_over(self.history)) or self.halt.after_epoch(
+            self.rank
+        ):
             trainer.should_stop = True
 
     def total_everywhere(self) -> float:
-        """Returns the sum of the losses of the epoch so far, over the rows of all processes; a collective call."""
-        total = hvd.allreduce(torch.tensor([self.total], dtype=torch.float64), op=hvd.Sum, name="farandole.total")
+        """Returns the sum of the losses of the epoch so far, over the rows of all processes; a
+        collective call.
+        """
+        total = hvd.allreduce(
+            torch.tensor([self.total], dtype=torch.float64), op=hvd.Sum, name="farandole.total"
+        )
         return self._begun[1] + float(total)
 
     def _publish(self, trainer: Any) -> None:
@@ -160,7 +195,8 @@ class Watch:
         is_best = best is not None and best.best(self.history) == len(self.history) - 1
         if is_best and (self._moves or self.rank == 0):
             self.best = {
-                name: value.detach().cpu().clone() for name, value in trainer.lightning_module.state_dict().items()
+                name: value.detach().cpu().clone()
+                for name, value in trainer.lightning_module.state_dict().items()
             }
         if not self.store.saving_runs:
             return
@@ -175,7 +211,10 @@ class Watch:
             self.store.write_checkpoint(f"{name}.epoch-{len(self.history):04d}", data)
         self.store.write_checkpoint(name, data)
         logs = self.store.logs_subdir
-        self.store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in self.history).encode())
+        self.store.write(
+            f"{logs}/history.jsonl",
+            "".join(json.dumps(one) + "\n" for one in self.history).encode(),
+        )
         self.store.write(f"{logs}/events.out.tfevents.farandole", scalars(self.history))
         self.publish_files()
 
@@ -189,7 +228,8 @@ class Watch:
                 self.store.write(file.relative_to(run).as_posix(), file.read_bytes())
 
     def best_state(self, trainer: Any, module: Any) -> dict[str, torch.Tensor]:
-        """Returns the weights that the run is for: the best where that was asked for, else the last.
+        """Returns the weights that the run is for: the best where that was asked for, else the
+        last.
 
         Args:
             trainer: after the fit.
@@ -198,7 +238,9 @@ class Watch:
         if self.best is not None:
             return self.best
         found = (
-            self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best") if self.job.base.loop.best else None
+            self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best")
+            if self.job.base.loop.best
+            else None
         )
         chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if found is None and chosen:
@@ -206,7 +248,9 @@ class Watch:
                 found = file.read()
         if found is not None:
             trusted = decision(self.job.allow_pickle)
-            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not trusted)["state_dict"]
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not trusted)[
+                "state_dict"
+            ]
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
@@ -223,10 +267,14 @@ class _Moments:
     def on_train_batch_start(self, *_: Any) -> None:
         self.watch.meter.batch_begins()
 
-    def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
         self.watch.batch_ends(trainer, outputs, _rows(batch), index)
 
-    def on_validation_batch_end(self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, *_: Any
+    ) -> None:
         self.watch.val_rows += _rows(batch)
 
     def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
@@ -241,7 +289,11 @@ class _Moments:
 
 def _rows(batch: Any) -> int:
     values = (
-        list(batch.values()) if isinstance(batch, dict) else list(batch) if isinstance(batch, list | tuple) else [batch]
+        list(batch.values())
+        if isinstance(batch, dict)
+        else list(batch)
+        if isinstance(batch, list | tuple)
+        else [batch]
     )
     first = next((value for value in values if isinstance(value, torch.Tensor)), None)
     return 1 if first is None or first.dim() == 0 else len(first)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class _Steps:
-    """The training steps on batches by column that a plain module needs to be a Lightning module."""
+    """The training steps on batches by column that a plain module needs to be a Lightning
+    module.
+    """
 
     model: torch.nn.Module
     log_dict: Any
@@ -70,9 +72,12 @@ class _Steps:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval}}
 
     def _step(self, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
-        outputs = outputs_of(self.forward(*(batch[one.name] for one in self._inputs)), len(self._labels))
+        outputs = outputs_of(
+            self.forward(*(batch[one.name] for one in self._inputs)), len(self._labels)
+        )
         labels = [
-            shaped(batch[one.column.name], output, one.shape) for one, output in zip(self._labels, outputs, strict=True)
+            shaped(batch[one.column.name], output, one.shape)
+            for one, output in zip(self._labels, outputs, strict=True)
         ]
         weights = None if self._weight is None else batch[self._weight]
         parts = [
@@ -81,14 +86,22 @@ class _Steps:
             else self._row_losses[index](outputs[index], labels[index], weights)
             for index in range(len(labels))
         ]
-        loss = torch.stack([part * share for part, share in zip(parts, self._loss_weights, strict=True)]).sum()
-        told = {f"{stage}_loss": loss} | {f"{stage}_{name}": value for name, value in self._scores(outputs, labels)}
+        loss = torch.stack(
+            [part * share for part, share in zip(parts, self._loss_weights, strict=True)]
+        ).sum()
+        told = {f"{stage}_loss": loss} | {
+            f"{stage}_{name}": value for name, value in self._scores(outputs, labels)
+        }
         self.log_dict(told, on_step=False, on_epoch=True, batch_size=len(labels[0]))
         return loss
 
-    def _scores(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _scores(
+        self, outputs: list[torch.Tensor], labels: list[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for group in self._metrics:
-            for one, function, output, label in zip(self._labels, group, outputs, labels, strict=True):
+            for one, function, output, label in zip(
+                self._labels, group, outputs, labels, strict=True
+            ):
                 name = getattr(function, "__name__", type(function).__name__).strip("<>")
                 key = name if len(self._labels) == 1 else f"{name}_{one.column.name}"
                 yield key, torch.as_tensor(function(output.detach(), label), dtype=torch.float32)

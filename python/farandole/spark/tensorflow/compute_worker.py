@@ -4,8 +4,8 @@
 
     spark-submit .../farandole/spark/tensorflow/compute_worker.py --open-to-the-network service.json
 
-First read the warning in `farandole.tensorflow.data.compute_service`. The driver writes the file through which trainers
-find the service. They must be able to read it and to reach the driver.
+First read the warning in `farandole.tensorflow.data.compute_service`. The driver writes the file
+through which trainers find the service. They must be able to read it and to reach the driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def main(
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         timeout: Seconds that waits for each other last at most.
         num_proc: Number of workers, by default all that Spark has room for.
-        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see `compute_service`.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
+            `compute_service`.
 
     Raises:
         PermissionError: The user has not consented to open ports.
@@ -45,7 +46,9 @@ def main(
 
     session = SparkSession.builder.getOrCreate()  # pyright: ignore[reportAttributeAccessIssue]
     num_proc = num_proc or session.sparkContext.defaultParallelism
-    with serving(num_proc, dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network) as config:
+    with serving(
+        num_proc, dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network
+    ) as config:
         config.write(output_filename)
         try:
             run(compute_worker_fn, args=(config,), num_proc=num_proc)

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if find_spec("torch") is None:
-    raise ImportError("farandole.spark.torch needs PyTorch: pip install farandole[torch,spark]", name="torch")
+    raise ImportError(
+        "farandole.spark.torch needs PyTorch: pip install farandole[torch,spark]", name="torch"
+    )
 
 if TYPE_CHECKING:
     from farandole.spark.torch.estimator import TorchEstimator
@@ -26,5 +28,7 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("pyspark") is None:
-        raise ImportError(f"{name} needs pyspark: pip install farandole[torch,spark]", name="pyspark")
+        raise ImportError(
+            f"{name} needs pyspark: pip install farandole[torch,spark]", name="pyspark"
+        )
     return getattr(import_module(f"{__name__}.{home}"), name)

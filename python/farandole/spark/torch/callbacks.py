@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Callbacks of users during the training of a model.
 
-A callback is a `Callback`, any object with some of its methods, or a function, which is called at the end of epochs.
-All are called on every rank, with the same `TrainingState`.
+A callback is a `Callback`, any object with some of its methods, or a function, which is called at
+the end of epochs. All are called on every rank, with the same `TrainingState`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class TrainingState:
 
 
 class Callback:
-    """Base class for objects that are called while a model trains; each method does nothing unless overridden."""
+    """Base class for objects that are called while a model trains; each method does nothing
+    unless overridden.
+    """
 
     def on_train_begin(self, state: TrainingState) -> None:
         """Before the first epoch; also of a resumed run."""
@@ -112,16 +114,25 @@ def check(callbacks: Sequence[Any]) -> None:
     """
     for one in callbacks:
         if not callable(one) and not any(hasattr(one, moment) for moment in _MOMENTS):
-            raise TypeError(f"a callback must be a function or have one of the methods {', '.join(_MOMENTS)}: {one!r}")
+            raise TypeError(
+                f"a callback must be a function or have one of the methods {', '.join(_MOMENTS)}: "
+                f"{one!r}"
+            )
 
 
 def _of_moment(callbacks: Sequence[Any], moment: str) -> list[Any]:
     found: list[Any] = []
     for one in callbacks:
         method = getattr(one, moment, None)
-        overridden = method is not None and getattr(type(one), moment, None) is not getattr(Callback, moment)
+        overridden = method is not None and getattr(type(one), moment, None) is not getattr(
+            Callback, moment
+        )
         if overridden:
             found.append(method)
-        elif moment == "on_epoch_end" and callable(one) and not any(hasattr(one, name) for name in _MOMENTS):
+        elif (
+            moment == "on_epoch_end"
+            and callable(one)
+            and not any(hasattr(one, name) for name in _MOMENTS)
+        ):
             found.append(one)
     return found

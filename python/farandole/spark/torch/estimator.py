@@ -41,7 +41,9 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
+        `places`.
+        """
         from farandole.spark.torch.saving.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
@@ -58,23 +60,27 @@ class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
         return TorchParamsReader(cls)
 
 
-class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable):
+class TorchEstimator(
+    TorchParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable
+):
     """Fits a PyTorch model on a DataFrame, on several processes at once.
 
-    Columns become tensors as follows. Every feature column is one float32 tensor and one argument of the model, `(rows,
-    n)` for vectors and arrays of length n, `(rows, 1)` for numbers, unless `input_shapes` or `input_dtypes` say
-    otherwise; columns listed together, `feature_cols=[["a", "b"], "image"]`, are one tensor, side by side. A label is
-    int64 if its loss takes class indices (`CrossEntropyLoss`, `NLLLoss`, ...), or if the loss is your own and the
-    column holds integers, else float32. The first rows are tried on the driver and the mapping is printed.
+    Columns become tensors as follows. Every feature column is one float32 tensor and one argument
+    of the model, `(rows, n)` for vectors and arrays of length n, `(rows, 1)` for numbers, unless
+    `input_shapes` or `input_dtypes` say otherwise; columns listed together, `feature_cols=[["a",
+    "b"], "image"]`, are one tensor, side by side. A label is int64 if its loss takes class indices
+    (`CrossEntropyLoss`, `NLLLoss`, ...), or if the loss is your own and the column holds integers,
+    else float32. The first rows are tried on the driver and the mapping is printed.
 
-    Training: gradients are averaged over processes. The learning rate is multiplied by their number, in new
-    and in resumed runs. Each row of a step has the same weight. Every process takes the same number of steps, and
-    each row is seen once per epoch. With `random_seed`, the split, the order, and torch on each rank are seeded.
+    Training: gradients are averaged over processes. The learning rate is multiplied by their
+    number, in new and in resumed runs. Each row of a step has the same weight. Every process takes
+    the same number of steps, and each row is seen once per epoch. With `random_seed`, the split,
+    the order, and torch on each rank are seeded.
 
-    If the checkpoint of a `run_id` is in the store, the run continues after its last complete epoch, up to
-    `epochs` in total. It continues with the data, model, loss, optimizer and parameters that it was started
-    with. Otherwise `fit` raises an error that lists the differences. Each fit of a tuner or with a map of parameters
-    has its own run.
+    If the checkpoint of a `run_id` is in the store, the run continues after its last complete
+    epoch, up to `epochs` in total. It continues with the data, model, loss, optimizer and
+    parameters that it was started with. Otherwise `fit` raises an error that lists the differences.
+    Each fit of a tuner or with a map of parameters has its own run.
     """
 
     def _check(self) -> None:
@@ -86,12 +92,18 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         mapping.check_scheduler(self.getLrScheduler(), optimizer)
         losses = self._losses()
         if len(losses) != len(self.getLabelCols()):
-            raise ValueError(f"loss needs one loss, or one per label column {len(self.getLabelCols())}: {len(losses)}")
+            raise ValueError(
+                f"loss needs one loss, or one per label column {len(self.getLabelCols())}: "
+                f"{len(losses)}"
+            )
         if self.getSampleWeightCol() is not None and self.getLossConstructors() is None:
             for loss in losses:
                 weighted(loss)
         if self.getInputDtypes() is not None and len(self.getInputDtypes()) != len(self._inputs()):
-            raise ValueError(f"input_dtypes needs one type per input {len(self._inputs())}: {self.getInputDtypes()}")
+            raise ValueError(
+                f"input_dtypes needs one type per input {len(self._inputs())}: "
+                f"{self.getInputDtypes()}"
+            )
         callbacks.check(self.getCallbacks())
         if not callable(check_data_module(self.getDataModule()) or type):
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
@@ -100,7 +112,9 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         """Returns the losses, or their constructors, one per label."""
         loss, constructors = self.getLoss(), self.getLossConstructors()
         if loss is not None and constructors is not None:
-            raise ValueError("at most one of parameters loss and loss_constructors may be specified")
+            raise ValueError(
+                "at most one of parameters loss and loss_constructors may be specified"
+            )
         given = constructors if loss is None else loss
         if given is None:
             raise ValueError("loss is required")
@@ -120,13 +134,18 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         job, objects, losses, tensors = self._job(prepared, fingerprint)
         outputs = mapping.try_out(job, objects, losses, tensors)
         shown.message(told_mapping(job.inputs, job.labels, outputs, losses))
-        with self._held(job, fingerprint, shown), trackers_of(self, job, prepared, fingerprint) as tracker:
+        with (
+            self._held(job, fingerprint, shown),
+            trackers_of(self, job, prepared, fingerprint) as tracker,
+        ):
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             state = payload.unpack_state(trained.checkpoint)
             objects.model.load_state_dict(state["model"])
             objects.optimizer.load_state_dict(state["optimizer"])
             tracker.model(objects.model, "pytorch", mapping.example(job, tensors, outputs))
-        input_dtypes = [one.dtype for one in job.inputs] if prepared.encoding else self.getInputDtypes()
+        input_dtypes = (
+            [one.dtype for one in job.inputs] if prepared.encoding else self.getInputDtypes()
+        )
         return TorchModel(
             history=trained.history,
             model=objects.model,
@@ -159,10 +178,14 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
     def _job(
         self, prepared: Prepared, fingerprint: Fingerprint
     ) -> tuple[Job, Objects, list[Any], dict[str, torch.Tensor]]:
-        """Returns the run's description, an own copy of the user's objects, its losses, and some rows."""
+        """Returns the run's description, an own copy of the user's objects, its losses, and some
+        rows.
+        """
         transformation = transformation_of(self)
         raw = self._roles().kept
-        columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))
+        columns, tensors = mapping.transformed_columns(
+            prepared, raw, transformation, missing_of(self, prepared)
+        )
         inputs, labels = self._inputs(), self.getLabelCols()
         check_sizes(columns, inputs, self.getInputShapes(), "feature")
         check_sizes(columns, [[name] for name in labels], self.getLabelShapes(), "label")
@@ -172,7 +195,10 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             optimizer=self.getOptimizer(),
             losses=self._losses(),
             constructed=self.getLoss() is None,
-            metrics=[list(one) if isinstance(one, list | tuple) else [one] for one in self.getMetrics() or []],
+            metrics=[
+                list(one) if isinstance(one, list | tuple) else [one]
+                for one in self.getMetrics() or []
+            ],
             compression=self.getGradientCompression(),
             scheduler=self.getLrScheduler(),
             train_minibatch=self.getTrainMinibatchFn(),
@@ -198,7 +224,9 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             run_id=run_id,
             data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
             loop=Loop.of(self),
-            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared),
+            inputs=inputs_of(
+                inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
+            ),
             labels=tuple(Label(*one) for one in mapping.labels_of(labels, columns, losses, shapes)),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The description of a job for a training process: plain values and one pickle of the user's objects."""
+"""The description of a job for a training process: plain values and one pickle of the user's
+objects.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Label:
     dtype: str
     """`int64` for class indices, else `float32`."""
     shape: tuple[int, ...] | None
-    """Shape of one batch, -1 for its rows; `None`: as the column, or as the output where the sizes agree."""
+    """Shape of one batch, -1 for its rows; `None`: as the column, or as the output where the
+    sizes agree.
+    """
     indexes: bool = False
     """Whether the label's loss takes it as the index of a class."""
 
@@ -119,7 +123,9 @@ class Job:
 
 @dataclass
 class Objects:
-    """The user's objects; they travel in one pickle, so that the optimizer still holds the model's parameters."""
+    """The user's objects; they travel in one pickle, so that the optimizer still holds the
+    model's parameters.
+    """
 
     model: Any
     optimizer: Any

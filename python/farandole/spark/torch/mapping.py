@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checks of the driver before workers start: the mapping from columns to tensors, and whether model and loss fit it."""
+"""Checks of the driver before workers start: the mapping from columns to tensors, and whether
+model and loss fit it.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,15 @@ def transformed_columns(
     tensors = tensors_of(arrays)
     if transformation is None:
         return {name: prepared.columns[name] for name in names}, tensors
-    columns = {name: Column(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:])) for name in tensors}
+    columns = {
+        name: Column(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:]))
+        for name in tensors
+    }
     lacking = [name for name in names if name not in columns]
     if lacking:
-        raise ValueError(f"transformation_fn returns no columns with these names: {', '.join(lacking)}")
+        raise ValueError(
+            f"transformation_fn returns no columns with these names: {', '.join(lacking)}"
+        )
     return columns, tensors
 
 
@@ -88,9 +95,13 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 
 
 def labels_of(
-    names: Sequence[str], columns: dict[str, Column], losses: Sequence[Any], shapes: Sequence[Sequence[int]] | None
+    names: Sequence[str],
+    columns: dict[str, Column],
+    losses: Sequence[Any],
+    shapes: Sequence[Sequence[int]] | None,
 ) -> list[tuple[Column, str, tuple[int, ...] | None, bool]]:
-    """Returns the mapping of each label column: column, type, shape, whether it contains indices of classes.
+    """Returns the mapping of each label column: column, type, shape, whether it contains indices of
+    classes.
 
     Args:
         names: of the columns.
@@ -137,12 +148,16 @@ def check_statistics(prepared: Prepared, weight: str | None) -> None:
         return
     low, high = known
     if high <= 0:
-        raise ValueError(f"the weights in column {weight!r} are all 0: nothing can be learned from such rows")
+        raise ValueError(
+            f"the weights in column {weight!r} are all 0: nothing can be learned from such rows"
+        )
     if low < 0:
         raise ValueError(f"the weights in column {weight!r} must not be negative: {low:g}")
 
 
-def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def try_out(
+    job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
     """Calls the model and its losses once, on some rows, so that misfits show before workers start.
 
     Args:
@@ -165,8 +180,11 @@ def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str
     return outputs
 
 
-def example(job: Job, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]) -> Example | None:
-    """Returns the rows that the model was tried out with; `None` where it has several inputs, which MLflow cannot name.
+def example(
+    job: Job, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Example | None:
+    """Returns the rows that the model was tried out with; `None` where it has several inputs, which
+    MLflow cannot name.
 
     Args:
         job: the run.
@@ -185,7 +203,10 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def outputs_of_model(
-    inputs: Sequence[Input], labels: Sequence[Label], model: torch.nn.Module, rows: dict[str, torch.Tensor]
+    inputs: Sequence[Input],
+    labels: Sequence[Label],
+    model: torch.nn.Module,
+    rows: dict[str, torch.Tensor],
 ) -> list[torch.Tensor]:
     """Returns a model's outputs for some rows.
 
@@ -212,15 +233,20 @@ def outputs_of_model(
     for one, output in zip(labels, outputs, strict=True):
         if output.shape[:1] != (_ROWS,):
             raise ValueError(
-                f"the model must return one row per row of its input: for {_ROWS} rows, its output for column "
-                f"{one.column.name!r} has shape {tuple(output.shape)}"
+                f"the model must return one row per row of its input: for {_ROWS} rows, its "
+                f"output for column {one.column.name!r} has shape {tuple(output.shape)}"
             )
     return outputs
 
 
 def _check_classes(job: Job, one: Label, output: torch.Tensor) -> None:
     known = statistics(job.data.train_url).get(one.column.name)
-    if not one.indexes or known is None or output.dim() < 2 or one.column.name not in job.data.columns:  # noqa: PLR2004 - (rows, classes)
+    if (
+        not one.indexes
+        or known is None
+        or output.dim() < 2  # noqa: PLR2004 - (rows, classes)
+        or one.column.name not in job.data.columns
+    ):
         return
     # One below 0 may be the loss's `ignore_index`: that is for the loss to say.
     if known[1] >= output.shape[1]:
@@ -228,16 +254,28 @@ def _check_classes(job: Job, one: Label, output: torch.Tensor) -> None:
 
 
 def _try_loss(one: Label, loss: Any, found: torch.Tensor) -> None:
-    # As many rows as the output has nowhere else: (2, 2) and (2,) would broadcast where (8, 2) and (8,) do not.
+    # As many rows as the output has nowhere else: (2, 2) and (2,) would broadcast where (8, 2) and
+    # (8,) do not.
     rows = next(rows for rows in itertools.count(2) if rows not in found.shape[1:])
     output = found[:1].expand(rows, *found.shape[1:])
-    zeros = torch.zeros(rows, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32)
+    zeros = torch.zeros(
+        rows, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32
+    )
     label = shaped(zeros, output, one.shape)
     try:
         lost = loss(output, label)
     except Exception as error:
         told = f"output {tuple(output.shape)} and {one.dtype} label {tuple(label.shape)}"
-        raise ValueError(f"the loss of column {one.column.name!r} does not take {told}: {error}") from error
+        raise ValueError(
+            f"the loss of column {one.column.name!r} does not take {told}: {error}"
+        ) from error
     if not isinstance(lost, torch.Tensor) or lost.numel() != 1:
-        told = f"a tensor of shape {tuple(lost.shape)}" if isinstance(lost, torch.Tensor) else repr(lost)
-        raise ValueError(f"the loss of column {one.column.name!r} must return one number, a mean over rows: {told}")
+        told = (
+            f"a tensor of shape {tuple(lost.shape)}"
+            if isinstance(lost, torch.Tensor)
+            else repr(lost)
+        )
+        raise ValueError(
+            f"the loss of column {one.column.name!r} must return one number, a mean over rows: "
+            f"{told}"
+        )

@@ -33,18 +33,21 @@ if TYPE_CHECKING:
 class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     """Adds predictions to DataFrames, by Arrow batches on the executors.
 
-    Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction of several elements,
-    or for a vector label, is a dense vector; one element takes the label's type. Columns become tensors as they did
-    in `fit`.
+    Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction
+    of several elements, or for a vector label, is a dense vector; one element takes the label's
+    type. Columns become tensors as they did in `fit`.
 
-    Saved by `model.write().overwrite().save(path)` and loaded by `TorchModel.load(path)`, on any file system Spark
-    reaches. The weights are plain tensors; the module's class and code are a pickle, and loading that runs code: load
-    only what you trust, or pass a module of your own to `TorchModel.read().model(module).load(path)`, which runs none.
+    Saved by `model.write().overwrite().save(path)` and loaded by `TorchModel.load(path)`, on any
+    file system Spark reaches. The weights are plain tensors; the module's class and code are a
+    pickle, and loading that runs code: load only what you trust, or pass a module of your own to
+    `TorchModel.read().model(module).load(path)`, which runs none.
     """
 
     _UNUSED = ("_metadata",)  # Horovod's description of columns
 
-    model: Parameter[torch.nn.Module] = Parameter("The trained module.", check.anything, default=None)
+    model: Parameter[torch.nn.Module] = Parameter(
+        "The trained module.", check.anything, default=None
+    )
     input_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
         "Shape of each input's tensor, as in the estimator.", check.shapes, default=None
     )
@@ -52,15 +55,23 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         "Type of each input's tensor, as in the estimator.", check.listed, default=None
     )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
-        "The optimizer after the last step, with the learning rate of one process.", check.anything, default=None
+        "The optimizer after the last step, with the learning rate of one process.",
+        check.anything,
+        default=None,
     )
     loss: Parameter[Any] = Parameter("As it was trained with.", check.anything, default=None)
-    loss_constructors: Parameter[Any] = Parameter("As it was trained with.", check.anything, default=None)
+    loss_constructors: Parameter[Any] = Parameter(
+        "As it was trained with.", check.anything, default=None
+    )
     use_gpu: Parameter[bool] = Parameter(
-        "Whether to predict on a GPU; without it, if Spark assigned one to the task.", check.flag, default=None
+        "Whether to predict on a GPU; without it, if Spark assigned one to the task.",
+        check.flag,
+        default=None,
     )
     outputs: Parameter[Sequence[Output]] = Parameter(
-        "Description of the outputs; determined if omitted.", check.made_by(outputs_param), default=None
+        "Description of the outputs; determined if omitted.",
+        check.made_by(outputs_param),
+        default=None,
     )
 
     setInputShapes, getInputShapes = accessors("input_shapes")
@@ -80,7 +91,9 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
 
     @classmethod
     def read(cls) -> TorchModelReader:
-        """Returns the reader; `read().model(module).load(path)` takes the weights alone and runs no code."""
+        """Returns the reader; `read().model(module).load(path)` takes the weights alone and runs
+        no code.
+        """
         from farandole.spark.torch.saving.persistence import TorchModelReader
 
         return TorchModelReader(cls)
@@ -95,12 +108,14 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     ) -> None:
         """Writes the model as an ONNX file, which runs without torch and without Farandole.
 
-        torch's exporter traces the module in evaluation mode. The number of rows stays open. Inputs are named after
-        their columns (`a_b` for columns that are one tensor), outputs after those of `transform`. ONNX Runtime then
-        predicts some rows, and the file is kept only if it predicts what the model predicts.
+        torch's exporter traces the module in evaluation mode. The number of rows stays open. Inputs
+        are named after their columns (`a_b` for columns that are one tensor), outputs after those
+        of `transform`. ONNX Runtime then predicts some rows, and the file is kept only if it
+        predicts what the model predicts.
 
         Args:
-            path: of the file, on this host; a model above 1 GiB has its weights in a second file beside it.
+            path: of the file, on this host; a model above 1 GiB has its weights in a second file
+                beside it.
             rows: rows to check with; default: made-up ones.
             opset: version of ONNX's operators; default: the exporter's.
             tolerance: most absolute and most relative difference of an output.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parameters of the PyTorch estimator that other estimators do not have, or not in this form."""
+"""The parameters of the PyTorch estimator that other estimators do not have, or not in this
+form.
+"""
 
 # ruff: noqa: N815 - names are Spark ML's
 
@@ -30,40 +32,51 @@ def _dtypes(name: str, value: Any) -> list[str]:
 
 def _precision(name: str, value: Any) -> str:
     known = {"32": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "16": "fp16"}
-    return check.choice("fp32", "bf16", "fp16")(name, known.get(str(value).removeprefix("torch."), value))
+    return check.choice("fp32", "bf16", "fp16")(
+        name, known.get(str(value).removeprefix("torch."), value)
+    )
 
 
 def _scheduler(name: str, value: Any) -> Any:
     if not callable(value) and not (hasattr(value, "step") and hasattr(value, "state_dict")):
-        raise TypeError(f"{name} must be a scheduler of torch, or a function of an optimizer: {value!r}")
+        raise TypeError(
+            f"{name} must be a scheduler of torch, or a function of an optimizer: {value!r}"
+        )
     return value
 
 
 class TorchParams(EstimatorParams):
     """Additional parameters of the PyTorch estimator."""
 
-    model: Parameter[torch.nn.Module] = Parameter("A `torch.nn.Module`.", check.anything, default=None)
+    model: Parameter[torch.nn.Module] = Parameter(
+        "A `torch.nn.Module`.", check.anything, default=None
+    )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
         "A torch optimizer over the model's parameters.", check.anything, default=None
     )
-    loss: Parameter[Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]]] = Parameter(
-        "A loss of (output, label), or a list of one per label column.", check.anything, default=None
+    loss: Parameter[Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]]] = (
+        Parameter(
+            "A loss of (output, label), or a list of one per label column.",
+            check.anything,
+            default=None,
+        )
     )
     loss_constructors: Parameter[Callable[..., Any] | Sequence[Callable[..., Any]]] = Parameter(
-        "Instead of `loss`: a function that creates it, or a list of one per label column, called in every training "
-        "process with those of `model`, `optimizer`, `rank` and `size` that it takes by name.",
+        "Instead of `loss`: a function that creates it, or a list of one per label column, called "
+        "in every training process with those of `model`, `optimizer`, `rank` and `size` that it "
+        "takes by name.",
         check.functions,
         default=None,
     )
     metrics: Parameter[Sequence[Any]] = Parameter(
-        "Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list inside the list gives "
-        "one per label.",
+        "Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list "
+        "inside the list gives one per label.",
         check.functions,
         default=[],
     )
     callbacks: Parameter[Sequence[Any]] = Parameter(
-        "Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, or functions of a "
-        "`TrainingState` for the end of epochs.",
+        "Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, "
+        "or functions of a `TrainingState` for the end of epochs.",
         check.listed,
         default=[],
     )
@@ -71,51 +84,60 @@ class TorchParams(EstimatorParams):
         "Shape of each input's tensor, -1 for its rows.", check.shapes, default=None
     )
     input_dtypes: Parameter[Sequence[str]] = Parameter(
-        'Type of each input\'s tensor, such as `"int64"`; without it, `"float32"`.', _dtypes, default=None
+        'Type of each input\'s tensor, such as `"int64"`; without it, `"float32"`.',
+        _dtypes,
+        default=None,
     )
     train_minibatch_fn: Parameter[Callable[..., Any]] = Parameter(
-        "Trains on one batch, with Horovod's arguments: (model, optimizer, transform_outputs, loss_fn, inputs, labels, "
-        "sample_weights, backward_passes_per_step, batch_idx); it may leave out the last ones. It returns (outputs, "
-        "loss).",
+        "Trains on one batch, with Horovod's arguments: (model, optimizer, transform_outputs, "
+        "loss_fn, inputs, labels, sample_weights, backward_passes_per_step, batch_idx); it may "
+        "leave out the last ones. It returns (outputs, loss).",
         check.function,
         default=None,
     )
     data_module: Parameter[type] = Parameter(
-        "A class that returns batches instead of the native reader, created with the arguments of Horovod's "
-        "`DataModule`.",
+        "A class that returns batches instead of the native reader, created with the arguments of "
+        "Horovod's `DataModule`.",
         check.anything,
         default=None,
     )
     precision: Parameter[str] = Parameter(
-        '`"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler.', _precision, default="fp32"
+        '`"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler.',
+        _precision,
+        default="fp32",
     )
     gradient_clip_norm: Parameter[float] = Parameter(
         "Largest norm of all gradients together, after averaging.", check.positive, default=None
     )
     lr_scheduler: Parameter[Any] = Parameter(
-        "A scheduler over the optimizer, or a function that creates one from an optimizer. It sees the learning rates "
-        "of one process.",
+        "A scheduler over the optimizer, or a function that creates one from an optimizer. It "
+        "sees the learning rates of one process.",
         _scheduler,
         default=None,
     )
     lr_scheduler_interval: Parameter[str] = Parameter(
-        'Interval of its steps: `"epoch"` or `"step"`.', check.choice("epoch", "step"), default="epoch"
+        'Interval of its steps: `"epoch"` or `"step"`.',
+        check.choice("epoch", "step"),
+        default="epoch",
     )
     early_stopping: Parameter[int | Mapping[str, Any]] = Parameter(
-        "Epochs without an improvement after which the run ends, or a dict of `monitor`, `patience`, `min_delta` and "
-        "`mode`.",
+        "Epochs without an improvement after which the run ends, or a dict of `monitor`, "
+        "`patience`, `min_delta` and `mode`.",
         check.made_by(EarlyStopping.of),
         default=None,
     )
     best_checkpoint: Parameter[str | Mapping[str, Any]] = Parameter(
-        "Metric of the history that selects the best epoch, whose model is kept and returned instead of the last.",
+        "Metric of the history that selects the best epoch, whose model is kept and returned "
+        "instead of the last.",
         check.made_by(Monitor.of),
         default=None,
     )
     checkpoint_every: Parameter[int] = Parameter(
         "Interval in epochs at which a checkpoint is kept.", check.at_least(1), default=None
     )
-    compile: Parameter[bool] = Parameter("Whether `torch.compile` compiles the model.", check.flag, default=False)
+    compile: Parameter[bool] = Parameter(
+        "Whether `torch.compile` compiles the model.", check.flag, default=False
+    )
     deterministic: Parameter[bool] = Parameter(
         "Whether equal seeds and sizes give equal bits.", check.flag, default=False
     )
@@ -123,7 +145,9 @@ class TorchParams(EstimatorParams):
         "Steps of the optimizer after which the run ends.", check.at_least(1), default=None
     )
     max_time: Parameter[float] = Parameter(
-        "Seconds of training after which the run ends, within an epoch too.", check.positive, default=None
+        "Seconds of training after which the run ends, within an epoch too.",
+        check.positive,
+        default=None,
     )
 
     setInputShapes, getInputShapes = accessors("input_shapes")

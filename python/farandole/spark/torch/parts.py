@@ -25,11 +25,15 @@ def parts_of(model: torch.nn.Module, optimized: torch.optim.Optimizer | None) ->
     words = arrays(state)
     frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
     parts = [
-        Part("model", digest([module(model), frozen]), f"{class_name(model)} of {numbers:,} numbers"),
+        Part(
+            "model", digest([module(model), frozen]), f"{class_name(model)} of {numbers:,} numbers"
+        ),
         Part(INITIAL, words, words[:8]),
     ]
     if optimized is not None:
-        parts.append(Part("optimizer", digest([type(optimized), optimizer(optimized)]), _told(optimized)))
+        parts.append(
+            Part("optimizer", digest([type(optimized), optimizer(optimized)]), _told(optimized))
+        )
     return parts
 
 
@@ -37,7 +41,9 @@ def _told(optimized: torch.optim.Optimizer) -> str:
     """Returns the optimizer's class, and of its options those that are not the class's own."""
     import inspect  # noqa: PLC0415 - asked for in messages alone
 
-    usual = {name: one.default for name, one in inspect.signature(type(optimized)).parameters.items()}
+    usual = {
+        name: one.default for name, one in inspect.signature(type(optimized)).parameters.items()
+    }
     groups: list[Any] = []
     for group in optimized.param_groups:
         options = {name: one for name, one in group.items() if name not in ("params", "initial_lr")}

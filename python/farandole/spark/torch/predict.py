@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark's Python workers, one Arrow batch at a time.
 
-The model is sent with the function of the tasks. If it is large, classic Spark broadcasts it once per executor, and a
-Connect client sends it before the plan. A worker keeps it by its content, so that its later tasks use it again.
+The model is sent with the function of the tasks. If it is large, classic Spark broadcasts it once
+per executor, and a Connect client sends it before the plan. A worker keeps it by its content, so
+that its later tasks use it again.
 """
 
 # ruff: noqa: PLC0415 - loaded in tasks, when there are rows
@@ -79,14 +80,19 @@ class Predictor:
 
         for batch in batches:
             found = self.outputs(batch)
-            columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
+            columns = [
+                column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)
+            ]
             if self.added is not None:
                 columns += self.added.made(batch, found[0])
             added = [f"output{index}" for index in range(len(columns))]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
+            yield pa.RecordBatch.from_arrays(
+                [*batch.columns, *columns], names=[*batch.schema.names, *added]
+            )
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yields the number of elements of each output, one row per output, if there is a row to try.
+        """Yields the number of elements of each output, one row per output, if there is a row to
+        try.
 
         Args:
             batches: with the feature columns.
@@ -102,7 +108,11 @@ class Predictor:
     @cached_property
     def _content(self) -> str:
         """The identity of the model, computed once in a task."""
-        return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+        return (
+            self.model.name
+            if isinstance(self.model, Ahead)
+            else hashlib.sha256(self.model).hexdigest()
+        )
 
     def _load(self) -> torch.nn.Module:
         device = self._device()
@@ -116,7 +126,9 @@ class Predictor:
         return _MODELS[key]
 
     def _device(self) -> str:
-        """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a visible one."""
+        """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a
+        visible one.
+        """
         import torch
 
         from farandole.spark.task import choose_device, resources
@@ -150,7 +162,9 @@ class Predictor:
     def _columns(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
         from farandole.spark.common.model.arrow import features
 
-        return features(batch, self.columns, self._names, self.encoding, texts=self.transformation is not None)
+        return features(
+            batch, self.columns, self._names, self.encoding, texts=self.transformation is not None
+        )
 
     def _tensors(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """Returns the tensors of some rows, one at least, after the transformation."""
@@ -160,7 +174,10 @@ class Predictor:
             columns = self._transformation.predicted(columns, self._names)
             columns = {name: columns[name] for name in self._names}
         # Torch must not write to Arrow's memory: tensors that are not copied yet are copied here.
-        return {name: torch.from_numpy(np.require(values, requirements=("C", "W"))) for name, values in columns.items()}
+        return {
+            name: torch.from_numpy(np.require(values, requirements=("C", "W")))
+            for name, values in columns.items()
+        }
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """Returns the model's outputs for some rows, (rows, elements) per output.
@@ -178,7 +195,9 @@ class Predictor:
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         parts: list[list[torch.Tensor]] = []
         for start in range(0, batch.num_rows, self.batch_size):
-            part = self._tensors({name: values[start : start + self.batch_size] for name, values in columns.items()})
+            part = self._tensors(
+                {name: values[start : start + self.batch_size] for name, values in columns.items()}
+            )
             some = [self._input(part, index).to(device) for index in range(len(self.features))]
             with torch.inference_mode():
                 try:
@@ -202,5 +221,10 @@ class Predictor:
         size = sum(columns[name][0].numel() for name in names)
         shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
         nested = names[0] in self.encoding.ragged and self.encoding.ragged[names[0]].nested
-        one = Input(names, (-1, *shape), "float32" if self.dtypes is None else self.dtypes[index], nested=nested)
+        one = Input(
+            names,
+            (-1, *shape),
+            "float32" if self.dtypes is None else self.dtypes[index],
+            nested=nested,
+        )
         return input_tensor(columns, one, count, torch.device("cpu"))

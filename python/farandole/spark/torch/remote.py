@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The training loop, as it runs in every process of a job.
 
-The learning rate is multiplied by the number of processes, in new and in resumed runs; checkpoints contain the rate of
-one process. If a run has a checkpoint, it continues after the last complete epoch, up to `epochs` in total, so a
-repeated run repeats only the lost steps.
+The learning rate is multiplied by the number of processes, in new and in resumed runs; checkpoints
+contain the rate of one process. If a run has a checkpoint, it continues after the last complete
+epoch, up to `epochs` in total, so a repeated run repeats only the lost steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from farandole.spark.torch.training.checkpoints import Checkpoints
 from farandole.spark.torch.training.elastic import EVERY, Course, Reached
 from farandole.spark.torch.training.finite import LossWatch
 from farandole.spark.torch.training.scores import Scores
-from farandole.spark.torch.training.setup import agree_on_device, device_of, on_device, prepare_process, sources
+from farandole.spark.torch.training.setup import (
+    agree_on_device,
+    device_of,
+    on_device,
+    prepare_process,
+    sources,
+)
 from farandole.spark.torch.training.steps import Stepper
 
 if TYPE_CHECKING:
@@ -75,14 +81,22 @@ class _Trainer:
         )
         self.course = Course(self.model, self.optimizer)
         self.checkpoints = Checkpoints(job, self.rank, moves=self.course.moves)
-        losses = constructed(objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size)
+        losses = constructed(
+            objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size
+        )
         callable_model = torch.compile(self.model) if job.loop.compile else self.model
         self.batches = Batches(
-            callable_model, [on_device(one, self.device) for one in losses], job, self.device, self.size
+            callable_model,
+            [on_device(one, self.device) for one in losses],
+            job,
+            self.device,
+            self.size,
         )
         own = objects.train_minibatch
         self.minibatch = UserMinibatch(own, self.batches, self.optimizer) if own else None
-        state = TrainingState(self.model, self.optimizer, self.rank, self.size, job.loop.epochs, history=self.history)
+        state = TrainingState(
+            self.model, self.optimizer, self.rank, self.size, job.loop.epochs, history=self.history
+        )
         self.callbacks = Callbacks(objects.callbacks, state)
         self.started = self.reported = time.monotonic()
         self.over: str | None = None
@@ -116,7 +130,9 @@ class _Trainer:
         self.callbacks.call("on_train_end")
 
     def _enter(self) -> None:
-        """Loads the progress so far into this process, in a world that may differ from the one before."""
+        """Loads the progress so far into this process, in a world that may differ from the one
+        before.
+        """
         agree_on_device(self.device)
         self.size = self.batches.size = self.callbacks.state.size = hvd.size()
         self.rank = self.checkpoints.rank = self.callbacks.state.rank = hvd.rank()
@@ -146,12 +162,18 @@ class _Trainer:
         taken = sum(entry.get("steps", 0) for entry in history)
         self._prepare(Reached(stepper=found | {"size": self.size}))
         self.course.reached = Reached(
-            first_epoch=len(history), history=history, taken=taken, taken_before=taken, stepper=self.stepper.kept()
+            first_epoch=len(history),
+            history=history,
+            taken=taken,
+            taken_before=taken,
+            stepper=self.stepper.kept(),
         )
 
     def _prepare(self, reached: Reached) -> None:
         """Makes what needs the optimizer as it is when this process begins."""
-        self.stepper = Stepper(self.optimizer, self.objects.scheduler, self.loop, self.device, reached.stepper["size"])
+        self.stepper = Stepper(
+            self.optimizer, self.objects.scheduler, self.loop, self.device, reached.stepper["size"]
+        )
         self.stepper.load(reached.stepper)
 
     def _epoch(self, epoch: int, train_source: Batched, val_source: Batched | None) -> None:
@@ -167,7 +189,11 @@ class _Trainer:
         if val_source is not None:
             entry["validation"] = self._validate(val_source, epoch)
         rows, taken = self._rows(train_source, reached.place), self.stepper.taken
-        entry |= {"seconds": reached.seconds + time.monotonic() - started, "rows": rows, "steps": taken - taken_before}
+        entry |= {
+            "seconds": reached.seconds + time.monotonic() - started,
+            "rows": rows,
+            "steps": taken - taken_before,
+        }
         self.history.append(entry)
         self._check_weights(epoch)
         self.batches.first_pass = False
@@ -233,8 +259,14 @@ class _Trainer:
         self.course.reaches(**reached(), scores=scores.everywhere())
 
     def _may_commit(self, source: Batched, step: int) -> bool:
-        """Returns whether the state may be committed after this step: no gradients wait and the interval is over."""
-        is_due = self.course.moves and source.keeps_place and step % (self.loop.backward_passes * EVERY) == 0
+        """Returns whether the state may be committed after this step: no gradients wait and the
+        interval is over.
+        """
+        is_due = (
+            self.course.moves
+            and source.keeps_place
+            and step % (self.loop.backward_passes * EVERY) == 0
+        )
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
@@ -253,7 +285,9 @@ class _Trainer:
         with self.stepper.meter.phase("forward"), self.stepper.autocast():
             outputs, labels, loss = self.batches.forward(rows, self.model)
         self._look(rows, loss, step)  # before any gradient is computed from it
-        factor = 1.0 / (last - first) if everywhere is None else share(rows.valid, self.size, everywhere)
+        factor = (
+            1.0 / (last - first) if everywhere is None else share(rows.valid, self.size, everywhere)
+        )
         self.stepper.backward(loss * factor)
         if step == last - 1:
             self.stepper.step()
@@ -276,7 +310,9 @@ class _Trainer:
         return scores.everywhere()
 
     def _is_over(self) -> bool:
-        """Returns whether the run ends before its last epoch; the answer is the same on every rank."""
+        """Returns whether the run ends before its last epoch; the answer is the same on every
+        rank.
+        """
         if self.over is not None or self._has_enough_steps():
             return True
         if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):
@@ -285,7 +321,9 @@ class _Trainer:
             return True
         stopping = float(self.callbacks.state.stopping)
         if self.callbacks:
-            stopping = float(hvd.allreduce(torch.tensor([stopping]), op=hvd.Max, name="farandole.stopping"))
+            stopping = float(
+                hvd.allreduce(torch.tensor([stopping]), op=hvd.Max, name="farandole.stopping")
+            )
         return stopping > 0
 
     def _is_cut(self) -> bool:
@@ -307,10 +345,15 @@ class _Trainer:
     def _check_weights(self, epoch: int) -> None:
         if self.job.weight is None or epoch != self.course.reached.first_epoch:
             return
-        seen = float(hvd.allreduce(torch.tensor([self.batches.weight_seen]), op=hvd.Sum, name="farandole.weights"))
+        seen = float(
+            hvd.allreduce(
+                torch.tensor([self.batches.weight_seen]), op=hvd.Sum, name="farandole.weights"
+            )
+        )
         if not seen > 0:
             raise ValueError(
-                f"the weights in column {self.job.weight!r} add up to {seen:g}: nothing can be learned from such rows"
+                f"the weights in column {self.job.weight!r} add up to {seen:g}: nothing can be "
+                "learned from such rows"
             )
 
     def _checkpoint(self) -> dict[str, Any]:
@@ -322,19 +365,30 @@ class _Trainer:
         } | self.stepper.state()
 
     def _tell(
-        self, epoch: int, step: int, steps: int, source: Batched, begun: Reached, started: float, scores: Scores
+        self,
+        epoch: int,
+        step: int,
+        steps: int,
+        source: Batched,
+        begun: Reached,
+        started: float,
+        scores: Scores,
     ) -> None:
         now = time.monotonic()
         if self.rank != 0 or now - self.reported < _REPORT_SECONDS:
             return
         self.reported = now
-        speed = self._rows(source, source.place_after(epoch, step)) / max(begun.seconds + now - started, 1e-9)
+        speed = self._rows(source, source.place_after(epoch, step)) / max(
+            begun.seconds + now - started, 1e-9
+        )
         place = {"epoch": epoch, "epochs": self.loop.epochs, "step": step, "steps": steps}
         task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.loss()})
 
     def _rows(self, source: Batched, place: Place) -> int:
         """Returns the rows of all processes in the epoch so far; a data module does not tell."""
-        return place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
+        return (
+            place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
+        )
 
     def _steps(self, source: Batched, asked: int | None) -> int:
         return source.steps if asked is None else asked

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The meeting point of dispatchers, workers and trainers of tf.data: a small server, and its client.
+"""The meeting point of dispatchers, workers and trainers of tf.data: a small server, and its
+client.
 
-A request is one connection. Numbers are 4 bytes, big endian; `HMAC` is HMAC-SHA256 under the service's key:
+A request is one connection. Numbers are 4 bytes, big endian; `HMAC` is HMAC-SHA256 under the
+service's key:
 
     server: 32 random bytes
     client: length, 32 random bytes, HMAC("request" | both random parts | JSON), JSON
     server: length, HMAC("answer" | HMAC of the request | JSON), JSON
 
-So each side proves that it has the key, and a message cannot be changed on its way. Messages are not encrypted,
-because they contain only addresses. Received data is never unpickled. The server answers when the requested event has
-happened, or after a timeout. A client that does not prove the key in time is disconnected, and it is the first to be
-disconnected if all places are taken.
+So each side proves that it has the key, and a message cannot be changed on its way. Messages are
+not encrypted, because they contain only addresses. Received data is never unpickled. The server
+answers when the requested event has happened, or after a timeout. A client that does not prove the
+key in time is disconnected, and it is the first to be disconnected if all places are taken.
 """
 
 from __future__ import annotations
@@ -65,11 +67,14 @@ def _listen() -> tuple[socket.socket, str | None]:
             return socket.create_server((address or "", port), family=family, backlog=64), address
         except OSError as error:
             failure = error
-    raise OSError(f"no port from {first} to {last} of FARANDOLE_PORT_RANGE can be listened on: {failure}")
+    raise OSError(
+        f"no port from {first} to {last} of FARANDOLE_PORT_RANGE can be listened on: {failure}"
+    )
 
 
 class MeetingServer:
-    """Knows the dispatchers and workers of one data service. Ends with `close`, or with its process.
+    """Knows the dispatchers and workers of one data service. Ends with `close`, or with its
+    process.
 
     Args:
         dispatchers: How many there will be.
@@ -77,7 +82,9 @@ class MeetingServer:
         key: Proves membership; a new one by default.
     """
 
-    def __init__(self, dispatchers: int, workers_per_dispatcher: int, key: bytes | None = None) -> None:
+    def __init__(
+        self, dispatchers: int, workers_per_dispatcher: int, key: bytes | None = None
+    ) -> None:
         self.key = key or secrets.token_bytes(32)
         self._dispatchers: dict[int, str] = {}
         self._workers: dict[int, set[int]] = {number: set() for number in range(dispatchers)}
@@ -89,14 +96,19 @@ class MeetingServer:
         self._places = min(CROWD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._unproven: dict[socket.socket, None] = {}
         self._proven = 0
-        self._thread = threading.Thread(target=self._serve, name="farandole-data-meeting", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name="farandole-data-meeting", daemon=True
+        )
         self._thread.start()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """The address on which it listens."""
         port = int(self._listener.getsockname()[1])
-        return [(host, port) for host in ([self._address] if self._address else addresses_of_this_host())]
+        return [
+            (host, port)
+            for host in ([self._address] if self._address else addresses_of_this_host())
+        ]
 
     def close(self) -> None:
         """Takes no more requests; those that wait are answered."""
@@ -105,7 +117,9 @@ class MeetingServer:
             self._changed.notify_all()
         # Wakes the thread that accepts.
         with contextlib.suppress(OSError):
-            socket.create_connection((self._address or "127.0.0.1", self._listener.getsockname()[1]), REACH).close()
+            socket.create_connection(
+                (self._address or "127.0.0.1", self._listener.getsockname()[1]), REACH
+            ).close()
         self._thread.join(REACH)
         self._listener.close()
 
@@ -114,7 +128,8 @@ class MeetingServer:
             try:
                 line, _ = self._listener.accept()
             except OSError:
-                # A stranger that went away, or no descriptor is left: the next try may come too early.
+                # A stranger that went away, or no descriptor is left: the next try may come too
+                # early.
                 self._make_way()
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, PAUSE)
@@ -133,7 +148,9 @@ class MeetingServer:
                 line.close()
 
     def _make_way(self) -> bool:
-        """Closes the connection that has waited longest for a proof of the key; whether there was one."""
+        """Closes the connection that has waited longest for a proof of the key; whether there
+        was one.
+        """
         with self._changed:
             oldest = next(iter(self._unproven), None)
             if oldest is None:
@@ -157,7 +174,11 @@ class MeetingServer:
                     self._proven += 1
                     proven = True
                 answer = json.dumps(self._result(json.loads(request))).encode()
-                _say(line, _proof(self.key, b"answer", proof, answer) + answer, time.monotonic() + REACH)
+                _say(
+                    line,
+                    _proof(self.key, b"answer", proof, answer) + answer,
+                    time.monotonic() + REACH,
+                )
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
             # An invalid request gets no answer. The caller notices the closed connection.
             return
@@ -169,13 +190,21 @@ class MeetingServer:
     def _result(self, request: dict[str, Any]) -> dict[str, Any]:
         call, number = request["call"], request.get("dispatcher")
         until = time.monotonic() + min(float(request.get("timeout", 0.0)), SLICE)
-        if call in ("dispatcher", "worker", "await_dispatcher", "await_workers") and number not in self._workers:
+        if (
+            call in ("dispatcher", "worker", "await_dispatcher", "await_workers")
+            and number not in self._workers
+        ):
             return {"error": f"there is no dispatcher {number}: there are {len(self._workers)}"}
         with self._changed:
             if call == "dispatcher":
                 address = str(request["address"])
                 if self._dispatchers.setdefault(int(number or 0), address) != address:
-                    return {"error": f"dispatcher {number} is registered already: {self._dispatchers[number or 0]}"}
+                    return {
+                        "error": (
+                            f"dispatcher {number} is registered already: "
+                            f"{self._dispatchers[number or 0]}"
+                        )
+                    }
             elif call == "worker":
                 self._workers[int(number or 0)].add(int(request["worker"]))
             elif call == "shutdown":
@@ -192,7 +221,9 @@ class MeetingServer:
             "await_shutdown": lambda: self._is_shut_down,
         }
         happened = conditions[call]
-        self._changed.wait_for(lambda: happened() or self._closed, max(0.0, until - time.monotonic()))
+        self._changed.wait_for(
+            lambda: happened() or self._closed, max(0.0, until - time.monotonic())
+        )
         if happened():
             return {"address": self._dispatchers.get(number)}
         return {"closed": True} if self._closed else {"waiting": True}
@@ -214,21 +245,29 @@ class MeetingClient:
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
         """Makes a dispatcher known."""
-        self._ask({"call": "dispatcher", "dispatcher": dispatcher_id, "address": dispatcher_address})
+        self._ask(
+            {"call": "dispatcher", "dispatcher": dispatcher_id, "address": dispatcher_address}
+        )
 
-    def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float | None = None) -> str:
+    def wait_for_dispatcher_registration(
+        self, dispatcher_id: int, timeout: float | None = None
+    ) -> str:
         """Waits for a dispatcher and returns its address.
 
         Raises:
             TimeoutError: When it does not come in time.
         """
-        return self._wait({"call": "await_dispatcher", "dispatcher": dispatcher_id}, timeout)["address"]
+        return self._wait({"call": "await_dispatcher", "dispatcher": dispatcher_id}, timeout)[
+            "address"
+        ]
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
         """Makes a worker of a dispatcher known."""
         self._ask({"call": "worker", "dispatcher": dispatcher_id, "worker": worker_id})
 
-    def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float | None = None) -> None:
+    def wait_for_dispatcher_worker_registration(
+        self, dispatcher_id: int, timeout: float | None = None
+    ) -> None:
         """Waits until a dispatcher has all its workers.
 
         Raises:
@@ -241,7 +280,8 @@ class MeetingClient:
         self._ask({"call": "shutdown"})
 
     def wait_for_shutdown(self, timeout: float | None = None) -> None:
-        """Waits for a call of `shutdown`: at most `timeout` seconds if given, and at most until the server ends.
+        """Waits for a call of `shutdown`: at most `timeout` seconds if given, and at most until the
+        server ends.
 
         Raises:
             TimeoutError: There was no call in time.
@@ -265,7 +305,9 @@ class MeetingClient:
             if not answer.get("waiting"):
                 return answer
             if time.monotonic() >= end:
-                raise TimeoutError(f"no result from the data service within {timeout:g} s: {request}")
+                raise TimeoutError(
+                    f"no result from the data service within {timeout:g} s: {request}"
+                )
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._connect() as line:
@@ -276,17 +318,26 @@ class MeetingClient:
                 _say(line, randoms[_RANDOM:] + proof + message, until)
                 answer = _whole(line, _PROOF, time.monotonic() + SLICE + REACH)
             except (EOFError, OSError) as error:
-                reason = f"{self._addresses[0]} gave no answer, as to a client with another key: {request}"
+                reason = (
+                    f"{self._addresses[0]} gave no answer, as to a client with another key: "
+                    f"{request}"
+                )
                 raise ConnectionError(f"the data service at {reason}") from error
-        if not hmac.compare_digest(answer[:_PROOF], _proof(self._key, b"answer", proof, answer[_PROOF:])):
-            raise ConnectionError(f"the process at {self._addresses[0]} does not have the key of the data service")
+        if not hmac.compare_digest(
+            answer[:_PROOF], _proof(self._key, b"answer", proof, answer[_PROOF:])
+        ):
+            raise ConnectionError(
+                f"the process at {self._addresses[0]} does not have the key of the data service"
+            )
         told = json.loads(answer[_PROOF:])
         if "error" in told:
             raise ValueError(told["error"])
         return told
 
     def _connect(self) -> socket.socket:
-        """Returns a connection to the first address that takes one; that is tried first from then on."""
+        """Returns a connection to the first address that takes one; that is tried first from
+        then on.
+        """
         failure: Exception | None = None
         for index, (host, port) in enumerate(self._addresses):
             try:
@@ -296,7 +347,9 @@ class MeetingClient:
                 continue
             self._addresses.insert(0, self._addresses.pop(index))
             return line
-        raise ConnectionError(f"the data service cannot be reached at any of {self._addresses}: {failure}")
+        raise ConnectionError(
+            f"the data service cannot be reached at any of {self._addresses}: {failure}"
+        )
 
 
 def _proof(key: bytes, role: bytes, context: bytes, message: bytes) -> bytes:
@@ -313,7 +366,11 @@ def _heard(line: socket.socket, key: bytes) -> tuple[bytes, bytes]:
     until, random = time.monotonic() + REACH, secrets.token_bytes(_RANDOM)
     _send(line, random, until)
     said = _whole(line, _RANDOM + _PROOF, until)
-    theirs, proof, request = said[:_RANDOM], said[_RANDOM : _RANDOM + _PROOF], said[_RANDOM + _PROOF :]
+    theirs, proof, request = (
+        said[:_RANDOM],
+        said[_RANDOM : _RANDOM + _PROOF],
+        said[_RANDOM + _PROOF :],
+    )
     if not hmac.compare_digest(proof, _proof(key, b"request", random + theirs, request)):
         raise ValueError("the sender has another key")
     return request, proof

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""tf.data's service for a training job: separate processes prepare batches, and trainers fetch them.
+"""tf.data's service for a training job: separate processes prepare batches, and trainers fetch
+them.
 
-Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without password or key. Anybody
-who reaches their ports can run graphs there, which read and write files. TensorFlow has no setting against that. So the
-service starts only with `open_to_the_network=True`, which confirms that no one else can reach the ports. On the command
-line this is `--open-to-the-network`, and for code that cannot be changed `FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
+Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without
+password or key. Anybody who reaches their ports can run graphs there, which read and write files.
+TensorFlow has no setting against that. So the service starts only with `open_to_the_network=True`,
+which confirms that no one else can reach the ports. On the command line this is
+`--open-to-the-network`, and for code that cannot be changed
+`FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
 
 The meeting point, at which processes find each other, requires a key.
 
@@ -16,7 +19,7 @@ Example:
     dataset = dataset.send_to_data_service(config, hvd.rank(), hvd.size())
     ...
     config.compute_client().shutdown()
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -65,9 +68,11 @@ def require_consent(given: bool) -> None:
         raise ValueError(f"{CONSENT} is 1 or 0: {told!r}")
     if not (given or _WORDS[told]):
         raise PermissionError(
-            "tf.data's dispatchers and workers listen on all addresses of this host without a password: everyone who "
-            "reaches their ports runs graphs here, which read and write files as this user. If a firewall keeps others "
-            f"from these ports, say so: open_to_the_network=True, --open-to-the-network, or {CONSENT}=1"
+            "tf.data's dispatchers and workers listen on all addresses of this host without a "
+            "password: everyone who reaches their ports runs graphs here, which read and write "
+            "files as this user. If a firewall keeps others "
+            "from these ports, say so: open_to_the_network=True, --open-to-the-network, or "
+            f"{CONSENT}=1"
         )
 
 
@@ -78,11 +83,13 @@ class TfDataServiceConfig:
     Args:
         dispatchers: How many there are; each hands out the work to workers of its own.
         workers_per_dispatcher: How many.
-        dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when trainers' do.
+        dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when
+            trainers' do.
         addresses: Where the service may be asked, as host and port.
         key: Proves membership: keep it secret.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
+            the module.
 
     Raises:
         ValueError: For another side.
@@ -103,7 +110,8 @@ class TfDataServiceConfig:
         self.addresses = [(str(host), int(port)) for host, port in self.addresses]
 
     def require_consent(self) -> None:
-        """Refuses to open ports that run the graphs of everyone who reaches them, if the user has not consented.
+        """Refuses to open ports that run the graphs of everyone who reaches them, if the user has
+        not consented.
 
         Raises:
             PermissionError: The user has not consented.
@@ -141,7 +149,9 @@ class TfDataServiceConfig:
             raise
 
     @staticmethod
-    def read(filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0) -> TfDataServiceConfig:
+    def read(
+        filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0
+    ) -> TfDataServiceConfig:
         """Reads the file of `write`.
 
         Args:
@@ -174,7 +184,8 @@ def serving(
         dispatchers: Number of dispatchers.
         dispatcher_side: Where they are.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
+            the module.
 
     Yields:
         The `TfDataServiceConfig` of it.
@@ -183,12 +194,21 @@ def serving(
         ValueError: When workers cannot be dealt out evenly.
     """
     if dispatchers <= 0 or processes % dispatchers:
-        raise ValueError(f"the number of processes must be a multiple of the {dispatchers} dispatchers: {processes}")
+        raise ValueError(
+            f"the number of processes must be a multiple of the {dispatchers} dispatchers: "
+            f"{processes}"
+        )
     server = MeetingServer(dispatchers, processes // dispatchers)
     try:
         workers = processes // dispatchers
         yield TfDataServiceConfig(
-            dispatchers, workers, dispatcher_side, server.addresses, server.key, timeout, open_to_the_network
+            dispatchers,
+            workers,
+            dispatcher_side,
+            server.addresses,
+            server.key,
+            timeout,
+            open_to_the_network,
         )
     finally:
         server.close()
@@ -196,7 +216,9 @@ def serving(
 
 def _dispatcher(client: MeetingClient, number: int) -> Any:
     """Starts a dispatcher in this process and makes it known."""
-    server = tf.data.experimental.service.DispatchServer(tf.data.experimental.service.DispatcherConfig(port=0))
+    server = tf.data.experimental.service.DispatchServer(
+        tf.data.experimental.service.DispatcherConfig(port=0)
+    )
     protocol, address = server.target.split("://", 1)
     client.register_dispatcher(number, f"{protocol}://{client.here()}:{address.rsplit(':', 1)[1]}")
     return server
@@ -204,7 +226,8 @@ def _dispatcher(client: MeetingClient, number: int) -> Any:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """Finds this trainer's dispatcher and waits for its workers; starts it first when trainers hold the dispatchers.
+    """Finds this trainer's dispatcher and waits for its workers; starts it first when trainers hold
+    the dispatchers.
 
     Args:
         compute_config: Of the service.
@@ -214,7 +237,8 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         The dispatcher's address, for `tf.data.experimental.service.distribute`.
 
     Raises:
-        PermissionError: This process would hold a dispatcher, and the user has not consented to open ports.
+        PermissionError: This process would hold a dispatcher, and the user has not consented to
+            open ports.
         TimeoutError: When dispatcher or workers do not come in time.
     """
     client = compute_config.compute_client()
@@ -237,9 +261,11 @@ _jobs: dict[bytes, list[tuple[Any, ...]]] = {}
 
 
 def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
-    """Name of a pass that trainers share, the same on all of them: one for every dataset, and way to share it.
+    """Name of a pass that trainers share, the same on all of them: one for every dataset, and way
+    to share it.
 
-    tf.data's service asks for a name. A later caller with a known name gets the job of the first caller.
+    tf.data's service asks for a name. A later caller with a known name gets the job of the first
+    caller.
     """
     shared = _jobs.setdefault(key, [])
     mark = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, told))
@@ -265,15 +291,17 @@ def send_to_data_service(
         rank: Of this trainer.
         size: Number of trainers; needed for `round_robin`.
         processing_mode: As in `tf.data.experimental.service.distribute`.
-        reuse_dataset: Whether trainers of one dispatcher share one pass over the data. Those that share several
-            datasets begin with the same one.
-        round_robin: With `reuse_dataset`: whether they take turns, so that each step's batches are alike.
+        reuse_dataset: Whether trainers of one dispatcher share one pass over the data. Those that
+            share several datasets begin with the same one.
+        round_robin: With `reuse_dataset`: whether they take turns, so that each step's batches are
+            alike.
 
     Returns:
         A dataset of the same elements.
 
     Raises:
-        RuntimeError: When trainers hold the dispatchers: those end with the context of `tf_data_service`.
+        RuntimeError: When trainers hold the dispatchers: those end with the context of
+            `tf_data_service`.
         ValueError: When `round_robin` lacks what it needs.
         TimeoutError: When dispatcher or workers do not come in time.
     """
@@ -289,7 +317,9 @@ def send_to_data_service(
         distribute = tf.data.experimental.service.distribute(
             processing_mode=processing_mode,
             service=address,
-            job_name=_job_name(compute_config.key, dataset, processing_mode, consumers) if reuse_dataset else None,
+            job_name=_job_name(compute_config.key, dataset, processing_mode, consumers)
+            if reuse_dataset
+            else None,
             consumer_index=rank if round_robin else None,
             num_consumers=consumers,
         )

@@ -6,9 +6,9 @@
 
 First read the warning in `compute_service`.
 
-Rank 0 writes the file through which trainers find the service, and removes it at the end. All processes end when a
-trainer calls `TfDataServiceConfig.compute_client().shutdown()`.
-"""
+Rank 0 writes the file through which trainers find the service, and removes it at the end. All
+processes end when a trainer calls `TfDataServiceConfig.compute_client().shutdown()`.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ import contextlib
 from pathlib import Path
 
 import farandole.tensorflow as hvd
-from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, require_consent, serving
+from farandole.tensorflow.data.compute_service import (
+    SIDES,
+    compute_worker_fn,
+    require_consent,
+    serving,
+)
 
 
 def main(
-    dispatchers: int, dispatcher_side: str, configfile: str, timeout: float, *, open_to_the_network: bool = False
+    dispatchers: int,
+    dispatcher_side: str,
+    configfile: str,
+    timeout: float,
+    *,
+    open_to_the_network: bool = False,
 ) -> None:
     """The work of every rank.
 
@@ -30,7 +40,8 @@ def main(
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         configfile: Where trainers will look.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see `compute_service`.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
+            `compute_service`.
 
     Raises:
         PermissionError: The user has not consented to open ports.
@@ -42,7 +53,13 @@ def main(
         config = None
         if hvd.rank() == 0:
             config = stack.enter_context(
-                serving(hvd.size(), dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network)
+                serving(
+                    hvd.size(),
+                    dispatchers,
+                    dispatcher_side,
+                    timeout,
+                    open_to_the_network=open_to_the_network,
+                )
             )
         config = hvd.broadcast_object(config, name="farandole.tensorflow.data")
         if hvd.rank() == 0:
@@ -55,15 +72,24 @@ def main(
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's arguments."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("configfile", help="file to write, which trainers read")
     arguments.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers")
-    arguments.add_argument("--dispatcher-side", choices=SIDES, default="compute", help="who holds them")
-    arguments.add_argument("--timeout", type=float, default=60, help="seconds that waits last at most")
+    arguments.add_argument(
+        "--dispatcher-side", choices=SIDES, default="compute", help="who holds them"
+    )
+    arguments.add_argument(
+        "--timeout", type=float, default=60, help="seconds that waits last at most"
+    )
     arguments.add_argument(
         "--open-to-the-network",
         action="store_true",
-        help="consent to ports on all addresses of these hosts, which run the graphs of everyone who reaches them",
+        help=(
+            "consent to ports on all addresses of these hosts, which run the graphs of everyone "
+            "who reaches them"
+        ),
     )
     return arguments
 

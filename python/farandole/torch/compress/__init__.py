@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Compressors with a state: gradients are sent in a smaller form, with error feedback.
 
-An instance is what `DistributedOptimizer(compression=...)` takes besides the classes of `Compression`, and what
-`farandole.torch.ddp_comm_hook.compressor_hook` takes for `DistributedDataParallel`. Each optimizer or model needs an
-instance of its own. Reductions are `Average` or `Sum`.
+An instance is what `DistributedOptimizer(compression=...)` takes besides the classes of
+`Compression`, and what `farandole.torch.ddp_comm_hook.compressor_hook` takes for
+`DistributedDataParallel`. Each optimizer or model needs an instance of its own. Reductions are
+`Average` or `Sum`.
 
 | compressor | bytes for n numbers of float32 | what is lost |
 | --- | --- | --- |
@@ -19,7 +20,7 @@ Example:
     from farandole.torch.compress import PowerSGD
 
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=PowerSGD(rank=4))
-"""
+"""  # noqa: E501
 
 from farandole.torch.compress._base import Compressor, VectorCompressor
 from farandole.torch.compress._cast import Bf16, Cast, Fp16

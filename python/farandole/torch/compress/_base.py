@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The interface of compressors: they make gradients smaller, reduce them in that form, and restore them."""
+"""The interface of compressors: they make gradients smaller, reduce them in that form, and
+restore them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
 Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 """Gradients of one unit with names that stay the same from step to step."""
 Reducing: TypeAlias = Generator[Waiting, Any, list[torch.Tensor]]
-"""A reduction that yields each operation it has started, is sent its result, and returns the reduced gradients."""
+"""A reduction that yields each operation it has started, is sent its result, and returns the
+reduced gradients.
+"""
 
 
 class Compressor(ABC):
-    """Reduces gradients over all ranks in a smaller form. It has a state, so each optimizer or model needs its own.
+    """Reduces gradients over all ranks in a smaller form. It has a state, so each optimizer or
+    model needs its own.
 
     To write a compressor, override `reduce`, or `encode` and `add` of `VectorCompressor`.
     """
@@ -36,17 +41,21 @@ class Compressor(ABC):
     def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
         """Sums gradients over all ranks.
 
-        A generator: yields each operation it has started, gets the operation's result, and returns the sums, tensors
-        of the shapes and dtypes it was given. It must not change what it was given, except in the result.
+        A generator: yields each operation it has started, gets the operation's result, and returns
+        the sums, tensors of the shapes and dtypes it was given. It must not change what it was
+        given, except in the result.
 
         Args:
-            gradients: Dense gradients of one unit, the same names and shapes in the same order on all ranks.
+            gradients: Dense gradients of one unit, the same names and shapes in the same order on
+                all ranks.
             exchange: The ranks.
         """
         yield from ()
         raise NotImplementedError
 
-    def start(self, gradients: Named, exchange: Exchange, average: bool) -> Callable[[], list[torch.Tensor]]:
+    def start(
+        self, gradients: Named, exchange: Exchange, average: bool
+    ) -> Callable[[], list[torch.Tensor]]:
         """Starts a reduction.
 
         Args:
@@ -81,10 +90,12 @@ def _advance(running: Reducing, outcome: Any) -> tuple[Waiting | None, list[torc
 
 
 class VectorCompressor(Compressor):
-    """A compressor of flat vectors of float32, whose payloads are decoded and summed in the order of ranks.
+    """A compressor of flat vectors of float32, whose payloads are decoded and summed in the order
+    of ranks.
 
-    With more than two ranks each rank sums one part of the vector and sends the sum, encoded again, to all, if the
-    payload of a part depends on that part alone (`splits`). Otherwise every rank sends everything to every rank.
+    With more than two ranks each rank sums one part of the vector and sends the sum, encoded again,
+    to all, if the payload of a part depends on that part alone (`splits`). Otherwise every rank
+    sends everything to every rank.
 
     Args:
         error_feedback: Whether what a payload has lost is added to the next gradient.
@@ -109,9 +120,11 @@ class VectorCompressor(Compressor):
 
     @abstractmethod
     def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The payload of a flat, contiguous vector of float32: a flat tensor whose length depends on the vector's.
+        """The payload of a flat, contiguous vector of float32: a flat tensor whose length depends
+        on the vector's.
 
-        With a residual, the payload is that of the vector plus the residual, which then holds the lost part.
+        With a residual, the payload is that of the vector plus the residual, which then holds the
+        lost part.
         """
 
     @abstractmethod
@@ -125,7 +138,8 @@ class VectorCompressor(Compressor):
         width = vector.numel() // parts
         name = gradients[0][0]
         payloads = [
-            self.encode(part, self._residual(f"{name}/{i}", part)) for i, part in enumerate(vector.split(width or 1))
+            self.encode(part, self._residual(f"{name}/{i}", part))
+            for i, part in enumerate(vector.split(width or 1))
         ]
         if not payloads:
             return [gradient.clone() for _, gradient in gradients]
@@ -161,12 +175,16 @@ class VectorCompressor(Compressor):
 
 
 def _join(gradients: Named, multiple: int) -> tuple[torch.Tensor, list[int]]:
-    """Returns all gradients end to end as float32, padded by zeros to a multiple, and where each begins."""
+    """Returns all gradients end to end as float32, padded by zeros to a multiple, and where each
+    begins.
+    """
     starts, end = [], 0
     for _, gradient in gradients:
         starts.append(end)
         end += gradient.numel()
-    vector = torch.zeros(-(-end // multiple) * multiple, dtype=torch.float32, device=gradients[0][1].device)
+    vector = torch.zeros(
+        -(-end // multiple) * multiple, dtype=torch.float32, device=gradients[0][1].device
+    )
     for start, (_, gradient) in zip(starts, gradients, strict=True):
         vector[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
     return vector, starts

@@ -32,7 +32,10 @@ class Waiting:
     """
 
     def __init__(
-        self, wait: Callable[[], Any], future: Callable[[], Any] | None = None, result: torch.Tensor | None = None
+        self,
+        wait: Callable[[], Any],
+        future: Callable[[], Any] | None = None,
+        result: torch.Tensor | None = None,
     ) -> None:
         self._wait = wait
         self.future = future
@@ -56,7 +59,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def allreduce(self, tensor: torch.Tensor, *, rounds: bool = False) -> Waiting:
-        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor.
+        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that
+        tensor.
 
         Args:
             tensor: The tensor to sum.
@@ -69,7 +73,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def alltoall(self, rows: torch.Tensor) -> Waiting:
-        """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
+        """Starts sending a row of a contiguous matrix to each rank; the result has a row from
+        each.
+        """
 
 
 class EngineExchange(Exchange):
@@ -93,14 +99,25 @@ class EngineExchange(Exchange):
         return name, DTYPES[tensor.dtype], tensor.shape, tensor.data_ptr()
 
     def allreduce(self, tensor: torch.Tensor, *, rounds: bool = False) -> Waiting:
-        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
+        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that
+        tensor.
+        """
         source = usable(tensor)
 
         def finish(_: list[Any]) -> torch.Tensor:
             return tensor if source is tensor else tensor.copy_(source)
 
         op = rounded(Sum, rounds)
-        arguments = (*self._described(source), source.data_ptr(), op, 1.0, 1.0, self._set, False, spot(source))
+        arguments = (
+            *self._described(source),
+            source.data_ptr(),
+            op,
+            1.0,
+            1.0,
+            self._set,
+            False,
+            spot(source),
+        )
         return self._waiting(source, finish, engine.allreduce, *arguments)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
@@ -110,11 +127,20 @@ class EngineExchange(Exchange):
         return self._waiting(source, self._rows(tensor), engine.allgather, *arguments)
 
     def alltoall(self, rows: torch.Tensor) -> Waiting:
-        """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
+        """Starts sending a row of a contiguous matrix to each rank; the result has a row from
+        each.
+        """
         source = usable(rows)
         described = self._described(source)
         return self._waiting(
-            source, self._rows(rows), engine.alltoall, *described, None, self._set, False, spot(source)
+            source,
+            self._rows(rows),
+            engine.alltoall,
+            *described,
+            None,
+            self._set,
+            False,
+            spot(source),
         )
 
     def _rows(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
@@ -125,7 +151,11 @@ class EngineExchange(Exchange):
         return finish
 
     def _waiting(
-        self, keep: Any, finish: Callable[[list[Any]], torch.Tensor], call: Callable[..., int], *arguments: Any
+        self,
+        keep: Any,
+        finish: Callable[[list[Any]], torch.Tensor],
+        call: Callable[..., int],
+        *arguments: Any,
     ) -> Waiting:
         number = table.submit(keep, finish, call, *arguments)
         return Waiting(lambda: table.synchronize(number))
@@ -146,20 +176,28 @@ class GroupExchange(Exchange):
         self.size, self.rank = self.group.size(), self.group.rank()
 
     def allreduce(self, tensor: torch.Tensor, *, rounds: bool = False) -> Waiting:
-        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
+        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that
+        tensor.
+        """
         del rounds  # That is up to the backend.
         return self._waiting(self._dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
         """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
         rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-        work = self._dist.all_gather_into_tensor(rows.view(-1), tensor, group=self.group, async_op=True)
+        work = self._dist.all_gather_into_tensor(
+            rows.view(-1), tensor, group=self.group, async_op=True
+        )
         return self._waiting(work, rows)
 
     def alltoall(self, rows: torch.Tensor) -> Waiting:
-        """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
+        """Starts sending a row of a contiguous matrix to each rank; the result has a row from
+        each.
+        """
         received = torch.empty_like(rows)
-        return self._waiting(self._dist.all_to_all_single(received, rows, group=self.group, async_op=True), received)
+        return self._waiting(
+            self._dist.all_to_all_single(received, rows, group=self.group, async_op=True), received
+        )
 
     def _waiting(self, work: Any, result: torch.Tensor) -> Waiting:
         def wait() -> torch.Tensor:

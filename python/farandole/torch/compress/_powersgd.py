@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 class PowerSGD(Compressor):
     """Low-rank approximation of matrices by one step of the power method, with error feedback.
 
-    A gradient of shape (n, ...) is a matrix M of n rows and m columns. With the last step's right factor Q, all ranks
-    sum M Q and orthogonalise it to P, then sum transpose(M) P to the next Q; the result is P transpose(Q). What the
-    product lacks is added to the next gradient. Vectors, and matrices that would not become smaller, travel as they
-    are. Ranks get the same bits as long as their processors multiply matrices alike.
+    A gradient of shape (n, ...) is a matrix M of n rows and m columns. With the last step's right
+    factor Q, all ranks sum M Q and orthogonalise it to P, then sum transpose(M) P to the next Q;
+    the result is P transpose(Q). What the product lacks is added to the next gradient. Vectors, and
+    matrices that would not become smaller, travel as they are. Ranks get the same bits as long as
+    their processors multiply matrices alike.
 
     Args:
         rank: Columns of the factors.
@@ -31,7 +32,12 @@ class PowerSGD(Compressor):
     """
 
     def __init__(
-        self, rank: int = 4, *, error_feedback: bool = True, warm_start: bool = True, min_compression: float = 2.0
+        self,
+        rank: int = 4,
+        *,
+        error_feedback: bool = True,
+        warm_start: bool = True,
+        min_compression: float = 2.0,
     ) -> None:
         if rank < 1:
             raise ValueError(f"rank must be positive: {rank!r}")
@@ -50,7 +56,11 @@ class PowerSGD(Compressor):
 
     def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
         """Sums gradients over all ranks."""
-        matrices = {name: self._matrix(name, gradient) for name, gradient in gradients if self._pays(gradient)}
+        matrices = {
+            name: self._matrix(name, gradient)
+            for name, gradient in gradients
+            if self._pays(gradient)
+        }
         others = [(name, gradient) for name, gradient in gradients if name not in matrices]
         rights = {name: self._right(name, matrix) for name, matrix in matrices.items()}
         lefts = [matrix @ rights[name] for name, matrix in matrices.items()]
@@ -59,13 +69,20 @@ class PowerSGD(Compressor):
         total = yield exchange.allreduce(torch.cat([part.reshape(-1) for part in (*lefts, *plain)]))
         parts = iter(total.split([part.numel() for part in (*lefts, *plain)]))
         orthogonal = [_orthogonalise(next(parts).view_as(left)) for left in lefts]
-        results = {name: next(parts).view(gradient.shape).to(gradient.dtype, copy=True) for name, gradient in others}
+        results = {
+            name: next(parts).view(gradient.shape).to(gradient.dtype, copy=True)
+            for name, gradient in others
+        }
         if matrices:
-            factors = [matrix.T @ left for matrix, left in zip(matrices.values(), orthogonal, strict=True)]
+            factors = [
+                matrix.T @ left for matrix, left in zip(matrices.values(), orthogonal, strict=True)
+            ]
             summed = yield exchange.allreduce(torch.cat([factor.reshape(-1) for factor in factors]))
             news = summed.split([factor.numel() for factor in factors])
             shapes = dict(gradients)
-            for (name, matrix), left, flat, own in zip(matrices.items(), orthogonal, news, factors, strict=True):
+            for (name, matrix), left, flat, own in zip(
+                matrices.items(), orthogonal, news, factors, strict=True
+            ):
                 right = flat.view_as(own)
                 if self._feeds_back:
                     # Each rank keeps what its own part of the sum lacks.
@@ -97,15 +114,17 @@ class PowerSGD(Compressor):
             last = _orthogonalise(last)
             if last.any(0).all():
                 return last
-        # A column that has become zero would stay so: begin again. The same on all ranks: seeded by the name and the
-        # step, not by the process's generator.
+        # A column that has become zero would stay so: begin again. The same on all ranks: seeded by
+        # the name and the step, not by the process's generator.
         step = self._steps[name] = self._steps.get(name, 0) + 1
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{step}".encode()))
         return torch.randn(columns, rank, generator=generator).to(matrix.device)
 
 
 def _orthogonalise(columns: torch.Tensor) -> torch.Tensor:
-    """Makes columns orthonormal in order, each minus its projections on earlier ones; dependent ones become zero."""
+    """Makes columns orthonormal in order, each minus its projections on earlier ones; dependent
+    ones become zero.
+    """
     columns = columns.clone()
     for i in range(columns.shape[1]):
         column = columns[:, i]

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class _Coded(VectorCompressor):
     """A compressor whose codec is native; vectors on a GPU go through host memory."""
 
-    def __init__(self, codec: Callable[[Any], Codec], setting: float, *, error_feedback: bool) -> None:
+    def __init__(
+        self, codec: Callable[[Any], Codec], setting: float, *, error_feedback: bool
+    ) -> None:
         super().__init__(error_feedback=error_feedback)
         self._made_by = (codec, setting)
         self._codec = codec(setting)
@@ -48,7 +50,9 @@ class _Coded(VectorCompressor):
         """Adds what a payload says to a flat vector."""
         payload = payload.contiguous()
         target = into.cpu()
-        self._codec.accumulate(payload.data_ptr(), payload.numel(), target.data_ptr(), target.numel())
+        self._codec.accumulate(
+            payload.data_ptr(), payload.numel(), target.data_ptr(), target.numel()
+        )
         if not into.is_cpu:
             into.copy_(target)
 
@@ -71,7 +75,8 @@ class Int8(_Coded):
 
 
 class TopK(_Coded):
-    """The numbers of largest magnitude with their places; the others wait in the residual until they have grown.
+    """The numbers of largest magnitude with their places; the others wait in the residual until
+    they have grown.
 
     Args:
         share: The share of numbers that is sent, 8 bytes each.

@@ -2,18 +2,20 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A backend of `torch.distributed` over Farandole's engine.
 
-Importing this module registers the backend `"farandole"`. Its world is the one this process was launched into, so
-`init_process_group` needs only the backend's name under `farandole run` and in Spark jobs, which set the
-environment that `env://` reads. A process that was started in another way, or that does not use the environment, passes
-`init_method="farandole://"`.
+Importing this module registers the backend `"farandole"`. Its world is the one this process was
+launched into, so `init_process_group` needs only the backend's name under `farandole run` and in
+Spark jobs, which set the environment that `env://` reads. A process that was started in another
+way, or that does not use the environment, passes `init_method="farandole://"`.
 
-Tensors on the host are used in place, tensors on a GPU go through host memory. All collectives of `torch.distributed`
-exist. Point-to-point operations do not: use `all_to_all_single`. Every process calls `new_group`, as torch requires
-anyway; `use_local_synchronization=True` is refused. Groups end with the session, not with `destroy_process_group`.
+Tensors on the host are used in place, tensors on a GPU go through host memory. All collectives of
+`torch.distributed` exist. Point-to-point operations do not: use `all_to_all_single`. Every process
+calls `new_group`, as torch requires anyway; `use_local_synchronization=True` is refused. Groups end
+with the session, not with `destroy_process_group`.
 
-With `enable_reconfigure=True` (torch 2.15) a group has no members before `torch.distributed._reconfigure`, which
-changes them as often as it is called. In an elastic job, `FaultTolerantDataParallel` finishes a step in which ranks are
-lost. See `docs/user-guide/elastic.md` for both.
+With `enable_reconfigure=True` (torch 2.15) a group has no members before
+`torch.distributed._reconfigure`, which changes them as often as it is called. In an elastic job,
+`FaultTolerantDataParallel` finishes a step in which ranks are lost. See
+`docs/user-guide/elastic.md` for both.
 
 Example:
     import torch.distributed as dist
@@ -33,7 +35,9 @@ from farandole.torch.distributed._rendezvous import register
 __all__ = ["FarandoleBackend", "FaultTolerantDataParallel"]
 
 if not dist.is_available():
-    raise ImportError("farandole.torch.distributed needs a PyTorch that was built with torch.distributed")
+    raise ImportError(
+        "farandole.torch.distributed needs a PyTorch that was built with torch.distributed"
+    )
 if "FARANDOLE" not in dist.Backend._plugins:  # noqa: SLF001 - a second registration is an error there
     dist.Backend.register_backend("farandole", create, extended_api=True, devices=["cpu", "cuda"])
     register()

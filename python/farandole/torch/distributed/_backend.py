@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The backend: collectives of torch.distributed as operations of the engine.
 
-Operations are named by their number in the group, because ranks start the operations of a group in one order. If they
-do not, the engine raises an error that shows what each rank submitted.
+Operations are named by their number in the group, because ranks start the operations of a group in
+one order. If they do not, the engine raises an error that shows what each rank submitted.
 """
 
 from __future__ import annotations
@@ -93,18 +93,24 @@ class FarandoleBackend(Backend):
         agree(None)
 
     def split(self, store: Any, ranks: list[int], options: Any) -> FarandoleBackend | None:
-        """Makes a group of some of this group's members, by torch's `split_group`; all members call it.
+        """Makes a group of some of this group's members, by torch's `split_group`; all members call
+        it.
 
         Raises:
-            ValueError: When this is not the group of all ranks, or the ranks are not in ascending order.
+            ValueError: When this is not the group of all ranks, or the ranks are not in ascending
+                order.
         """
         del store
         if self._set != 0 or ranks != sorted(ranks):
-            raise ValueError(f"split_group needs the default group and ranks in ascending order: {ranks}")
+            raise ValueError(
+                f"split_group needs the default group and ranks in ascending order: {ranks}"
+            )
         process_set = agree(ranks if self._rank in ranks else None)
         if process_set is None:
             return None
-        return FarandoleBackend(ranks.index(self._rank), len(ranks), process_set, options.group_name)
+        return FarandoleBackend(
+            ranks.index(self._rank), len(ranks), process_set, options.group_name
+        )
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Does nothing: the world is connected."""
@@ -131,7 +137,13 @@ class FarandoleBackend(Backend):
         data = [numbers(tensor) for tensor in tensors]
         base = self._next_name()
         members = [
-            (f"{base}_{i}of{len(data)}", DTYPES[part.dtype], part.shape, part.data_ptr(), part.data_ptr())
+            (
+                f"{base}_{i}of{len(data)}",
+                DTYPES[part.dtype],
+                part.shape,
+                part.data_ptr(),
+                part.data_ptr(),
+            )
             for i, part in enumerate(data, start=1)
         ]
 
@@ -148,7 +160,9 @@ class FarandoleBackend(Backend):
         (tensor,) = tensors
         return self._reduce_into(tensor if opts.rootRank == self._rank else None, tensor, opts)
 
-    def _reduce_into(self, target: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> FarandoleWork:
+    def _reduce_into(
+        self, target: torch.Tensor | None, tensor: torch.Tensor, opts: Any
+    ) -> FarandoleWork:
         op = reduction(opts.reduceOp)
         data = numbers(tensor)
         result = torch.empty_like(data) if target is None else data
@@ -178,22 +192,37 @@ class FarandoleBackend(Backend):
         (output,), (parts,) = outputs, inputs
         if any(part.numel() != output.numel() for part in parts):
             raise ValueError("reduce_scatter needs tensors of one size")
-        return self._reduce_scatter(output, torch.cat([numbers(part).reshape(-1) for part in parts]), opts)
+        return self._reduce_scatter(
+            output, torch.cat([numbers(part).reshape(-1) for part in parts]), opts
+        )
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any
+    ) -> FarandoleWork:
         """Combines all ranks' tensors; this rank gets its part of the first dimension."""
         return self._reduce_scatter(output, numbers(source).reshape(-1), opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> FarandoleWork:
         """Like `reduce_scatter_single`, for several pairs of tensors as one unit."""
         op = self._scatterable(opts)
-        data = [self._rows(numbers(source).reshape(-1), out) for source, out in zip(inputs, outputs, strict=True)]
+        data = [
+            self._rows(numbers(source).reshape(-1), out)
+            for source, out in zip(inputs, outputs, strict=True)
+        ]
         results = [torch.empty(part.shape[1:], dtype=part.dtype) for part in data]
         base = self._next_name()
         members = [
-            (f"{base}_{i}of{len(data)}", DTYPES[part.dtype], part.shape, part.data_ptr(), result.data_ptr())
+            (
+                f"{base}_{i}of{len(data)}",
+                DTYPES[part.dtype],
+                part.shape,
+                part.data_ptr(),
+                result.data_ptr(),
+            )
             for i, (part, result) in enumerate(zip(data, results, strict=True), start=1)
         ]
 
@@ -206,7 +235,9 @@ class FarandoleBackend(Backend):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+    def _reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any
+    ) -> FarandoleWork:
         op = reduction(opts.reduceOp)
         data = self._rows(source, output)
         if op not in (Average, Sum):
@@ -252,8 +283,8 @@ class FarandoleBackend(Backend):
         """Returns a flat input as one row per member."""
         if source.numel() != output.numel() * self._size:
             raise ValueError(
-                f"reduce_scatter needs {self._size} times as many elements as it returns: {source.numel()} for "
-                f"{output.numel()}"
+                f"reduce_scatter needs {self._size} times as many elements as it returns: "
+                f"{source.numel()} for {output.numel()}"
             )
         return source.view(self._size, output.numel())
 
@@ -294,17 +325,23 @@ class FarandoleBackend(Backend):
         (targets,), (source,) = outputs, inputs
         return self._gather([targets], [source], opts)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any
+    ) -> FarandoleWork:
         """Gives every rank all ranks' tensors, one after the other."""
         return self._gather([[output]], [source], opts)
 
     _allgather_base = all_gather_single
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any
+    ) -> FarandoleWork:
         """Like `allgather`, for several tensors as one unit; `outputs` has a list per rank."""
         return self._gather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> FarandoleWork:
         """Like `all_gather_single`, for several tensors as one unit."""
         return self._gather([[output] for output in outputs], inputs, opts)
 
@@ -316,7 +353,13 @@ class FarandoleBackend(Backend):
         name = self._next_name()
         if len(data) == 1:
             part = data[0]
-            described = (DTYPES[part.dtype], part.shape, part.data_ptr(), self._set, not opts.asyncOp)
+            described = (
+                DTYPES[part.dtype],
+                part.shape,
+                part.data_ptr(),
+                self._set,
+                not opts.asyncOp,
+            )
             submission: tuple[Any, ...] = (engine.allgather, name, *described)
         else:
             members = [
@@ -330,7 +373,9 @@ class FarandoleBackend(Backend):
                 whole, rows = received(outcome, part.dtype)
                 put_parts(targets, whole, rows if len(targets) > 1 else [whole.numel()])
 
-        return self._work(submission, data, finish, [target for targets in outputs for target in targets])
+        return self._work(
+            submission, data, finish, [target for targets in outputs for target in targets]
+        )
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
         """Gives the root all ranks' tensors."""
@@ -362,9 +407,16 @@ class FarandoleBackend(Backend):
         return self._exchange(joined(inputs), sends, outputs, [width(out) for out in outputs], opts)
 
     def all_to_all_single(
-        self, output: torch.Tensor, source: torch.Tensor, receives: list[int], sends: list[int], opts: Any
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        receives: list[int],
+        sends: list[int],
+        opts: Any,
     ) -> FarandoleWork:
-        """Sends rows to every rank and gets rows from each; equally many when no numbers are given."""
+        """Sends rows to every rank and gets rows from each; equally many when no numbers are
+        given.
+        """
         data = flat(source)
         expected = self._elements(output, receives)
         return self._exchange(data, self._elements(source, sends), [output], expected, opts)
@@ -379,7 +431,9 @@ class FarandoleBackend(Backend):
                 raise ValueError(f"{rows} rows cannot be dealt out to {self._size} ranks evenly")
             splits = [rows // self._size] * self._size
         if sum(splits) != rows or len(splits) != self._size:
-            raise ValueError(f"splits must be {self._size} numbers with the sum {rows}: {list(splits)}")
+            raise ValueError(
+                f"splits must be {self._size} numbers with the sum {rows}: {list(splits)}"
+            )
         row = math.prod(tensor.shape[1:]) * (width(tensor) // max(tensor.numel(), 1))
         return [count * row for count in splits]
 
@@ -393,13 +447,22 @@ class FarandoleBackend(Backend):
     ) -> FarandoleWork:
         """Returns an all-to-all of flat elements into one tensor or one per member."""
         name = self._next_name()
-        described = (DTYPES[data.dtype], data.shape, data.data_ptr(), sends, self._set, not opts.asyncOp)
+        described = (
+            DTYPES[data.dtype],
+            data.shape,
+            data.data_ptr(),
+            sends,
+            self._set,
+            not opts.asyncOp,
+        )
         submission = (engine.alltoall, name, *described)
 
         def finish(outcomes: list[Any]) -> None:
             whole, rows = received(outcomes[0], data.dtype)
             if expected is not None and rows != expected:
-                raise ValueError(f"elements received from each rank differ: expected {expected}, received {rows}")
+                raise ValueError(
+                    f"elements received from each rank differ: expected {expected}, received {rows}"
+                )
             if len(targets) == self._size > 1:
                 put_parts(targets, whole, rows)
             elif targets:
@@ -425,7 +488,9 @@ class FarandoleBackend(Backend):
     def send(self, tensors: Tensors, destination: int, tag: int) -> NoReturn:
         """Refused: the engine has collectives only."""
         del tensors, destination, tag
-        raise NotImplementedError("farandole has no point-to-point operations: use all_to_all_single")
+        raise NotImplementedError(
+            "farandole has no point-to-point operations: use all_to_all_single"
+        )
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> NoReturn:
         """Refused: the engine has collectives only."""
@@ -439,6 +504,10 @@ class FarandoleBackend(Backend):
         return f"{self._name}.{next(self._numbers)}"
 
     def _work(
-        self, submission: tuple[Any, ...], keep: Any, finish: Callable[[list[Any]], None], outputs: Tensors
+        self,
+        submission: tuple[Any, ...],
+        keep: Any,
+        finish: Callable[[list[Any]], None],
+        outputs: Tensors,
     ) -> FarandoleWork:
         return FarandoleWork(Pending(submission, keep, finish), outputs, self._completer)

@@ -29,18 +29,22 @@ def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
         theirs, ours = (options.group_rank, options.group_size), (basics.rank(), basics.size())
         if theirs != ours:
             raise ValueError(
-                f"torch.distributed was told rank {theirs[0]} of {theirs[1]}, but this process is rank {ours[0]} of "
-                f"{ours[1]}: start it with farandole run, or pass init_method='farandole://'"
+                f"torch.distributed was told rank {theirs[0]} of {theirs[1]}, but this process is "
+                f"rank {ours[0]} of {ours[1]}: start it with farandole run, or pass "
+                "init_method='farandole://'"
             )
-        # If a group is bound to a device, torch splits other groups from it, and calls the processes that are no
-        # members, too.
+        # If a group is bound to a device, torch splits other groups from it, and calls the
+        # processes that are no members, too.
         options.process_group.bound_device_id = torch.device("cpu", 0)
         return FarandoleBackend(*ours, global_process_set, options.group_id)
     ranks = list(options.global_ranks_in_group)
     if not isinstance(options.split_from, FarandoleBackend):
         raise ValueError("groups of backend farandole need a default group of backend farandole")
     if not options.group_id.isdecimal():
-        raise ValueError("new_group(use_local_synchronization=True) is not supported: all ranks must call new_group")
+        raise ValueError(
+            "new_group(use_local_synchronization=True) is not supported: all ranks must call "
+            "new_group"
+        )
     if ranks != sorted(ranks):
         raise ValueError(f"the ranks of a group must be in ascending order: {ranks}")
     process_set = agree(ranks)
@@ -58,10 +62,10 @@ def _reconfigurable(options: Any) -> ReconfigurableGroup:
         raise ValueError("only the default group can be made with enable_reconfigure=True")
     if isinstance(options.store._underlying_non_prefix_store, RegistrarStore):  # noqa: SLF001 - torch has no other name for it
         raise ValueError(
-            "enable_reconfigure=True needs a store that survives the loss of any member. The store of "
-            "farandole://, which "
-            "env:// also uses in processes that Farandole has started, ends with their world: pass store=, for example "
-            "a torch.distributed.TCPStore of a process that stays"
+            "enable_reconfigure=True needs a store that survives the loss of any member. The "
+            "store of farandole://, which "
+            "env:// also uses in processes that Farandole has started, ends with their world: "
+            "pass store=, for example a torch.distributed.TCPStore of a process that stays"
         )
     backend = ReconfigurableBackend(
         options.group_rank, options.group_size, options.group_id, options.store, options.timeout

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The page "Farandole Ranks" of torch's debug server. It runs in the server's process, on the host of rank 0."""
+"""The page "Farandole Ranks" of torch's debug server. It runs in the server's process, on the
+host of rank 0.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from torch.distributed.debug._frontend import DebugHandler, NavLink, Route, fetch_all, format_fetch_summary
+from torch.distributed.debug._frontend import (
+    DebugHandler,
+    NavLink,
+    Route,
+    fetch_all,
+    format_fetch_summary,
+)
 
 from farandole.torch.distributed.debug import ENDPOINT
 
@@ -21,8 +29,17 @@ _TEMPLATE = """
     {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell | e }}</td>{% endfor %}</tr>{% endfor %}
   </table>
 {% endblock %}
-"""
-_HEADS = ("rank", "host", "process", "GPU", "local rank", "world", "process sets", "operations under way")
+"""  # noqa: E501
+_HEADS = (
+    "rank",
+    "host",
+    "process",
+    "GPU",
+    "local rank",
+    "world",
+    "process sets",
+    "operations under way",
+)
 
 
 class RanksHandler(DebugHandler):
@@ -53,7 +70,9 @@ class RanksHandler(DebugHandler):
         addresses, answers = fetch_all(ENDPOINT, timeout=self.fetch_timeout)
         rows = [_row(json.loads(answer.text)) for answer in answers if answer.status_code == 200]  # noqa: PLR2004
         summary = format_fetch_summary(addresses, answers)
-        return request.frontend.render_template("farandole.html", heads=_HEADS, rows=rows, summary=summary)
+        return request.frontend.render_template(
+            "farandole.html", heads=_HEADS, rows=rows, summary=summary
+        )
 
 
 def _row(told: dict[str, Any]) -> list[str]:
@@ -61,4 +80,13 @@ def _row(told: dict[str, Any]) -> list[str]:
     waits = "; ".join(f"{one['name']} for {one['seconds']:.1f} s" for one in told["under_way"])
     gpu = "" if told["gpu"] is None else str(told["gpu"])
     place = f"{told['rank']} of {told['size']}"
-    return [place, told["host"], str(told["pid"]), gpu, str(told["local_rank"]), str(told["world"]), sets, waits]
+    return [
+        place,
+        told["host"],
+        str(told["pid"]),
+        gpu,
+        str(told["local_rank"]),
+        str(told["world"]),
+        sets,
+        waits,
+    ]

@@ -2,27 +2,31 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`FaultTolerantDataParallel`: DDP that finishes a step in which ranks are lost.
 
-A communication hook starts the reduction of each bucket at once, into separate memory. At the end of the backward pass,
-before DDP takes the results, a callback waits for all of them. If a rank is lost, the callback brings this rank into
-the next world, as `farandole.torch._tolerant` describes, and reduces the same gradients again.
+A communication hook starts the reduction of each bucket at once, into separate memory. At the end
+of the backward pass, before DDP takes the results, a callback waits for all of them. If a rank is
+lost, the callback brings this rank into the next world, as `farandole.torch._tolerant` describes,
+and reduces the same gradients again.
 
-The backward pass may have ended on some ranks and failed on others. In `DistributedOptimizer`, the latter take the
-parameters of the former and skip their step. Here, each rank keeps the results of its last reduction, and the latter
-get these. So they continue as if nothing had happened, and the script may clip gradients, scale losses or use any
-optimizer.
+The backward pass may have ended on some ranks and failed on others. In `DistributedOptimizer`, the
+latter take the parameters of the former and skip their step. Here, each rank keeps the results of
+its last reduction, and the latter get these. So they continue as if nothing had happened, and the
+script may clip gradients, scale losses or use any optimizer.
 
-- FT-1: A rank changes its parameters and its optimizer's state only in the script, except a new rank.
-- FT-2: Each rank that has finished the most reductions has the results of the last one, if another rank lacks them. A
-  new rank gets them before it gets the state, so it has them, too.
-- FT-3: When ranks of a new world agree on the state, a rank that has one has the parameters from after its `steps`. So
-  it counts a step with the results of another rank when the agreement has ended, not before: if the agreement fails,
-  and all ranks that had finished the step are lost, the gradients are reduced again. And `rejoin` between a backward
-  pass and the optimizer's step waits for the next backward pass.
-- FT-4: A new rank has a state when all of it has come. If the transfer fails, the rank is still new in the next world.
+- FT-1: A rank changes its parameters and its optimizer's state only in the script, except a new
+  rank.
+- FT-2: Each rank that has finished the most reductions has the results of the last one, if another
+  rank lacks them. A new rank gets them before it gets the state, so it has them, too.
+- FT-3: When ranks of a new world agree on the state, a rank that has one has the parameters from
+  after its `steps`. So it counts a step with the results of another rank when the agreement has
+  ended, not before: if the agreement fails, and all ranks that had finished the step are lost, the
+  gradients are reduced again. And `rejoin` between a backward pass and the optimizer's step waits
+  for the next backward pass.
+- FT-4: A new rank has a state when all of it has come. If the transfer fails, the rank is still new
+  in the next world.
 
-DDP itself communicates within a group of this process alone. Otherwise a new rank, which creates its model while the
-others train, would wait for them in DDP's constructor. Ranks may therefore have different buckets, and gradients are
-reduced by name.
+DDP itself communicates within a group of this process alone. Otherwise a new rank, which creates
+its model while the others train, would wait for them in DDP's constructor. Ranks may therefore have
+different buckets, and gradients are reduced by name.
 """
 
 # No postponed annotations: DDP looks at those of a hook.
@@ -55,8 +59,12 @@ _BROADCASTS: Final = "buffers are not broadcast in each step; a new rank gets th
 _REFUSED: Final = {
     "broadcast_buffers": _BROADCASTS,
     "forward_sync_buffers": _BROADCASTS,
-    "find_unused_parameters": "DistributedOptimizer(fault_tolerant=True) accepts parameters that are not used",
-    "static_graph": "DistributedOptimizer(fault_tolerant=True) accepts parameters that are not used",
+    "find_unused_parameters": (
+        "DistributedOptimizer(fault_tolerant=True) accepts parameters that are not used"
+    ),
+    "static_graph": (
+        "DistributedOptimizer(fault_tolerant=True) accepts parameters that are not used"
+    ),
     "process_group": "all ranks of the world train together",
     "device_mesh": "all ranks of the world train together",
     "mixed_precision": "use torch.autocast",
@@ -67,42 +75,56 @@ _REFUSED: Final = {
 
 
 class FaultTolerantDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` for elastic jobs: if ranks are lost in a step, the others finish that step.
+    """`DistributedDataParallel` for elastic jobs: if ranks are lost in a step, the others finish
+    that step.
 
-    The average then covers the remaining ranks. New ranks join between two steps. They get the parameters, the buffers
-    and the optimizer's state, also when training begins. See `docs/user-guide/elastic.md`.
+    The average then covers the remaining ranks. New ranks join between two steps. They get the
+    parameters, the buffers and the optimizer's state, also when training begins. See
+    `docs/user-guide/elastic.md`.
 
-    All ranks create it right after `init_process_group("farandole")`, before any other collective. It needs as much
-    additional memory as twice the gradients. When the world changes, the default group is created again with the new
-    ranks.
+    All ranks create it right after `init_process_group("farandole")`, before any other collective.
+    It needs as much additional memory as twice the gradients. When the world changes, the default
+    group is created again with the new ranks.
 
     Args:
         module: The model. Each backward pass that is not in `no_sync()` counts as a step.
         optimizer: The optimizer of the model's parameters, which new ranks get the state of.
-        **options: Other arguments of `DistributedDataParallel`, such as `device_ids` or `gradient_as_bucket_view`.
+        **options: Other arguments of `DistributedDataParallel`, such as `device_ids` or
+            `gradient_as_bucket_view`.
 
     Raises:
-        ValueError: The default group is not of backend `farandole`, there are other groups, an option or a layer of
-            the model cannot be used, or the process has such a model or optimizer already.
+        ValueError: The default group is not of backend `farandole`, there are other groups, an
+            option or a layer of the model cannot be used, or the process has such a model or
+            optimizer already.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> None:
         _require_default_group()
         for name, reason in _REFUSED.items():
             if options.pop(name, None):
                 raise ValueError(f"FaultTolerantDataParallel cannot be used with {name}: {reason}")
         if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
-            raise ValueError("FaultTolerantDataParallel cannot be used with SyncBatchNorm: use BatchNorm layers")
+            raise ValueError(
+                "FaultTolerantDataParallel cannot be used with SyncBatchNorm: use BatchNorm layers"
+            )
         arguments = inspect.signature(DistributedDataParallel.__init__).parameters
         # Since 2.15 the other one warns.
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
+        buffers = (
+            "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
+        )
         group = _group_of_one()
         claim(self)
-        super().__init__(module, process_group=group, init_sync=False, **{buffers: False}, **options)
+        super().__init__(
+            module, process_group=group, init_sync=False, **{buffers: False}, **options
+        )
 
         def others() -> list[torch.Tensor]:
             own = {parameter for each in optimizer.param_groups for parameter in each["params"]}
-            return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in own]
+            return [
+                tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in own
+            ]
 
         names = {
             name: parameter
@@ -116,7 +138,9 @@ class FaultTolerantDataParallel(DistributedDataParallel):
 
     @property
     def steps(self) -> int:
-        """Steps that training has finished, before this rank came included: backward passes but for `no_sync()`."""
+        """Steps that training has finished, before this rank came included: backward passes but
+        for `no_sync()`.
+        """
         return self._tolerance.steps
 
     def share(self, **objects: Any) -> None:
@@ -125,8 +149,9 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         On such a rank each object takes its state in this call.
 
         Args:
-            **objects: Objects with `state_dict` and `load_state_dict`, under names that are the same on all ranks. A
-                loader of `farandole.data` continues with the right rows whenever the world changes.
+            **objects: Objects with `state_dict` and `load_state_dict`, under names that are the
+                same on all ranks. A loader of `farandole.data` continues with the right rows
+                whenever the world changes.
 
         Raises:
             TypeError: An object has no such methods.
@@ -136,9 +161,9 @@ class FaultTolerantDataParallel(DistributedDataParallel):
     def rejoin(self) -> None:
         """Leaves a world that another collective has found broken, for the next one.
 
-        `backward` does so by itself. Call it where a collective of your own, such as the average of a metric, has
-        raised `FarandoleInternalError`. Between `backward` and `optimizer.step()` it only has the next `backward` leave
-        the world; collectives of your own fail until then.
+        `backward` does so by itself. Call it where a collective of your own, such as the average of
+        a metric, has raised `FarandoleInternalError`. Between `backward` and `optimizer.step()` it
+        only has the next `backward` leave the world; collectives of your own fail until then.
 
         Raises:
             WorkerDismissed: When this worker is not in the next world.
@@ -152,11 +177,14 @@ class FaultTolerantDataParallel(DistributedDataParallel):
             ValueError: Always.
         """
         del arguments, options
-        raise ValueError("FaultTolerantDataParallel has no join(): give all ranks the same number of batches")
+        raise ValueError(
+            "FaultTolerantDataParallel has no join(): give all ranks the same number of batches"
+        )
 
 
 class _GradientTolerance(Tolerance):
-    """Like `Tolerance`, but a rank that is behind gets the results of a reduction, not the state after the step.
+    """Like `Tolerance`, but a rank that is behind gets the results of a reduction, not the state
+    after the step.
 
     Args:
         optimizer: As for `Tolerance`.
@@ -174,7 +202,9 @@ class _GradientTolerance(Tolerance):
     ) -> None:
         super().__init__(optimizer, is_elastic, others)
         self.results: dict[str, torch.Tensor] = {}
-        """Results of the last finished reduction, or of one that this rank finishes after the agreement."""
+        """Results of the last finished reduction, or of one that this rank finishes after the
+        agreement.
+        """
         self.is_step_due = False
         """Whether the optimizer has not taken its step after the last reduction yet."""
         self._parameters = parameters
@@ -200,20 +230,31 @@ class _GradientTolerance(Tolerance):
             self._generation = generation
 
     def _model(self) -> list[str]:
-        return [*(described_line(name, each) for name, each in self._parameters.items()), *super()._model()]
+        return [
+            *(described_line(name, each) for name, each in self._parameters.items()),
+            *super()._model(),
+        ]
 
     def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
         if any(is_whole and steps < most for steps, is_whole, _ in told):
-            self._deliver(Roles(senders, [rank for rank in range(len(told)) if rank not in senders]))
+            self._deliver(
+                Roles(senders, [rank for rank in range(len(told)) if rank not in senders])
+            )
         is_new = not self._is_whole
-        new = [rank for rank, (_, is_whole, _) in enumerate(told) if not is_whole and rank not in senders]
+        new = [
+            rank
+            for rank, (_, is_whole, _) in enumerate(told)
+            if not is_whole and rank not in senders
+        ]
         self._transfer(Roles(senders, new))
         if is_new:
             self._arrive(most)
         return self.steps < most
 
     def _deliver(self, roles: Roles) -> None:
-        """Sends the results of the last reduction to those whose reduction has failed, and to new ranks."""
+        """Sends the results of the last reduction to those whose reduction has failed, and to
+        new ranks.
+        """
         results = self.results
         takes = basics.rank() in roles.takers
         if takes:
@@ -313,9 +354,13 @@ class _Reducer:
         parameters: Those whose gradients are reduced, by name.
     """
 
-    def __init__(self, tolerance: _GradientTolerance, parameters: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, tolerance: _GradientTolerance, parameters: dict[str, torch.nn.Parameter]
+    ) -> None:
         self._tolerance = tolerance
-        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        self._names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in parameters.items()
+        }
         self._pieces: list[_Piece] = []
         self._last: list[torch.Tensor] = []
         """Memory with the results of the last reduction."""
@@ -323,7 +368,9 @@ class _Reducer:
         """Memory with those of the one before."""
 
     def add(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts the reduction of a bucket; the last one has `_finish` called at the end of the backward pass."""
+        """Starts the reduction of a bucket; the last one has `_finish` called at the end of the
+        backward pass.
+        """
         if bucket.index() == 0:
             self._pieces = []  # a backward pass may have ended with an error
         piece = _Piece(bucket, self._names, self._memory)
@@ -347,7 +394,9 @@ class _Reducer:
                 piece.take(self._tolerance.results)
         else:
             self._tolerance.finished()
-        self._tolerance.results = {name: result for piece in pieces for name, result in piece.results().items()}
+        self._tolerance.results = {
+            name: result for piece in pieces for name, result in piece.results().items()
+        }
         self._free, self._last = self._last, [piece.memory for piece in pieces]
         self._tolerance.is_step_due = True
         for piece in pieces:
@@ -387,9 +436,15 @@ def _require_default_group() -> None:
     if not dist.is_initialized() or dist.get_backend() != "farandole":
         raise ValueError('FaultTolerantDataParallel needs init_process_group("farandole") first')
     if isinstance(dist.group.WORLD, ReconfigurableGroup):
-        raise ValueError("FaultTolerantDataParallel cannot be used with enable_reconfigure=True: it changes the group")
+        raise ValueError(
+            "FaultTolerantDataParallel cannot be used with enable_reconfigure=True: it changes "
+            "the group"
+        )
     if len(dist.distributed_c10d._world.pg_map) > 1:  # noqa: SLF001 - torch has no other list of groups
-        raise ValueError("FaultTolerantDataParallel cannot be used with groups of new_group: they end with their world")
+        raise ValueError(
+            "FaultTolerantDataParallel cannot be used with groups of new_group: they end with "
+            "their world"
+        )
 
 
 class _AloneBackend(Backend):

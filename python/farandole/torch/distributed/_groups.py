@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Process sets under the groups of torch.distributed.
 
-torch does not inform a process about groups of which it is not a member, but the engine registers a set with all ranks.
-So all ranks first agree on the next set, members and others: `create` calls `agree` in members, and torch calls
-`perform_nocolor_split` in the others.
+torch does not inform a process about groups of which it is not a member, but the engine registers a
+set with all ranks. So all ranks first agree on the next set, members and others: `create` calls
+`agree` in members, and torch calls `perform_nocolor_split` in the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ basics.on_init(_reset)
 
 
 def join_world() -> None:
-    """Starts the session, with sets that can be registered any time, unless it has started already."""
+    """Starts the session, with sets that can be registered any time, unless it has started
+    already.
+    """
     if not basics.is_initialized():
         basics.init(process_sets="dynamic")
 
@@ -37,7 +39,8 @@ def agree(ranks: list[int] | None) -> ProcessSet | None:
     """Registers the sets that any rank asks for, the same on all ranks; every rank calls it.
 
     Args:
-        ranks: The global ranks of the group this process is to be in, ascending; `None` when in none.
+        ranks: The global ranks of the group this process is to be in, ascending; `None` when in
+            none.
 
     Returns:
         The set of `ranks`.
@@ -50,9 +53,13 @@ def agree(ranks: list[int] | None) -> ProcessSet | None:
     for wish in wishes:
         for member in wish or ():
             if wishes[member] != wish:
-                raise ValueError(f"new_group must be called with the same ranks everywhere: {wishes}")
+                raise ValueError(
+                    f"new_group must be called with the same ranks everywhere: {wishes}"
+                )
     for wish in wishes:
         if wish is not None and tuple(wish) not in _known:
             whole = len(wish) == basics.size()
-            _known[tuple(wish)] = process_sets.global_process_set if whole else process_sets.add_process_set(wish)
+            _known[tuple(wish)] = (
+                process_sets.global_process_set if whole else process_sets.add_process_set(wish)
+            )
     return None if ranks is None else _known[tuple(ranks)]

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Groups whose members change: `init_process_group("farandole", enable_reconfigure=True)`, since torch 2.15.
+"""Groups whose members change: `init_process_group("farandole", enable_reconfigure=True)`, since
+torch 2.15.
 
-The program must find the members. They exchange handles and agree on a number that was not used before. Each then calls
-`reconfigure` with the number and all handles, and forms a new world with the others:
+The program must find the members. They exchange handles and agree on a number that was not used
+before. Each then calls `reconfigure` with the number and all handles, and forms a new world with
+the others:
 
     member 0    claims the number, holds a registrar ── ticket, by the group's store ──┐
     the others  wait for the ticket ◀──────────────────────────────────────────────────┘
-    all         leave their world, form that of the registrar, whose ranks are the positions of the handles
+    all         leave their world, form that of the registrar, whose ranks are the positions of the
+                handles
 
 Invariants:
 
-- RC-1: A number names one world. Member 0 claims it in the store, so a second list of members cannot use it.
-- RC-2: A member joins only a world of the list that it was given: the ticket comes with a digest of the list.
+- RC-1: A number names one world. Member 0 claims it in the store, so a second list of members
+  cannot use it.
+- RC-2: A member joins only a world of the list that it was given: the ticket comes with a digest of
+  the list.
 - RC-3: The registrar admits each rank once, so no other process is in the world.
 - RC-4: A call that is refused before the ticket has come leaves the world as it is.
 """
@@ -85,14 +90,17 @@ class Handle:
             name, uuid, rank, instance, host = parts
             handle = Handle(int(uuid), int(rank), instance, host)
         except ValueError:
-            raise FarandoleUsageError(f"not a reconfigure handle of backend {_NAME}: {text!r}") from None
+            raise FarandoleUsageError(
+                f"not a reconfigure handle of backend {_NAME}: {text!r}"
+            ) from None
         if name != _NAME:
             raise FarandoleUsageError(f"not a reconfigure handle of backend {_NAME}: {text!r}")
         return handle
 
 
 def ordered(handles: Iterable[str]) -> list[str]:
-    """Returns the members by rank: the order of a list; for a set, old members first, by their ranks.
+    """Returns the members by rank: the order of a list; for a set, old members first, by their
+    ranks.
 
     Raises:
         FarandoleUsageError: There are none, one is there twice, or is no handle of this backend.
@@ -104,7 +112,9 @@ def ordered(handles: Iterable[str]) -> list[str]:
     if len(parsed) != len(members):
         raise FarandoleUsageError(f"reconfigure needs different handles: {members}")
     if isinstance(handles, set | frozenset):
-        members.sort(key=lambda text: (parsed[text].uuid == _NEVER, parsed[text].rank, parsed[text].instance))
+        members.sort(
+            key=lambda text: (parsed[text].uuid == _NEVER, parsed[text].rank, parsed[text].instance)
+        )
     return members
 
 
@@ -130,7 +140,9 @@ class ReconfigurableBackend(FarandoleBackend):
         self._change = threading.Lock()
 
     def rank(self) -> int:
-        """This process's rank in the present world; before the first one, the one given to torch."""
+        """This process's rank in the present world; before the first one, the one given to
+        torch.
+        """
         return self._rank
 
     def size(self) -> int:
@@ -143,28 +155,37 @@ class ReconfigurableBackend(FarandoleBackend):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """Returns this process's description, which the other members need for the next `reconfigure`."""
+        """Returns this process's description, which the other members need for the next
+        `reconfigure`.
+        """
         return str(Handle(self._uuid, self._rank, self._instance, engine.here()))
 
     def reconfigure(self, opts: Any) -> Work:
         """Leaves the world and forms that of the given members; returns when it is there.
 
         Args:
-            opts: torch's `ReconfigureOptions`: a number that was not used before, and a handle for each member.
+            opts: torch's `ReconfigureOptions`: a number that was not used before, and a handle for
+                each member.
 
         Returns:
             Work that is done.
 
         Raises:
-            FarandoleUsageError: The number was used before, or the handles are wrong. The world stays as it is.
+            FarandoleUsageError: The number was used before, or the handles are wrong. The world
+                stays as it is.
             FarandoleEnvironmentError: The members did not meet in time; there is no world then.
             FarandoleInternalError: A member failed meanwhile; as above.
         """
         members = ordered(opts.handles)
         own = self.get_reconfigure_handle()
         if own not in members:
-            raise FarandoleUsageError(f"the handle of this process is not among those of the new group: {own}")
-        rank, deadline = members.index(own), time.monotonic() + (opts.timeout or self._limit).total_seconds()
+            raise FarandoleUsageError(
+                f"the handle of this process is not among those of the new group: {own}"
+            )
+        rank, deadline = (
+            members.index(own),
+            time.monotonic() + (opts.timeout or self._limit).total_seconds(),
+        )
         with self._change:
             meeting = _Meeting(self._store, opts.uuid, members, deadline)
             if rank == 0:
@@ -172,7 +193,8 @@ class ReconfigurableBackend(FarandoleBackend):
                 ticket = meeting.hold()
             else:
                 ticket = meeting.ticket()
-            # The members of one world leave it together: each waits a moment for the others' announcement.
+            # The members of one world leave it together: each waits a moment for the others'
+            # announcement.
             self._leave()
             basics.take_place(ticket, rank)
             with _start_timeout(deadline - time.monotonic()):
@@ -184,7 +206,9 @@ class ReconfigurableBackend(FarandoleBackend):
         return Done()
 
     def abort(self) -> None:
-        """Leaves the world, which fails operations in progress; `reconfigure` forms the next one."""
+        """Leaves the world, which fails operations in progress; `reconfigure` forms the next
+        one.
+        """
         self._linked = False
         super().abort()
 
@@ -195,14 +219,15 @@ class ReconfigurableBackend(FarandoleBackend):
     def _next_name(self) -> str:
         if not self._linked:
             raise FarandoleUsageError(
-                "the group has no members yet, or has lost them: call reconfigure() before a collective, as "
-                "enable_reconfigure=True requires"
+                "the group has no members yet, or has lost them: call reconfigure() before a "
+                "collective, as enable_reconfigure=True requires"
             )
         return super()._next_name()
 
 
 class ReconfigurableGroup(dist.ProcessGroup):
-    """Tells torch rank and size of the present world: its own groups know those of their beginning alone.
+    """Tells torch rank and size of the present world: its own groups know those of their beginning
+    alone.
 
     Args:
         backend: Does the work.
@@ -211,8 +236,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def __init__(self, backend: ReconfigurableBackend) -> None:
         super().__init__(backend.rank(), backend.size())
         self._backend = backend
-        # If a group is bound to a device, torch splits other groups from it, and calls the processes that are no
-        # members, too.
+        # If a group is bound to a device, torch splits other groups from it, and calls the
+        # processes that are no members, too.
         self.bound_device_id = torch.device("cpu", 0)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(kind)
@@ -263,7 +288,9 @@ class _Meeting:
         mine = secrets.token_hex(8)
         held = self._store.compare_set(self._key("claimed"), "", mine)
         if held not in (mine, mine.encode()):
-            raise FarandoleUsageError(f"uuid {self._uuid} was already used: each reconfigure() needs its own number")
+            raise FarandoleUsageError(
+                f"uuid {self._uuid} was already used: each reconfigure() needs its own number"
+            )
 
     def hold(self) -> str:
         """Member 0 holds the registrar and publishes its ticket; the ticket."""
@@ -290,17 +317,21 @@ class _Meeting:
         while not self._is_there(key):
             if time.monotonic() >= self._deadline:
                 raise FarandoleEnvironmentError(
-                    f"member 0 of the new group did not call reconfigure({self._uuid}) in time: {self._members[0]}"
+                    f"member 0 of the new group did not call reconfigure({self._uuid}) in time: "
+                    f"{self._members[0]}"
                 )
         told = json.loads(self._store.get(key))
         if told["members"] != self._digest:
             raise FarandoleUsageError(
-                f"uuid {self._uuid} belongs to a group with other members: all members must pass the "
+                f"uuid {self._uuid} belongs to a group with other members: all members must pass "
+                "the "
                 "same handles in the same "
                 "order"
             )
         if "failure" in told:
-            raise FarandoleEnvironmentError(f"member 0 of the new group holds no registrar: {told['failure']}")
+            raise FarandoleEnvironmentError(
+                f"member 0 of the new group holds no registrar: {told['failure']}"
+            )
         return told["ticket"]
 
     def _is_there(self, key: str) -> bool:

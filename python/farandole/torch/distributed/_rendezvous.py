@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`init_method="farandole://"`: rank and size of this process's world, and a store at its registrar.
+"""`init_method="farandole://"`: rank and size of this process's world, and a store at its
+registrar.
 
-In processes that Farandole has started, torch's default `env://` does the same. Torch's own implementation opens a port
-on all addresses of rank 0's host, without a password.
+In processes that Farandole has started, torch's default `env://` does the same. Torch's own
+implementation opens a port on all addresses of rank 0's host, without a password.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ basics.on_init(_stores.clear)
 
 
 def register() -> None:
-    """Teaches torch the scheme, and has `env://` lead here where this process is one of Farandole's."""
+    """Teaches torch the scheme, and has `env://` lead here where this process is one of
+    Farandole's.
+    """
     register_rendezvous_handler("farandole", _meet)
     handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
     if "env" in handlers:
@@ -63,7 +66,10 @@ def _is_of_this_world(url: str) -> bool:
         return False
     asked = parse_qs(urlparse(url).query)
     told = [
-        (asked[name][0] if name in asked else os.environ.get(name.upper()), os.environ.get(f"HOROVOD_{own}"))
+        (
+            asked[name][0] if name in asked else os.environ.get(name.upper()),
+            os.environ.get(f"HOROVOD_{own}"),
+        )
         for name, own in (("rank", "RANK"), ("world_size", "SIZE"))
     ]
     if is_elastic() and not any(one or own for one, own in told):
@@ -79,7 +85,9 @@ def _store(timeout: timedelta) -> Store:
         # No collective: a rank that is lost meanwhile would end new ranks with an error.
         name = f"{engine.world().generation}.{len(_stores)}"
     else:
-        name = broadcast_plain(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
+        name = broadcast_plain(
+            secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store"
+        )
     store = RegistrarStore(name, timeout)
     _stores.append(store)
     return store

@@ -2,13 +2,15 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A store of torch.distributed at the job's registrar.
 
-Torch's own `TCPStore` listens on all addresses and has no password. This store opens no port. It uses the connection of
-each rank to the registrar, with TLS and the job's token, and follows all settings of that connection.
+Torch's own `TCPStore` listens on all addresses and has no password. This store opens no port. It
+uses the connection of each rank to the registrar, with TLS and the job's token, and follows all
+settings of that connection.
 
-The registrar keeps the first value of a key. So every change of a key is a separate entry, `<key>/<number>`, which only
-one rank can create:
+The registrar keeps the first value of a key. So every change of a key is a separate entry,
+`<key>/<number>`, which only one rank can create:
 
-    set, add, compare_set, delete    claim the next number; if another rank was first, read its entry and try again
+    set, add, compare_set, delete    claim the next number; if another rank was first, read its
+                                     entry and try again
     get, wait                        wait for entry 0, then read on to the last one
 """
 
@@ -45,7 +47,9 @@ class RegistrarStore(Store):
         self._limit = timeout
         self._lock = threading.Lock()
         self._last: dict[str, tuple[int, bytes | None]] = {}
-        """For each key, the number after the last entry that is known here, and the value at that point."""
+        """For each key, the number after the last entry that is known here, and the value at
+        that point.
+        """
 
     def set(self, key: str | bytes, value: str | bytes) -> None:
         """Sets a key."""
@@ -67,8 +71,12 @@ class RegistrarStore(Store):
         """Appends to the value under a key."""
         self._change(_text(key), lambda now: (now or b"") + _bytes(value))
 
-    def compare_set(self, key: str | bytes, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Sets a key whose value is as expected, or which has none where nothing is expected; the value by then."""
+    def compare_set(
+        self, key: str | bytes, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Sets a key whose value is as expected, or which has none where nothing is expected;
+        the value by then.
+        """
         wanted, then = _bytes(expected_value), _bytes(desired_value)
         found: list[bytes | None] = []
 
@@ -189,7 +197,8 @@ class RegistrarStore(Store):
             number, _ = self._known(key)
             if values.find(self._entry(key, number), max(0.0, end - time.monotonic())) is None:
                 raise TimeoutError(
-                    f"{key!r} of the store of farandole:// did not come within {limit.total_seconds()} s"
+                    f"{key!r} of the store of farandole:// did not come within "
+                    f"{limit.total_seconds()} s"
                 )
         return value
 

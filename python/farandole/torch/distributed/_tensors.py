@@ -89,7 +89,9 @@ def put(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.dtype != target.dtype:
         source = source.view(target.dtype)
     if source.numel() != target.numel():
-        raise ValueError(f"{source.numel()} elements were received for a tensor of shape {tuple(target.shape)}")
+        raise ValueError(
+            f"{source.numel()} elements were received for a tensor of shape {tuple(target.shape)}"
+        )
     target.detach().copy_(source.view(target.shape))
 
 
@@ -102,7 +104,9 @@ def put_parts(targets: Sequence[torch.Tensor], whole: torch.Tensor, rows: Sequen
 
 
 def received(outcome: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-    """Returns the flat tensor in memory the engine has filled, and the elements every member gave."""
+    """Returns the flat tensor in memory the engine has filled, and the elements every member
+    gave.
+    """
     rows: list[int] = outcome.rows if outcome is not None else []
     if outcome is None or len(outcome) == 0:
         return torch.empty(0, dtype=dtype), rows

@@ -36,7 +36,9 @@ class Pending:
         finish: Puts results where they belong; gets the outcomes of the members.
     """
 
-    def __init__(self, submission: tuple[Any, ...], keep: Any, finish: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self, submission: tuple[Any, ...], keep: Any, finish: Callable[[list[Any]], None]
+    ) -> None:
         self._handle = table.submit(keep, finish, *submission)
         self._lock = threading.Lock()
         self.done = False
@@ -75,9 +77,13 @@ def watch(*, on: bool = True) -> None:
 
 
 def under_way() -> list[dict[str, Any]]:
-    """Operations that were started since `watch` and are not over: the name of each, and for how many seconds."""
+    """Operations that were started since `watch` and are not over: the name of each, and for how
+    many seconds.
+    """
     now = time.monotonic()
-    found = [(began, name) for one, (name, began) in list((_watched or {}).items()) if not one.is_over]
+    found = [
+        (began, name) for one, (name, began) in list((_watched or {}).items()) if not one.is_over
+    ]
     return [{"name": name, "seconds": now - began} for began, name in sorted(found)]
 
 
@@ -90,11 +96,14 @@ def _name(submission: tuple[Any, ...]) -> str:
 class Completer:
     """Completes operations of one group in the background, for the holders of futures.
 
-    One per group: members of a group start its operations in one order, so waiting in this order blocks no operation.
+    One per group: members of a group start its operations in one order, so waiting in this order
+    blocks no operation.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -102,7 +111,9 @@ class Completer:
         """Calls `then` when `pending` is over."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="farandole-futures", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="farandole-futures", daemon=True
+                )
                 self._thread.start()
             self._queue.put((pending, then))
 
@@ -124,10 +135,11 @@ class Completer:
 
 
 def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> Any:
-    """Returns a future of the tensors an operation writes; C++ waits for it too, so a failure must be an error there.
+    """Returns a future of the tensors an operation writes; C++ waits for it too, so a failure must
+    be an error there.
 
-    Setting an exception from Python would be a plain value to C++. What a callback raises is an error to both, though
-    a `RuntimeError` with the text of the original.
+    Setting an exception from Python would be a plain value to C++. What a callback raises is an
+    error to both, though a `RuntimeError` with the text of the original.
     """
     over: torch.futures.Future[None] = torch.futures.Future()
 
@@ -147,8 +159,8 @@ def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer)
 class FarandoleWork(Work):
     """The result of a collective.
 
-    torch forwards only `wait` and `get_future` to works made in Python. Its `is_completed` always returns `False`, so a
-    program that polls must call `get_future().done()`.
+    torch forwards only `wait` and `get_future` to works made in Python. Its `is_completed` always
+    returns `False`, so a program that polls must call `get_future().done()`.
 
     Args:
         pending: The operation.
@@ -174,7 +186,9 @@ class FarandoleWork(Work):
             over = threading.Event()
             self._completer.add(self._pending, over.set)
             if not over.wait(timeout.total_seconds()):
-                raise TimeoutError(f"operation did not complete within {timeout.total_seconds():.3f} s")
+                raise TimeoutError(
+                    f"operation did not complete within {timeout.total_seconds():.3f} s"
+                )
         else:
             self._pending.complete()
         if self._pending.error is not None:

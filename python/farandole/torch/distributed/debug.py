@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Pages of `torch.distributed.debug` (torch 2.15) for the ranks of this job, with a page of their own.
+"""Pages of `torch.distributed.debug` (torch 2.15) for the ranks of this job, with a page of their
+own.
 
-Torch's debug server shows stack traces, profiles and more of all ranks on one web page. It finds the ranks through a
-`TCPStore` at `MASTER_ADDR`, which jobs of Farandole do not have. `start_debug_server` here opens one for it, and adds
-the page "Farandole Ranks": host, process, GPU, world and process sets of each rank, and the operations of the backend
-`"farandole"` that it has started and that are not over.
+Torch's debug server shows stack traces, profiles and more of all ranks on one web page. It finds
+the ranks through a `TCPStore` at `MASTER_ADDR`, which jobs of Farandole do not have.
+`start_debug_server` here opens one for it, and adds the page "Farandole Ranks": host, process, GPU,
+world and process sets of each rank, and the operations of the backend `"farandole"` that it has
+started and that are not over.
 
-Torch opens the server, the store and a port on each rank to all hosts, without a password, also in a job of one host.
-Who reaches them can read stacks and start profiles. So the server starts only with `open_to_the_network=True`, which
-confirms that no one else can reach the ports. It needs the packages `jinja2`, `tabulate`, and `aiohttp` or `requests`.
+Torch opens the server, the store and a port on each rank to all hosts, without a password, also in
+a job of one host. Who reaches them can read stacks and start profiles. So the server starts only
+with `open_to_the_network=True`, which confirms that no one else can reach the ports. It needs the
+packages `jinja2`, `tabulate`, and `aiohttp` or `requests`.
 
 Example:
     import torch.distributed as dist
     from farandole.torch.distributed import debug
 
     dist.init_process_group("farandole")
-    debug.start_debug_server(port=25999, open_to_the_network=True)  # all ranks; the page is on the host of rank 0
+    # all ranks; the page is on the host of rank 0
+    debug.start_debug_server(port=25999, open_to_the_network=True)
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ __all__ = ["start_debug_server", "stop_debug_server"]
 ENDPOINT: Final = "farandole"
 """Name of the page, and of what each rank answers for it."""
 
-_DUMPS: Final = frozenset({"stacks", "fr_trace", "torchcomms_health_check", "c10d_health_check", ENDPOINT})
+_DUMPS: Final = frozenset(
+    {"stacks", "fr_trace", "torchcomms_health_check", "c10d_health_check", ENDPOINT}
+)
 _stores: list[Any] = []
 """The store of the server that runs, on rank 0."""
 
@@ -64,7 +70,8 @@ def start_debug_server(
         port: Of the pages, on the host of rank 0.
         handlers: Pages besides the one of Farandole; default: those of torch.
         open_to_the_network: Consent to ports without a password on all addresses; see the module.
-        **options: Other arguments of `torch.distributed.debug.start_debug_server`, such as `dump_dir`.
+        **options: Other arguments of `torch.distributed.debug.start_debug_server`, such as
+            `dump_dir`.
 
     Raises:
         ValueError: Without consent.
@@ -73,10 +80,12 @@ def start_debug_server(
     """
     if not open_to_the_network:
         raise ValueError(
-            "torch's debug server opens ports on all addresses of each host, without a password: whoever can connect "
-            "can read stacks and start profiles. If no one else can reach these ports, say so: open_to_the_network=True"
+            "torch's debug server opens ports on all addresses of each host, without a password: "
+            "whoever can connect can read stacks and start profiles. If no one else can reach "
+            "these ports, say so: open_to_the_network=True"
         )
-    pages = _pages(handlers)  # on all ranks, so that a missing package ends none of them in a wait for rank 0
+    # on all ranks, so that a missing package ends none of them in a wait for rank 0
+    pages = _pages(handlers)
     from torch._C._distributed_c10d import _register_handler  # noqa: PLC0415 - as in `_pages`
     from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
 
@@ -102,7 +111,9 @@ def stop_debug_server() -> None:
 
 
 def facts() -> dict[str, Any]:
-    """Returns the facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
+    """Returns the facts of this rank for its page. It uses no collective, so a rank also answers
+    when the job hangs.
+    """
     world = engine.world()
     return {
         "rank": world.rank,
@@ -141,7 +152,9 @@ def _pages(handlers: Sequence[Any] | None) -> list[Any]:
         name = error.name or ""
         if name.partition(".")[0] == "torch":
             raise ImportError("torch.distributed.debug needs torch 2.15 or newer") from error
-        raise ImportError(f"torch.distributed.debug needs the package {name!r}: pip install {name}") from error
+        raise ImportError(
+            f"torch.distributed.debug needs the package {name!r}: pip install {name}"
+        ) from error
     return [*(default_handlers() if handlers is None else handlers), RanksHandler()]
 
 
@@ -158,7 +171,9 @@ def _without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _store_for_torch() -> Iterator[None]:
-    """Opens the store through which torch's server finds the ranks, and sets the variables that name it."""
+    """Opens the store through which torch's server finds the ranks, and sets the variables that
+    name it.
+    """
     place: tuple[str, int] | None = None
     if basics.rank() == 0:
         torch_distributed: Any = dist  # its own type hints do not export TCPStore

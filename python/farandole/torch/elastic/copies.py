@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Copies of states: made at once, or in another thread while the next forward and backward pass run."""
+"""Copies of states: made at once, or in another thread while the next forward and backward pass
+run.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from farandole._native import engine
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the second tensor of each pair to the first, in this thread, past the caches: it is not read soon."""
-    engine.copy_memory([(room.data_ptr(), source.data_ptr(), source.nbytes) for room, source in pairs])
+    """Copies the second tensor of each pair to the first, in this thread, past the caches: it is
+    not read soon.
+    """
+    engine.copy_memory(
+        [(room.data_ptr(), source.data_ptr(), source.nbytes) for room, source in pairs]
+    )
 
 
 def _is_plain(value: torch.Tensor, room: torch.Tensor) -> bool:
-    """Returns whether the elements of both are the same bytes in the same order, in the memory of this process."""
+    """Returns whether the elements of both are the same bytes in the same order, in the memory
+    of this process.
+    """
     return value.device.type == "cpu" and value.is_contiguous() and room.is_contiguous()
 
 
@@ -30,7 +38,8 @@ class Now:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
-        """Returns whether `make` copies a tensor. Where torch uses several threads, its own copy is faster.
+        """Returns whether `make` copies a tensor. Where torch uses several threads, its own copy is
+        faster.
 
         Args:
             value: The tensor.
@@ -48,7 +57,8 @@ class Now:
 
 
 class Later:
-    """Copies of tensors that another thread makes, while nothing but an optimizer's step changes them.
+    """Copies of tensors that another thread makes, while nothing but an optimizer's step changes
+    them.
 
     Attributes:
         whole: Is done when the last copies are whole; fails where they are not.
@@ -65,7 +75,8 @@ class Later:
         self.whole.set_result(None)
 
     def follow(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Copies parameters and states of these optimizers, each of which waits for the copies before its step.
+        """Copies parameters and states of these optimizers, each of which waits for the copies
+        before its step.
 
         Args:
             optimizers: Instead of those before.
@@ -80,9 +91,16 @@ class Later:
         """Finds out which tensors only the optimizers change; no copies are in progress."""
         groups = [group for one in self._optimizers for group in one.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        states = [entry for one in self._optimizers for state in one.state.values() for entry in state.values()]
+        states = [
+            entry
+            for one in self._optimizers
+            for state in one.state.values()
+            for entry in state.values()
+        ]
         tensors = [one for one in (*parameters, *states) if isinstance(one, torch.Tensor)]
-        self._addresses = {one.data_ptr() for one in tensors if one.device.type == "cpu" and one.numel() > 0}
+        self._addresses = {
+            one.data_ptr() for one in tensors if one.device.type == "cpu" and one.numel() > 0
+        }
         self._pairs = []
 
     def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
@@ -111,7 +129,8 @@ class Later:
         """Waits for the copies.
 
         Raises:
-            RuntimeError: Something other than an optimizer's step has changed a tensor while it was copied.
+            RuntimeError: Something other than an optimizer's step has changed a tensor while it was
+                copied.
         """
         under_way, self._under_way = self._under_way, None
         if under_way is None:
@@ -128,8 +147,8 @@ class Later:
         sources, self._sources = self._sources, []
         if any(source._version != version for source, version in sources):  # noqa: SLF001 - as above
             raise RuntimeError(
-                "something other than optimizer.step() changed parameters while a commit copied them: create the state "
-                "without in_background=True"
+                "something other than optimizer.step() changed parameters while a commit copied "
+                "them: create the state without in_background=True"
             )
 
     def _before_step(self, *_: Any) -> None:
@@ -141,7 +160,8 @@ def copied(value: Any, room: Any, later: Later | None = None) -> Any:
 
     Args:
         value: What to copy.
-        room: An earlier copy, whose tensors are written over where they fit: new memory costs more than the copying.
+        room: An earlier copy, whose tensors are written over where they fit: new memory costs more
+            than the copying.
         later: Takes tensors that may be copied later.
     """
     now = Now()
@@ -167,6 +187,12 @@ def _copied(value: Any, room: Any, takers: tuple[Now | Later, ...]) -> Any:
             taken[key] = _copied(entry, rooms.get(key), takers)
         return taken
     if type(value) in (list, tuple):
-        rooms = room if isinstance(room, list | tuple) and len(room) == len(value) else [None] * len(value)
-        return type(value)(_copied(entry, place, takers) for entry, place in zip(value, rooms, strict=True))
+        rooms = (
+            room
+            if isinstance(room, list | tuple) and len(room) == len(value)
+            else [None] * len(value)
+        )
+        return type(value)(
+            _copied(entry, place, takers) for entry, place in zip(value, rooms, strict=True)
+        )
     return copy.deepcopy(value)

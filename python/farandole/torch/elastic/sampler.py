@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class ElasticSampler(Sampler[int]):
     """Distributes the unprocessed samples of an epoch among the ranks.
 
-    Call `record_batch` after every batch and `set_epoch` at the *end* of an epoch; keep the sampler in a `TorchState`.
+    Call `record_batch` after every batch and `set_epoch` at the *end* of an epoch; keep the sampler
+    in a `TorchState`.
 
     Args:
         dataset: Anything with a length.
@@ -54,7 +55,9 @@ class ElasticSampler(Sampler[int]):
         """
         del batch_idx
         # The last batch may be smaller than full.
-        self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
+        self.processed_num = min(
+            self.processed_num + batch_size * self.num_replicas, len(self.dataset)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues at the position of a state."""
@@ -77,9 +80,13 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples; the first ones again where the ranks' parts would differ in length."""
+        """This rank's samples; the first ones again where the ranks' parts would differ in
+        length.
+        """
         left = self.remaining_indices
-        return iter([left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)])
+        return iter(
+            [left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)]
+        )
 
     def __len__(self) -> int:
         """Samples of this rank."""

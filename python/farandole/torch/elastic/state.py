@@ -15,7 +15,11 @@ from farandole.common.commits import plain_or_raise
 from farandole.common.elastic import ObjectState
 from farandole.torch.elastic.copies import Later, copied
 from farandole.torch.elastic.sampler import ElasticSampler
-from farandole.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from farandole.torch.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 
 class StateHandler:
@@ -137,20 +141,24 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
 
 
 def _handler(value: Any) -> StateHandler | None:
-    return next((handler(value) for kind, handler in get_handler_registry() if isinstance(value, kind)), None)
+    return next(
+        (handler(value) for kind, handler in get_handler_registry() if isinstance(value, kind)),
+        None,
+    )
 
 
 class TorchState(ObjectState):
     """State of a model, an optimizer and anything else: each keyword becomes an attribute.
 
-    Modules, optimizers and `ElasticSampler`s are copied by `commit`; other objects are kept as they are. An attribute
-    may be replaced; a module, optimizer or sampler is then kept at once.
+    Modules, optimizers and `ElasticSampler`s are copied by `commit`; other objects are kept as they
+    are. An attribute may be replaced; a module, optimizer or sampler is then kept at once.
 
     Args:
         model: A module.
         optimizer: Plain or distributed.
-        in_background: Whether another thread copies what optimizers change, while the next forward and backward pass
-            run; optimizers wait for it before their step. Nothing else may change parameters after a commit.
+        in_background: Whether another thread copies what optimizers change, while the next forward
+            and backward pass run; optimizers wait for it before their step. Nothing else may change
+            parameters after a commit.
         **kwargs: Further attributes and their first values.
 
     Raises:
@@ -170,10 +178,16 @@ class TorchState(ObjectState):
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
         handlers = {name: _handler(value) for name, value in values.items()}
-        self.__dict__["_handlers"] = {name: handler for name, handler in handlers.items() if handler is not None}
-        optimizers = [value for value in values.values() if isinstance(value, torch.optim.Optimizer)]
+        self.__dict__["_handlers"] = {
+            name: handler for name, handler in handlers.items() if handler is not None
+        }
+        optimizers = [
+            value for value in values.values() if isinstance(value, torch.optim.Optimizer)
+        ]
         if in_background and not optimizers:
-            raise ValueError("in_background=True needs an optimizer in the state, whose step waits for the copy")
+            raise ValueError(
+                "in_background=True needs an optimizer in the state, whose step waits for the copy"
+            )
         self.__dict__["_later"] = Later() if in_background else None
         plain = {name: value for name, value in kwargs.items() if handlers[name] is None}
         for name in handlers:
@@ -215,7 +229,8 @@ class TorchState(ObjectState):
                 else:
                     handler.save()
         finally:
-            later.start()  # also where one of them was interrupted: another one counts on its copies
+            # also where one of them was interrupted: another one counts on its copies
+            later.start()
 
     def restore(self) -> None:
         """Restores everything that was kept last."""
@@ -245,13 +260,21 @@ class TorchState(ObjectState):
     # Contents for the store of `save_to`.
 
     def _check_storable(self) -> None:
-        plain_or_raise(self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them")
+        plain_or_raise(
+            self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them"
+        )
         for name, handler in self._handlers.items():
             if not isinstance(handler, _DictHandler):
-                raise NotImplementedError(f"state.{name} has your own handler, which cannot save to a store")
+                raise NotImplementedError(
+                    f"state.{name} has your own handler, which cannot save to a store"
+                )
 
     def _lend(self) -> Any:
-        handled = {name: one.lend() for name, one in self._handlers.items() if isinstance(one, _DictHandler)}
+        handled = {
+            name: one.lend()
+            for name, one in self._handlers.items()
+            if isinstance(one, _DictHandler)
+        }
         whole = None if self._later is None else self._later.whole
         return whole, {"handled": handled, "plain": copy.deepcopy(self._plain())}
 

@@ -8,7 +8,12 @@ use super::super::program::{Builder, Load, Program};
 use super::{Step, plan};
 
 /// Returns the steps of a member. One step of the plan begins when the one before is over.
-pub(in super::super) fn program(hosts: &Hosts, member: usize, bytes: usize, width: usize) -> Program {
+pub(in super::super) fn program(
+    hosts: &Hosts,
+    member: usize,
+    bytes: usize,
+    width: usize,
+) -> Program {
     let mut builder = Builder::new(hosts.sizes().iter().sum());
     let host = hosts.of(member);
     let others = || hosts.members(host).filter(move |other| *other != member);

@@ -3,35 +3,40 @@
 
 //! Allreduce in the host, across hosts by halves, and back.
 //!
-//! As in `hierarchy`, elements are cut in chunks, and one member of each host carries a chunk, in turns: it joins the
-//! inputs of its host. The carriers then halve and double (Rabenseifner): in step `k` a host swaps with the host `2^k`
-//! away halves of the partials that it has, keeps the sum of one half, and so has `1 / H` of the chunk after `log2 H`
-//! steps. It makes the result of that. In the reverse order of the steps results are swapped. Of what exceeds a power
-//! of two, the first hosts are paired: one of the two gives its partials to the other before and gets the result after.
-//! The two take turns, so that they send as much as the other hosts. This is the order of `Order::pairs`.
+//! As in `hierarchy`, elements are cut in chunks, and one member of each host carries a chunk, in
+//! turns: it joins the inputs of its host. The carriers then halve and double (Rabenseifner): in
+//! step `k` a host swaps with the host `2^k` away halves of the partials that it has, keeps the sum
+//! of one half, and so has `1 / H` of the chunk after `log2 H` steps. It makes the result of that.
+//! In the reverse order of the steps results are swapped. Of what exceeds a power of two, the first
+//! hosts are paired: one of the two gives its partials to the other before and gets the result
+//! after. The two take turns, so that they send as much as the other hosts. This is the order of
+//! `Order::pairs`.
 //!
-//! `2 + 2 * log2 H` steps, in progress at the same time for different chunks. Every member has `log2 H` links to other
-//! hosts, or `2 * log2 H + 1` at most where `H` is no power of two, and sends `2 * N / L` bytes over them at most. The
-//! first steps, which have the most bytes, are between neighbouring hosts. Accumulators go up: those of 16-bit floats have
-//! twice the bytes of elements, also if the reduction rounds the partials of hosts.
+//! `2 + 2 * log2 H` steps, in progress at the same time for different chunks. Every member has
+//! `log2 H` links to other hosts, or `2 * log2 H + 1` at most where `H` is no power of two, and
+//! sends `2 * N / L` bytes over them at most. The first steps, which have the most bytes, are
+//! between neighbouring hosts. Accumulators go up: those of 16-bit floats have twice the bytes of
+//! elements, also if the reduction rounds the partials of hosts.
 //!
-//! On the link from `r` to `q` goes a fixed sequence of messages, as in `hierarchy`: for `t = 0, 1, ...` first the early
-//! message for chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A` falls with the distance of
-//! hosts, as results come back in the reverse order of the steps, and is largest within a host.
+//! On the link from `r` to `q` goes a fixed sequence of messages, as in `hierarchy`: for `t = 0, 1,
+//! ...` first the early message for chunk `t`, then the late one for chunk `t - A`; empty ones are
+//! left out. `A` falls with the distance of hosts, as results come back in the reverse order of the
+//! steps, and is largest within a host.
 //!
 //! ```text
 //! same host:    early(t): r's input, if q carries t             late(t): the result, if r carries t
 //! other host:   early(t): partials of the half that q keeps     late(t): results of the half that r keeps
 //! ```
 //!
-//! **No deadlock.** For each `t` in order, let there be these steps: the inputs of `t`; the swaps of partials of `t`, one
-//! after the other; for each distance, the farthest first, the swaps of results of `t - A`; the results of `t - A`
-//! (within). Every link has its messages in the order of these steps, which is also that of the steps of each chunk, and a
-//! member begins chunks in this order. Suppose no member can move, and
-//! consider the first step that is not over. All messages of earlier steps have been read, so its messages are the first
-//! on their links, and the rings have room. The partials of all earlier chunks were made to results, so there is memory
-//! to join inputs. In a swap both ends have all they need from earlier steps: they can write what they give and read
-//! what they keep, however small rings are. So some member can move.
+//! **No deadlock.** For each `t` in order, let there be these steps: the inputs of `t`; the swaps
+//! of partials of `t`, one after the other; for each distance, the farthest first, the swaps of
+//! results of `t - A`; the results of `t - A` (within). Every link has its messages in the order of
+//! these steps, which is also that of the steps of each chunk, and a member begins chunks in this
+//! order. Suppose no member can move, and consider the first step that is not over. All messages of
+//! earlier steps have been read, so its messages are the first on their links, and the rings have
+//! room. The partials of all earlier chunks were made to results, so there is memory to join
+//! inputs. In a swap both ends have all they need from earlier steps: they can write what they give
+//! and read what they keep, however small rings are. So some member can move.
 
 pub(super) mod program;
 mod schedule;
@@ -66,7 +71,8 @@ struct Work {
     chunk: usize,
     /// Bytes of elements that are joined.
     joined: usize,
-    /// Steps between hosts that are over: first those of partials, then those of results, in reverse.
+    /// Steps between hosts that are over: first those of partials, then those of results, in
+    /// reverse.
     step: usize,
     stages: usize,
     /// The present step; none before it was looked up.
@@ -106,7 +112,12 @@ pub(super) struct Halving {
 }
 
 impl Halving {
-    pub(super) fn new(peers: &mut Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Result<Self> {
+    pub(super) fn new(
+        peers: &mut Peers,
+        reducer: Reducer,
+        inputs: Flat,
+        outputs: Flat,
+    ) -> Result<Self> {
         let too_small = || Error::Shape {
             reason: format!("a ring of {} bytes is too small for an allreduce", peers.capacity),
         };
@@ -170,9 +181,11 @@ impl Halving {
         Ok(any)
     }
 
-    /// Begins a chunk if there is memory for its partials, and joins inputs of this host that have arrived.
+    /// Begins a chunk if there is memory for its partials, and joins inputs of this host that have
+    /// arrived.
     fn join(&mut self, peers: &mut Peers) -> Result<bool> {
-        let is_joined = |work: &Work, schedule: &Schedule| work.joined == schedule.chunk(work.chunk).1;
+        let is_joined =
+            |work: &Work, schedule: &Schedule| work.joined == schedule.chunk(work.chunk).1;
         if self.works.back().is_none_or(|work| is_joined(work, &self.schedule)) {
             if self.next >= self.schedule.chunks() {
                 return Ok(false);
@@ -183,7 +196,9 @@ impl Halving {
             self.works.push_back(Work { chunk, joined: 0, step: 0, stages, stage: None, partials });
             self.next += self.stride;
         }
-        let Some(Work { chunk, joined: at, partials, .. }) = self.works.back_mut() else { return Ok(false) };
+        let Some(Work { chunk, joined: at, partials, .. }) = self.works.back_mut() else {
+            return Ok(false);
+        };
         let (start, len) = self.schedule.chunk(*chunk);
         let ready = |stream: &Stream| stream.reading.early() == Some(*chunk);
         if !self.streams[self.near.clone()].iter().all(ready) {
@@ -192,7 +207,8 @@ impl Halving {
         let near = self.near.clone().zip(self.local.clone());
         let mut bytes = len - *at;
         for (lane, link) in near.clone() {
-            bytes = bytes.min(arrived(&mut peers.links[link], &self.streams[lane].reading.message, UNIT)?.0);
+            bytes = bytes
+                .min(arrived(&mut peers.links[link], &self.streams[lane].reading.message, UNIT)?.0);
         }
         if bytes == 0 {
             return Ok(false);
@@ -203,7 +219,8 @@ impl Halving {
         let place = self.member - self.local.start;
         let (width, reducer) = (self.schedule.width(), &self.reducer);
         let join = |inputs: &[&[u8]], out: &mut [u8]| reducer.accumulate(inputs, out);
-        let inputs = Inputs { windows: &windows, place, own: &self.inputs, start: start + *at, bytes };
+        let inputs =
+            Inputs { windows: &windows, place, own: &self.inputs, start: start + *at, bytes };
         inputs.join(width, join, &mut partials[*at * width..]);
         *at += bytes;
         let wire = bytes.next_multiple_of(UNIT);
@@ -221,7 +238,8 @@ impl Halving {
         while work.joined == self.schedule.chunk(work.chunk).1 && !work.is_over() {
             let is_up = work.step < work.stages;
             let step = if is_up { work.step } else { 2 * work.stages - 1 - work.step };
-            let Some((lane, stage)) = work.stage.take().or_else(|| self.stage(peers, work.chunk, step))
+            let Some((lane, stage)) =
+                work.stage.take().or_else(|| self.stage(peers, work.chunk, step))
             else {
                 break;
             };
@@ -235,7 +253,8 @@ impl Halving {
                 any |= self.answer(far, &stage, peers)?;
                 any |= self.store(far, &stage, peers)?;
                 let Stream { writing, reading } = &self.streams[lane];
-                let is_past = |position: Position| position.is_past_late(&self.lanes[lane], work.chunk);
+                let is_past =
+                    |position: Position| position.is_past_late(&self.lanes[lane], work.chunk);
                 is_past(*writing) && is_past(*reading)
             };
             if !over {
@@ -273,7 +292,13 @@ impl Halving {
     }
 
     /// Joins the partials of the other host that have arrived with the own ones.
-    fn merge(&mut self, lane: usize, work: &mut Work, stage: &Stage, peers: &mut Peers) -> Result<bool> {
+    fn merge(
+        &mut self,
+        lane: usize,
+        work: &mut Work,
+        stage: &Stage,
+        peers: &mut Peers,
+    ) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[lane];
         if reading.early() != Some(work.chunk) {
             return Ok(false);
@@ -314,7 +339,12 @@ impl Halving {
     }
 
     /// Sends results of the part that this host has to the host that lacks them.
-    fn answer(&mut self, Far { lane, chunk }: Far, stage: &Stage, peers: &mut Peers) -> Result<bool> {
+    fn answer(
+        &mut self,
+        Far { lane, chunk }: Far,
+        stage: &Stage,
+        peers: &mut Peers,
+    ) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[lane];
         if writing.late(&self.lanes[lane]) != Some(chunk) {
             return Ok(false);
@@ -327,14 +357,21 @@ impl Halving {
     }
 
     /// Stores results of the part that the other host has.
-    fn store(&mut self, Far { lane, chunk }: Far, stage: &Stage, peers: &mut Peers) -> Result<bool> {
+    fn store(
+        &mut self,
+        Far { lane, chunk }: Far,
+        stage: &Stage,
+        peers: &mut Peers,
+    ) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[lane];
         if reading.late(&self.lanes[lane]) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) = (self.schedule.chunk(chunk).0 + stage.give.start, &self.outputs);
         let link = &mut peers.links[self.lanes[lane].link];
-        let any = reading.message.take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
+        let any = reading
+            .message
+            .take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
         self.read(lane);
         Ok(any)
     }
@@ -357,7 +394,9 @@ impl Halving {
         let Stream { reading, .. } = &mut self.streams[lane];
         let Some(chunk) = reading.late(&self.lanes[lane]) else { return Ok(false) };
         let (start, outputs) = (self.schedule.chunk(chunk).0, &self.outputs);
-        let any = reading.message.take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
+        let any = reading
+            .message
+            .take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
         self.read(lane);
         Ok(any)
     }
@@ -373,7 +412,8 @@ struct Far {
 impl Job for Halving {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
         let mut any = false;
-        // Every member begins with its successor, so that members do not all start with the same ring.
+        // Every member begins with its successor, so that members do not all start with the same
+        // ring.
         let first = self.lanes.partition_point(|lane| lane.link < self.member);
         let Range { start, end } = self.near;
         let near = || (first..end).chain(start..first);
@@ -393,8 +433,9 @@ impl Job for Halving {
             any |= self.hand_out(lane, link)?;
         }
         let over = |stream: &Stream| stream.writing.is_over() && stream.reading.is_over();
-        let done =
-            self.next >= self.schedule.chunks() && self.works.is_empty() && self.streams.iter().all(over);
+        let done = self.next >= self.schedule.chunks()
+            && self.works.is_empty()
+            && self.streams.iter().all(over);
         if done {
             peers.scratch.store = std::mem::take(&mut self.spare);
         }

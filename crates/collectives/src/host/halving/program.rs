@@ -38,7 +38,13 @@ impl<'a> Writer<'a> {
     }
 
     /// Sends a carrier of another host something of a step.
-    fn give(&mut self, stage: &Stage, (chunk, step): (usize, usize), load: Load, before: &[u32]) -> u32 {
+    fn give(
+        &mut self,
+        stage: &Stage,
+        (chunk, step): (usize, usize),
+        load: Load,
+        before: &[u32],
+    ) -> u32 {
         let to = self.other(stage, chunk);
         // The first host meets another one in each step.
         let link = if self.folded { self.schedule.hosts().largest() + step } else { to };
@@ -108,7 +114,8 @@ impl<'a> Writer<'a> {
                 after.push(self.give(&stage, (chunk, step), load, &before));
             }
             if !keep.is_empty() {
-                let (from, load) = (self.other(&stage, chunk), Load::one(keep.len() * width, false));
+                let (from, load) =
+                    (self.other(&stage, chunk), Load::one(keep.len() * width, false));
                 let theirs = self.builder.receive(from, load, &before);
                 // Read twice, written to a block in the cache, and copied back.
                 after.push(self.builder.reduce(3 * keep.len() * width, &[theirs]));
@@ -188,7 +195,9 @@ mod tests {
                             }
                         }
                         let sent = programs[from].actions().filter_map(|action| match action {
-                            Action::Send(transfer) if transfer.member as usize == to => Some(transfer.bytes),
+                            Action::Send(transfer) if transfer.member as usize == to => {
+                                Some(transfer.bytes)
+                            }
                             _ => None,
                         });
                         let received = programs[to].actions().filter_map(|action| match action {
@@ -197,8 +206,16 @@ mod tests {
                             }
                             _ => None,
                         });
-                        assert_eq!(sent.collect::<Vec<_>>(), expected, "{numbers:?}: {from} to {to}");
-                        assert_eq!(received.collect::<Vec<_>>(), expected, "{numbers:?}: {from} to {to}");
+                        assert_eq!(
+                            sent.collect::<Vec<_>>(),
+                            expected,
+                            "{numbers:?}: {from} to {to}"
+                        );
+                        assert_eq!(
+                            received.collect::<Vec<_>>(),
+                            expected,
+                            "{numbers:?}: {from} to {to}"
+                        );
                     }
                 }
             }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The schedule of an allreduce by halves: what each link carries in which order. It is the same on every member.
+//! The schedule of an allreduce by halves: what each link carries in which order. It is the same on
+//! every member.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -12,7 +13,8 @@ use super::super::message::Message;
 
 /// Chunks in each step at the same time, of those that a member carries.
 const LOOKAHEAD: usize = 2;
-/// Chunks whose inputs are posted within a host before the result of the first, besides those in steps between hosts.
+/// Chunks whose inputs are posted within a host before the result of the first, besides those in
+/// steps between hosts.
 const LOOKAHEAD_WITHIN: usize = 4;
 /// Chunks stay in the second-level cache.
 const LARGEST_CHUNK: usize = 256 << 10;
@@ -21,7 +23,8 @@ const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
 const OVERLAP: usize = 12;
 
-/// One step of a chunk between two hosts. Partial sums go one way each, and their results come back.
+/// One step of a chunk between two hosts. Partial sums go one way each, and their results come
+/// back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Stage {
     /// The other host.
@@ -90,8 +93,8 @@ pub(super) enum Way {
     Back,
 }
 
-/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk `t` (an input, or
-/// partials), slot `2 t + 1` is late for chunk `t - ahead` (results).
+/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk
+/// `t` (an input, or partials), slot `2 t + 1` is late for chunk `t - ahead` (results).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Position {
     slot: usize,
@@ -144,8 +147,14 @@ pub(in super::super) struct Schedule {
 }
 
 impl Schedule {
-    /// `width` is how many times the bytes of an element a partial sum takes. Nothing when rings are too small.
-    pub(in super::super) fn new(bytes: usize, hosts: &Hosts, width: usize, capacity: usize) -> Option<Self> {
+    /// `width` is how many times the bytes of an element a partial sum takes. Nothing when rings
+    /// are too small.
+    pub(in super::super) fn new(
+        bytes: usize,
+        hosts: &Hosts,
+        width: usize,
+        capacity: usize,
+    ) -> Option<Self> {
         let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
         let chunk = share.clamp(SMALLEST_CHUNK, LARGEST_CHUNK);
         let (count, hosts) = (hosts.count(), hosts.clone());
@@ -182,13 +191,15 @@ impl Schedule {
         self.full.ilog2() as usize + usize::from(self.folded > 0)
     }
 
-    /// Returns the step of a host at a level, if it is not that of pairs to which the host does not belong.
+    /// Returns the step of a host at a level, if it is not that of pairs to which the host does not
+    /// belong.
     pub(super) fn step_at(&self, host: usize, level: usize) -> Option<usize> {
         level.checked_sub(usize::from(host >= self.folded && self.folded > 0))
     }
 
-    /// Number of chunks by which results come after partials between hosts that meet at this level. The results of a chunk
-    /// pass the levels in reverse. If they came equally late at all of them, each chunk would wait for the one before.
+    /// Number of chunks by which results come after partials between hosts that meet at this level.
+    /// The results of a chunk pass the levels in reverse. If they came equally late at all of them,
+    /// each chunk would wait for the one before.
     pub(super) fn ahead_between(&self, level: usize) -> usize {
         LOOKAHEAD * 2 * (self.levels() - level) * self.hosts.largest()
     }
@@ -234,15 +245,21 @@ impl Schedule {
             if step == 0 {
                 let none = range.end..range.end;
                 let (keep, give) = if swaps { (range, none) } else { (none, range) };
-                return Some(Stage { host: host ^ 1, keep, give, is_earlier: host.is_multiple_of(2) });
+                return Some(Stage {
+                    host: host ^ 1,
+                    keep,
+                    give,
+                    is_earlier: host.is_multiple_of(2),
+                });
             }
             step -= 1;
             if !swaps {
                 return None;
             }
         }
-        let distance =
-            1_usize.checked_shl(u32::try_from(step).ok()?).filter(|distance| *distance < self.full)?;
+        let distance = 1_usize
+            .checked_shl(u32::try_from(step).ok()?)
+            .filter(|distance| *distance < self.full)?;
         let place = self.place(host);
         for step in 0..step {
             range = halves(range, place >> step & 1 == 0).0;
@@ -290,8 +307,9 @@ impl Schedule {
     /// Returns the other hosts with which a host exchanges anything.
     fn partners(&self, host: usize) -> BTreeSet<usize> {
         let turns = [0, self.hosts.largest()];
-        let steps =
-            |chunk| (0..self.stages(host, chunk)).filter_map(move |step| self.partner(host, chunk, step));
+        let steps = |chunk| {
+            (0..self.stages(host, chunk)).filter_map(move |step| self.partner(host, chunk, step))
+        };
         turns.into_iter().flat_map(steps).collect()
     }
 
@@ -299,11 +317,13 @@ impl Schedule {
         self.stage(host, chunk, step).map(|stage| stage.host)
     }
 
-    /// Returns the links of a member over which something goes, whatever the number of bytes, by link.
+    /// Returns the links of a member over which something goes, whatever the number of bytes, by
+    /// link.
     pub(super) fn lanes(&self, member: usize) -> Vec<Lane> {
         let hosts = &self.hosts;
         let own = Place::new(hosts, member);
-        let mut peers: BTreeSet<usize> = hosts.members(own.host).filter(|other| *other != member).collect();
+        let mut peers: BTreeSet<usize> =
+            hosts.members(own.host).filter(|other| *other != member).collect();
         for host in self.partners(own.host) {
             let size = hosts.members(host).len();
             let period = [size, 2 * hosts.largest()].into_iter().fold(own.size, common_multiple);
@@ -318,7 +338,8 @@ impl Schedule {
         let lane = |peer: &usize| {
             let (link, peer) = (link(peer), Place::new(hosts, *peer));
             let level = self.level(own.host, peer.host).filter(|_| own.host != peer.host);
-            let ahead = level.map_or_else(|| self.ahead_within(), |level| self.ahead_between(level));
+            let ahead =
+                level.map_or_else(|| self.ahead_within(), |level| self.ahead_between(level));
             Lane { link, own, peer, ahead }
         };
         peers.iter().map(lane).collect()
@@ -327,7 +348,8 @@ impl Schedule {
     /// Returns the first message from `slot` on.
     fn seek(&self, slot: usize, lane: &Lane, way: Way) -> Position {
         let ahead = lane.ahead;
-        let early = self.early(slot.div_ceil(2), lane, way).map(|(chunk, bytes)| (2 * chunk, bytes));
+        let early =
+            self.early(slot.div_ceil(2), lane, way).map(|(chunk, bytes)| (2 * chunk, bytes));
         let late = self.late((slot / 2).saturating_sub(ahead), lane, way);
         let late = late.map(|(chunk, bytes)| (2 * (chunk + ahead) + 1, bytes));
         let next = early.into_iter().chain(late).min();
@@ -403,7 +425,8 @@ mod tests {
 
     fn worlds() -> Vec<Vec<usize>> {
         let one: Vec<Vec<usize>> = (2..=17).map(|count| vec![1; count]).collect();
-        let uneven = [vec![2, 2], vec![3, 1, 2], vec![2, 3, 2, 3, 2], vec![4; 6], vec![5, 2, 2, 1, 1, 3, 2]];
+        let uneven =
+            [vec![2, 2], vec![3, 1, 2], vec![2, 3, 2, 3, 2], vec![4; 6], vec![5, 2, 2, 1, 1, 3, 2]];
         one.into_iter().chain(uneven).collect()
     }
 
@@ -448,7 +471,8 @@ mod tests {
                 let lanes = schedule.lanes(member);
                 assert!(lanes.windows(2).all(|pair| pair[0].link < pair[1].link));
                 for lane in lanes {
-                    let either = [Way::Out, Way::Back].map(|way| !schedule.first(&lane, way).is_over());
+                    let either =
+                        [Way::Out, Way::Back].map(|way| !schedule.first(&lane, way).is_over());
                     assert!(either.contains(&true), "{world:?}: {member} {lane:?}");
                 }
             }
@@ -479,7 +503,10 @@ mod tests {
             // Of the share of a member, which is sent twice.
             let share = 2.0 * f64::from(64 << 20) / each as f64;
             let (least, most) = (*sent.iter().min().unwrap(), *sent.iter().max().unwrap());
-            assert!(least as f64 > 0.95 * share && (most as f64) < 1.01 * share, "{least} {most} {share}");
+            assert!(
+                least as f64 > 0.95 * share && (most as f64) < 1.01 * share,
+                "{least} {most} {share}"
+            );
         }
     }
 }

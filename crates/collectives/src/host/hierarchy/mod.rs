@@ -3,37 +3,42 @@
 
 //! Allreduce in the host, across hosts and back.
 //!
-//! Elements are cut in chunks. In every host a chunk is carried by one member, in turns: the others post it their
-//! inputs, and it joins them with its own to the host's partial. The `H` carriers of a chunk are a pipeline of their
-//! own: each owns one part of the chunk, receives that part's partials, makes the result, and sends it to the others.
-//! Then each hands the whole chunk out in its host. 4 steps, all in progress at the same time for different chunks. With `L`
-//! members on each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of 16-bit
-//! floats take twice their bytes on the way to the owner, unless the reduction rounds them) and `2 * (L - 1) / L * N` within its own.
+//! Elements are cut in chunks. In every host a chunk is carried by one member, in turns: the others
+//! post it their inputs, and it joins them with its own to the host's partial. The `H` carriers of
+//! a chunk are a pipeline of their own: each owns one part of the chunk, receives that part's
+//! partials, makes the result, and sends it to the others. Then each hands the whole chunk out in
+//! its host. 4 steps, all in progress at the same time for different chunks. With `L` members on
+//! each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of
+//! 16-bit floats take twice their bytes on the way to the owner, unless the reduction rounds them)
+//! and `2 * (L - 1) / L * N` within its own.
 //!
-//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first the early message for
-//! chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A` is smaller between hosts than within
-//! them ([`Schedule::ahead`]).
+//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first the
+//! early message for chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A`
+//! is smaller between hosts than within them ([`Schedule::ahead`]).
 //!
 //! ```text
 //! same host:    early(t): r's input, if q carries t            late(t): the result, if r carries t
 //! other host:   early(t): the partial of q's part, if both do  late(t): the result of r's part, if both do
 //! ```
 //!
-//! So a result goes to other hosts after partials up to `A` (between) chunks later, which need inputs that come after
-//! results of `A` (within) chunks before those. The difference of both is how many chunks are between hosts at once.
+//! So a result goes to other hosts after partials up to `A` (between) chunks later, which need
+//! inputs that come after results of `A` (within) chunks before those. The difference of both is
+//! how many chunks are between hosts at once.
 //!
-//! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and reduction of `t` in
-//! one; then the results of `t - A` (between) go between hosts; then the results of `t - A` (within) go within hosts,
-//! after they went between them, as that `A` is not smaller. Every link has its messages in the order of these steps.
-//! Suppose no member can move, and consider the first step that is not over. All messages of earlier steps have been
-//! read, so its messages are the first on their links, and the rings have room for some of them. If the step sends
-//! results, they were made or have arrived, so the sender can write, and the receiver can store what arrives. If it
-//! is a reduction, let `b` be the first byte of the chunk that is not reduced. The bytes before it are reduced, hence
-//! joined by all carriers and no longer in rings. All carriers come to `b` next, and have the inputs, as these are
-//! the first on their links. They can write the partial: the ring to the owner has room, and of the own store at
-//! least one slot is free. Then the owner has all partials of `b`. So some member can move, however small rings are.
-//! [`Schedule`] cuts chunks so that they are large enough for partials of several chunks. Earlier and later
-//! operations change nothing: see `pipeline`.
+//! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and
+//! reduction of `t` in one; then the results of `t - A` (between) go between hosts; then the
+//! results of `t - A` (within) go within hosts, after they went between them, as that `A` is not
+//! smaller. Every link has its messages in the order of these steps. Suppose no member can move,
+//! and consider the first step that is not over. All messages of earlier steps have been read, so
+//! its messages are the first on their links, and the rings have room for some of them. If the step
+//! sends results, they were made or have arrived, so the sender can write, and the receiver can
+//! store what arrives. If it is a reduction, let `b` be the first byte of the chunk that is not
+//! reduced. The bytes before it are reduced, hence joined by all carriers and no longer in rings.
+//! All carriers come to `b` next, and have the inputs, as these are the first on their links. They
+//! can write the partial: the ring to the owner has room, and of the own store at least one slot is
+//! free. Then the owner has all partials of `b`. So some member can move, however small rings are.
+//! [`Schedule`] cuts chunks so that they are large enough for partials of several chunks. Earlier
+//! and later operations change nothing: see `pipeline`.
 
 pub(super) mod program;
 mod schedule;
@@ -73,8 +78,8 @@ pub(super) struct Route {
     back: Course,
 }
 
-/// Returns the links over which something goes: among equally full hosts those within the host, and one to each other
-/// host.
+/// Returns the links over which something goes: among equally full hosts those within the host, and
+/// one to each other host.
 fn routes(peers: &Peers) -> Arc<[Route]> {
     let route = |link: usize| {
         let (own, peer) = (peers.member, peers.member_of(link));
@@ -128,7 +133,12 @@ pub(super) struct Hierarchy {
 }
 
 impl Hierarchy {
-    pub(super) fn new(peers: &mut Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Result<Self> {
+    pub(super) fn new(
+        peers: &mut Peers,
+        reducer: Reducer,
+        inputs: Flat,
+        outputs: Flat,
+    ) -> Result<Self> {
         let mut store = std::mem::take(&mut peers.scratch.store);
         let routes = match &peers.scratch.routes {
             Some(routes) => Arc::clone(routes),
@@ -139,7 +149,8 @@ impl Hierarchy {
             reason: format!("a ring of {} bytes is too small for an allreduce", peers.capacity),
         };
         let expansion = reducer.expansion();
-        let schedule = Schedule::new(inputs.len(), hosts, expansion, peers.capacity).ok_or_else(too_small)?;
+        let schedule =
+            Schedule::new(inputs.len(), hosts, expansion, peers.capacity).ok_or_else(too_small)?;
         let (member, host) = (peers.member, hosts.own());
         let stream = |route: &Route| Stream {
             writing: schedule.seek(0, &route.out),
@@ -206,8 +217,8 @@ impl Hierarchy {
         }
     }
 
-    /// Joins inputs of this host that have arrived, into the window towards the owner of the part they are in, or into
-    /// the own store.
+    /// Joins inputs of this host that have arrived, into the window towards the owner of the part
+    /// they are in, or into the own store.
     fn join(&mut self, peers: &mut Peers) -> Result<bool> {
         let Cursor { chunk, at } = self.joining;
         let (start, len) = self.schedule.chunk(chunk);
@@ -224,7 +235,9 @@ impl Hierarchy {
         // Bytes of elements that can be joined; all are whole units, but for the chunk's end.
         let mut bytes = part.end - at;
         for (index, link) in near.clone() {
-            bytes = bytes.min(arrived(&mut peers.links[link], &self.streams[index].reading.message, UNIT)?.0);
+            bytes = bytes.min(
+                arrived(&mut peers.links[link], &self.streams[index].reading.message, UNIT)?.0,
+            );
         }
         let target = (owner != self.host).then(|| self.route_to(peers, owner, chunk));
         let target = target.map(|target| (target, self.routes[target].link));
@@ -281,7 +294,8 @@ impl Hierarchy {
             return Ok(false);
         }
         let (part, len) = self.schedule.part(chunk, self.host);
-        // The own part may be reduced before the parts behind it are joined; then joining is still at an earlier chunk.
+        // The own part may be reduced before the parts behind it are joined; then joining is still
+        // at an earlier chunk.
         let joined = match self.joining.chunk.cmp(&chunk) {
             Ordering::Less => 0,
             Ordering::Equal => self.joining.at.saturating_sub(part).min(len),
@@ -319,7 +333,10 @@ impl Hierarchy {
         let (mut rest, mut passed) = (&mut peers.links[..], 0);
         for index in &carriers {
             let link = self.routes[*index].link;
-            let Some((carrier, after)) = rest.split_at_mut(link - passed).1.split_first_mut() else { break };
+            let Some((carrier, after)) = rest.split_at_mut(link - passed).1.split_first_mut()
+            else {
+                break;
+            };
             partials.push(carrier.receiver.window()?);
             (rest, passed) = (after, link + 1);
         }
@@ -330,7 +347,8 @@ impl Hierarchy {
         for from in (0..bytes).step_by(BLOCK) {
             let block = &mut scratch[..BLOCK.min(bytes - from)];
             let range = from * expansion..(from + block.len()) * expansion;
-            let partials: Vec<&[u8]> = partials.iter().map(|partial| &partial[range.clone()]).collect();
+            let partials: Vec<&[u8]> =
+                partials.iter().map(|partial| &partial[range.clone()]).collect();
             self.reducer.finish(&partials, block);
             self.outputs.write(start + from, block);
         }
@@ -370,7 +388,9 @@ impl Hierarchy {
 
     /// Results at the beginning of a carried chunk, up to the first that is missing.
     fn complete(&self, chunk: usize) -> usize {
-        let Some(arrived) = self.arrived.iter().find(|arrived| arrived.chunk == chunk) else { return 0 };
+        let Some(arrived) = self.arrived.iter().find(|arrived| arrived.chunk == chunk) else {
+            return 0;
+        };
         let mut complete = 0;
         for (host, bytes) in arrived.bytes.iter().enumerate() {
             complete += bytes;
@@ -402,7 +422,9 @@ impl Hierarchy {
             (ready / UNIT * UNIT).saturating_sub(writing.message.done())
         };
         let outputs = &self.outputs;
-        let any = writing.message.put_some(most, &mut *link.sender, |at, to| outputs.read(start + at, to))?;
+        let any = writing
+            .message
+            .put_some(most, &mut *link.sender, |at, to| outputs.read(start + at, to))?;
         self.wrote(index);
         Ok(any)
     }
@@ -432,8 +454,9 @@ impl Hierarchy {
     /// Forgets chunks that were handed out.
     fn forget(&mut self) {
         while let Some(front) = self.arrived.front() {
-            let waits =
-                |index: usize| !self.routes[index].out.is_past(self.streams[index].writing, front.chunk);
+            let waits = |index: usize| {
+                !self.routes[index].out.is_past(self.streams[index].writing, front.chunk)
+            };
             if self.near.clone().any(waits) {
                 return;
             }
@@ -443,8 +466,8 @@ impl Hierarchy {
     }
 }
 
-/// Returns the bytes of the window that belong to this message and are whole units, or its end. Twice: without padding
-/// and with it.
+/// Returns the bytes of the window that belong to this message and are whole units, or its end.
+/// Twice: without padding and with it.
 pub(super) fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, usize)> {
     let left = message.left();
     let whole = |bytes: usize| if bytes >= left { left } else { bytes / unit * unit };
@@ -494,7 +517,8 @@ impl Inputs<'_> {
             let here = offset..offset + mine.len();
             let out = &mut out[here.start * width..here.end * width];
             let (before, after) = self.windows.split_at(self.place);
-            let mut inputs: Vec<&[u8]> = before.iter().map(|window| &window[here.clone()]).collect();
+            let mut inputs: Vec<&[u8]> =
+                before.iter().map(|window| &window[here.clone()]).collect();
             inputs.push(mine);
             inputs.extend(after.iter().map(|window| &window[here.clone()]));
             join(&inputs, out);
@@ -505,7 +529,8 @@ impl Inputs<'_> {
 impl Job for Hierarchy {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
         let mut any = false;
-        // Every member begins with its successor, so that members do not all start with the same ring.
+        // Every member begins with its successor, so that members do not all start with the same
+        // ring.
         let first = self.routes.partition_point(|route| route.link < self.member);
         for index in (first..self.near.end).chain(self.near.start..first) {
             any |= self.post(index, &mut peers.links[self.routes[index].link])?;

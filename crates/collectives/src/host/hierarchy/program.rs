@@ -13,7 +13,8 @@ struct Writer<'a> {
     member: usize,
     host: usize,
     builder: Builder,
-    /// The steps that make the results of a chunk, by chunk: first of the own part, then of parts from other hosts.
+    /// The steps that make the results of a chunk, by chunk: first of the own part, then of parts
+    /// from other hosts.
     results: Vec<Vec<u32>>,
     joined: Option<u32>,
     /// Other hosts stand behind this member itself.
@@ -32,7 +33,13 @@ pub(in super::super) fn folded(schedule: &Schedule, member: usize, width: usize)
 }
 
 impl<'a> Writer<'a> {
-    fn new(schedule: &'a Schedule, member: usize, width: usize, members: usize, folded: bool) -> Self {
+    fn new(
+        schedule: &'a Schedule,
+        member: usize,
+        width: usize,
+        members: usize,
+        folded: bool,
+    ) -> Self {
         Self {
             schedule,
             width,
@@ -83,8 +90,10 @@ impl<'a> Writer<'a> {
             return;
         }
         let near = self.near();
-        let mut inputs: Vec<u32> =
-            near.iter().map(|from| self.builder.receive(*from, Load::one(len, false), &[])).collect();
+        let mut inputs: Vec<u32> = near
+            .iter()
+            .map(|from| self.builder.receive(*from, Load::one(len, false), &[]))
+            .collect();
         inputs.extend(self.joined);
         let own = self.join(chunk, near.len() + 1, &inputs);
         let part = self.schedule.part(chunk, self.host).1;
@@ -103,7 +112,8 @@ impl<'a> Writer<'a> {
         self.results[chunk].push(self.builder.reduce(touched, &partials));
     }
 
-    /// Joins the inputs of this host part by part, each towards its owner; the step that joins the own part.
+    /// Joins the inputs of this host part by part, each towards its owner; the step that joins the
+    /// own part.
     fn join(&mut self, chunk: usize, members: usize, inputs: &[u32]) -> Option<u32> {
         let (mut own, mut before) = (None, inputs.to_vec());
         for owner in 0..self.schedule.hosts().count() {
@@ -132,13 +142,18 @@ impl<'a> Writer<'a> {
 
     /// Partials of a chunk for all other hosts.
     fn partials(&self, chunk: usize) -> Load {
-        let parts = self.far().into_iter().map(|host| self.schedule.part(chunk, host).1 * self.width);
+        let parts =
+            self.far().into_iter().map(|host| self.schedule.part(chunk, host).1 * self.width);
         Load::all(parts, false)
     }
 
     /// Folded: receives what the counterparts of this member send when it sends the same.
     fn theirs(&mut self, load: Load) -> Vec<u32> {
-        if load.is_empty() { Vec::new() } else { vec![self.builder.receive(self.member, load, &[])] }
+        if load.is_empty() {
+            Vec::new()
+        } else {
+            vec![self.builder.receive(self.member, load, &[])]
+        }
     }
 
     /// Receives from the carriers of a chunk on the other hosts.
@@ -203,7 +218,9 @@ mod tests {
 
     #[test]
     fn a_program_sends_and_receives_what_the_schedule_says_in_its_order() {
-        for numbers in [&[0, 0, 1, 1][..], &[0, 0, 1], &[0, 0, 0, 1, 1, 1, 2, 2, 2], &[0, 0, 0, 1, 1, 2]] {
+        for numbers in
+            [&[0, 0, 1, 1][..], &[0, 0, 1], &[0, 0, 0, 1, 1, 1, 2, 2, 2], &[0, 0, 0, 1, 1, 2]]
+        {
             let hosts = Hosts::new(numbers, 0);
             for (bytes, width) in [(65, 1), (100_003, 2), (3 << 20, 1)] {
                 let schedule = Schedule::new(bytes, &hosts, width, 1 << 20).unwrap();
@@ -222,15 +239,23 @@ mod tests {
                         position = schedule.next(position, &course);
                     }
                     let sent = programs[from].actions().filter_map(|action| match action {
-                        Action::Send(transfer) if transfer.member as usize == to => Some(transfer.bytes),
+                        Action::Send(transfer) if transfer.member as usize == to => {
+                            Some(transfer.bytes)
+                        }
                         _ => None,
                     });
                     let received = programs[to].actions().filter_map(|action| match action {
-                        Action::Receive(transfer) if transfer.member as usize == from => Some(transfer.bytes),
+                        Action::Receive(transfer) if transfer.member as usize == from => {
+                            Some(transfer.bytes)
+                        }
                         _ => None,
                     });
                     assert_eq!(sent.collect::<Vec<_>>(), expected, "{numbers:?}: {from} to {to}");
-                    assert_eq!(received.collect::<Vec<_>>(), expected, "{numbers:?}: {from} to {to}");
+                    assert_eq!(
+                        received.collect::<Vec<_>>(),
+                        expected,
+                        "{numbers:?}: {from} to {to}"
+                    );
                 }
             }
         }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The schedule of an allreduce: what each link carries in which order. It is the same on every member.
+//! The schedule of an allreduce: what each link carries in which order. It is the same on every
+//! member.
 
 use std::ops::Range;
 
@@ -9,10 +10,12 @@ use super::super::UNIT;
 use super::super::hosts::Hosts;
 use super::super::message::Message;
 
-/// Chunks of which partials are sent before the result of the first, of those that a member carries.
+/// Chunks of which partials are sent before the result of the first, of those that a member
+/// carries.
 const LOOKAHEAD: usize = 3;
-/// Chunks whose inputs are posted within a host before the result of the first, likewise. If it were [`LOOKAHEAD`], too,
-/// each result would wait for the one before: a partial needs inputs, which would come after that result.
+/// Chunks whose inputs are posted within a host before the result of the first, likewise. If it
+/// were [`LOOKAHEAD`], too, each result would wait for the one before: a partial needs inputs,
+/// which would come after that result.
 const LOOKAHEAD_WITHIN: usize = 2 * LOOKAHEAD;
 /// Chunks stay in the second-level cache.
 const LARGEST_CHUNK: usize = 256 << 10;
@@ -23,8 +26,9 @@ const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
 const OVERLAP: usize = 4;
 
-/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk `t` (an input, or a
-/// partial), slot `2 t + 1` is late for chunk `t - ahead` (a result), with the `ahead` of the [`Course`].
+/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk
+/// `t` (an input, or a partial), slot `2 t + 1` is late for chunk `t - ahead` (a result), with the
+/// `ahead` of the [`Course`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Position {
     slot: usize,
@@ -49,8 +53,8 @@ struct Turns {
 }
 
 impl Turns {
-    /// Returns the chunks that are `one` modulo `several` and `other` modulo `many`; none where there is no such
-    /// chunk.
+    /// Returns the chunks that are `one` modulo `several` and `other` modulo `many`; none where
+    /// there is no such chunk.
     fn both((one, several): (usize, usize), (other, many): (usize, usize)) -> Option<Self> {
         // The first is before the least common multiple.
         let first = (0..many).map(|k| one + k * several).find(|chunk| chunk % many == other)?;
@@ -64,7 +68,8 @@ impl Turns {
     }
 }
 
-/// One direction of a link: whose part of which chunks goes over it. It depends only on the hosts of the members.
+/// One direction of a link: whose part of which chunks goes over it. It depends only on the hosts
+/// of the members.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Course {
     early: Option<Turns>,
@@ -104,7 +109,8 @@ impl Course {
     }
 }
 
-/// Elements are cut in chunks; a chunk is carried, in every host, by members in turn, and cut in one part for each host.
+/// Elements are cut in chunks; a chunk is carried, in every host, by members in turn, and cut in
+/// one part for each host.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Schedule {
     bytes: usize,
@@ -126,7 +132,8 @@ impl Schedule {
         Some(Self { bytes, hosts: hosts.clone(), expansion, chunk, chunks: bytes.div_ceil(chunk) })
     }
 
-    /// Number of chunks by which results come after early messages, between hosts and within a host.
+    /// Number of chunks by which results come after early messages, between hosts and within a
+    /// host.
     pub(super) fn ahead(&self) -> (usize, usize) {
         (ahead_between(&self.hosts), ahead_within(&self.hosts))
     }
@@ -135,7 +142,8 @@ impl Schedule {
         self.chunks
     }
 
-    /// Chunks that are begun, by the time that one is late, of those that a member of this host carries.
+    /// Chunks that are begun, by the time that one is late, of those that a member of this host
+    /// carries.
     pub(super) fn begun(&self, host: usize) -> usize {
         ahead_between(&self.hosts) / self.hosts.members(host).len().max(1) + 2
     }
@@ -180,8 +188,8 @@ impl Schedule {
         (start(host), start(host + 1) - start(host))
     }
 
-    /// Returns the first position from `slot` on whose message is not empty. Past the last slot the message is
-    /// finished.
+    /// Returns the first position from `slot` on whose message is not empty. Past the last slot the
+    /// message is finished.
     pub(super) fn seek(&self, slot: usize, course: &Course) -> Position {
         let early = course.early.and_then(|turns| {
             let chunk = self.present(turns.from(slot.div_ceil(2)))?;
@@ -192,7 +200,8 @@ impl Schedule {
             let chunk = self.present(turns.from(least))?;
             Some((2 * (chunk + course.ahead) + 1, self.late_bytes(chunk, course)))
         });
-        // Chunks get no longer: where a message is empty, those that follow it in its turns are, too.
+        // Chunks get no longer: where a message is empty, those that follow it in its turns are,
+        // too.
         let next = [early, late].into_iter().flatten().filter(|(_, bytes)| *bytes > 0).min();
         match next {
             Some((slot, bytes)) => Position { slot, message: Message::new(bytes) },
@@ -251,8 +260,8 @@ fn ahead_within(hosts: &Hosts) -> usize {
     LOOKAHEAD_WITHIN * hosts.largest()
 }
 
-/// Returns the bytes of a chunk. The rings between hosts hold the partials that are sent ahead. Within a host, bytes do
-/// not travel: a ring need not hold a chunk.
+/// Returns the bytes of a chunk. The rings between hosts hold the partials that are sent ahead.
+/// Within a host, bytes do not travel: a ring need not hold a chunk.
 fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> Option<usize> {
     let sizes = hosts.sizes();
     let fewest = sizes.iter().copied().filter(|size| *size > 0).min()?;
@@ -299,7 +308,9 @@ mod tests {
     fn the_next_message_is_found_without_scanning_the_others() {
         for numbers in WORLDS {
             let hosts = Hosts::new(numbers, 0);
-            for (bytes, expansion) in [(1, 1), (65, 2), (100_003, 1), (1 << 20, 2), ((3 << 20) + 70, 1)] {
+            for (bytes, expansion) in
+                [(1, 1), (65, 2), (100_003, 1), (1 << 20, 2), ((3 << 20) + 70, 1)]
+            {
                 let schedule = Schedule::new(bytes, &hosts, expansion, 1 << 20).unwrap();
                 for (from, to) in
                     (0..numbers.len()).flat_map(|one| (0..numbers.len()).map(move |two| (one, two)))
@@ -381,7 +392,10 @@ mod tests {
                     }
                 }
             }
-            assert_eq!((early, late), ((hosts.count() - 1) * 1_000_000, (hosts.count() - 1) * 1_000_000));
+            assert_eq!(
+                (early, late),
+                ((hosts.count() - 1) * 1_000_000, (hosts.count() - 1) * 1_000_000)
+            );
         }
     }
 

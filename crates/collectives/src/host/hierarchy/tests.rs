@@ -12,7 +12,8 @@ use super::*;
 use crate::kernel::{self, Reduction};
 use crate::{DataType, Memory, ReduceOp};
 
-/// With 64 hosts of 8 ranks, the work of a rank before the first byte does not depend on the number of bytes.
+/// With 64 hosts of 8 ranks, the work of a rank before the first byte does not depend on the number
+/// of bytes.
 #[test]
 fn an_allreduce_among_many_hosts_begins_at_once() {
     let (hosts, each, own) = (64, 8, 259);
@@ -84,7 +85,8 @@ impl Case {
                 flat().write(element * self.width(), &self.bytes(Self::input(member, element)));
             }
             let reduction = Reduction { dtype, op, members: size, prescale: 1.0, postscale: 1.0 };
-            let reducer = Reducer::ordered(reduction, kernel::Path::best(), peers.orders.clone()).unwrap();
+            let reducer =
+                Reducer::ordered(reduction, kernel::Path::best(), peers.orders.clone()).unwrap();
             let job = Hierarchy::new(&mut peers, reducer, flat(), flat()).unwrap();
             (job, peers, memory)
         };
@@ -115,7 +117,11 @@ impl Case {
             for element in 0..elements {
                 flat.read(element * bytes.len(), &mut bytes);
                 let sum = self.bytes(self.sum(element));
-                assert_eq!(bytes, sum, "member {member}, element {element}, {:?}, seed {seed}", self.hosts);
+                assert_eq!(
+                    bytes, sum,
+                    "member {member}, element {element}, {:?}, seed {seed}",
+                    self.hosts
+                );
             }
         }
     }
@@ -126,8 +132,8 @@ fn pick(random: u64, of: usize) -> usize {
     usize::try_from(random % of as u64).unwrap()
 }
 
-/// The own part of a chunk comes before others: it is reduced while those behind it have not arrived, and the other host
-/// may have sent partials of the next chunk.
+/// The own part of a chunk comes before others: it is reduced while those behind it have not
+/// arrived, and the other host may have sent partials of the next chunk.
 #[test]
 fn members_that_are_polled_in_any_order_add_only_what_has_arrived() {
     let worlds: [&[u32]; 5] =

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce where the tensors lie: each member reduces its own part straight from all members' memory, in member order,
-//! and writes the result into all members' memory.
+//! Allreduce where the tensors lie: each member reduces its own part straight from all members'
+//! memory, in member order, and writes the result into all members' memory.
 //!
-//! Nothing of the tensors goes over links. 2 rounds of a few bytes from every member to all others, and one more for
-//! memory that is new to them:
+//! Nothing of the tensors goes over links. 2 rounds of a few bytes from every member to all others,
+//! and one more for memory that is new to them:
 //!
 //! ```text
 //! where    where each tensor lies, or that it is the member's own; all have entered when all of these are here
@@ -13,17 +13,19 @@
 //! part     the member is done with everybody's memory
 //! ```
 //!
-//! If a tensor of a member is its own, or if memory could not be mapped, all members know it after the same round and
-//! take the pipeline. A member with tensors of its own knows it before, and begins without waiting for the others'
-//! words.
+//! If a tensor of a member is its own, or if memory could not be mapped, all members know it after
+//! the same round and take the pipeline. A member with tensors of its own knows it before, and
+//! begins without waiting for the others' words.
 //!
-//! Parts do not overlap, and a member reads and writes only its own part of all members' memory, so no read meets
-//! another member's write. A member is done once all others have sent `part`: then no other member touches its memory
-//! any more. If it gives up before, it takes its memory away from the others (`Region::detach`), which may not know
-//! yet. Their mappings keep the bytes, so members that still complete do so with the right ones.
+//! Parts do not overlap, and a member reads and writes only its own part of all members' memory, so
+//! no read meets another member's write. A member is done once all others have sent `part`: then no
+//! other member touches its memory any more. If it gives up before, it takes its memory away from
+//! the others (`Region::detach`), which may not know yet. Their mappings keep the bytes, so members
+//! that still complete do so with the right ones.
 //!
-//! **No deadlock.** Each round is sent without waiting for anybody, and whatever arrives is taken at once; between rounds a
-//! member waits for nothing. All members take the same rounds: which they are depends on what all have heard alone.
+//! **No deadlock.** Each round is sent without waiting for anybody, and whatever arrives is taken
+//! at once; between rounds a member waits for nothing. All members take the same rounds: which they
+//! are depends on what all have heard alone.
 
 mod place;
 
@@ -43,13 +45,14 @@ pub(super) use place::Regions;
 const LEAST: usize = 256 << 10;
 /// Tensors of one operation, at most: each takes a unit of the first round.
 const MOST: usize = 64;
-/// Bytes reduced before they are copied on, where that takes two passes: they are still in the first-level cache.
+/// Bytes reduced before they are copied on, where that takes two passes: they are still in the
+/// first-level cache.
 const BLOCK: usize = 16 << 10;
 /// Bytes reduced in one poll.
 const SLICE: usize = 256 << 10;
 
-/// Returns whether members tell each other where their tensors lie: depends only on values that are equal on all of
-/// them.
+/// Returns whether members tell each other where their tensors lie: depends only on values that are
+/// equal on all of them.
 pub(super) fn is_considered(peers: &Peers, outputs: &Flat) -> bool {
     let tensors = outputs.buffers().iter().filter(|buffer| !buffer.is_empty()).count();
     peers.shape.hosts == 1 && outputs.len() >= LEAST && tensors <= MOST
@@ -93,7 +96,13 @@ impl InPlace {
         }
         head.resize(tensors.len() * UNIT, 0);
         let heads = Exchange::new(peers, head);
-        Self { stage: Stage::Meeting, heads, tensors, task: Some(Task { reducer, inputs, outputs }), exposed }
+        Self {
+            stage: Stage::Meeting,
+            heads,
+            tensors,
+            task: Some(Task { reducer, inputs, outputs }),
+            exposed,
+        }
     }
 
     fn task(&mut self) -> Result<Task> {
@@ -151,11 +160,9 @@ impl InPlace {
         let mut lists = Vec::with_capacity(places.len());
         for (member, places) in places.iter().enumerate() {
             if member == peers.member {
-                lists.extend(
-                    own.take().map(|own| {
-                        Flat::new(own.buffers().iter().filter(|buffer| !buffer.is_empty()).cloned())
-                    }),
-                );
+                lists.extend(own.take().map(|own| {
+                    Flat::new(own.buffers().iter().filter(|buffer| !buffer.is_empty()).cloned())
+                }));
                 continue;
             }
             let tensors = places.iter().zip(&self.tensors);
@@ -179,7 +186,9 @@ impl InPlace {
             return Ok(());
         }
         // Another communicator gave it up: the others' results went to where it was.
-        Err(Error::Shape { reason: "the memory was in use by another operation that failed".to_owned() })
+        Err(Error::Shape {
+            reason: "the memory was in use by another operation that failed".to_owned(),
+        })
     }
 }
 
@@ -237,7 +246,8 @@ impl Job for InPlace {
 impl Drop for InPlace {
     fn drop(&mut self) {
         for memory in &self.exposed {
-            // Without memory for a copy it stays in place; peers notice the failure after a block or two.
+            // Without memory for a copy it stays in place; peers notice the failure after a block
+            // or two.
             let _ = memory.region().map(farandole_shm::Region::detach);
         }
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The places of a member's tensors, which it sends to the others, and the mapped memory of the others.
+//! The places of a member's tensors, which it sends to the others, and the mapped memory of the
+//! others.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -20,7 +21,8 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// `shared: u32; pid, descriptor: u32; 0: u32; bytes, offset, nonce[2]: u64`, little endian, in one unit.
+    /// `shared: u32; pid, descriptor: u32; 0: u32; bytes, offset, nonce[2]: u64`, little endian, in
+    /// one unit.
     pub(super) fn write(&self, unit: &mut Vec<u8>) {
         let start = unit.len();
         let RegionCard { pid, descriptor, bytes, nonce: [first, second] } = self.card;
@@ -51,8 +53,8 @@ impl Place {
 pub(in super::super) struct Regions {
     /// Memory of other members, mapped here.
     mapped: HashMap<[u64; 2], Memory>,
-    /// For every member, this one included: whether all others could map its memory. All members have the same
-    /// answers, which are never forgotten, because they cost next to nothing.
+    /// For every member, this one included: whether all others could map its memory. All members
+    /// have the same answers, which are never forgotten, because they cost next to nothing.
     judged: HashMap<[u64; 2], bool>,
 }
 

@@ -18,8 +18,8 @@ pub(in super::super) fn steps(cut: &Cut) -> usize {
     cut.steps
 }
 
-/// Returns the bytes that a reduction of `len` bytes of each member reads and writes: the result goes to the output and
-/// to all others.
+/// Returns the bytes that a reduction of `len` bytes of each member reads and writes: the result
+/// goes to the output and to all others.
 fn touched(cut: &Cut, len: usize) -> usize {
     2 * cut.members * len
 }
@@ -36,8 +36,9 @@ pub(in super::super) fn program(cut: &Cut, member: usize) -> Program {
             }
             let own = cut.chunk_of(member, t).1;
             if own > 0 {
-                let arrived: Vec<u32> =
-                    others().map(|from| builder.receive(from, Load::one(own, false), &[])).collect();
+                let arrived: Vec<u32> = others()
+                    .map(|from| builder.receive(from, Load::one(own, false), &[]))
+                    .collect();
                 reduced[t] = Some(builder.reduce(touched(cut, own), &arrived));
             }
         }
@@ -60,8 +61,10 @@ pub(in super::super) fn program(cut: &Cut, member: usize) -> Program {
 pub(in super::super) fn folded(cut: &Cut) -> Program {
     let mut builder = Builder::new(1);
     let mut reduced: Vec<Option<u32>> = vec![None; cut.steps];
-    // The first member's parts are the longest; it sends what the others own, and as often what it owns itself.
-    let theirs = |t, copied| Load::all((1..cut.members).map(|other| cut.chunk_of(other, t).1), copied);
+    // The first member's parts are the longest; it sends what the others own, and as often what it
+    // owns itself.
+    let theirs =
+        |t, copied| Load::all((1..cut.members).map(|other| cut.chunk_of(other, t).1), copied);
     let own = |t, copied| Load::all((1..cut.members).map(|_| cut.chunk_of(0, t).1), copied);
     for t in 0..cut.steps + LOOKAHEAD {
         if t < cut.steps && !own(t, false).is_empty() {

@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Reduce-scatter across hosts with several members: what a host has for a member elsewhere is joined there first, so it
-//! crosses once, whatever the number of members.
+//! Reduce-scatter across hosts with several members: what a host has for a member elsewhere is
+//! joined there first, so it crosses once, whatever the number of members.
 //!
-//! For every member `d` each host has a carrier: `d` itself on its own host, elsewhere one of the members, in turns.
-//! The others on a host send their inputs of `d`'s part to the carrier, it joins them to the host's partial and sends
-//! that to `d`, and `d` makes the result of the partials of all hosts. 2 steps; with `L` members on each of `H` hosts
-//! and parts of `n` bytes a member sends `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others
-//! (partials of 16-bit floats take twice their bytes, unless the reduction rounds them), where members without this
-//! would send `(H - 1) * L * n`.
+//! For every member `d` each host has a carrier: `d` itself on its own host, elsewhere one of the
+//! members, in turns. The others on a host send their inputs of `d`'s part to the carrier, it joins
+//! them to the host's partial and sends that to `d`, and `d` makes the result of the partials of
+//! all hosts. 2 steps; with `L` members on each of `H` hosts and parts of `n` bytes a member sends
+//! `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others (partials of 16-bit floats
+//! take twice their bytes, unless the reduction rounds them), where members without this would send
+//! `(H - 1) * L * n`.
 //!
-//! **No deadlock.** All work on members' parts in ascending order of members: on a link within a host lie inputs in that
-//! order, a carrier joins in that order, and on a link between hosts lies one partial. Let `d` be the first member whose
-//! part is not done. Every carrier has consumed all that lies before `d`'s inputs on its links, so these arrive, and it
-//! joins them for as long as `d` takes the partials. `d` has its own host's partial as far as its store has room, which it
-//! has whenever everything joined was reduced; all others arrive on links where they are alone. So `d` can continue.
+//! **No deadlock.** All work on members' parts in ascending order of members: on a link within a
+//! host lie inputs in that order, a carrier joins in that order, and on a link between hosts lies
+//! one partial. Let `d` be the first member whose part is not done. Every carrier has consumed all
+//! that lies before `d`'s inputs on its links, so these arrive, and it joins them for as long as
+//! `d` takes the partials. `d` has its own host's partial as far as its store has room, which it
+//! has whenever everything joined was reduced; all others arrive on links where they are alone. So
+//! `d` can continue.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -145,7 +148,8 @@ impl Across {
         for index in self.local.clone() {
             let Some(Part { of, message }) = self.streams[index].out.front_mut() else { continue };
             let part = &self.parts[*of];
-            any |= message.put_some(PIECE, &mut *peers.links[index].sender, |at, to| part.read(at, to))?;
+            any |= message
+                .put_some(PIECE, &mut *peers.links[index].sender, |at, to| part.read(at, to))?;
             if message.is_finished() {
                 self.streams[index].out.pop_front();
             }
@@ -153,8 +157,8 @@ impl Across {
         Ok(any)
     }
 
-    /// Joins inputs of this host that have arrived, into the window towards the member whose part it is, or into the own
-    /// store.
+    /// Joins inputs of this host that have arrived, into the window towards the member whose part
+    /// it is, or into the own store.
     fn join(&mut self, peers: &mut Peers) -> Result<bool> {
         let Some(of) = self.carried.front().copied() else { return Ok(false) };
         let expansion = self.reducer.expansion();
@@ -162,7 +166,9 @@ impl Across {
         // Bytes of elements that can be joined; all are whole units, but for the part's end.
         let mut bytes = len - self.at;
         for index in self.local.clone() {
-            let Some(Part { message, .. }) = self.streams[index].incoming.front() else { return Ok(false) };
+            let Some(Part { message, .. }) = self.streams[index].incoming.front() else {
+                return Ok(false);
+            };
             bytes = bytes.min(arrived(&mut peers.links[index], message, UNIT)?.0);
         }
         let target = (of != self.member).then(|| peers.link_to(of));
@@ -223,13 +229,17 @@ impl Across {
             .map(|host| peers.link_to(peers.hosts.carrier(host, self.member)))
             .collect();
         for index in &carriers {
-            let Some(Part { message, .. }) = self.streams[*index].incoming.front() else { return Ok(false) };
-            bytes = bytes.min(arrived(&mut peers.links[*index], message, UNIT * expansion)?.0 / expansion);
+            let Some(Part { message, .. }) = self.streams[*index].incoming.front() else {
+                return Ok(false);
+            };
+            bytes = bytes
+                .min(arrived(&mut peers.links[*index], message, UNIT * expansion)?.0 / expansion);
         }
         if bytes == 0 {
             return Ok(false);
         }
-        let links = peers.links.iter_mut().enumerate().filter(|(index, _)| carriers.contains(index));
+        let links =
+            peers.links.iter_mut().enumerate().filter(|(index, _)| carriers.contains(index));
         let windows = links.map(|(_, link)| link.receiver.window());
         let mut partials = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         partials.insert(self.host, &self.store);
@@ -238,7 +248,8 @@ impl Across {
         for from in (0..bytes).step_by(BLOCK) {
             let block = &mut scratch[..BLOCK.min(bytes - from)];
             let range = from * expansion..(from + block.len()) * expansion;
-            let partials: Vec<&[u8]> = partials.iter().map(|partial| &partial[range.clone()]).collect();
+            let partials: Vec<&[u8]> =
+                partials.iter().map(|partial| &partial[range.clone()]).collect();
             self.reducer.finish(&partials, block);
             self.output.write(self.reduced + from, block);
         }
@@ -301,11 +312,17 @@ mod tests {
                 let (mut within, mut between) = (0, 0);
                 for from in everybody.clone() {
                     for to in everybody.clone().filter(|to| *to != from) {
-                        let times = travels(&hosts, from, to).iter().filter(|other| **other == of).count();
-                        *if hosts.of(from) == hosts.of(to) { &mut within } else { &mut between } += times;
+                        let times =
+                            travels(&hosts, from, to).iter().filter(|other| **other == of).count();
+                        *if hosts.of(from) == hosts.of(to) { &mut within } else { &mut between } +=
+                            times;
                     }
                 }
-                assert_eq!((within, between), (numbers.len() - hosts.count(), hosts.count() - 1), "{of}");
+                assert_eq!(
+                    (within, between),
+                    (numbers.len() - hosts.count(), hosts.count() - 1),
+                    "{of}"
+                );
             }
         }
     }

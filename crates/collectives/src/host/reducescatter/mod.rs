@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Reduce-scatter: every member gets its part of all tensors from all members, end to end as one message, and reduces
-//! it straight from the windows.
+//! Reduce-scatter: every member gets its part of all tensors from all members, end to end as one
+//! message, and reduces it straight from the windows.
 //!
-//! 1 step; a member sends `N - n` bytes where its own part has `n`. The bits are those of an allreduce: each element is
-//! reduced once, by its owner, from all members' inputs.
+//! 1 step; a member sends `N - n` bytes where its own part has `n`. The bits are those of an
+//! allreduce: each element is reduced once, by its owner, from all members' inputs.
 //!
-//! **No deadlock.** On every link lies one message each way. A member writes to each of its links whenever that ring
-//! has room, whatever the others do; so all members' next unit for an owner ends up in the owner's windows, and then
-//! the owner can reduce and release it: it writes to its own memory only. Members without a part receive nothing and
-//! wait for no other member.
+//! **No deadlock.** On every link lies one message each way. A member writes to each of its links
+//! whenever that ring has room, whatever the others do; so all members' next unit for an owner ends
+//! up in the owner's windows, and then the owner can reduce and release it: it writes to its own
+//! memory only. Members without a part receive nothing and wait for no other member.
 //!
 //! Hosts with several members join what they have for others first: see [`across`].
 
@@ -26,7 +26,8 @@ use crate::{Result, Segment};
 
 /// Bytes sent to one member before turning to the next: the first of them are reduced meanwhile.
 const PIECE: usize = 64 << 10;
-/// Bytes reduced before they are copied to the output, which may be the input: they are still in the cache.
+/// Bytes reduced before they are copied to the output, which may be the input: they are still in
+/// the cache.
 const BLOCK: usize = 16 << 10;
 
 pub(super) struct Reducescatter {
@@ -53,7 +54,12 @@ fn parts(segments: &[Segment], bytes: &[Vec<usize>], member: usize) -> Flat {
 }
 
 impl Reducescatter {
-    pub(super) fn new(peers: &Peers, reducer: Reducer, segments: &[Segment], bytes: &[Vec<usize>]) -> Self {
+    pub(super) fn new(
+        peers: &Peers,
+        reducer: Reducer,
+        segments: &[Segment],
+        bytes: &[Vec<usize>],
+    ) -> Self {
         let part = |member: usize| parts(segments, bytes, member);
         let stream = |link: usize| {
             let part = part(peers.member_of(link));
@@ -62,7 +68,13 @@ impl Reducescatter {
         let own = part(peers.member);
         let incoming = Message::new(own.len());
         let output = Flat::new(segments.iter().map(|segment| segment.output.clone()));
-        Self { reducer, own, output, streams: (0..peers.links.len()).map(stream).collect(), incoming }
+        Self {
+            reducer,
+            own,
+            output,
+            streams: (0..peers.links.len()).map(stream).collect(),
+            incoming,
+        }
     }
 
     fn send(&mut self, index: usize, link: &mut Link) -> Result<bool> {

@@ -19,7 +19,8 @@ fn ready(library: &Nccl) -> (Formed, NcclMemory) {
     with_memory(library, 1024)
 }
 
-/// The same with memory of another size: what one test gives back must not go to another test beside it.
+/// The same with memory of another size: what one test gives back must not go to another test
+/// beside it.
 fn with_memory(library: &Nccl, bytes: usize) -> (Formed, NcclMemory) {
     let (communicator, lane) = form(library, 1, 2).unwrap();
     let mut communicator = communicator.with_registration();
@@ -101,7 +102,10 @@ fn a_member_that_cannot_register_fails_as_the_others_would_use_its_memory() {
     fake(|fake| fake.registering = 2);
     communicator.submit(Token(1), about(memory.address(), 1024)).unwrap();
     let error = made(&mut communicator, &mut Vec::new()).unwrap_err();
-    assert!(error.to_string().contains("ncclCommRegister failed: unhandled system error"), "{error}");
+    assert!(
+        error.to_string().contains("ncclCommRegister failed: unhandled system error"),
+        "{error}"
+    );
     assert_eq!(names(), ["register", "abort"]);
 }
 

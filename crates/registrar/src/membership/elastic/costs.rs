@@ -7,14 +7,19 @@ use super::tests::RULES;
 use super::*;
 use crate::exit::{Exit, How};
 
-/// A world of `size` is formed, loses a member, and is formed again; how long that took, and the steps of its journal.
-fn formed(size: u32, mut take: impl FnMut(&mut Elastic, Duration, What) -> bool) -> (Duration, u32) {
+/// A world of `size` is formed, loses a member, and is formed again; how long that took, and the
+/// steps of its journal.
+fn formed(
+    size: u32,
+    mut take: impl FnMut(&mut Elastic, Duration, What) -> bool,
+) -> (Duration, u32) {
     let rules = Rules { first: size, least: 1, most: size, ..RULES };
     let (mut machine, now) = (Elastic::new(rules), Duration::from_secs(1));
     let hosts = (0..size / 8).map(|host| (format!("host-{host}.example.org"), 8)).collect();
     let mut inputs = vec![What::Happens(Input::Hosts(hosts))];
     let place = |task| HostHash(format!("host-{}.example.org-0123456789abcdef", task / 8));
-    let register = |task| What::Registers { task: TaskId(task), session: task.into(), place: place(task) };
+    let register =
+        |task| What::Registers { task: TaskId(task), session: task.into(), place: place(task) };
     let ask = |task, after, suspects: &[u32]| What::Asks {
         task: TaskId(task),
         after: Generation(after),
@@ -22,7 +27,8 @@ fn formed(size: u32, mut take: impl FnMut(&mut Elastic, Duration, What) -> bool)
     };
     inputs.extend((0..size).map(register));
     inputs.extend((0..size).map(|task| ask(task, 0, &[])));
-    let exit = Exit { how: How::Signal(9), peer_error: false, stopped: false, stderr_tail: Vec::new() };
+    let exit =
+        Exit { how: How::Signal(9), peer_error: false, stopped: false, stderr_tail: Vec::new() };
     inputs.push(What::Happens(Input::Exited { task: TaskId(1), generation: Generation(1), exit }));
     inputs.extend((0..size).filter(|task| *task != 1).map(|task| ask(task, 1, &[1])));
     inputs.extend((0..64).map(|_| What::Happens(Input::Tick)));
@@ -36,8 +42,11 @@ fn formed(size: u32, mut take: impl FnMut(&mut Elastic, Duration, What) -> bool)
 fn a_journal_tells_each_step_once_and_costs_less_than_the_decision() {
     for size in [512, 4096] {
         let (plain, _) = formed(size, |machine, now, what| machine.take(now, what).is_ok());
-        let (noted, steps) = formed(size, |machine, now, what| machine.noted(now, what).0.is_some());
-        println!("{size} members: {plain:.2?} without a journal, {noted:.2?} with one, {steps} steps");
+        let (noted, steps) =
+            formed(size, |machine, now, what| machine.noted(now, what).0.is_some());
+        println!(
+            "{size} members: {plain:.2?} without a journal, {noted:.2?} with one, {steps} steps"
+        );
         // Each registers and asks twice; one is lost; ticks that change nothing are not told.
         assert!((3 * size..3 * size + 4).contains(&steps), "{steps}");
         assert!(noted < 2 * plain + Duration::from_millis(100), "{plain:?}, {noted:?}");

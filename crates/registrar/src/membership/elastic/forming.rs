@@ -16,10 +16,12 @@ use crate::exit::Verdict;
 impl Elastic {
     /// Returns whether the function has returned on some rank.
     pub(super) fn has_done(&self, present: &Present) -> bool {
-        present.finishing || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
+        present.finishing
+            || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
     }
 
-    /// Returns the members of the present world that are neither done nor gone nor about to go, by rank.
+    /// Returns the members of the present world that are neither done nor gone nor about to go, by
+    /// rank.
     pub(super) fn survivors(&self, present: &Present) -> Vec<TaskId> {
         let there = |task: &TaskId| {
             self.stage(*task).is_some_and(|stage| !matches!(stage, Stage::Done | Stage::Leaving))
@@ -29,8 +31,9 @@ impl Elastic {
 
     /// Ready workers that are in no world, in the order of their start.
     pub(super) fn newcomers(&self) -> Vec<TaskId> {
-        let member =
-            |task: &TaskId| self.present.as_ref().is_some_and(|present| present.rank(*task).is_some());
+        let member = |task: &TaskId| {
+            self.present.as_ref().is_some_and(|present| present.rank(*task).is_some())
+        };
         self.workers
             .iter()
             .filter(|(task, worker)| matches!(worker.stage, Stage::Ready { .. }) && !member(task))
@@ -52,14 +55,18 @@ impl Elastic {
 
     /// The job is done, or hopeless, or a world can be formed; or nothing can be said yet.
     pub(super) fn conclude(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        let Some(present) = &self.present else { return self.fresh_world(now, self.began, decisions) };
+        let Some(present) = &self.present else {
+            return self.fresh_world(now, self.began, decisions);
+        };
         let survivors = self.survivors(present);
         let done = self.has_done(present);
         let unbroken = present.broken.is_none();
         if done && survivors.is_empty() && present.failures.is_empty() {
             self.phase = Phase::Finished { generation: self.generation };
             let ending = self.workers.iter().filter(|(_, worker)| worker.stage != Stage::Done);
-            decisions.extend(ending.map(|(task, _)| Decision::End { task: *task, reason: DONE.to_owned() }));
+            decisions.extend(
+                ending.map(|(task, _)| Decision::End { task: *task, reason: DONE.to_owned() }),
+            );
             self.disband();
             decisions.push(Decision::Finished { generation: self.generation });
             return;
@@ -94,7 +101,12 @@ impl Elastic {
     }
 
     /// A world whose members have not been in another one.
-    pub(super) fn fresh_world(&mut self, now: Duration, since: Duration, decisions: &mut Vec<Decision>) {
+    pub(super) fn fresh_world(
+        &mut self,
+        now: Duration,
+        since: Duration,
+        decisions: &mut Vec<Decision>,
+    ) {
         let mut ready = self.newcomers();
         ready.truncate(self.rules.most as usize);
         let late = now.saturating_sub(since) >= self.rules.timeout;
@@ -124,18 +136,21 @@ impl Elastic {
             return;
         }
         let least = self.rules.least;
-        let last =
-            self.last_loss.as_ref().map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
+        let last = self
+            .last_loss
+            .as_ref()
+            .map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
         let reason = format!(
-            "timed out after {:.1?} waiting for a world of at least {least} workers: {ready} ready, slots now: {}{last}",
+            "timed out after {:.1?} waiting for a world of at least {least} workers: {ready} \
+             ready, slots now: {}{last}",
             self.rules.timeout,
             self.hosts.describe(now),
         );
         self.abort(reason, None, decisions);
     }
 
-    /// Two survivors that keep losing each other while no other fails: the one of the higher rank, once that has
-    /// happened often enough.
+    /// Two survivors that keep losing each other while no other fails: the one of the higher rank,
+    /// once that has happened often enough.
     pub(super) fn quarrel(&mut self, survivors: &[TaskId]) -> Option<TaskId> {
         let ranks: BTreeMap<TaskId, usize> =
             survivors.iter().enumerate().map(|(rank, task)| (*task, rank)).collect();
@@ -171,7 +186,8 @@ impl Elastic {
             && self.generation.0 > u64::from(limit)
         {
             let reason = format!(
-                "Farandole was shut down because the number of resets during the elastic job exceeded the limit: {limit}"
+                "Farandole was shut down because the number of resets during the elastic job \
+                 exceeded the limit: {limit}"
             );
             return self.abort(reason, None, decisions);
         }
@@ -216,7 +232,8 @@ impl Elastic {
         if self.has_done(present) {
             return;
         }
-        let going = |task: &TaskId| self.workers.get(task).is_some_and(|worker| worker.dismissed.is_some());
+        let going =
+            |task: &TaskId| self.workers.get(task).is_some_and(|worker| worker.dismissed.is_some());
         let removed = present.order.iter().any(going);
         let staying = present.order.iter().filter(|task| !going(task)).count();
         let added = staying < self.rules.most as usize && !self.newcomers().is_empty();

@@ -95,8 +95,8 @@ impl Hosts {
         host.cool_at = Some(now + doubled.saturating_add(spread).min(most));
     }
 
-    /// Notes that a worker there leaves by itself, as one does whose host is about to be taken away: no failure, but no
-    /// place for a new worker either, for the shortest cooldown.
+    /// Notes that a worker there leaves by itself, as one does whose host is about to be taken
+    /// away: no failure, but no place for a new worker either, for the shortest cooldown.
     pub(super) fn rests(&mut self, now: Duration, name: &str) {
         let until = now + self.cooldown.0;
         if let Some(host) = self.all.iter_mut().find(|host| host.name == name) {
@@ -125,13 +125,18 @@ impl Hosts {
     }
 
     /// Returns a host name for each slot that a new worker may take now, host by host.
-    pub(super) fn vacancies(&self, now: Duration, living: &[(TaskId, &str)]) -> impl Iterator<Item = String> {
+    pub(super) fn vacancies(
+        &self,
+        now: Duration,
+        living: &[(TaskId, &str)],
+    ) -> impl Iterator<Item = String> {
         let mut taken: HashMap<&str, usize> = HashMap::new();
         for (_, name) in living {
             *taken.entry(name).or_default() += 1;
         }
         let free = move |host: &Host| {
-            (host.slots as usize).saturating_sub(taken.get(host.name.as_str()).copied().unwrap_or(0))
+            (host.slots as usize)
+                .saturating_sub(taken.get(host.name.as_str()).copied().unwrap_or(0))
         };
         self.all
             .iter()
@@ -205,7 +210,11 @@ mod tests {
         for turn in 0..5 {
             hosts.rests(10 * turn * SECOND, "a");
             assert!(vacant(&hosts, 10 * turn * SECOND, &[]).is_empty());
-            assert_eq!(vacant(&hosts, (10 * turn + 1) * SECOND, &[]), ["a"], "not longer each time");
+            assert_eq!(
+                vacant(&hosts, (10 * turn + 1) * SECOND, &[]),
+                ["a"],
+                "not longer each time"
+            );
         }
         hosts.failed(100 * SECOND, "a");
         let cooled = hosts.all[0].cool_at;

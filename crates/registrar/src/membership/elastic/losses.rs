@@ -14,7 +14,13 @@ use crate::exit::Exit;
 
 impl Elastic {
     /// A worker has ended by itself, or because its agent was told to end it.
-    pub(super) fn exited(&mut self, now: Duration, task: TaskId, exit: &Exit, decisions: &mut Vec<Decision>) {
+    pub(super) fn exited(
+        &mut self,
+        now: Duration,
+        task: TaskId,
+        exit: &Exit,
+        decisions: &mut Vec<Decision>,
+    ) {
         self.unheard.remove(&task);
         let Some(worker) = self.workers.get_mut(&task) else { return };
         let member = self.present.as_ref().is_some_and(|present| present.rank(task).is_some());
@@ -46,7 +52,13 @@ impl Elastic {
     }
 
     /// A worker is gone, and its host is to blame, unless the worker was to go anyway.
-    pub(super) fn lose(&mut self, now: Duration, task: TaskId, why: Why, decisions: &mut Vec<Decision>) {
+    pub(super) fn lose(
+        &mut self,
+        now: Duration,
+        task: TaskId,
+        why: Why,
+        decisions: &mut Vec<Decision>,
+    ) {
         let Some(worker) = self.workers.get(&task) else { return };
         if worker.dismissed.is_some() {
             return self.leave(now, task);
@@ -77,7 +89,10 @@ impl Elastic {
             Stage::Done => None,
             Stage::Starting => (now.saturating_sub(worker.presence.seen) >= rules.start_timeout)
                 .then(|| format!("did not register within {:.1?}", rules.start_timeout)),
-            _ => worker.presence.gone(now, &rules.liveness).map(|reason| format!("was lost: {reason}")),
+            _ => worker
+                .presence
+                .gone(now, &rules.liveness)
+                .map(|reason| format!("was lost: {reason}")),
         };
         self.workers.iter().filter_map(|(task, worker)| Some((*task, reason(worker)?))).collect()
     }
@@ -96,7 +111,8 @@ impl Elastic {
     /// Members that others have lost, and that do not ask for the next world themselves, are out.
     pub(super) fn look_for_suspects(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
         if now < self.returning_until {
-            // Links by way of the registrar broke with it: a member that its peers have lost may be alive.
+            // Links by way of the registrar broke with it: a member that its peers have lost may be
+            // alive.
             return;
         }
         let Some(present) = &self.present else { return };
@@ -110,7 +126,10 @@ impl Elastic {
             if *after == self.generation && now.saturating_sub(*since) >= SUSPECTED {
                 let silent = |task: &&TaskId| {
                     present.rank(**task).is_some()
-                        && self.workers.get(task).is_some_and(|worker| worker.stage == Stage::Working)
+                        && self
+                            .workers
+                            .get(task)
+                            .is_some_and(|worker| worker.stage == Stage::Working)
                 };
                 expelled.extend(suspects.iter().filter(silent).copied());
             }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Members of an elastic job: a pure state machine like [`Membership`](super::Membership), whose workers come and go.
+//! Members of an elastic job: a pure state machine like [`Membership`](super::Membership), whose
+//! workers come and go.
 //!
 //! ```text
 //! hosts --> Start --> starting --> importing --> ready --> working --> done
@@ -10,20 +11,26 @@
 //!                                     ready(after) again           become ready again and form the next one
 //! ```
 //!
-//! A worker has a task number of its own, which is never used again. It is *ready* once its `init()` was called;
-//! until then no member waits for it. A world is *broken* as soon as a member is lost, fails, or asks for the next
-//! world.
+//! A worker has a task number of its own, which is never used again. It is *ready* once its
+//! `init()` was called; until then no member waits for it. A world is *broken* as soon as a member
+//! is lost, fails, or asks for the next world.
 //!
-//! - `EL-1`: a world has `least` to `most` members, each ready, each once; only a world whose function has returned on
-//!   some rank may continue with fewer.
-//! - `EL-2`: the next world is formed when every member of the broken one is ready again, done, or gone.
-//! - `EL-3`: rank 0 is a member of the world before, where one of them is left; members keep their ranks where they can.
-//! - `EL-4`: the job finishes when the function has returned on every rank of the present world, and only then.
-//! - `EL-5`: a worker that was dismissed, or leaves, is no failure; a host whose worker failed gets no new one until it
-//!   has cooled down, nor does one whose worker has said by itself that it leaves, for the shortest cooldown.
-//! - `EL-6`: a job that cannot continue ends within `timeout`, with a reason that says what was missing.
-//! - `EL-7`: repeating the steps that changed something makes the same machine: a registrar that starts again
-//!   continues where it was, and loses no worker that shows within the usual time that it lives.
+//! - `EL-1`: a world has `least` to `most` members, each ready, each once; only a world whose
+//!   function has returned on some rank may continue with fewer.
+//! - `EL-2`: the next world is formed when every member of the broken one is ready again, done, or
+//!   gone.
+//! - `EL-3`: rank 0 is a member of the world before, where one of them is left; members keep their
+//!   ranks where they can.
+//! - `EL-4`: the job finishes when the function has returned on every rank of the present world,
+//!   and only then.
+//! - `EL-5`: a worker that was dismissed, or leaves, is no failure; a host whose worker failed gets
+//!   no new one until it has cooled down, nor does one whose worker has said by itself that it
+//!   leaves, for the shortest cooldown.
+//! - `EL-6`: a job that cannot continue ends within `timeout`, with a reason that says what was
+//!   missing.
+//! - `EL-7`: repeating the steps that changed something makes the same machine: a registrar that
+//!   starts again continues where it was, and loses no worker that shows within the usual time that
+//!   it lives.
 
 #[cfg(test)]
 mod costs;
@@ -74,7 +81,8 @@ pub(crate) struct Rules {
     pub(crate) liveness: Liveness,
 }
 
-/// Longest time in which a member that others have lost must show that it lives, by asking for the next world.
+/// Longest time in which a member that others have lost must show that it lives, by asking for the
+/// next world.
 const SUSPECTED: Duration = Duration::from_millis(500);
 /// Longest time in which a dismissed worker must leave.
 const LEAVING: Duration = Duration::from_secs(60);
@@ -82,7 +90,8 @@ const LEAVING: Duration = Duration::from_secs(60);
 const SETTLING: Duration = Duration::from_secs(3);
 /// The reason why the last workers end.
 const DONE: &str = "the job is done";
-/// Worlds in a row in which two members lose each other, and no other fails, until one of them is dismissed.
+/// Worlds in a row in which two members lose each other, and no other fails, until one of them is
+/// dismissed.
 const QUARRELS: u32 = 2;
 
 /// A worker that was started and has not ended.
@@ -143,12 +152,14 @@ pub(crate) struct Elastic {
     returning_until: Duration,
     #[serde(with = "steps::pairs")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
-    /// Once the job is over: workers whose ends are not reported yet, and their hosts. They may not know that it is.
+    /// Once the job is over: workers whose ends are not reported yet, and their hosts. They may not
+    /// know that it is.
     unheard: BTreeMap<TaskId, String>,
     /// Whether the present step has changed something that its decisions do not tell.
     #[serde(skip)]
     changed: bool,
-    /// The tasks that the last step gave up for their silence. Signs of life are in no journal, so a step has them.
+    /// The tasks that the last step gave up for their silence. Signs of life are in no journal, so
+    /// a step has them.
     #[serde(skip)]
     losses: Vec<(TaskId, String)>,
     /// The same, of a step that is repeated.
@@ -211,7 +222,9 @@ impl Elastic {
             }
             self.workers.insert(task, Worker::started(String::new(), now));
         }
-        let Some(worker) = self.workers.get_mut(&task) else { return Err(Refusal::NotWanted { task }) };
+        let Some(worker) = self.workers.get_mut(&task) else {
+            return Err(Refusal::NotWanted { task });
+        };
         if worker.session.is_some_and(|known| known != session) {
             return Err(Refusal::Duplicate { task, attempt: 0 });
         }
@@ -235,7 +248,9 @@ impl Elastic {
     ) -> Result<Vec<Decision>, Refusal> {
         self.admit()?;
         let generation = self.generation;
-        let Some(worker) = self.workers.get_mut(&task) else { return Err(Refusal::Dismissed { task }) };
+        let Some(worker) = self.workers.get_mut(&task) else {
+            return Err(Refusal::Dismissed { task });
+        };
         match &mut worker.stage {
             Stage::Done | Stage::Starting => return Err(Refusal::NotWanted { task }),
             Stage::Leaving => return Err(Refusal::Dismissed { task }),
@@ -258,7 +273,11 @@ impl Elastic {
         // Of thousands that ask, most are followed by nothing: time settles the rest.
         let decisions = if self.may_follow(task) { self.settle(now) } else { Vec::new() };
         let leaving = self.workers.get(&task).is_none_or(|worker| worker.stage == Stage::Leaving);
-        if leaving && decisions.is_empty() { Err(Refusal::Dismissed { task }) } else { Ok(decisions) }
+        if leaving && decisions.is_empty() {
+            Err(Refusal::Dismissed { task })
+        } else {
+            Ok(decisions)
+        }
     }
 
     /// Takes an event and returns the actions that follow.
@@ -306,7 +325,9 @@ impl Elastic {
     }
 
     fn touch(&mut self, task: TaskId, session: u64, change: impl Fn(&mut Presence)) {
-        if let Some(worker) = self.workers.get_mut(&task).filter(|worker| worker.session == Some(session)) {
+        if let Some(worker) =
+            self.workers.get_mut(&task).filter(|worker| worker.session == Some(session))
+        {
             change(&mut worker.presence);
         }
     }
@@ -324,7 +345,8 @@ impl Elastic {
         decisions.push(Decision::Aborted { reason });
     }
 
-    /// The job is over. Workers whose agents have registered are to hear of it, those that have ended well excepted.
+    /// The job is over. Workers whose agents have registered are to hear of it, those that have
+    /// ended well excepted.
     fn disband(&mut self) {
         for (task, worker) in std::mem::take(&mut self.workers) {
             if !matches!(worker.stage, Stage::Starting | Stage::Done) {

@@ -29,8 +29,8 @@ impl Elastic {
         });
         let surplus = self.hosts.surplus(&living);
         living.retain(|(task, _)| !surplus.contains_key(task));
-        let wanted =
-            (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
+        let wanted = (self.rules.most.saturating_add(self.rules.spares) as usize)
+            .saturating_sub(living.len());
         let vacant: Vec<String> = self.hosts.vacancies(now, &living).take(wanted).collect();
         for (task, reason) in surplus {
             self.dismiss(now, task, reason);
@@ -48,7 +48,9 @@ impl Elastic {
 
     /// Dismisses a worker at the next chance.
     pub(super) fn dismiss(&mut self, now: Duration, task: TaskId, reason: String) {
-        if let Some(worker) = self.workers.get_mut(&task).filter(|worker| worker.stage != Stage::Done) {
+        if let Some(worker) =
+            self.workers.get_mut(&task).filter(|worker| worker.stage != Stage::Done)
+        {
             self.changed |= worker.dismissed.is_none();
             worker.dismissed.get_or_insert((now, reason));
         }

@@ -5,8 +5,9 @@
 
 use farandole_world::{HostHash, TaskId};
 
-/// Tasks by rank. Survivors keep their ranks where these are still there; rank 0 is the lowest survivor; the other ranks
-/// go to survivors from the end of the old world, then to newcomers, host by host.
+/// Tasks by rank. Survivors keep their ranks where these are still there; rank 0 is the lowest
+/// survivor; the other ranks go to survivors from the end of the old world, then to newcomers, host
+/// by host.
 pub(super) fn order(
     old: &[TaskId],
     survivors: &[TaskId],
@@ -62,7 +63,10 @@ mod tests {
         let tasks = |numbers: &[u32]| numbers.iter().copied().map(TaskId).collect::<Vec<_>>();
         let new: Vec<TaskId> = newcomers.iter().map(|(task, _)| TaskId(*task)).collect();
         let host = |task: TaskId| {
-            newcomers.iter().find(|(other, _)| *other == task.0).map(|(_, host)| HostHash((*host).to_owned()))
+            newcomers
+                .iter()
+                .find(|(other, _)| *other == task.0)
+                .map(|(_, host)| HostHash((*host).to_owned()))
         };
         order(&tasks(old), &tasks(survivors), &new, host).iter().map(|task| task.0).collect()
     }
@@ -91,6 +95,9 @@ mod tests {
 
     #[test]
     fn newcomers_in_containers_of_one_machine_follow_each_other() {
-        assert_eq!(ranks(&[], &[], &[(0, "m/1"), (1, "n/2"), (2, "m/3"), (3, "n/4")]), [0, 2, 1, 3]);
+        assert_eq!(
+            ranks(&[], &[], &[(0, "m/1"), (1, "n/2"), (2, "m/3"), (3, "n/4")]),
+            [0, 2, 1, 3]
+        );
     }
 }

@@ -25,8 +25,8 @@ pub(crate) enum What {
 }
 
 impl What {
-    /// Returns whether a journal tells it in any case. Steps that come often, or may be repeated, are reported only
-    /// if they changed something.
+    /// Returns whether a journal tells it in any case. Steps that come often, or may be repeated,
+    /// are reported only if they changed something.
     fn always_counts(&self) -> bool {
         match self {
             Self::Registers { .. } | Self::Asks { .. } => false,
@@ -50,8 +50,9 @@ pub(crate) struct Step {
 }
 
 impl Elastic {
-    /// Does a step; `None` beside its outcome when it changed nothing that a journal has to tell. Times of signs of
-    /// life are not in a journal, and time alone changes only the report of a step.
+    /// Does a step; `None` beside its outcome when it changed nothing that a journal has to tell.
+    /// Times of signs of life are not in a journal, and time alone changes only the report of a
+    /// step.
     pub(crate) fn noted(
         &mut self,
         now: Duration,
@@ -88,9 +89,9 @@ impl Elastic {
         self.changed = false;
     }
 
-    /// Continues after an outage, in which no agent was heard: all have the usual time to show that they live.
-    /// Whether the workers that were about to start have done so is not known. Others are started in their place when
-    /// the hosts are known again, which may have changed.
+    /// Continues after an outage, in which no agent was heard: all have the usual time to show that
+    /// they live. Whether the workers that were about to start have done so is not known. Others
+    /// are started in their place when the hosts are known again, which may have changed.
     fn resume(&mut self, now: Duration) -> Vec<Decision> {
         self.hosts.outdate();
         self.returning_until = now + self.rules.liveness.heartbeat_timeout;
@@ -119,7 +120,8 @@ impl Elastic {
         self.rules = rules;
     }
 
-    /// Workers that have registered and are not known to have ended, and the hosts they were started on.
+    /// Workers that have registered and are not known to have ended, and the hosts they were
+    /// started on.
     pub(crate) fn living(&self) -> impl Iterator<Item = (TaskId, &str)> {
         let lives = |stage: &Stage| !matches!(stage, Stage::Starting | Stage::Done);
         self.workers
@@ -132,7 +134,8 @@ impl Elastic {
     /// Workers that were started once, or came, and are no more.
     pub(crate) fn gone(&self) -> impl Iterator<Item = TaskId> {
         let started = (0..self.next).map(TaskId);
-        let known = |task: &TaskId| self.workers.contains_key(task) || self.unheard.contains_key(task);
+        let known =
+            |task: &TaskId| self.workers.contains_key(task) || self.unheard.contains_key(task);
         started.chain(self.came.iter().copied()).filter(move |task| !known(task))
     }
 }
@@ -146,11 +149,16 @@ pub(super) mod pairs {
 
     type Pairs = BTreeMap<(TaskId, TaskId), u32>;
 
-    pub(in super::super) fn serialize<S: Serializer>(pairs: &Pairs, to: S) -> Result<S::Ok, S::Error> {
+    pub(in super::super) fn serialize<S: Serializer>(
+        pairs: &Pairs,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
         to.collect_seq(pairs)
     }
 
-    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Pairs, D::Error> {
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Pairs, D::Error> {
         Vec::<((TaskId, TaskId), u32)>::deserialize(from).map(|all| all.into_iter().collect())
     }
 }

@@ -19,7 +19,8 @@ pub(super) const RULES: Rules = Rules {
     },
 };
 
-/// A job whose clock is turned by hand. Every worker beats whenever time passes, unless it is silent.
+/// A job whose clock is turned by hand. Every worker beats whenever time passes, unless it is
+/// silent.
 struct Job {
     now: Duration,
     machine: Elastic,
@@ -45,7 +46,9 @@ impl Job {
     }
 
     fn hosts(&mut self, hosts: &[(&str, u32)]) {
-        self.say(Input::Hosts(hosts.iter().map(|(name, slots)| ((*name).to_owned(), *slots)).collect()));
+        self.say(Input::Hosts(
+            hosts.iter().map(|(name, slots)| ((*name).to_owned(), *slots)).collect(),
+        ));
     }
 
     fn pass(&mut self, seconds: f64) {
@@ -86,13 +89,15 @@ impl Job {
 
     fn register(&mut self, task: u32, host: &str) {
         let host = HostHash(host.to_owned());
-        let decisions = self.machine.register(self.now, TaskId(task), u64::from(task), host).unwrap();
+        let decisions =
+            self.machine.register(self.now, TaskId(task), u64::from(task), host).unwrap();
         self.decisions.extend(decisions);
     }
 
     fn ready(&mut self, task: u32, after: u64, suspects: &[u32]) {
         let suspects = suspects.iter().copied().map(TaskId).collect();
-        let decisions = self.machine.ready(self.now, TaskId(task), Generation(after), suspects).unwrap();
+        let decisions =
+            self.machine.ready(self.now, TaskId(task), Generation(after), suspects).unwrap();
         self.decisions.extend(decisions);
     }
 
@@ -104,7 +109,9 @@ impl Job {
     /// Tasks of the last world by rank.
     fn world(&self) -> Vec<u32> {
         let world = |decision: &Decision| match decision {
-            Decision::Assigned { world } => Some(world.seats.iter().map(|seat| seat.task.0).collect()),
+            Decision::Assigned { world } => {
+                Some(world.seats.iter().map(|seat| seat.task.0).collect())
+            }
             _ => None,
         };
         self.decisions.iter().rev().find_map(world).unwrap_or_default()
@@ -234,7 +241,11 @@ fn success_is_the_return_of_every_member_of_the_present_world() {
     job.exit(1, How::Code(0));
     assert!(!job.finished());
     job.exit(2, How::Signal(9));
-    assert!(job.aborted().unwrap().contains("rank 2 on a was ended by SIGKILL"), "{:?}", job.aborted());
+    assert!(
+        job.aborted().unwrap().contains("rank 2 on a was ended by SIGKILL"),
+        "{:?}",
+        job.aborted()
+    );
 }
 
 #[test]
@@ -393,9 +404,11 @@ fn a_repeated_message_of_a_worker_changes_nothing() {
 fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
     let at = Duration::from_secs;
     let mut machine = Elastic::new(RULES);
-    let decided = machine.take(at(0), What::Happens(Input::Hosts(vec![("a".to_owned(), 2)]))).unwrap();
+    let decided =
+        machine.take(at(0), What::Happens(Input::Hosts(vec![("a".to_owned(), 2)]))).unwrap();
     assert_eq!(decided.len(), 2, "{decided:?}");
-    let register = |task| What::Registers { task: TaskId(task), session: 7, place: HostHash("a".to_owned()) };
+    let register =
+        |task| What::Registers { task: TaskId(task), session: 7, place: HostHash("a".to_owned()) };
     machine.take(at(1), register(0)).unwrap();
     // No agent was heard for a while.
     assert_eq!(machine.take(at(50), What::Resumes).unwrap(), [], "the hosts may have changed");
@@ -419,7 +432,10 @@ fn a_job_that_was_over_is_over_after_an_outage() {
     let mut machine = Elastic::new(RULES);
     let reason = "enough".to_owned();
     machine.take(Duration::ZERO, What::Happens(Input::Abort { reason: reason.clone() })).unwrap();
-    assert_eq!(machine.take(Duration::ZERO, What::Resumes).unwrap(), [Decision::Aborted { reason }]);
+    assert_eq!(
+        machine.take(Duration::ZERO, What::Resumes).unwrap(),
+        [Decision::Aborted { reason }]
+    );
 }
 
 #[test]
@@ -460,7 +476,11 @@ fn workers_that_may_not_know_the_end_of_the_job_get_it_after_an_outage() {
     let decided = job.machine.take(job.now, What::Resumes).unwrap();
     assert_eq!(decided, [Decision::Aborted { reason: "enough".to_owned() }]);
     assert_eq!(job.machine.living().collect::<Vec<_>>(), [(TaskId(0), "a"), (TaskId(2), "a")]);
-    assert_eq!(job.machine.gone().collect::<Vec<_>>(), [TaskId(1), TaskId(3)], "the last never registered");
+    assert_eq!(
+        job.machine.gone().collect::<Vec<_>>(),
+        [TaskId(1), TaskId(3)],
+        "the last never registered"
+    );
 
     let mut job = Job::new(Rules { first: 2, most: 2, spares: 1, ..RULES }, &[("a", 3)]);
     job.all_ready();

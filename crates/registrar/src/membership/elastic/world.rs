@@ -34,7 +34,8 @@ pub(super) struct Present {
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in order of time.
     pub(super) failures: Vec<Failure>,
-    /// The function has returned on some rank of an earlier world: these are the others, and no worker joins them.
+    /// The function has returned on some rank of an earlier world: these are the others, and no
+    /// worker joins them.
     pub(super) finishing: bool,
     told_broken: bool,
     told: (bool, bool),
@@ -95,8 +96,8 @@ impl Present {
         self.failures.push(Failure { task, sentence, why: why.clone() });
     }
 
-    /// Returns the reason why a world without survivors has no successor: all failed by themselves, or some had
-    /// returned already.
+    /// Returns the reason why a world without survivors has no successor: all failed by themselves,
+    /// or some had returned already.
     pub(super) fn hopeless(&self, done: bool) -> Option<(TaskId, String)> {
         let lost = self.failures.iter().any(|failure| matches!(failure.why, Why::Lost(_)));
         let own = self.failures.iter().find(|failure| matches!(failure.why, Why::Own(_)));

@@ -48,7 +48,8 @@ fn with<'a>(pairs: &[(&'a str, &'a str)], more: &[(&'a str, &'a str)]) -> Vec<(&
 
 #[test]
 fn a_process_that_has_imported_mpi4py_by_itself_is_alone() {
-    let singleton = [("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "1360986113"), ("OMPI_MCA_ess", "singleton")];
+    let singleton =
+        [("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "1360986113"), ("OMPI_MCA_ess", "singleton")];
     assert!(matches!(found(&singleton), Ok(Found::Alone(None))));
     assert!(found(&singleton[..2]).unwrap_err().starts_with("PMIX_RANK tells a rank and no size"));
 }
@@ -62,25 +63,48 @@ fn every_starter_tells_rank_size_and_whether_hosts_are_several() {
         (&TORCHRUN, "torchrun", 0, 2, true),
         (&[("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPI_LOCALNRANKS", "2")], "hydra", 2, 3, false),
         (
-            &[("JSM_NAMESPACE_RANK", "0"), ("JSM_NAMESPACE_SIZE", "6"), ("JSM_NAMESPACE_LOCAL_SIZE", "6")],
+            &[
+                ("JSM_NAMESPACE_RANK", "0"),
+                ("JSM_NAMESPACE_SIZE", "6"),
+                ("JSM_NAMESPACE_LOCAL_SIZE", "6"),
+            ],
             "jsrun",
             0,
             6,
             true,
         ),
-        (&[("HOROVOD_RANK", "1"), ("HOROVOD_SIZE", "2"), ("HOROVOD_LOCAL_SIZE", "2")], "horovod", 1, 2, true),
         (
-            &[("MV2_COMM_WORLD_RANK", "2"), ("MV2_COMM_WORLD_SIZE", "4"), ("MV2_COMM_WORLD_LOCAL_SIZE", "2")],
+            &[("HOROVOD_RANK", "1"), ("HOROVOD_SIZE", "2"), ("HOROVOD_LOCAL_SIZE", "2")],
+            "horovod",
+            1,
+            2,
+            true,
+        ),
+        (
+            &[
+                ("MV2_COMM_WORLD_RANK", "2"),
+                ("MV2_COMM_WORLD_SIZE", "4"),
+                ("MV2_COMM_WORLD_LOCAL_SIZE", "2"),
+            ],
             "mvapich",
             2,
             4,
             false,
         ),
-        (&[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")], "torchrun", 1, 2, true),
+        (
+            &[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")],
+            "torchrun",
+            1,
+            2,
+            true,
+        ),
     ];
     for (pairs, key, rank, size, one_host) in cases {
         let started = world(pairs);
-        assert_eq!((started.key, started.rank, started.size, started.one_host), (key, rank, size, one_host));
+        assert_eq!(
+            (started.key, started.rank, started.size, started.one_host),
+            (key, rank, size, one_host)
+        );
     }
 }
 
@@ -104,13 +128,19 @@ fn a_process_without_a_starter_is_alone_and_so_is_the_only_one() {
 
 #[test]
 fn variables_of_our_own_launcher_are_not_taken_for_another_launchers() {
-    let ours = [("FARANDOLE_TASK", "1"), ("HOROVOD_RANK", "1"), ("HOROVOD_SIZE", "2"), ("RANK", "1")];
+    let ours =
+        [("FARANDOLE_TASK", "1"), ("HOROVOD_RANK", "1"), ("HOROVOD_SIZE", "2"), ("RANK", "1")];
     assert_eq!(found(&ours), Ok(Found::Alone(None)));
 }
 
 #[test]
 fn a_batch_script_of_slurm_is_one_process_and_hears_so() {
-    let script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "2"), ("SLURM_NODEID", "0")];
+    let script = [
+        ("SLURM_PROCID", "0"),
+        ("SLURM_NTASKS", "4"),
+        ("SLURM_JOB_ID", "2"),
+        ("SLURM_NODEID", "0"),
+    ];
     let Ok(Found::Alone(Some(warning))) = found(&script) else { panic!("{:?}", found(&script)) };
     assert!(warning.contains("4 tasks") && warning.contains("srun python"), "{warning}");
     assert_eq!(world(&with(&script, &OPENMPI)).size, 4);
@@ -130,9 +160,16 @@ fn of_starters_within_each_other_the_inner_one_counts() {
 fn starters_that_contradict_each_other_are_refused_by_their_variables() {
     let other = [("HOROVOD_RANK", "1"), ("HOROVOD_SIZE", "2")];
     let error = found(&with(&OPENMPI, &other)).unwrap_err();
-    assert!(error.contains("HOROVOD_SIZE=2") && error.contains("OMPI_COMM_WORLD_SIZE=4"), "{error}");
-    let error = found(&with(&OPENMPI, &[("HOROVOD_RANK", "0"), ("HOROVOD_SIZE", "4")])).unwrap_err();
-    assert!(error.contains("HOROVOD_RANK=0") && error.contains("OMPI_COMM_WORLD_RANK=1"), "{error}");
+    assert!(
+        error.contains("HOROVOD_SIZE=2") && error.contains("OMPI_COMM_WORLD_SIZE=4"),
+        "{error}"
+    );
+    let error =
+        found(&with(&OPENMPI, &[("HOROVOD_RANK", "0"), ("HOROVOD_SIZE", "4")])).unwrap_err();
+    assert!(
+        error.contains("HOROVOD_RANK=0") && error.contains("OMPI_COMM_WORLD_RANK=1"),
+        "{error}"
+    );
     // One torchrun for each of several tasks of srun would be several worlds of one.
     let one = [("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "a")];
     let error = found(&with(&SLURM, &one)).unwrap_err();
@@ -147,7 +184,10 @@ fn an_invalid_place_is_refused_with_its_variable() {
         (&[("HOROVOD_RANK", "0"), ("HOROVOD_SIZE", "-1")], "HOROVOD_SIZE is not a number: -1"),
         (&[("RANK", "a"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "b")], "RANK is not a number: a"),
         (&[("HOROVOD_RANK", "0")], "HOROVOD_RANK is set without HOROVOD_SIZE"),
-        (&[("OMPI_COMM_WORLD_RANK", "0")], "OMPI_COMM_WORLD_RANK is set without OMPI_COMM_WORLD_SIZE"),
+        (
+            &[("OMPI_COMM_WORLD_RANK", "0")],
+            "OMPI_COMM_WORLD_RANK is set without OMPI_COMM_WORLD_SIZE",
+        ),
     ] {
         assert_eq!(found(pairs).unwrap_err(), expected);
     }

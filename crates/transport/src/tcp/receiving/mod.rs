@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The receiving end of one connection: reads records to where their payload belongs in the ring, and opens them there.
+//! The receiving end of one connection: reads records to where their payload belongs in the ring,
+//! and opens them there.
 //!
-//! Small records come through a stage, so that one call reads several. Of a large record the kernel writes the
-//! payload to its place in the ring and what follows it to the stage. A record for which the ring has no room is read
-//! and opened aside: a reader may need the first part of a message before the ring can hold all of it. No byte is
-//! visible before its record has opened.
+//! Small records come through a stage, so that one call reads several. Of a large record the kernel
+//! writes the payload to its place in the ring and what follows it to the stage. A record for which
+//! the ring has no room is read and opened aside: a reader may need the first part of a message
+//! before the ring can hold all of it. No byte is visible before its record has opened.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -89,10 +90,17 @@ impl Receiving {
         self.drained = false;
     }
 
-    /// One step. `space` is the room in the ring for what comes next on this connection: it begins where that belongs, and
-    /// ends `block` bytes later at most, where the next byte belongs elsewhere. It may have grown since the last step, and
-    /// is the same otherwise. `seen` says whether this poll has placed anything: if so, what is short is not read again.
-    pub(super) fn step(&mut self, socket: &OwnedFd, space: &mut [u8], block: usize, seen: bool) -> Step {
+    /// One step. `space` is the room in the ring for what comes next on this connection: it begins
+    /// where that belongs, and ends `block` bytes later at most, where the next byte belongs
+    /// elsewhere. It may have grown since the last step, and is the same otherwise. `seen` says
+    /// whether this poll has placed anything: if so, what is short is not read again.
+    pub(super) fn step(
+        &mut self,
+        socket: &OwnedFd,
+        space: &mut [u8],
+        block: usize,
+        seen: bool,
+    ) -> Step {
         if space.is_empty() {
             return Step::Full;
         }
@@ -126,7 +134,8 @@ impl Receiving {
         let staged = &self.stage[self.staged.clone()];
         let Some((header, rest)) = staged.split_first_chunk::<HEADER>() else { return Ok(None) };
         let header = Header(*header);
-        let promise = header.promises().filter(|(kind, length)| *kind != Kind::Word && *length <= block);
+        let promise =
+            header.promises().filter(|(kind, length)| *kind != Kind::Word && *length <= block);
         let Some((kind, length)) = promise else { return Err(self.tampered()) };
         let aside = length > space.len();
         let arrived = length.min(rest.len());
@@ -144,7 +153,11 @@ impl Receiving {
 
     /// All of a record is here.
     fn open(&mut self, record: Partial, space: &mut [u8]) -> Step {
-        let place = if record.aside { &mut self.aside[..record.length] } else { &mut space[..record.length] };
+        let place = if record.aside {
+            &mut self.aside[..record.length]
+        } else {
+            &mut space[..record.length]
+        };
         let staged = &self.stage[self.staged.clone()];
         let Some(tag) = staged.first_chunk::<TAG>() else { return Step::Again };
         if self.seal.open(record.header, place, *tag).is_err() {
@@ -162,7 +175,13 @@ impl Receiving {
     }
 
     /// Reads the rest of a record, and behind it to the stage.
-    fn read(&mut self, socket: &OwnedFd, record: Option<&mut Partial>, space: &mut [u8], seen: bool) -> Step {
+    fn read(
+        &mut self,
+        socket: &OwnedFd,
+        record: Option<&mut Partial>,
+        space: &mut [u8],
+        seen: bool,
+    ) -> Step {
         if self.drained && seen {
             return Step::Drained;
         }

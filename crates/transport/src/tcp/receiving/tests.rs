@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Records on a socket, in parts of any size, into rings of any room: exactly the sent bytes are placed.
+//! Records on a socket, in parts of any size, into rings of any room: exactly the sent bytes are
+//! placed.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -20,7 +21,9 @@ fn seal() -> Seal {
 fn wire(payloads: &[Vec<u8>]) -> Vec<u8> {
     let mut seal = seal();
     let mut wire = Vec::new();
-    for (kind, payload) in payloads.iter().map(|one| (Kind::Bytes, &one[..])).chain([(Kind::End, &[][..])]) {
+    for (kind, payload) in
+        payloads.iter().map(|one| (Kind::Bytes, &one[..])).chain([(Kind::End, &[][..])])
+    {
         let mut payload = payload.to_vec();
         let (header, tag) = seal.seal(kind, &mut payload).unwrap();
         wire.extend([&header.0[..], &payload, &tag].concat());
@@ -28,7 +31,8 @@ fn wire(payloads: &[Vec<u8>]) -> Vec<u8> {
     wire
 }
 
-/// Hands over `wire` in parts and reads it with `room` at a time in the ring; what was placed, and how it ended.
+/// Hands over `wire` in parts and reads it with `room` at a time in the ring; what was placed, and
+/// how it ended.
 fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, Step) {
     let (here, mut there) = UnixStream::pair().unwrap();
     let socket = OwnedFd::from(here);
@@ -56,7 +60,8 @@ fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, Step) {
                 }
                 Step::Again => {}
                 Step::Drained => break,
-                // The reader releases everything, and the ring begins again unless a part of a record lies in it.
+                // The reader releases everything, and the ring begins again unless a part of a
+                // record lies in it.
                 Step::Full => {
                     assert!(!receiving.in_ring());
                     filled = 0;

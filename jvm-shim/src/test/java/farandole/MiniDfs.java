@@ -20,13 +20,14 @@ import org.apache.hadoop.minikdc.MiniKdc;
 import org.apache.hadoop.security.UserGroupInformation;
 
 /**
- * Name nodes and two data nodes in a directory: prints {@code READY <url>} and ends when its standard input does.
+ * Name nodes and two data nodes in a directory: prints {@code READY <url>} and ends when its
+ * standard input does.
  *
  * <p>What clients need to know lies in {@code client/} there, as a {@code HADOOP_CONF_DIR}. The kinds are {@code plain},
- * {@code available} (a name service of two name nodes) and {@code secure}, which also wants the word for how traffic is
- * protected: Kerberos with its key distribution centre, a key table of the user {@code alice}, a directory of hers and one of
- * others. Lines on the standard input change who is in charge: {@code rest N}, {@code lead N}, {@code kill N}; each is
- * answered with {@code DONE}.
+ * {@code available} (a name service of two name nodes) and {@code secure}, which also wants the
+ * word for how traffic is protected: Kerberos with its key distribution centre, a key table of the
+ * user {@code alice}, a directory of hers and one of others. Lines on the standard input change who
+ * is in charge: {@code rest N}, {@code lead N}, {@code kill N}; each is answered with {@code DONE}.
  */
 public final class MiniDfs {
   private static final String SERVICE = "chain";
@@ -106,7 +107,8 @@ public final class MiniDfs {
       configuration.set("dfs.block.access.token.enable", "true");
       configuration.set("dfs.data.transfer.protection", protection);
       configuration.set("hadoop.rpc.protection", protection);
-      // Data nodes ask for ports below 1024 or for HTTPS; their data is protected by SASL all the same.
+      // Data nodes ask for ports below 1024 or for HTTPS; their data is protected by SASL all the
+      // same.
       configuration.setBoolean("ignore.secure.ports.for.testing", true);
       UserGroupInformation.setConfiguration(configuration);
       UserGroupInformation.loginUserFromKeytab("hdfs/localhost" + realm, services.getPath());

@@ -33,7 +33,8 @@ def encoded(
     *,
     allow_nan: bool = False,
 ) -> Iterator[Prepared]:
-    """A data set whose categories are indices: itself, or a copy in the store if it was not prepared so.
+    """A data set whose categories are indices: itself, or a copy in the store if it was not
+    prepared so.
 
     Args:
         store: where the copy goes; it is found again as long as the files are the same.
@@ -56,7 +57,8 @@ def encoded(
         return
     if is_prepared(where.train):
         raise ValueError(
-            f"the data at {where.train} was prepared without the requested categories, fill values or __missing "
+            f"the data at {where.train} was prepared without the requested categories, fill "
+            "values or __missing "
             "columns: pass categories and fill to prepare_data, too"
         )
     sides = Roles(roles.features, roles.labels, roles.weight)

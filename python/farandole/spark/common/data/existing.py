@@ -55,11 +55,18 @@ class Existing:
         """
         if path is None:
             if val_path is not None:
-                raise ValueError("val_path needs path: without it, training and validation rows are those of the store")
+                raise ValueError(
+                    "val_path needs path: without it, training and validation rows are those of "
+                    "the store"
+                )
             return None
         if idx is not None:
             raise ValueError("at most one of path and dataset_idx may be specified")
-        return cls(_texts("path", path), None if val_path is None else _texts("val_path", val_path), given=True)
+        return cls(
+            _texts("path", path),
+            None if val_path is None else _texts("val_path", val_path),
+            given=True,
+        )
 
 
 def _texts(name: str, paths: Paths) -> str | list[str]:
@@ -68,12 +75,14 @@ def _texts(name: str, paths: Paths) -> str | list[str]:
     if not paths:
         raise ValueError(f"{name} is an empty list")
     texts = [os.fspath(one) for one in paths]
-    return texts[0] if len(texts) == 1 else texts  # a directory alone may be prepared data, or a table
+    # a directory alone may be prepared data, or a table
+    return texts[0] if len(texts) == 1 else texts
 
 
 @contextlib.contextmanager
 def in_use(where: Existing) -> Iterator[None]:
-    """Shows that this process uses prepared data: inside the context it is neither deleted nor replaced.
+    """Shows that this process uses prepared data: inside the context it is neither deleted nor
+    replaced.
 
     Data where this process cannot write goes without that.
 
@@ -91,7 +100,10 @@ def in_use(where: Existing) -> Iterator[None]:
                 except OSError:  # the data is read-only
                     continue
                 if mark is None:
-                    raise OSError(f"another process deletes the prepared data at {paths}, or prepares other data there")
+                    raise OSError(
+                        f"another process deletes the prepared data at {paths}, or prepares other "
+                        "data there"
+                    )
                 held.callback(Mark(paths, mark).release)
         yield
 
@@ -111,5 +123,7 @@ def format_of(paths: str | list[str]) -> str | None:
     Args:
         paths: of the files.
     """
-    is_delta = isinstance(paths, str) and is_place(paths) and NativeStore(paths).exists("_delta_log")
+    is_delta = (
+        isinstance(paths, str) and is_place(paths) and NativeStore(paths).exists("_delta_log")
+    )
     return None if is_delta else "parquet"

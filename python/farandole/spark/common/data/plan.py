@@ -2,12 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Whether two DataFrames are certain to hold the same rows.
 
-Prepared data is reused only then. A plan is repeatable if it is deterministic (seeded draws such as `rand(1)` are
-allowed) and reads only data that cannot change unnoticed: rows that this session created, and files whose names, sizes
-and times are part of the print. Everything else is prepared again, also all data of Spark Connect, which shows no plan.
+Prepared data is reused only then. A plan is repeatable if it is deterministic (seeded draws such as
+`rand(1)` are allowed) and reads only data that cannot change unnoticed: rows that this session
+created, and files whose names, sizes and times are part of the print. Everything else is prepared
+again, also all data of Spark Connect, which shows no plan.
 
-Plans of another session can be compared only by their text. So another session finds data again only if the plan reads
-files, selects, filters and computes with Spark's own expressions, and nothing else.
+Plans of another session can be compared only by their text. So another session finds data again
+only if the plan reads files, selects, filters and computes with Spark's own expressions, and
+nothing else.
 """
 
 # ruff: noqa: PLC0415, SLF001 - processes without Spark load this; the JVM's plan has no public door
@@ -20,12 +22,21 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_MOMENTS = ("current_date(", "current_timestamp(", "localtimestamp(", "current_time(", "now(", "current_user(")
+_MOMENTS = (
+    "current_date(",
+    "current_timestamp(",
+    "localtimestamp(",
+    "current_time(",
+    "now(",
+    "current_user(",
+)
 """Expressions that Spark takes for deterministic, though another day or user gives other rows."""
 _NARROW = {"Project", "Filter", "SubqueryAlias", "View", "LogicalRelation", "Range"}
 _SPARKS_OWN = "org.apache.spark.sql.catalyst.expressions."
 _DRAWN = {"Rand", "Randn", "Uuid", "Shuffle", "MonotonicallyIncreasingID", "SparkPartitionID"}
-"""Expressions that Spark calls nondeterministic because each partition draws other values. Any draw is good enough."""
+"""Expressions that Spark calls nondeterministic because each partition draws other values. Any
+draw is good enough.
+"""
 _CONFIGURED = ("spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive")
 _MOST = 2000
 _FIXED_LEAVES = {"LocalRelation", "OneRowRelation", "Range"}
@@ -35,7 +46,8 @@ _FIXED_ROOTS = {"ParallelCollectionRDD", "ReliableCheckpointRDD", "LocalCheckpoi
 def fingerprint(df: DataFrame) -> str | None:
     """Returns a fingerprint of the sources and the computation of a DataFrame's plan.
 
-    Equal prints may come from different plans (Spark's semantic hash has 32 bits): ask `sameSemantics` as well.
+    Equal prints may come from different plans (Spark's semantic hash has 32 bits): ask
+    `sameSemantics` as well.
 
     Args:
         df: any DataFrame.
@@ -64,7 +76,8 @@ def fingerprint(df: DataFrame) -> str | None:
 
 
 def lasting(df: DataFrame) -> str | None:
-    """Describes a DataFrame's plan and the versions of its sources, in words with the same meaning in any session.
+    """Describes a DataFrame's plan and the versions of its sources, in words with the same meaning
+    in any session.
 
     Args:
         df: any DataFrame.
@@ -101,13 +114,19 @@ def _words(df: DataFrame, frame: Any) -> str | None:
                 return None
             words += [expression.sql() for expression in expressions]
         elif kind == "Range":
-            words += [str(part) for part in (node.start(), node.end(), node.step(), node.numSlices().toString())]
+            words += [
+                str(part)
+                for part in (node.start(), node.end(), node.step(), node.numSlices().toString())
+            ]
         elif kind == "LogicalRelation":
             if not _reads_files(node):
                 return None
             relation = node.relation()
             words += [relation.fileFormat().getClass().getName(), relation.dataSchema().json()]
-            words += [relation.partitionSchema().json(), *sorted(str(one) for one in _each(relation.options().toSeq()))]
+            words += [
+                relation.partitionSchema().json(),
+                *sorted(str(one) for one in _each(relation.options().toSeq())),
+            ]
         left += _each(node.children())
     files = df.inputFiles()
     return "\n".join(words + (_versions(df, files) if files else []))
@@ -135,7 +154,9 @@ def _parts(df: DataFrame) -> list[str] | None:
         words = []
         for parent in _each(partition.parents()) if coalesced else [partition]:
             kind = parent.getClass().getSimpleName()
-            files = [str(file.toString()) for file in parent.files()] if kind == "FilePartition" else []
+            files = (
+                [str(file.toString()) for file in parent.files()] if kind == "FilePartition" else []
+            )
             words += [f"{kind} {parent.index()}", *files]
             left -= 1 + len(files)
             if left < 0:
@@ -193,7 +214,9 @@ def _reads_files(leaf: Any) -> bool:
 
 
 def _made_here(leaf: Any) -> bool:
-    """Returns whether an RDD comes from rows of this session. The sources of other RDDs are unknown."""
+    """Returns whether an RDD comes from rows of this session. The sources of other RDDs are
+    unknown.
+    """
     if leaf.nodeName() != "LogicalRDD":
         return False
     left, seen = [leaf.rdd()], set()

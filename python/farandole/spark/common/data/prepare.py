@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """From a DataFrame to prepared data in the store, in one pass on the executors.
 
-Each task passes Spark's Arrow batches to the native `PartitionWriter`, which splits, checks and writes them. The
-summary of its files is returned as one row, and the driver writes the manifest last. Data without a manifest is not
-used, so files of a failed or repeated task are never read. Errors in the data are returned as a row, too, because Spark
-would repeat a failing task, and wrap the message into two stack traces.
+Each task passes Spark's Arrow batches to the native `PartitionWriter`, which splits, checks and
+writes them. The summary of its files is returned as one row, and the driver writes the manifest
+last. Data without a manifest is not used, so files of a failed or repeated task are never read.
+Errors in the data are returned as a row, too, because Spark would repeat a failing task, and wrap
+the message into two stack traces.
 
-Only this process finds prepared rows of this session again. Any process finds data that a plan reads from files: see
-`plan`.
+Only this process finds prepared rows of this session again. Any process finds data that a plan
+reads from files: see `plan`.
 """
 
 # ruff: noqa: PLC0415 - tasks load what they need
@@ -69,7 +70,9 @@ class _Cache:
 
 
 class _Turns:
-    """Threads that want the same data prepared: the first one does it, and the others wait for that."""
+    """Threads that want the same data prepared: the first one does it, and the others wait for
+    that.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,7 +104,8 @@ _SAME_ROWS: ContextVar[str | None] = ContextVar("farandole_same_rows", default=N
 
 @contextlib.contextmanager
 def same_rows(name: str) -> Iterator[None]:
-    """Says that all frames that are prepared in this context, and in others of the same name, have the same rows.
+    """Says that all frames that are prepared in this context, and in others of the same name, have
+    the same rows.
 
     It counts where no plan tells: on Spark Connect.
 
@@ -116,7 +120,8 @@ def same_rows(name: str) -> Iterator[None]:
 
 
 def clear_training_cache() -> None:
-    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place.
+    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the
+    place.
 
     Data that was prepared from files is still found, by the keys in the store.
     """
@@ -142,9 +147,9 @@ def prepare_data(
 ) -> Iterator[Prepared]:
     """Writes the columns of a DataFrame to the store, or finds that this has been done before.
 
-    The split by a share depends on each row's content and the seed, not on how the rows are partitioned. Rows are
-    written where they are: partitions are merged when there are more than `num_processes * partitions_per_process`,
-    and never shuffled.
+    The split by a share depends on each row's content and the seed, not on how the rows are
+    partitioned. Rows are written where they are: partitions are merged when there are more than
+    `num_processes * partitions_per_process`, and never shuffled.
 
     Args:
         num_processes: training processes.
@@ -164,17 +169,26 @@ def prepare_data(
         The prepared data, which is not overwritten inside the context.
 
     Raises:
-        ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the column.
+        ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the
+            column.
         OSError: the store refused.
     """
     side = [] if split is None else [split.column]
     check_present(Roles(tuple(side), ()), df.columns, "DataFrame")
     names = sources_of([*roles.selected, *side], df.columns)
-    wish = Wish.of(categories, fill, roles.labels, split, ragged).of_rows(sources_of(roles.kept, df.columns))
+    wish = Wish.of(categories, fill, roles.labels, split, ragged).of_rows(
+        sources_of(roles.kept, df.columns)
+    )
     encoded = _Encoded(wish, roles, df.schema) if needed(wish, roles.kept, df.columns) else None
-    # mapInArrow takes no names with dots or backticks: columns travel by number, and get their names back in tasks.
-    chosen = df.select(*[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)])
-    options = {**spec_of(roles, seed, fill, allow_nan=allow_nan), "compress_sparse": compress_sparse}
+    # mapInArrow takes no names with dots or backticks: columns travel by number, and get their
+    # names back in tasks.
+    chosen = df.select(
+        *[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)]
+    )
+    options = {
+        **spec_of(roles, seed, fill, allow_nan=allow_nan),
+        "compress_sparse": compress_sparse,
+    }
     merged = chosen.coalesce(num_processes * partitions_per_process)
     words = plan.lasting(chosen)
     if words is not None:
@@ -185,7 +199,9 @@ def prepare_data(
             if place is None:
                 prepared = _prepare(store, merged, names, options, key, encoded)
             else:
-                prepared = described(place, validates=options["validation"] is not None, reused=True)
+                prepared = described(
+                    place, validates=options["validation"] is not None, reused=True
+                )
         with prepared:
             yield prepared
         return
@@ -212,7 +228,9 @@ def prepare_data(
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Rows that are encoded before they are written: what to learn of them, and for which columns."""
+    """Rows that are encoded before they are written: what to learn of them, and for which
+    columns.
+    """
 
     wish: Wish
     roles: Roles
@@ -238,14 +256,18 @@ class _Encoded:
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
         told = "farandole: learning categories and replacements of missing values"
         whole = Learner(counted, split=split)
-        for row in Cluster.active().collect(chosen.mapInArrow(count, "error string, part binary"), told):
+        for row in Cluster.active().collect(
+            chosen.mapInArrow(count, "error string, part binary"), told
+        ):
             if row.error is not None:
                 raise ValueError(row.error)
             whole.merge(cloudpickle.loads(row.part))
         return self.wish.fulfilled(counted, whole)
 
 
-def _count(batches: Iterator[pa.RecordBatch], names: list[str], learner: Learner) -> Iterator[pa.RecordBatch]:
+def _count(
+    batches: Iterator[pa.RecordBatch], names: list[str], learner: Learner
+) -> Iterator[pa.RecordBatch]:
     """Runs in a Spark task: what a partition's rows teach."""
     import pyarrow as pa
 
@@ -261,7 +283,9 @@ def _count(batches: Iterator[pa.RecordBatch], names: list[str], learner: Learner
 
 
 def _arrow_schema(schema: Any, names: list[str]) -> pa.Schema:
-    """Returns the types of columns as their rows arrive; for types that Arrow lacks, one that teaches nothing."""
+    """Returns the types of columns as their rows arrive; for types that Arrow lacks, one that
+    teaches nothing.
+    """
     import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_type
 
@@ -295,7 +319,11 @@ def _prepare(
     try:
         if begun:
             place.resume(spec, store.prefix_path)
-            same = {number for number, source in enumerate(sources or []) if place.told.get(number) == source}
+            same = {
+                number
+                for number, source in enumerate(sources or [])
+                if place.told.get(number) == source
+            }
             done = {number: part for number, part in place.done.items() if number in same}
         note_encoding(place, encoding, validates=val_url is not None)
         rows = _Rows(names, wanted, encoding)
@@ -315,11 +343,16 @@ def _prepare(
     except BaseException:
         place.release()  # and not discarded: tasks may still write; who takes the place empties it
         raise
-    return described(place, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done))
+    return described(
+        place, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done)
+    )
 
 
 def find_data(
-    store: AbstractFilesystemStore, roles: Roles, idx: int | None = None, where: Existing | None = None
+    store: AbstractFilesystemStore,
+    roles: Roles,
+    idx: int | None = None,
+    where: Existing | None = None,
 ) -> Prepared:
     """Returns the data set that exists already, prepared by us or by any program.
 
@@ -337,14 +370,22 @@ def find_data(
         FileNotFoundError: nothing is at a path that was given.
     """
     there = where or Existing.in_store(store, idx)
-    if isinstance(there.train, str) and not there.given and not store.is_parquet_dataset(there.train):
+    if (
+        isinstance(there.train, str)
+        and not there.given
+        and not store.is_parquet_dataset(there.train)
+    ):
         raise ValueError(f"there is no training data at {there.train}")
     train = open_dataset(there.train)
-    encoding = encoding_at(there.train) if isinstance(there.train, str) and is_place(there.train) else None
+    encoding = (
+        encoding_at(there.train) if isinstance(there.train, str) and is_place(there.train) else None
+    )
     columns = columns_of(((one.name, one.dtype, one.shape) for one in train.columns), encoding)
     check_present(Roles(roles.features, roles.labels, roles.weight), list(columns), "training data")
     val = None
-    if there.val is not None and (there.given or (isinstance(there.val, str) and store.is_parquet_dataset(there.val))):
+    if there.val is not None and (
+        there.given or (isinstance(there.val, str) and store.is_parquet_dataset(there.val))
+    ):
         val = open_dataset(there.val)
     if train.rows == 0:
         raise ValueError(f"there are no rows at {there.train}")
@@ -361,7 +402,9 @@ def find_data(
 
 
 def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
-    """Returns the data that was prepared under a key; if a frame is given, only data with the same rows."""
+    """Returns the data that was prepared under a key; if a frame is given, only data with the
+    same rows.
+    """
     with _CACHE.lock:
         for entry in list(_CACHE.entries):
             if entry.key != key or (frame is not None and not _same(entry.frame, frame)):
@@ -418,7 +461,9 @@ class _Rows:
         return named if self.encoding is None else self.encoding.encode(named, self.wanted)
 
 
-def _write(df: DataFrame, form: _Rows, store: AbstractFilesystemStore, spec: str, progress: _Progress) -> list[bytes]:
+def _write(
+    df: DataFrame, form: _Rows, store: AbstractFilesystemStore, spec: str, progress: _Progress
+) -> list[bytes]:
     preparation = uuid.uuid4().hex[:8]
     url, storage = store.prefix_path, store.storage_options
 
@@ -435,7 +480,12 @@ def _write(df: DataFrame, form: _Rows, store: AbstractFilesystemStore, spec: str
 
 
 def write_partition(
-    batches: Iterator[pa.RecordBatch], form: _Rows, url: str, spec: str, preparation: str, progress: _Progress
+    batches: Iterator[pa.RecordBatch],
+    form: _Rows,
+    url: str,
+    spec: str,
+    preparation: str,
+    progress: _Progress,
 ) -> Iterator[pa.RecordBatch]:
     """Runs in a Spark task: writes one partition and yields one row about it.
 
@@ -459,7 +509,9 @@ def write_partition(
     partition = context.partitionId()
     error, of_store, part = None, False, progress.done.get(partition)
     if part is None:
-        writer = native.PartitionWriter(url, spec, partition, f"{preparation}-{context.taskAttemptId()}")
+        writer = native.PartitionWriter(
+            url, spec, partition, f"{preparation}-{context.taskAttemptId()}"
+        )
         try:
             for batch in batches:
                 writer.write(form.encoded(batch))
@@ -468,7 +520,12 @@ def write_partition(
         except (ValueError, OSError) as problem:
             error, of_store = str(problem), isinstance(problem, OSError)
             writer.abort()
-    kinds = {"partition": pa.int32(), "error": pa.string(), "of_store": pa.bool_(), "part": pa.binary()}
+    kinds = {
+        "partition": pa.int32(),
+        "error": pa.string(),
+        "of_store": pa.bool_(),
+        "part": pa.binary(),
+    }
     values = (partition, error, of_store, part)
     columns = [pa.array([value], kind) for value, kind in zip(values, kinds.values(), strict=True)]
     yield pa.RecordBatch.from_arrays(columns, names=list(kinds))

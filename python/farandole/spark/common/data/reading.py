@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The rows that a training process reads, and the way it reads them, for the estimators of all frameworks."""
+"""The rows that a training process reads, and the way it reads them, for the estimators of all
+frameworks.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,14 @@ class Data:
     ragged: Mapping[str, Ragged] = field(default_factory=dict)
 
     def module(
-        self, kind: Any, *, epochs: int, transformation: Any, rank: int, size: int, steps: tuple[int, int]
+        self,
+        kind: Any,
+        *,
+        epochs: int,
+        transformation: Any,
+        rank: int,
+        size: int,
+        steps: tuple[int, int],
     ) -> Any:
         """Creates the user's data module with the arguments of Horovod's data modules.
 
@@ -79,7 +88,10 @@ class Data:
 
 
 def data_of(
-    estimator: EstimatorParams, prepared: PreparedData, columns: Sequence[str], unseeded: int | None = None
+    estimator: EstimatorParams,
+    prepared: PreparedData,
+    columns: Sequence[str],
+    unseeded: int | None = None,
 ) -> Data:
     """Returns the rows that a process reads, and the way it reads them.
 
@@ -120,10 +132,17 @@ def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
         prepared: the data; what a fit has prepared was filled then.
     """
     fill = estimator.getFill()
-    given = {} if fill is None or prepared.place is not None else fill if isinstance(fill, dict) else {"*": fill}
+    given = (
+        {}
+        if fill is None or prepared.place is not None
+        else fill
+        if isinstance(fill, dict)
+        else {"*": fill}
+    )
     numbers: dict[str, float] = {}
     for name, value in given.items():
-        # Only a number can fill a column of numbers. Otherwise the nulls are reported when they are read.
+        # Only a number can fill a column of numbers. Otherwise the nulls are reported when they are
+        # read.
         with contextlib.suppress(ValueError):
             numbers[name] = float(value)
     return Missing(numbers, estimator.getAllowNan())
@@ -138,7 +157,10 @@ def transformation_of(estimator: EstimatorParams) -> Transformation | None:
     function = estimator.getTransformationFn()
     if function is None:
         return None
-    edits, removed = estimator.getTransformationEditFields(), estimator.getTransformationRemovedFields()
+    edits, removed = (
+        estimator.getTransformationEditFields(),
+        estimator.getTransformationRemovedFields(),
+    )
     return Transformation(function, edits or (), removed or ())
 
 

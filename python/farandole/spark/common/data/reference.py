@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 _THREADS = 2
 
 
-def with_statistics(prepared: Prepared, rows: Any, present: Sequence[str], roles: Roles, *, wanted: bool) -> Prepared:
-    """Data that a fit has prepared, with the statistics of its rows, if they are wanted or were computed before.
+def with_statistics(
+    prepared: Prepared, rows: Any, present: Sequence[str], roles: Roles, *, wanted: bool
+) -> Prepared:
+    """Data that a fit has prepared, with the statistics of its rows, if they are wanted or were
+    computed before.
 
     Args:
         prepared: the data.
@@ -42,7 +45,9 @@ def with_statistics(prepared: Prepared, rows: Any, present: Sequence[str], roles
     )
 
 
-def with_stored_statistics(prepared: Prepared, paths: str | list[str], roles: Roles, *, wanted: bool) -> Prepared:
+def with_stored_statistics(
+    prepared: Prepared, paths: str | list[str], roles: Roles, *, wanted: bool
+) -> Prepared:
     """Data that existed before a fit, with the statistics of its rows, as `with_statistics`.
 
     Args:
@@ -58,18 +63,26 @@ def with_stored_statistics(prepared: Prepared, paths: str | list[str], roles: Ro
     def compute() -> Statistics:
         if is_prepared(paths):
             raise ValueError(
-                f"the data at {paths} was prepared without statistics: pass statistics=True to prepare_data, too"
+                f"the data at {paths} was prepared without statistics: pass statistics=True to "
+                "prepare_data, too"
             )
         source = open_source(paths, format=format_of(paths))
-        return statistics_of(source, sources_of([*roles.features, *roles.labels], source.schema.names))
+        return statistics_of(
+            source, sources_of([*roles.features, *roles.labels], source.schema.names)
+        )
 
     return _added(prepared, paths, roles, compute if wanted else None)
 
 
 def _added(
-    prepared: Prepared, paths: str | list[str], roles: Roles, compute: Callable[[], Statistics] | None
+    prepared: Prepared,
+    paths: str | list[str],
+    roles: Roles,
+    compute: Callable[[], Statistics] | None,
 ) -> Prepared:
     kept = statistics_at(paths) if isinstance(paths, str) and is_place(paths) else None
-    if kept is None or not set(sources_of([*roles.features, *roles.labels], kept.columns)) <= set(kept.columns):
+    if kept is None or not set(sources_of([*roles.features, *roles.labels], kept.columns)) <= set(
+        kept.columns
+    ):
         kept = None if compute is None else compute()
     return prepared if kept is None else replace(prepared, statistics=kept)

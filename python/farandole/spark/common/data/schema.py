@@ -18,20 +18,24 @@ if TYPE_CHECKING:
     from farandole.data.columns import Roles
 
 _USABLE = (
-    "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are supported, strings and "
-    "bytes where a transformation_fn makes numbers of them, and strings as categories"
+    "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are "
+    "supported, strings and bytes where a transformation_fn makes numbers of them, and strings as "
+    "categories"
 )
 _TEXTS = ("string", "varchar", "char", "binary")
 _CATEGORIES = ("string", "varchar", "char", "boolean", "byte", "short", "integer", "long")
 
 
-def check_types(roles: Roles, schema: StructType, *, texts: bool = False, categories: Collection[str] = ()) -> None:
+def check_types(
+    roles: Roles, schema: StructType, *, texts: bool = False, categories: Collection[str] = ()
+) -> None:
     """Refuses columns of a type that no tensor can hold.
 
     Args:
         roles: the columns asked for, all of them in the schema.
         schema: the DataFrame's.
-        texts: whether strings and bytes are welcome, since a `transformation_fn` makes numbers of them.
+        texts: whether strings and bytes are welcome, since a `transformation_fn` makes numbers of
+            them.
         categories: columns of categories, which may be strings.
 
     Raises:
@@ -44,16 +48,25 @@ def check_types(roles: Roles, schema: StructType, *, texts: bool = False, catego
         shown = kind.simpleString()
         if name in categories:
             if kind.typeName() not in _CATEGORIES:
-                raise ValueError(f"{role} {name!r} has type {shown}: categories are strings, integers or booleans")
+                raise ValueError(
+                    f"{role} {name!r} has type {shown}: categories are strings, integers or "
+                    "booleans"
+                )
             continue
         if role == "sample weight column":
             if not _is_number(kind):
-                raise ValueError(f"{role} {name!r} must be a number or a boolean, its type is {shown}")
+                raise ValueError(
+                    f"{role} {name!r} must be a number or a boolean, its type is {shown}"
+                )
         elif role == "validation column":
             if not _is_number(kind) and kind.typeName() not in ("string", "varchar", "char"):
-                raise ValueError(f"{role} {name!r} must be a number, a boolean or a string, its type is {shown}")
+                raise ValueError(
+                    f"{role} {name!r} must be a number, a boolean or a string, its type is {shown}"
+                )
         elif not _is_usable(kind) and not (texts and kind.typeName() in _TEXTS):
-            raise ValueError(f"{role} {name!r} has type {shown}, which no tensor can hold; {_USABLE}")
+            raise ValueError(
+                f"{role} {name!r} has type {shown}, which no tensor can hold; {_USABLE}"
+            )
 
 
 def _is_number(kind: DataType) -> bool:

@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The batches of a training process: from the native reader, as NumPy arrays.
 
-Rank `r` of `n` has the rows `r, r + n, r + 2n, ...` of a pass, and every rank has the same number of steps. Its last
-batch may have one row less than that of another rank. If a step has fewer rows than there are processes, some processes
-repeat rows with weight 0. A pass contains each row once. If an epoch has more steps than a pass, it continues with the
-next pass.
+Rank `r` of `n` has the rows `r, r + n, r + 2n, ...` of a pass, and every rank has the same number
+of steps. Its last batch may have one row less than that of another rank. If a step has fewer rows
+than there are processes, some processes repeat rows with weight 0. A pass contains each row once.
+If an epoch has more steps than a pass, it continues with the next pass.
 
-In an elastic job, an epoch may continue in the middle with another number of processes: at a `Place`, which is the same
-for all of them. The order of a pass does not depend on that number.
+In an elastic job, an epoch may continue in the middle with another number of processes: at a
+`Place`, which is the same for all of them. The order of a pass does not depend on that number.
 """
 
 from __future__ import annotations
@@ -42,14 +42,18 @@ class Missing:
     """The treatment of nulls, NaN and infinities in data that another program wrote."""
 
     fill: Mapping[str, float] = field(default_factory=dict)
-    """Replacements of nulls and NaN, by column; `"*"` stands for all other columns that can hold them."""
+    """Replacements of nulls and NaN, by column; `"*"` stands for all other columns that can hold
+    them.
+    """
     allow_nan: bool = True
     """Whether NaN and infinities are values like any others."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One batch of this rank, rows first; the first `valid` rows count, later ones repeat others."""
+    """One batch of this rank, rows first; the first `valid` rows count, later ones repeat
+    others.
+    """
 
     columns: Mapping[str, Any]
     count: int
@@ -81,15 +85,17 @@ class Source:
 
     Args:
         url: of the data set.
-        columns: which columns, and the types that the reader is to make of them; `None` leaves the type.
+        columns: which columns, and the types that the reader is to make of them; `None` leaves the
+            type.
         batch_size: rows of one batch of this process.
         rank: this process.
         size: processes.
         seed: of the order.
         shuffle: whether each pass has an order of its own.
         threads: reading threads.
-        in_memory: whether the rows of this process stay in memory after the first pass; their order is then drawn
-            from them alone. With `moves` they stay in memory that processes of a host share, and keep their order.
+        in_memory: whether the rows of this process stay in memory after the first pass; their order
+            is then drawn from them alone. With `moves` they stay in memory that processes of a host
+            share, and keep their order.
         transformation: makes other columns of each batch.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: what becomes of nulls, NaN and infinities.
@@ -122,7 +128,9 @@ class Source:
     ) -> None:
         missing = missing or Missing()
         self._ragged = dict(ragged or {})
-        self._nested = [name for name in columns if name in self._ragged and self._ragged[name].nested]
+        self._nested = [
+            name for name in columns if name in self._ragged and self._ragged[name].nested
+        ]
         fixed = fixed or (in_memory and not moves)
         with seen(url):
             dataset = Dataset.open(url)
@@ -136,17 +144,35 @@ class Source:
                 shuffle=shuffle,
                 threads=threads,
                 tail="pad",
-                cast={name: to for name, to in columns.items() if to is not None and name not in self._ragged},
+                cast={
+                    name: to
+                    for name, to in columns.items()
+                    if to is not None and name not in self._ragged
+                },
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
-                pad={name: self._ragged[name].padding(fixed=fixed) for name in columns if name in self._ragged} or None,
+                pad={
+                    name: self._ragged[name].padding(fixed=fixed)
+                    for name in columns
+                    if name in self._ragged
+                }
+                or None,
                 cache=directory_for(dataset, list(columns)) if in_memory and moves else None,
             )
         if self._nested and transformation is not None:
-            raise ValueError(f"a transformation_fn takes no nested columns: {', '.join(self._nested)}")
-        texts = [one.name for one in self._reader.columns if one.dtype in TEXTS and one.name not in self._ragged]
+            raise ValueError(
+                f"a transformation_fn takes no nested columns: {', '.join(self._nested)}"
+            )
+        texts = [
+            one.name
+            for one in self._reader.columns
+            if one.dtype in TEXTS and one.name not in self._ragged
+        ]
         if texts and transformation is None:
-            raise ValueError(f"tensors cannot hold strings: a transformation_fn can make numbers of {', '.join(texts)}")
+            raise ValueError(
+                "tensors cannot hold strings: a transformation_fn can make numbers of "
+                f"{', '.join(texts)}"
+            )
         self.steps = self._reader.steps()
         self.total = dataset.rows
         self.own = max(0, -(-(dataset.rows - rank) // size))
@@ -181,7 +207,9 @@ class Source:
         return any((rows - 1) % (self._size * self._batch_size) + 1 < self._size for rows in ends)
 
     def lacking(self, steps: int) -> list[int]:
-        """Returns the steps of an epoch of so many in which this process has no row: ends of passes, if any."""
+        """Returns the steps of an epoch of so many in which this process has no row: ends of
+        passes, if any.
+        """
         whole, left = self._size * self._batch_size, self.total - self._begun.row
         first = self._begun.steps + max(1, -(-left // whole)) - 1
         found = [first] if (left - 1) % whole < self._rank and first < steps else []
@@ -198,7 +226,9 @@ class Source:
         self._begun = place
 
     def steps_until_end(self) -> int:
-        """Steps of an epoch of one pass, including those before the place where this one continues."""
+        """Steps of an epoch of one pass, including those before the place where this one
+        continues.
+        """
         whole = self._size * self._batch_size
         return self._begun.steps + max(1, -(-(self.total - self._begun.row) // whole))
 
@@ -215,11 +245,15 @@ class Source:
         return Place(steps, begun.rows + rows, self._first_pass(number, steps) + passes, row)
 
     def rows_in(self, first: int, last: int) -> int:
-        """Returns the rows of all processes in the steps from `first` up to, not including, `last` of an epoch."""
+        """Returns the rows of all processes in the steps from `first` up to, not including,
+        `last` of an epoch.
+        """
         return self._until(last) - self._until(first)
 
     def share(self, rows: Rows) -> float:
-        """Returns the factor of the mean loss over a batch, before gradients are averaged over processes."""
+        """Returns the factor of the mean loss over a batch, before gradients are averaged over
+        processes.
+        """
         return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
@@ -240,13 +274,17 @@ class Source:
             current, row = current + 1, 0
 
     def _first_pass(self, number: int, steps: int) -> int:
-        """Returns the number of the pass that an epoch of so many steps begins with, or continues with."""
+        """Returns the number of the pass that an epoch of so many steps begins with, or
+        continues with.
+        """
         if self._begun.number is not None:
             return self._begun.number
         return number * max(1, math.ceil(steps / max(self.steps, 1)))
 
     def _until(self, steps: int) -> int:
-        """Returns the rows of all processes in the steps from the place where the epoch continues up to `steps`."""
+        """Returns the rows of all processes in the steps from the place where the epoch
+        continues up to `steps`.
+        """
         whole, left = self._size * self._batch_size, self.total - self._begun.row
         done, first = steps - self._begun.steps, -(-left // whole)
         if done <= first:
@@ -323,7 +361,8 @@ def sample(
     """
     casts: dict[str, str | None] = dict.fromkeys(columns)
     source = Source(
-        url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows, missing=missing,
+        url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows,
+        missing=missing,
         ragged=ragged, fixed=True,
     )  # fmt: skip
     with closing(source.epoch(0, 1)) as batches:
@@ -331,7 +370,8 @@ def sample(
 
 
 def array(batch: Batch, name: str) -> npt.NDArray[Any]:
-    """Returns a column of a batch, in the batch's own memory, which lives as long as the array; of texts, a copy.
+    """Returns a column of a batch, in the batch's own memory, which lives as long as the array; of
+    texts, a copy.
 
     Args:
         batch: of the native reader.

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
 
 def tidy(
-    store: AbstractFilesystemStore, older_than: float | None, larger_than: int | None, tell: Callable[[str], None]
+    store: AbstractFilesystemStore,
+    older_than: float | None,
+    larger_than: int | None,
+    tell: Callable[[str], None],
 ) -> None:
-    """Deletes prepared data that is old, or too much, and that no process uses; the fit continues if it cannot.
+    """Deletes prepared data that is old, or too much, and that no process uses; the fit continues
+    if it cannot.
 
     Args:
         store: of the fit, whose own data is in use.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Conversions of Spark's types to types of NumPy and Python, and to the names in Horovod's metadata."""
+"""Conversions of Spark's types to types of NumPy and Python, and to the names in Horovod's
+metadata.
+"""
 
 # ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
 
@@ -120,12 +122,16 @@ def get_spark_df_output_schema(
     from pyspark.sql.types import StructField, StructType
 
     if len(label_cols) != len(output_cols):
-        raise ValueError(f"there must be one output for each label: {list(output_cols)} for {list(label_cols)}")
+        raise ValueError(
+            f"there must be one output for each label: {list(output_cols)} for {list(label_cols)}"
+        )
     taken = sorted({*output_cols} & {*input_df_schema.names})
     if taken:
         raise ValueError(f"columns of these names are there already: {', '.join(taken)}")
     fields = copy.deepcopy(input_df_schema.fields)
     for label, output in zip(label_cols, output_cols, strict=True):
         kind = metadata[label]["spark_data_type"]
-        fields.append(StructField(output, VectorUDT() if _name(kind) in _VECTORS else kind(), nullable=True))
+        fields.append(
+            StructField(output, VectorUDT() if _name(kind) in _VECTORS else kind(), nullable=True)
+        )
     return StructType(fields)

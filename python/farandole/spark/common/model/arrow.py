@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Converts between Arrow columns, as Spark passes them to Python, and NumPy arrays for models.
 
-Spark's vectors arrive as `struct<type, size, indices, values>`: type 1 is dense and its `values` hold every element,
-type 0 is sparse and uses `size`, `indices` and `values`. Predictions are returned in the same form.
+Spark's vectors arrive as `struct<type, size, indices, values>`: type 1 is dense and its `values`
+hold every element, type 0 is sparse and uses `size`, `indices` and `values`. Predictions are
+returned in the same form.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def fill_of(fill: Any, name: str) -> Fill | None:
     """Returns the replacement of missing values in a column.
 
     Args:
-        fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands for all others.
+        fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands
+            for all others.
         name: of the column.
     """
     given = fill if isinstance(fill, Mapping) else {"*": fill}
@@ -69,7 +71,8 @@ def features(
     fixed: bool = False,
     texts: bool = False,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Returns the columns as arrays by name, as in training; for nested columns padded rows and, beside them, lengths.
+    """Returns the columns as arrays by name, as in training; for nested columns padded rows and,
+    beside them, lengths.
 
     Args:
         batch: whose columns go by number.
@@ -89,29 +92,36 @@ def features(
             return encoding.ragged[name].of_arrow(batch.column(places[name]), name, fixed=fixed)
         column = encoding.column(name, places, lambda source: batch.column(places[source]))
         if texts and _is_text(column.type) and not column.null_count:
-            return np.array([*column.to_pylist(), None], dtype=object)[:-1]  # one more, or NumPy looks into them
-        return rows(column, name, None if name in encoding.categories else fill_of(encoding.fill, name))
+            # one more, or NumPy looks into them
+            return np.array([*column.to_pylist(), None], dtype=object)[:-1]
+        return rows(
+            column, name, None if name in encoding.categories else fill_of(encoding.fill, name)
+        )
 
     found = {name: one(name) for name in names}
     nested = [name for name in found if name in encoding.ragged and encoding.ragged[name].nested]
-    lengths = {name: encoding.ragged[name].lengths_of_arrow(batch.column(places[name])) for name in nested}
+    lengths = {
+        name: encoding.ragged[name].lengths_of_arrow(batch.column(places[name])) for name in nested
+    }
     return found | {lengths_of(name): counts for name, counts in lengths.items()}
 
 
 def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
-    """Returns the column as one array with rows as first axis: `(rows,)` for scalars, else `(rows, length, ...)`.
+    """Returns the column as one array with rows as first axis: `(rows,)` for scalars, else `(rows,
+    length, ...)`.
 
-    Values become what they became in prepared data: decimals float64, dates whole days and timestamps whole units since
-    the epoch.
+    Values become what they became in prepared data: decimals float64, dates whole days and
+    timestamps whole units since the epoch.
 
     Args:
-        column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's vectors of one size.
+        column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's
+            vectors of one size.
         name: the column's, for messages.
         fill: what replaces nulls and NaN; without it nulls are refused.
 
     Raises:
-        ValueError: nulls, rows of different length, a type that no tensor can hold, or a fill that the column cannot
-            hold; naming the column.
+        ValueError: nulls, rows of different length, a type that no tensor can hold, or a fill that
+            the column cannot hold; naming the column.
     """
     kind = column.type
     is_time = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind)
@@ -125,7 +135,12 @@ def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[A
         return _numbers(column).to_numpy(zero_copy_only=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _lists(column, name, fill)
-    if pa.types.is_struct(kind) and {field.name for field in kind} == {"type", "size", "indices", "values"}:
+    if pa.types.is_struct(kind) and {field.name for field in kind} == {
+        "type",
+        "size",
+        "indices",
+        "values",
+    }:
         return _vectors(column, name, fill)
     raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
 
@@ -133,7 +148,12 @@ def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[A
 def _is_text(kind: pa.DataType) -> bool:
     return any(
         of_kind(kind)
-        for of_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+        for of_kind in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
     )
 
 
@@ -146,9 +166,14 @@ def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
     count, length = values.shape
     offsets = np.arange(count + 1, dtype=np.int32) * np.int32(length)
     flat = pa.array(np.ascontiguousarray(values, dtype=np.float64).reshape(-1))
-    nothing = pa.nulls(count, VECTOR.field("size").type), pa.nulls(count, VECTOR.field("indices").type)
+    nothing = (
+        pa.nulls(count, VECTOR.field("size").type),
+        pa.nulls(count, VECTOR.field("indices").type),
+    )
     dense = pa.ListArray.from_arrays(pa.array(offsets), flat)
-    return pa.StructArray.from_arrays([pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR))
+    return pa.StructArray.from_arrays(
+        [pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR)
+    )
 
 
 def _numbers(column: Any) -> Any:
@@ -175,7 +200,9 @@ def _filled(column: Any, name: str, fill: Fill) -> Any:
         value = pa.scalar(fill.text).cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         if fill.named:
-            raise ValueError(f"column {name!r} is {kind}, which cannot hold the value of fill: {fill.text}") from None
+            raise ValueError(
+                f"column {name!r} is {kind}, which cannot hold the value of fill: {fill.text}"
+            ) from None
         return column
     return compute.if_else(missing, value, column)
 
@@ -188,13 +215,17 @@ def _lists(column: Any, name: str, fill: Fill | None = None) -> npt.NDArray[Any]
     else:
         lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False)).tolist()
     if len(lengths) != 1:
-        raise ValueError(f"column {name!r} has rows of different length: {', '.join(map(str, lengths[:3]))}")
+        raise ValueError(
+            f"column {name!r} has rows of different length: {', '.join(map(str, lengths[:3]))}"
+        )
     inner = rows(column.flatten(), name, fill)
     return inner.reshape(len(column), lengths[0], *inner.shape[1:])
 
 
 def _vectors(column: Any, name: str, fill: Fill | None) -> npt.NDArray[Any]:
-    kinds, sizes, indices, values = (column.field(field) for field in ("type", "size", "indices", "values"))
+    kinds, sizes, indices, values = (
+        column.field(field) for field in ("type", "size", "indices", "values")
+    )
     if fill is not None:
         whole = _filled(values.values, name, fill)
         values = pa.ListArray.from_arrays(values.offsets, whole)
@@ -204,7 +235,9 @@ def _vectors(column: Any, name: str, fill: Fill | None) -> npt.NDArray[Any]:
     lengths = values.value_lengths().to_numpy(zero_copy_only=False)
     widths = np.where(dense, lengths, sizes.fill_null(0).to_numpy(zero_copy_only=False))
     if len(set(widths.tolist())) != 1:
-        raise ValueError(f"column {name!r} has rows of different length: {sorted(set(widths.tolist()))[:3]}")
+        raise ValueError(
+            f"column {name!r} has rows of different length: {sorted(set(widths.tolist()))[:3]}"
+        )
     result = np.zeros((len(column), int(widths[0])), dtype=np.float64)
     owner = np.repeat(np.arange(len(column)), lengths)
     flat = values.flatten().to_numpy(zero_copy_only=False)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Code shared by the fitted models of all frameworks: predictions, their columns, and metrics over rows."""
+"""Code shared by the fitted models of all frameworks: predictions, their columns, and metrics
+over rows.
+"""
 
 # ruff: noqa: PLC0415 - what needs a session is loaded when there is one
 
@@ -57,8 +59,9 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             params: values of parameters that hold for this call.
 
         Returns:
-            The DataFrame with the columns of `getOutputCols`, then those in Spark ML's manner that were asked for:
-            `rawPredictionCol`, `probabilityCol`, `predictionCol`, `predictedLabelCol`, `labelIndexCol`.
+            The DataFrame with the columns of `getOutputCols`, then those in Spark ML's manner that
+            were asked for: `rawPredictionCol`, `probabilityCol`, `predictionCol`,
+            `predictedLabelCol`, `labelIndexCol`.
 
         Raises:
             ValueError: a column is missing or does not fit; the message names it.
@@ -66,7 +69,8 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return super().transform(df, params)
 
     def evaluate(self, df: DataFrame) -> Evaluation:
-        """Predicts the rows of a DataFrame and compares them with their label, in one pass on the executors.
+        """Predicts the rows of a DataFrame and compares them with their label, in one pass on the
+        executors.
 
         Args:
             df: the rows, with the label.
@@ -75,7 +79,8 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             Metrics over all rows: of classes or of values, as the model's `output_form` says.
 
         Raises:
-            ValueError: a column is missing, or the model has several labels, or an output of unknown form.
+            ValueError: a column is missing, or the model has several labels, or an output of
+                unknown form.
         """
         from farandole.spark.common.model.evaluation import measured, sums
 
@@ -87,7 +92,12 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return start.evaluation(self.getClasses())
 
     def _measure(
-        self, df: DataFrame, label: str, start: ClassSums | ValueSums, task: Callable[..., Any], title: str
+        self,
+        df: DataFrame,
+        label: str,
+        start: ClassSums | ValueSums,
+        task: Callable[..., Any],
+        title: str,
     ) -> list[Any]:
         """Runs the task on all rows and returns the sums, one object for each task.
 
@@ -95,7 +105,8 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             df: the rows.
             label: the label column.
             start: with nothing counted.
-            task: takes the predictor, what gives labels, and `start`; returns a function for `mapInArrow`.
+            task: takes the predictor, what gives labels, and `start`; returns a function for
+                `mapInArrow`.
             title: of Spark's job.
         """
         from farandole.spark.job.session import Cluster
@@ -110,11 +121,12 @@ class FarandoleModel(ClassParams, ModelParams, Model):
     def importance(
         self, df: DataFrame, metric: str | None = None, *, repeats: int = 1, seed: int = 0
     ) -> dict[str, float]:
-        """Measures how much worse the model predicts when the values of one column are exchanged between rows.
+        """Measures how much worse the model predicts when the values of one column are exchanged
+        between rows.
 
-        Values are exchanged between the rows of a task (65,536 or 64 MiB at a time), so rows should be in no order: a
-        DataFrame that is sorted by a column understates its importance. The rows are read once and predicted once for
-        each column and repeat.
+        Values are exchanged between the rows of a task (65,536 or 64 MiB at a time), so rows should
+        be in no order: a DataFrame that is sorted by a column understates its importance. The rows
+        are read once and predicted once for each column and repeat.
 
         Args:
             df: the rows, with the label.
@@ -123,8 +135,8 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             seed: of the orders.
 
         Returns:
-            By feature column, how much worse the metric gets; the largest first. Features that are made of a column,
-            such as `age__missing`, change with it.
+            By feature column, how much worse the metric gets; the largest first. Features that are
+            made of a column, such as `age__missing`, change with it.
 
         Raises:
             ValueError: as `evaluate`; there is no such metric, or `repeats` is below 1.
@@ -141,24 +153,29 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         features = sources_of([name for group in self._inputs() for name in group], df.columns)
         names = {df.columns.index(name): name for name in features}
         found: dict[Any, Any] = {}
-        task = partial(permuted, columns=list(names), seeds=[seed + turn for turn in range(repeats)])
+        task = partial(
+            permuted, columns=list(names), seeds=[seed + turn for turn in range(repeats)]
+        )
         for part in self._measure(df, label, start, task, "farandole: importance of columns"):
             for key, counted in part.items():
                 found.setdefault(key, deepcopy(start)).merge(counted)
         return importances(found or {None: start}, names, metric)
 
     def drift(self, df: Any, **reading: Any) -> dict[str, Drift]:
-        """Compares the columns of other rows with those of the rows that the model was trained with.
+        """Compares the columns of other rows with those of the rows that the model was trained
+        with.
 
         Args:
-            df: a DataFrame, whose rows the executors count, or another source of `farandole.data.prepare_data`.
+            df: a DataFrame, whose rows the executors count, or another source of
+                `farandole.data.prepare_data`.
             reading: `format`, `types` and `options`, as for `prepare_data`.
 
         Returns:
             By column, the largest drift first: features, and labels that `df` has.
 
         Raises:
-            ValueError: the model carries no statistics, or a feature is missing or has another kind of values.
+            ValueError: the model carries no statistics, or a feature is missing or has another kind
+                of values.
         """
         from farandole.data.encoding import sources_of
         from farandole.data.statistics import Statistics
@@ -166,15 +183,19 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         known = self.getStatistics()
         if known is None:
             raise ValueError(
-                "drift needs the statistics of the training data: fit with statistics=True, or pass it to prepare_data"
+                "drift needs the statistics of the training data: fit with statistics=True, or "
+                "pass it to prepare_data"
             )
         labels = self.getLabelColumns() or []
-        columns = sources_of([*(name for group in self._inputs() for name in group), *labels], known.columns)
+        columns = sources_of(
+            [*(name for group in self._inputs() for name in group), *labels], known.columns
+        )
         own = Statistics({name: known[name] for name in columns if name in known.columns})
         return own.drift(df, optional=labels, **reading)
 
     def explain(self) -> str:
-        """Describes the model: its inputs and outputs, the treatment of missing values, its layers and parameters.
+        """Describes the model: its inputs and outputs, the treatment of missing values, its layers
+        and parameters.
 
         Returns:
             Lines of text, which `print` shows.
@@ -191,18 +212,24 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         parts = {
             "inputs": explained.inputs_told(known, self.getCategories()),
             "missing values": explained.fills_told(self._encoding().fill, self.getLearned()),
-            "outputs": explained.outputs_told(self.getOutputCols(), outputs, self.getOutputForm(), self.getClasses()),
+            "outputs": explained.outputs_told(
+                self.getOutputCols(), outputs, self.getOutputForm(), self.getClasses()
+            ),
             "layers": explained.layers_told(self._layers()),
         }
         title = type(self).__name__ + (f" of run {run}" if run else "")
-        return "\n".join([title, *(f"{name}\n  " + "\n  ".join(lines) for name, lines in parts.items() if lines)])
+        return "\n".join(
+            [title, *(f"{name}\n  " + "\n  ".join(lines) for name, lines in parts.items() if lines)]
+        )
 
     def _layers(self) -> list[Layer]:
         """The layers of the model, those with parameters and those without."""
         raise NotImplementedError
 
     def getClasses(self) -> list[Any] | None:  # noqa: N802 - Spark ML's manner
-        """Returns the names of the classes: `class_names`, else the label's categories; `None` for numbers."""
+        """Returns the names of the classes: `class_names`, else the label's categories; `None`
+        for numbers.
+        """
         labels = self.getLabelColumns() or [""]
         return self.getClassNames() or self.getCategories().get(labels[0])
 
@@ -218,13 +245,16 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             return
         _TOLD[session].add(self._framework)
         Lines().message(
-            f"the first prediction in each of Spark's Python workers imports {self._framework}, which takes some "
+            f"the first prediction in each of Spark's Python workers imports {self._framework}, "
+            "which takes some "
             "seconds; later ones find it there"
         )
 
     def _encoding(self) -> Encoding:
         """Returns the encoding of the features."""
-        return Encoding.of_model(self.getCategories(), self.getFill(), self.getLearned(), self.getRagged())
+        return Encoding.of_model(
+            self.getCategories(), self.getFill(), self.getLearned(), self.getRagged()
+        )
 
     def _form(self, what: str) -> str:
         """Returns the form of the model's only output.
@@ -238,7 +268,8 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return check_form(what, self.getOutputForm(), self.getLabelColumns())
 
     def _predictor(self, dataset: DataFrame) -> Any:
-        """Returns the object that predicts in tasks, with `predict`, `probe`, `outputs` and `completed`.
+        """Returns the object that predicts in tasks, with `predict`, `probe`, `outputs` and
+        `completed`.
 
         Args:
             dataset: that will be transformed.
@@ -266,12 +297,17 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         function = self.getTransformationFn()
         if function is None:
             raise ValueError(
-                "apply_transformation needs a transformation_fn: the estimator had none, or the model was loaded "
-                "without saved code; setTransformationFn sets one"
+                "apply_transformation needs a transformation_fn: the estimator had none, or the "
+                "model was loaded without saved code; setTransformationFn sets one"
             )
-        edits, removed = self.getTransformationEditFields() or (), self.getTransformationRemovedFields() or ()
+        edits, removed = (
+            self.getTransformationEditFields() or (),
+            self.getTransformationRemovedFields() or (),
+        )
         names = [name for group in self._inputs() for name in group]
-        return Transformation(function, edits, removed).of_features(names, self.getLabelColumns() or ())
+        return Transformation(function, edits, removed).of_features(
+            names, self.getLabelColumns() or ()
+        )
 
     def _sent_transformation(self) -> bytes | None:
         """Returns the same, as tasks get it."""
@@ -317,16 +353,21 @@ class FarandoleModel(ClassParams, ModelParams, Model):
 
     def _inputs(self) -> list[list[str]]:
         """Returns the columns of each of the model's inputs, as in the estimator."""
-        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []]
+        return [
+            [one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []
+        ]
 
     def history_frame(self) -> pd.DataFrame:
-        """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_`."""
+        """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the
+        same with `val_`.
+        """
         from farandole.runner.show.history import frame
 
         return frame(self.getHistory() or [])
 
     def plot_history(self, *names: str) -> Chart:
-        """Returns the history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
+        """Returns the history as a chart: notebooks show it, `plot_history().save("history.svg")`
+        writes it.
 
         Args:
             *names: which numbers, such as `"loss"`; default: all.
@@ -371,7 +412,8 @@ def check_form(what: str, form: str | None, labels: list[str] | None) -> str:
         raise ValueError(f"{what} is for models of one label: {', '.join(labels or [])}")
     if form is None:
         raise ValueError(
-            f"{what} needs to know what the model returns, which its loss does not show: set output_form to values, "
+            f"{what} needs to know what the model returns, which its loss does not show: set "
+            "output_form to values, "
             "logits, probabilities or log_probabilities"
         )
     return form
@@ -388,12 +430,19 @@ def check_columns(columns: dict[str, str], form: str, thresholds: list[float] | 
     Raises:
         ValueError: naming the parameter.
     """
-    of_classes = [name for name in columns if name != "predictionCol"] + (["thresholds"] if thresholds else [])
+    of_classes = [name for name in columns if name != "predictionCol"] + (
+        ["thresholds"] if thresholds else []
+    )
     if form == "values" and of_classes:
-        raise ValueError(f"{of_classes[0]} needs a model with classes, but the output_form of this model is values")
+        raise ValueError(
+            f"{of_classes[0]} needs a model with classes, but the output_form of this model is "
+            "values"
+        )
 
 
-def _label(name: str, columns: list[str], encoding: Encoding) -> Callable[[pa.RecordBatch], npt.NDArray[Any]]:
+def _label(
+    name: str, columns: list[str], encoding: Encoding
+) -> Callable[[pa.RecordBatch], npt.NDArray[Any]]:
     """Returns a function that takes the labels out of a batch whose columns go by number."""
 
     def label(batch: pa.RecordBatch) -> npt.NDArray[Any]:

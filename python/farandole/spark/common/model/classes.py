@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Predictions in Spark ML's manner: raw predictions, probabilities, a predicted class, thresholds and names of classes.
+"""Predictions in Spark ML's manner: raw predictions, probabilities, a predicted class, thresholds
+and names of classes.
 
-They are for models with one label. The output of a model has a form: `logits`, `probabilities` or `log_probabilities`
-of classes, or `values`, which are not classes. A model with two classes may return one number, that of the second
-class.
+They are for models with one label. The output of a model has a form: `logits`, `probabilities` or
+`log_probabilities` of classes, or `values`, which are not classes. A model with two classes may
+return one number, that of the second class.
 """
 
 # ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; tasks load what they need
@@ -31,16 +32,33 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 FORMS = ("values", "logits", "probabilities", "log_probabilities")
-COLUMNS = ("rawPredictionCol", "probabilityCol", "predictionCol", "predictedLabelCol", "labelIndexCol")
+COLUMNS = (
+    "rawPredictionCol",
+    "probabilityCol",
+    "predictionCol",
+    "predictedLabelCol",
+    "labelIndexCol",
+)
 """The parameters that name columns, in the order of the columns."""
-_TYPES = {"rawPredictionCol": VectorUDT, "probabilityCol": VectorUDT, "predictedLabelCol": types.StringType}
+_TYPES = {
+    "rawPredictionCol": VectorUDT,
+    "probabilityCol": VectorUDT,
+    "predictedLabelCol": types.StringType,
+}
 _TWO = 2
 
 
 def _thresholds(name: str, value: Any) -> list[float]:
     numbers = check.numbers(name, value)
-    if any(not 0 <= one < float("inf") for one in numbers) or numbers.count(0.0) > 1 or len(numbers) < _TWO:
-        raise ValueError(f"{name} must be one number for each class, 0 or more, and at most one of them 0: {value}")
+    if (
+        any(not 0 <= one < float("inf") for one in numbers)
+        or numbers.count(0.0) > 1
+        or len(numbers) < _TWO
+    ):
+        raise ValueError(
+            f"{name} must be one number for each class, 0 or more, and at most one of them 0: "
+            f"{value}"
+        )
     return numbers
 
 
@@ -48,7 +66,8 @@ class ClassParams(Parameters):
     """The parameters of estimators and models for predictions as in Spark ML."""
 
     predictionCol: Parameter[str] = Parameter(
-        "Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.",
+        "Column that `transform` adds for the class of a row, or its value, as Spark ML's models "
+        "do.",
         check.optional(check.text),
         default=None,
     )
@@ -64,7 +83,9 @@ class ClassParams(Parameters):
         "Column for the name of the class.", check.optional(check.text), default=None
     )
     labelIndexCol: Parameter[str] = Parameter(
-        "Column for the index of the label's class, where labels are strings.", check.optional(check.text), default=None
+        "Column for the index of the label's class, where labels are strings.",
+        check.optional(check.text),
+        default=None,
     )
     thresholds: Parameter[Sequence[float]] = Parameter(
         "One number of each class; the class of the largest probability by threshold is predicted.",
@@ -162,7 +183,9 @@ class Added:
                 if what == "predictionCol":
                     found.append(pa.array(index.astype(np.float64)))
                 else:
-                    names = pa.array([str(one) for one in self.classes or range(probability.shape[1])])
+                    names = pa.array(
+                        [str(one) for one in self.classes or range(probability.shape[1])]
+                    )
                     found.append(names.take(pa.array(index)))
         return found
 
@@ -195,13 +218,16 @@ def scores(output: Array, form: str) -> tuple[Array, Array]:
         if form == "logits":
             second = np.exp(-np.logaddexp(0.0, -values))
             first = np.exp(-np.logaddexp(0.0, values))
-            return np.concatenate([-values, values], axis=1), np.concatenate([first, second], axis=1)
+            return np.concatenate([-values, values], axis=1), np.concatenate(
+                [first, second], axis=1
+            )
         second = np.exp(values) if form == "log_probabilities" else values
         both = np.concatenate([1.0 - second, second], axis=1)
         return both, both
     if form == "logits":
         shifted = np.exp(values - values.max(axis=1, keepdims=True, initial=-np.inf))
-        # Evaluators of two classes rank rows by the second number alone: it has to be the margin, as in Spark ML.
+        # Evaluators of two classes rank rows by the second number alone: it has to be the margin,
+        # as in Spark ML.
         margin = values[:, 1:] - values[:, :1] if values.shape[1] == _TWO else values
         raw = np.concatenate([-margin, margin], axis=1) if values.shape[1] == _TWO else values
         return raw, shifted / shifted.sum(axis=1, keepdims=True)
@@ -221,7 +247,10 @@ def predicted(probability: Array, thresholds: Sequence[float] | None) -> Array:
     if thresholds is None or not len(probability):
         return probability.argmax(axis=1)
     if len(thresholds) != probability.shape[1]:
-        raise ValueError(f"thresholds need one number for each of {probability.shape[1]} classes: {list(thresholds)}")
+        raise ValueError(
+            f"thresholds need one number for each of {probability.shape[1]} classes: "
+            f"{list(thresholds)}"
+        )
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = probability / np.asarray(thresholds)
     return np.nan_to_num(scaled, nan=0.0, posinf=np.inf).argmax(axis=1)

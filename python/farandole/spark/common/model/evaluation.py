@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 _LEAST = 1e-15
 """A probability that a loss takes for 0, as Spark ML does."""
 MOST_SCORES = 1 << 16
-"""Different scores that are counted apart for the area under a curve. If there are more, neighbours share a count."""
+"""Different scores that are counted apart for the area under a curve. If there are more,
+neighbours share a count.
+"""
 _TWO = 2
 
 
@@ -30,8 +32,9 @@ _TWO = 2
 class Evaluation:
     """Metrics over rows.
 
-    Of classes: `accuracy`, `precision`, `recall` and `f1` (means over classes, weighted by their rows), `log_loss`, and
-    of two classes `area_under_roc`. Of values: `mse`, `rmse`, `mae` and `r2`.
+    Of classes: `accuracy`, `precision`, `recall` and `f1` (means over classes, weighted by their
+    rows), `log_loss`, and of two classes `area_under_roc`. Of values: `mse`, `rmse`, `mae` and
+    `r2`.
     """
 
     rows: int
@@ -56,10 +59,10 @@ class Evaluation:
 class ScoreCounts:
     """Rows of two classes by score, for the area under the ROC curve.
 
-    As in Spark's `BinaryClassificationEvaluator` with `numBins=0`, only equal scores are ties. Beyond `MOST_SCORES`
-    different scores, the least number of low bits is left out that makes them fewer. (Spark has `numBins=1000` by
-    default, and then groups neighbours from 2,000 different scores on.) The result does not depend on the order in
-    which tasks are merged.
+    As in Spark's `BinaryClassificationEvaluator` with `numBins=0`, only equal scores are ties.
+    Beyond `MOST_SCORES` different scores, the least number of low bits is left out that makes them
+    fewer. (Spark has `numBins=1000` by default, and then groups neighbours from 2,000 different
+    scores on.) The result does not depend on the order in which tasks are merged.
     """
 
     shift: int = 0
@@ -102,7 +105,9 @@ class ScoreCounts:
         np.add.at(self.counts, owners.reshape(-1), counts)
 
     def area(self) -> float:
-        """Returns the share of pairs of a row of each class whose scores are in order; equal ones count half."""
+        """Returns the share of pairs of a row of each class whose scores are in order; equal
+        ones count half.
+        """
         before = area = total = 0
         for first, second in self.counts.tolist():
             area += second * (2 * before + first)
@@ -137,11 +142,15 @@ class ClassSums:
         self.classes = probability.shape[1]
         index = label.reshape(-1).astype(np.int64)
         if len(index) and not 0 <= index.min() <= index.max() < self.classes:
-            raise ValueError(f"labels are indices of {self.classes} classes: {index.min()} to {index.max()}")
+            raise ValueError(
+                f"labels are indices of {self.classes} classes: {index.min()} to {index.max()}"
+            )
         self.count += len(index)
         own = probability[np.arange(len(index)), index]
         self.loss += float(-np.log(np.clip(own, _LEAST, 1.0)).sum())
-        pairs, counts = np.unique(index * self.classes + predicted(probability, self.thresholds), return_counts=True)
+        pairs, counts = np.unique(
+            index * self.classes + predicted(probability, self.thresholds), return_counts=True
+        )
         for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
             key = divmod(pair, self.classes)
             self.confusion[key] = self.confusion.get(key, 0) + count
@@ -180,7 +189,9 @@ class ClassSums:
             "log_loss": self.loss / max(self.count, 1),
         }
         if self.classes == _TWO:
-            metrics["area_under_roc"] = float("nan") if self.by_score is None else self.by_score.area()
+            metrics["area_under_roc"] = (
+                float("nan") if self.by_score is None else self.by_score.area()
+            )
         return Evaluation(self.count, metrics, list(names or range(self.classes)), table.tolist())
 
 
@@ -211,7 +222,11 @@ class ValueSums:
         wrong = values - wanted
         mean = float(wanted.mean()) if len(wanted) else 0.0
         spread = float(((wanted - mean) ** 2).sum())
-        self.merge(ValueSums(len(wanted), float((wrong**2).sum()), float(np.abs(wrong).sum()), mean, spread))
+        self.merge(
+            ValueSums(
+                len(wanted), float((wrong**2).sum()), float(np.abs(wrong).sum()), mean, spread
+            )
+        )
 
     def merge(self, other: ValueSums) -> None:
         """Adds the counts of another task."""
@@ -233,11 +248,18 @@ class ValueSums:
         del names
         mse = self.square / max(self.count, 1)
         r2 = 1.0 - self.square / self.spread if self.spread else float("nan")
-        metrics = {"mse": mse, "rmse": mse**0.5, "mae": self.absolute / max(self.count, 1), "r2": r2}
+        metrics = {
+            "mse": mse,
+            "rmse": mse**0.5,
+            "mae": self.absolute / max(self.count, 1),
+            "r2": r2,
+        }
         return Evaluation(self.count, metrics)
 
 
-def sums(form: str, thresholds: Sequence[float] | None, *, by_score: bool = True) -> ClassSums | ValueSums:
+def sums(
+    form: str, thresholds: Sequence[float] | None, *, by_score: bool = True
+) -> ClassSums | ValueSums:
     """Returns sums over no rows.
 
     Args:
@@ -268,6 +290,8 @@ def measured(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
         for batch in batches:
             if batch.num_rows:
                 found.add(predictor.outputs(batch)[0], label(batch))
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
+        )
 
     return measure

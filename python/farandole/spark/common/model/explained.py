@@ -33,7 +33,8 @@ class Layer:
 
 
 def torch_layers(module: Any) -> list[Layer]:
-    """Returns the layers of a torch module: those with their own parameters, and those without other layers.
+    """Returns the layers of a torch module: those with their own parameters, and those without
+    other layers.
 
     Args:
         module: of any kind. A parameter that two layers share counts where it comes first.
@@ -58,7 +59,9 @@ def torch_layers(module: Any) -> list[Layer]:
     return made
 
 
-def inputs_told(signature: Sequence[Mapping[str, Any]], categories: Mapping[str, Sequence[Any]]) -> list[str]:
+def inputs_told(
+    signature: Sequence[Mapping[str, Any]], categories: Mapping[str, Sequence[Any]]
+) -> list[str]:
     """Returns a line about each input.
 
     Args:
@@ -70,8 +73,15 @@ def inputs_told(signature: Sequence[Mapping[str, Any]], categories: Mapping[str,
         if "shape" not in one:
             lines.append(", ".join(one["columns"]))
             continue
-        sizes = ["rows", *("length" if one.get("ragged") else str(size) for size in one["shape"][1:])]
-        words = [f"{name}: {len(categories[name])} categories" for name in one["columns"] if name in categories]
+        sizes = [
+            "rows",
+            *("length" if one.get("ragged") else str(size) for size in one["shape"][1:]),
+        ]
+        words = [
+            f"{name}: {len(categories[name])} categories"
+            for name in one["columns"]
+            if name in categories
+        ]
         told = f" ({'; '.join(words)})" if words else ""
         lines.append(f"{', '.join(one['columns'])}: {one['dtype']} [{', '.join(sizes)}]{told}")
     return lines
@@ -93,7 +103,10 @@ def fills_told(fill: Mapping[str, Any] | None, learned: Mapping[str, str]) -> li
 
 
 def outputs_told(
-    names: Sequence[str], outputs: Sequence[Output] | None, form: str | None, classes: Sequence[Any] | None
+    names: Sequence[str],
+    outputs: Sequence[Output] | None,
+    form: str | None,
+    classes: Sequence[Any] | None,
 ) -> list[str]:
     """Returns a line about each output.
 
@@ -123,7 +136,9 @@ def layers_told(layers: Sequence[Layer]) -> list[str]:
     rows = [(one.name, one.kind, one.form, f"{one.parameters:,}") for one in layers]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = [
-        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {form:<{widths[2]}}  {number:>{widths[3]}}".rstrip()
+        (
+            f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {form:<{widths[2]}}  {number:>{widths[3]}}"
+        ).rstrip()
         for name, kind, form, number in rows
     ]
     count, trained = sum(one.parameters for one in layers), sum(one.trained for one in layers)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Permutation importance: the loss of quality if the values of one column are exchanged between rows."""
+"""Permutation importance: the loss of quality if the values of one column are exchanged between
+rows.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ _LESS_IS_BETTER = ("log_loss", "mse", "rmse", "mae")
 
 
 def permuted(
-    predictor: Any, label: Any, start: ClassSums | ValueSums, columns: Sequence[int], seeds: Sequence[int]
+    predictor: Any,
+    label: Any,
+    start: ClassSums | ValueSums,
+    columns: Sequence[int],
+    seeds: Sequence[int],
 ) -> Any:
-    """Returns a task's function: it yields one row with the sums of its rows, unchanged and with each column exchanged.
+    """Returns a task's function: it yields one row with the sums of its rows, unchanged and with
+    each column exchanged.
 
     Args:
         predictor: of the framework.
@@ -41,7 +48,10 @@ def permuted(
 
         import pyarrow as pa  # noqa: PLC0415
 
-        found = {key: deepcopy(start) for key in [None, *((one, seed) for one in columns for seed in seeds)]}
+        found = {
+            key: deepcopy(start)
+            for key in [None, *((one, seed) for one in columns for seed in seeds)]
+        }
         for number, (block, rows) in enumerate(_blocks(batches)):
             for key, counted in found.items():
                 changed = block
@@ -51,7 +61,9 @@ def permuted(
                     changed = block.set_column(key[0], field, block.column(key[0]).take(order))
                 for batch in changed.combine_chunks().to_batches(max_chunksize=rows):
                     counted.add(predictor.outputs(batch)[0], label(batch))
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
+        )
 
     return measure
 
@@ -64,7 +76,10 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]
     for batch in batches:
         if batch.num_rows:
             held.append(batch)
-        if sum(one.num_rows for one in held) >= BLOCK_ROWS or sum(one.nbytes for one in held) >= BLOCK_BYTES:
+        if (
+            sum(one.num_rows for one in held) >= BLOCK_ROWS
+            or sum(one.nbytes for one in held) >= BLOCK_BYTES
+        ):
             yield pa.Table.from_batches(held), max(one.num_rows for one in held)
             held = []
     if held:
@@ -92,7 +107,11 @@ def importances(
     worse = {
         name: float(
             np.mean(
-                [sign * (metrics[key][chosen] - metrics[None][chosen]) for key in metrics if key and key[0] == place]
+                [
+                    sign * (metrics[key][chosen] - metrics[None][chosen])
+                    for key in metrics
+                    if key and key[0] == place
+                ]
             )
         )
         for place, name in names.items()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parts of an export to ONNX that all frameworks share: names, rows, the file, and the check of its predictions.
+"""The parts of an export to ONNX that all frameworks share: names, rows, the file, and the check of
+its predictions.
 
-A file is written into a directory of its own. It gets its name only if ONNX Runtime makes the same predictions as the
-model.
+A file is written into a directory of its own. It gets its name only if ONNX Runtime makes the same
+predictions as the model.
 """
 
 # ruff: noqa: PLC0415, SLF001 - the packages are loaded when they are asked for; of one house
@@ -47,7 +48,9 @@ class DiffersError(ValueError):
     """The exported model predicts something else."""
 
 
-def exportable(model: FarandoleModel, outputs: Sequence[str], *, extras: str = "onnx", more: Sequence[str] = ()) -> Any:
+def exportable(
+    model: FarandoleModel, outputs: Sequence[str], *, extras: str = "onnx", more: Sequence[str] = ()
+) -> Any:
     """Returns the signature of a model that can be exported, as far as that is known before.
 
     Args:
@@ -62,17 +65,22 @@ def exportable(model: FarandoleModel, outputs: Sequence[str], *, extras: str = "
     """
     known = model.getSignature()
     if known is None:
-        raise ValueError("to_onnx needs the model's signature, which fit gives to it: setSignature sets it")
+        raise ValueError(
+            "to_onnx needs the model's signature, which fit gives to it: setSignature sets it"
+        )
     packages = (*more, *PACKAGES)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f'to_onnx needs the packages {", ".join(packages)}: pip install "farandole[{extras}]"', name=missing[0]
+            f'to_onnx needs the packages {", ".join(packages)}: pip install "farandole[{extras}]"',
+            name=missing[0],
         )
     every = [*names_of(known), *outputs]
     twice = sorted({name for name in every if every.count(name) > 1})
     if twice:
-        raise ValueError(f"inputs and outputs of an ONNX model need different names: {', '.join(twice)}")
+        raise ValueError(
+            f"inputs and outputs of an ONNX model need different names: {', '.join(twice)}"
+        )
     for name, one in zip(names_of(known), known, strict=True):
         if one["dtype"] == "bfloat16":
             raise ValueError(f"ONNX Runtime takes no bfloat16 input: {name}")
@@ -121,7 +129,9 @@ def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as stream:
             stream.write_batch(batch)
-        yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["batch"])
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["batch"]
+        )
 
 
 @contextlib.contextmanager
@@ -139,7 +149,8 @@ def placed(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield made
         durable.synchronize(Path(folder).absolute())
         for part in sorted(Path(folder).iterdir(), key=lambda one: one == made):
-            part.replace(target.parent / part.name)  # the file itself comes last, weights beside it first
+            # the file itself comes last, weights beside it first
+            part.replace(target.parent / part.name)
         durable.Disk().sync(target.parent)
 
 
@@ -181,7 +192,8 @@ def check(
 
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         names = names_of(signature)
-        taken = {one.name: one.shape for one in session.get_inputs()}  # without inputs that the model ignores
+        # without inputs that the model ignores
+        taken = {one.name: one.shape for one in session.get_inputs()}
         batch = _made_up(signature, names, taken) if rows is None else rows
         for part in (batch, [one[:1] for one in batch]):
             given = {name: one for name, one in zip(names, part, strict=True) if name in taken}
@@ -211,18 +223,23 @@ def reason(error: BaseException) -> str:
 def _compare(name: str, mine: Array, its: Array, tolerance: float) -> None:
     if mine.shape != its.shape:
         raise DiffersError(
-            f"the ONNX model gives another shape for {name}: {list(its.shape)}, the model {list(mine.shape)}"
+            f"the ONNX model gives another shape for {name}: {list(its.shape)}, the model "
+            f"{list(mine.shape)}"
         )
     if not np.allclose(mine, its, rtol=tolerance, atol=tolerance, equal_nan=True):
         worst = float(np.nanmax(np.abs(mine.astype("float64") - its.astype("float64"))))
         raise DiffersError(
-            f"the ONNX model does not predict what the model predicts: {name} differs by up to {worst:.3g}, tolerance "
-            f"{tolerance:g}; nothing was written"
+            f"the ONNX model does not predict what the model predicts: {name} differs by up to "
+            f"{worst:.3g}, tolerance {tolerance:g}; nothing was written"
         )
 
 
-def _made_up(signature: Signature, names: Sequence[str], taken: Mapping[str, Sequence[Any]]) -> list[Array]:
-    """Another number of rows than was traced, and a length of its own for each length that may differ from others."""
+def _made_up(
+    signature: Signature, names: Sequence[str], taken: Mapping[str, Sequence[Any]]
+) -> list[Array]:
+    """Another number of rows than was traced, and a length of its own for each length that may
+    differ from others.
+    """
     symbols: list[Any] = []
     batch: list[Array] = []
     for name, one in zip(names, signature, strict=True):

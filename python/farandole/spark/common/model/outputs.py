@@ -39,8 +39,8 @@ class Output:
     def kind(self) -> str:
         """The type of a prediction: `vector`, or NumPy's name of a number.
 
-        As in Horovod a number for an integer label is rounded to an integer, halves to even; one for a boolean label
-        stays a float.
+        As in Horovod a number for an integer label is rounded to an integer, halves to even; one
+        for a boolean label stays a float.
         """
         if self.label_is_vector or self.size != 1:
             return "vector"
@@ -76,7 +76,9 @@ def describe(found: list[Output] | None) -> list[dict[str, Any]] | None:
     return None if found is None else [asdict(one) for one in found]
 
 
-def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Batches], Batches]) -> list[Output]:
+def found_outputs(
+    dataset: DataFrame, labels: Sequence[str], probe: Callable[[Batches], Batches]
+) -> list[Output]:
     """Predicts one row to find the outputs of a model.
 
     Args:
@@ -89,7 +91,9 @@ def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Ba
     """
     sizes = numbered(dataset.limit(1)).mapInArrow(_mapped(probe), "size int").collect()
     if not sizes:
-        raise ValueError("the outputs of the model are unknown, and the DataFrame has no row to determine them")
+        raise ValueError(
+            "the outputs of the model are unknown, and the DataFrame has no row to determine them"
+        )
     schema = {field.name: field.dataType for field in dataset.schema.fields}
     return [
         Output(numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)
@@ -98,7 +102,10 @@ def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Ba
 
 
 def add_predictions(
-    dataset: DataFrame, names: Sequence[str], added: Sequence[types.DataType], predict: Callable[[Batches], Batches]
+    dataset: DataFrame,
+    names: Sequence[str],
+    added: Sequence[types.DataType],
+    predict: Callable[[Batches], Batches],
 ) -> DataFrame:
     """Returns the DataFrame with more columns.
 
@@ -110,12 +117,16 @@ def add_predictions(
     """
     inner = numbered(dataset)
     fields = [types.StructField(f"output{index}", one) for index, one in enumerate(added)]
-    predicted = inner.mapInArrow(_mapped(predict), types.StructType([*inner.schema.fields, *fields]))
+    predicted = inner.mapInArrow(
+        _mapped(predict), types.StructType([*inner.schema.fields, *fields])
+    )
     return predicted.toDF(*dataset.columns, *names)
 
 
 def numbered(dataset: DataFrame) -> DataFrame:
-    """Returns the same with numbers for names: mapInArrow takes no names with dots or backticks, and none twice."""
+    """Returns the same with numbers for names: mapInArrow takes no names with dots or backticks,
+    and none twice.
+    """
     return dataset.toDF(*(f"column{index}" for index in range(len(dataset.columns))))
 
 
@@ -125,7 +136,12 @@ def numpy_name(kind: types.DataType | None) -> str:
     Args:
         kind: the column's type, if there is one.
     """
-    names = {types.ByteType: "int8", types.ShortType: "int16", types.IntegerType: "int32", types.LongType: "int64"}
+    names = {
+        types.ByteType: "int8",
+        types.ShortType: "int16",
+        types.IntegerType: "int32",
+        types.LongType: "int64",
+    }
     return names.get(type(kind), "float32" if isinstance(kind, types.FloatType) else "float64")
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Logs a run for TensorBoard by its own library, in addition to the scalars of epochs that every run writes.
+"""Logs a run for TensorBoard by its own library, in addition to the scalars of epochs that every
+run writes.
 
-    logs/events.out.tfevents.farandole        scalars of epochs, by the training processes (`events`)
+    logs/events.out.tfevents.farandole        scalars of epochs, by the training processes
+                                              (`events`)
     logs/events.out.tfevents.details          parameters, for the tab HParams; the model as text
     logs/steps/events.out.tfevents.details    loss and speed within epochs
 
-TensorBoard reads the files of a directory in the order of their names, and reads on in the last one. Files only grow.
-A thread reads and writes them, so a slow store does not delay the training.
+TensorBoard reads the files of a directory in the order of their names, and reads on in the last
+one. Files only grow. A thread reads and writes them, so a slow store does not delay the training.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class TensorboardTracker(Tracker):
     """
 
     def __init__(
-        self, store: RemoteStore, parameters: dict[str, Any], clock: Callable[[], float] = time.monotonic
+        self,
+        store: RemoteStore,
+        parameters: dict[str, Any],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         try:
             self._begin = _library("plugins.hparams.summary_v2").hparams_pb
@@ -109,7 +114,10 @@ class TensorboardTracker(Tracker):
         self._details.add(self._text("model", f"```\n{shown}\n```"), 0)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Like `Tracker.__exit__`; waits until all is written."""
         try:
@@ -129,7 +137,9 @@ class _Writer:
         self._files = files
         self._asked = threading.Event()
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="farandole-tensorboard", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name="farandole-tensorboard", daemon=True
+        )
 
     def start(self) -> None:
         """Starts the thread."""
@@ -158,7 +168,8 @@ class _Writer:
 class _File:
     """A file of events that grows, also from one fit of a run to the next.
 
-    It is read before it is first written. While it cannot be read, it is left as it is and events are kept in memory.
+    It is read before it is first written. While it cannot be read, it is left as it is and events
+    are kept in memory.
 
     Args:
         store: Of the run.
@@ -190,7 +201,11 @@ class _File:
         failure = self._attempt()
         if failure is not None and not self._told:
             self._told = True
-            _LOG.warning("%s for TensorBoard cannot be %s; the next write tries it again", self._name, failure)
+            _LOG.warning(
+                "%s for TensorBoard cannot be %s; the next write tries it again",
+                self._name,
+                failure,
+            )
 
     def finish(self) -> None:
         """Writes new entries for the last time."""
@@ -201,7 +216,9 @@ class _File:
             time.sleep(_AGAIN_SECONDS)
             failure = self._attempt()
         if failure is not None:
-            _LOG.warning("%s for TensorBoard cannot be %s; it lacks events of this fit", self._name, failure)
+            _LOG.warning(
+                "%s for TensorBoard cannot be %s; it lacks events of this fit", self._name, failure
+            )
 
     def _attempt(self) -> str | None:
         """Writes new entries, and returns the failures."""
@@ -238,11 +255,16 @@ def _library(name: str) -> Any:
 
 def _end(*, failed: bool) -> Any:
     """Returns the end of a run, as the tab HParams shows it."""
-    metadata, messages = _library("plugins.hparams.metadata"), _library("plugins.hparams.plugin_data_pb2")
+    metadata, messages = (
+        _library("plugins.hparams.metadata"),
+        _library("plugins.hparams.plugin_data_pb2"),
+    )
     statuses = _library("plugins.hparams.api_pb2")
     status = statuses.STATUS_FAILURE if failed else statuses.STATUS_SUCCESS
     info = messages.SessionEndInfo(status=status, end_time_secs=time.time())
     content = metadata.create_summary_metadata(messages.HParamsPluginData(session_end_info=info))
     summary = _library("compat.proto.summary_pb2").Summary()
-    summary.value.add(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
+    summary.value.add(
+        tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR
+    )
     return summary

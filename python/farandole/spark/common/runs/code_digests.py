@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Describes functions and classes for digests: their code, and the names that it uses.
 
-Code of Python's library, of frameworks and of Farandole counts by its name, so that an update of a package makes no
-other run. All other code counts by its instructions, without comments, docstrings, line numbers and paths. A decorator
-of a framework, such as `torch.no_grad()`, counts by the function that it wraps and the plain values that it holds.
+Code of Python's library, of frameworks and of Farandole counts by its name, so that an update of a
+package makes no other run. All other code counts by its instructions, without comments, docstrings,
+line numbers and paths. A decorator of a framework, such as `torch.no_grad()`, counts by the
+function that it wraps and the plain values that it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 _FRAMEWORKS = frozenset(
     {
-        "torch", "keras", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "tensorflow", "jax",
+        "torch", "keras", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics",
+        "tensorflow", "jax",
         "numpy", "farandole", "pyspark", "py4j",
     }
 )  # fmt: skip
@@ -44,7 +46,8 @@ def local_name(value: Any) -> str:
 
 
 def is_users(value: Any) -> bool:
-    """Returns whether a function, a class or an object's class is neither of Python's library nor of a framework.
+    """Returns whether a function, a class or an object's class is neither of Python's library nor
+    of a framework.
 
     Args:
         value: a function, a class, or an object.
@@ -94,11 +97,16 @@ def is_array(value: Any) -> bool:
     Args:
         value: any.
     """
-    return type(value).__module__.partition(".")[0] in _ARRAYS and hasattr(value, "dtype") and hasattr(value, "shape")
+    return (
+        type(value).__module__.partition(".")[0] in _ARRAYS
+        and hasattr(value, "dtype")
+        and hasattr(value, "shape")
+    )
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns the user's function inside decorators of Python's library or of a framework; otherwise `None`.
+    """Returns the user's function inside decorators of Python's library or of a framework;
+    otherwise `None`.
 
     Args:
         value: any.
@@ -108,7 +116,8 @@ def unwrapped(value: Any) -> Any:
 
 
 def of_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
-    """Returns a function in decorators of Python's library or of a framework, and the plain values that those hold.
+    """Returns a function in decorators of Python's library or of a framework, and the plain values
+    that those hold.
 
     Args:
         value: any.
@@ -120,13 +129,19 @@ def of_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
     found = _layers(value)
     if found is None:
         return None
-    return ["wrapped", go(found[-1]), [go(one) for layer in found[:-1] for one in _plain_cells(layer)]]
+    return [
+        "wrapped",
+        go(found[-1]),
+        [go(one) for layer in found[:-1] for one in _plain_cells(layer)],
+    ]
 
 
 def _layers(value: Any) -> list[Any] | None:
     """Decorators that are not the user's, from the outermost on, and the values in them."""
     found = [value]
-    while len(found) <= _WRAPPERS and not isinstance(value, types.MethodType) and not is_users(value):
+    while (
+        len(found) <= _WRAPPERS and not isinstance(value, types.MethodType) and not is_users(value)
+    ):
         value = getattr(value, "__dict__", {}).get("__wrapped__")
         if value is None:
             return None
@@ -165,7 +180,8 @@ def of_function(value: types.FunctionType, go: Callable[..., Any]) -> list[Any]:
 
 
 def of_class(value: type, go: Callable[[Any], Any]) -> list[Any]:
-    """Returns a class: its functions, plain values and objects of the user's classes, and its bases.
+    """Returns a class: its functions, plain values and objects of the user's classes, and its
+    bases.
 
     Args:
         value: the class.
@@ -180,7 +196,9 @@ def _members(value: type) -> Iterator[tuple[str, Any]]:
         inner = _functions(one)
         if name not in _ASIDE and inner:
             yield name, inner
-        elif not name.startswith("__") and (one is None or isinstance(one, type) or _counts(one, value.__module__)):
+        elif not name.startswith("__") and (
+            one is None or isinstance(one, type) or _counts(one, value.__module__)
+        ):
             yield name, one
 
 
@@ -192,12 +210,16 @@ def _functions(value: Any) -> list[Any]:
         value = value.__func__
     elif isinstance(value, functools.cached_property | functools.partialmethod):
         value = value.func
-    followed = isinstance(value, types.FunctionType | functools.partial) or unwrapped(value) is not None
+    followed = (
+        isinstance(value, types.FunctionType | functools.partial) or unwrapped(value) is not None
+    )
     return [value] if followed else []
 
 
 def _used(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global values, functions and classes that a function names, and those of the user's modules."""
+    """The global values, functions and classes that a function names, and those of the user's
+    modules.
+    """
     known, own = value.__globals__, _module_of(value)
     for name in sorted(_globals(value.__code__) & known.keys()):
         found = known[name]
@@ -224,7 +246,9 @@ def _counts(value: Any, module: str) -> bool:
 
 
 def _is_followed(module: str) -> bool:
-    """Returns whether a module is the user's own. Installed packages change only with their versions."""
+    """Returns whether a module is the user's own. Installed packages change only with their
+    versions.
+    """
     if module == "__main__":
         return True
     package = module.partition(".")[0]
@@ -235,7 +259,11 @@ def _is_followed(module: str) -> bool:
 
 
 def _globals(code: types.CodeType) -> set[str]:
-    mine = {str(one.argval) for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    mine = {
+        str(one.argval)
+        for one in dis.get_instructions(code)
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
     return mine.union(*(_globals(one) for one in _inner(code)))
 
 
@@ -249,20 +277,30 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
 
 def _code(code: types.CodeType, doc: str | None = None) -> list[Any]:
     """Returns the code itself, without its place, its comments and its docstring."""
-    constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
+    constants = [
+        _code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts
+    ]
     if doc is not None and constants and code.co_consts[0] == doc:
         constants[0] = _constant(None)
     if _LINE in code.co_names:  # the body of a class, which stores the number of its line
-        return [_steps(code), [one for one in constants if isinstance(one, list)], list(code.co_names)]
+        return [
+            _steps(code),
+            [one for one in constants if isinstance(one, list)],
+            list(code.co_names),
+        ]
     return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames)]
 
 
 def _steps(code: types.CodeType) -> list[str]:
-    """Returns the instructions of a class's body, without those that store the number of its line."""
+    """Returns the instructions of a class's body, without those that store the number of its
+    line.
+    """
     steps = [(one.opname, one.argval) for one in dis.get_instructions(code)]
     store = next((at for at, (_, argument) in enumerate(steps) if argument == _LINE), 0)
     kept = steps[: max(store - 1, 0)] + steps[store + 1 :]
-    return [f"{name} {'' if isinstance(one, types.CodeType) else _constant(one)}" for name, one in kept]
+    return [
+        f"{name} {'' if isinstance(one, types.CodeType) else _constant(one)}" for name, one in kept
+    ]
 
 
 def _constant(value: Any) -> str:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Digests of what users give to estimators: values, tensors, functions, modules, and objects of any class.
+"""Digests of what users give to estimators: values, tensors, functions, modules, and objects of any
+class.
 
-A digest is the same in another process: it contains no address, no order of a set, no path and no line of a file. A
-function is represented by its code, its defaults and its closure, a class by its functions, plain values and bases, and
-an object by its class and its public plain values, functions and objects of the user's classes. A collection with more
-than 10,000 elements is represented by its length and 10,000 of them: the first ones, of a dict or a set those that sort
-first.
+A digest is the same in another process: it contains no address, no order of a set, no path and no
+line of a file. A function is represented by its code, its defaults and its closure, a class by its
+functions, plain values and bases, and an object by its class and its public plain values, functions
+and objects of the user's classes. A collection with more than 10,000 elements is represented by its
+length and 10,000 of them: the first ones, of a dict or a set those that sort first.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def digest(value: Any) -> str:
     Args:
         value: plain, or of any class; what cannot be looked into counts by its class.
     """
-    return hashlib.sha256(json.dumps(_Telling().whole(value), sort_keys=True).encode()).hexdigest()[:_HEX]
+    return hashlib.sha256(json.dumps(_Telling().whole(value), sort_keys=True).encode()).hexdigest()[
+        :_HEX
+    ]
 
 
 def short(value: Any) -> str:
@@ -66,7 +69,13 @@ def short(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         text = repr(value)
     elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{name}: {short(one)}" for name, one in itertools.islice(value.items(), _SHORT)) + "}"
+        text = (
+            "{"
+            + ", ".join(
+                f"{name}: {short(one)}" for name, one in itertools.islice(value.items(), _SHORT)
+            )
+            + "}"
+        )
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(short(one) for one in value[:_SHORT]) + "]"
     elif inspect.isroutine(value) or inspect.isclass(value):
@@ -100,7 +109,8 @@ def arrays(named: Mapping[str, Any]) -> str:
 
 
 def module(value: Any) -> list[Any]:
-    """Describes the architecture of a torch module: its parts by name, their classes, their texts and shapes.
+    """Describes the architecture of a torch module: its parts by name, their classes, their texts
+    and shapes.
 
     Args:
         value: a `torch.nn.Module`.
@@ -111,7 +121,9 @@ def module(value: Any) -> list[Any]:
 
 
 def _of_part(part: Any) -> list[Any]:
-    """Describes a module by its own text; a user's module, or one without text, by its values and functions."""
+    """Describes a module by its own text; a user's module, or one without text, by its values
+    and functions.
+    """
     words = part.extra_repr()
     if words and not is_users(type(part)):
         return [words]
@@ -126,7 +138,10 @@ def _of(values: Mapping[str, Any], counts: Callable[[Any], bool]) -> Iterator[tu
 
 
 def _form(value: Any) -> list[str]:
-    return [str(tuple(getattr(value, "shape", ()))), str(getattr(value, "dtype", type(value).__name__))]
+    return [
+        str(tuple(getattr(value, "shape", ()))),
+        str(getattr(value, "dtype", type(value).__name__)),
+    ]
 
 
 def _array(value: Any) -> str:
@@ -139,7 +154,8 @@ def _array(value: Any) -> str:
     else:
         import numpy as np  # noqa: PLC0415 - as above
 
-        plain = np.ascontiguousarray(value).reshape(-1)  # no copy, unless its rows are not one after the other
+        # no copy, unless its rows are not one after the other
+        plain = np.ascontiguousarray(value).reshape(-1)
         if plain.dtype.hasobject:
             content = repr(plain[:_MOST].tolist()).encode()
         else:
@@ -169,7 +185,9 @@ class _Telling:
         return of_class(value, go) if inspect.isclass(value) else _object(value, go, named=True)
 
     def _told(self, value: Any, depth: int, above: tuple[int, ...], *, named: bool) -> Any:
-        """Returns a value; torch modules in code or objects are written as a model is: without parameters."""
+        """Returns a value; torch modules in code or objects are written as a model is: without
+        parameters.
+        """
         if value is None or isinstance(value, bool | int | float | str):
             return value
         tell = next((tell for kinds, tell in _PLAIN if isinstance(value, kinds)), None)
@@ -197,7 +215,8 @@ def _other(value: Any, go: Any, *, named: bool) -> Any:
     if wrapper is not None:
         return wrapper
     if is_code(value) or inspect.isroutine(value) or inspect.ismodule(value):
-        return ["named", local_name(value) or value.__name__]  # torch and NumPy have a name `dtype`, as arrays
+        # torch and NumPy have a name `dtype`, as arrays
+        return ["named", local_name(value) or value.__name__]
     return _object(value, go, named=named)
 
 
@@ -205,7 +224,9 @@ def _mapping(value: dict[Any, Any], go: Any) -> Any:
     return {
         "dict": [
             [key, go(one)]
-            for key, one in heapq.nsmallest(_MOST, ((_key(key), one) for key, one in value.items()), key=_first)
+            for key, one in heapq.nsmallest(
+                _MOST, ((_key(key), one) for key, one in value.items()), key=_first
+            )
         ],
         **_more(value),
     }
@@ -263,7 +284,11 @@ def _kept(value: Any, torch: Any) -> dict[str, Any]:
         return value.state_dict()
     if dataclasses.is_dataclass(value):
         return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-    return {"name": value.name, "value": value.value} if isinstance(value, enum.Enum) else _public(value)
+    return (
+        {"name": value.name, "value": value.value}
+        if isinstance(value, enum.Enum)
+        else _public(value)
+    )
 
 
 def _public(value: Any) -> dict[str, Any]:
@@ -278,20 +303,35 @@ def _counts(value: Any) -> bool:
 
     Numbers, words, arrays, collections, functions, and objects of the user's classes do.
     """
-    plain = bool | int | float | str | list | tuple | dict | set | types.FunctionType | functools.partial
+    plain = (
+        bool
+        | int
+        | float
+        | str
+        | list
+        | tuple
+        | dict
+        | set
+        | types.FunctionType
+        | functools.partial
+    )
     if value is None or isinstance(value, plain) or is_array(value):
         return True
     return is_object(value) or unwrapped(value) is not None
 
 
 def optimizer(value: Any) -> list[dict[str, Any]]:
-    """Describes the arguments of a torch optimizer: the options of its groups, and the number of tensors in each.
+    """Describes the arguments of a torch optimizer: the options of its groups, and the number of
+    tensors in each.
 
     Args:
         value: a `torch.optim.Optimizer`.
     """
     return [
-        {**{name: one for name, one in group.items() if name != "params"}, "params": len(group["params"])}
+        {
+            **{name: one for name, one in group.items() if name != "params"},
+            "params": len(group["params"]),
+        }
         for group in value.param_groups
     ]
 
@@ -301,7 +341,10 @@ _PLAIN: tuple[tuple[Any, Any], ...] = (
     (list | tuple, _list),
     (dict, _mapping),
     (set | frozenset, _set),
-    (functools.partial, lambda value, go: ["partial", go(value.func), go(value.args), go(value.keywords)]),
+    (
+        functools.partial,
+        lambda value, go: ["partial", go(value.func), go(value.args), go(value.keywords)],
+    ),
     (types.MethodType, lambda value, go: ["method", go(value.__func__), go(value.__self__)]),
 )
 """The description of values of built-in classes."""

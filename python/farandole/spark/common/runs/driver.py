@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The driver and the fingerprint of a run: one driver at a time, and always the same data, model and parameters.
+"""The driver and the fingerprint of a run: one driver at a time, and always the same data, model
+and parameters.
 
-Two drivers would overwrite each other's checkpoints and history. A fit that continues from a checkpoint of other data
-or parameters would return a wrong model, so `_fingerprint.json` in the run's directory describes the start of the run.
+Two drivers would overwrite each other's checkpoints and history. A fit that continues from a
+checkpoint of other data or parameters would return a wrong model, so `_fingerprint.json` in the
+run's directory describes the start of the run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _TUNERS: Final = "pyspark.ml.tuning"
 _MAPPED: ContextVar[bool] = ContextVar("farandole_mapped", default=False)
 
 _LASTS = 600.0
-"""Seconds after which a driver elsewhere that says nothing no longer holds its run: it was killed, or lost its host."""
+"""Seconds after which a driver elsewhere that says nothing no longer holds its run: it was
+killed, or lost its host.
+"""
 
 
 class RunDiffersError(ValueError):
@@ -54,7 +58,8 @@ def mapped(given: bool) -> Iterator[None]:
 
 
 def name_of(run_id: str, fingerprint: Fingerprint) -> str:
-    """Returns the run of one fit: the user's name, with a suffix in a tuner or with a map of parameters.
+    """Returns the run of one fit: the user's name, with a suffix in a tuner or with a map of
+    parameters.
 
     Args:
         run_id: the user's name.
@@ -74,9 +79,16 @@ def _is_tuned(frame: FrameType | None) -> bool:
 
 
 def begin(
-    remote: RemoteStore, run_id: str, fingerprint: Fingerprint, epochs: int, *, force: bool, tell: Callable[[str], None]
+    remote: RemoteStore,
+    run_id: str,
+    fingerprint: Fingerprint,
+    epochs: int,
+    *,
+    force: bool,
+    tell: Callable[[str], None],
 ) -> None:
-    """Checks that a run continues with its original arguments; a new run stores them. The run is held.
+    """Checks that a run continues with its original arguments; a new run stores them. The run is
+    held.
 
     Args:
         remote: the run's paths.
@@ -87,7 +99,8 @@ def begin(
         tell: gets what the user should know.
 
     Raises:
-        RunDiffersError: the checkpoint is of other data, another model or other parameters; naming each.
+        RunDiffersError: the checkpoint is of other data, another model or other parameters; naming
+            each.
     """
     if remote.run_path is None:
         return
@@ -96,14 +109,19 @@ def begin(
         text = remote.read(FINGERPRINT)
         before = None if text is None else Fingerprint.of_json(text)
         if before is None:
-            tell(f"run {run_id} has no record of its data and parameters; it continues with the present ones")
+            tell(
+                f"run {run_id} has no record of its data and parameters; it continues with the "
+                "present ones"
+            )
         else:
             check(before, fingerprint, run_id, force=force, tell=tell)
         _tell_of_epochs(remote, run_id, epochs)
     remote.write(FINGERPRINT, fingerprint.to_json().encode())
 
 
-def check(before: Fingerprint, now: Fingerprint, run_id: str, *, force: bool, tell: Callable[[str], None]) -> None:
+def check(
+    before: Fingerprint, now: Fingerprint, run_id: str, *, force: bool, tell: Callable[[str], None]
+) -> None:
     """Refuses to continue with something else than a run was started with.
 
     Args:
@@ -119,14 +137,18 @@ def check(before: Fingerprint, now: Fingerprint, run_id: str, *, force: bool, te
     different = "; ".join(map(str, before.compare(now)))
     if different and not force:
         raise RunDiffersError(
-            f"run {run_id!r} was started with something else, so its checkpoint does not belong to this "
-            f"fit: {different}."
-            ' Choose another run_id to start a new run, or set resume="force" to continue from the checkpoint anyway'
+            f"run {run_id!r} was started with something else, so its checkpoint does not belong "
+            f"to this fit: {different}."
+            ' Choose another run_id to start a new run, or set resume="force" to continue from '
+            "the checkpoint anyway"
         )
     if different:
         tell(f"run {run_id} continues although it was started with something else: {different}")
     if before.has_other_weights(now):
-        tell(f"the model of run {run_id} had other initial weights; the weights of its checkpoint are used")
+        tell(
+            f"the model of run {run_id} had other initial weights; the weights of its checkpoint "
+            "are used"
+        )
 
 
 def _tell_of_epochs(remote: RemoteStore, run_id: str, epochs: int) -> None:
@@ -134,8 +156,8 @@ def _tell_of_epochs(remote: RemoteStore, run_id: str, epochs: int) -> None:
     done = 0 if history is None else history.count(b"\n")
     if done > epochs:
         warnings.warn(
-            f"run {run_id!r} has trained {done} epochs already, more than epochs={epochs}: nothing is trained, the "
-            f"model is the one of {done} epochs",
+            f"run {run_id!r} has trained {done} epochs already, more than epochs={epochs}: "
+            f"nothing is trained, the model is the one of {done} epochs",
             stacklevel=2,
         )
 
@@ -157,12 +179,14 @@ def alone(run_path: str | None, run_id: str) -> Iterator[None]:
     lease = Store(run_path).take(_LASTS)
     if lease is None:
         raise RunInUseError(
-            f"run {run_id!r} is being trained by another fit, which holds {run_path}: choose another run_id. If the "
-            f"driver of that fit was lost with its host, the run is free {_LASTS / 60:.0f} minutes later"
+            f"run {run_id!r} is being trained by another fit, which holds {run_path}: choose "
+            "another run_id. If the driver of that fit was lost with its host, the run is free "
+            f"{_LASTS / 60:.0f} minutes later"
         )
     mark = Mark(run_path, lease, _LASTS)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # the run's own outcome counts; a mark of the dead does not
+        # the run's own outcome counts; a mark of the dead does not
+        with contextlib.suppress(OSError):
             mark.release()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The fingerprint of a run: data, model, loss, optimizer, and every parameter that decides the result.
+"""The fingerprint of a run: data, model, loss, optimizer, and every parameter that decides the
+result.
 
-A run continues from its checkpoint only with the same fingerprint. `DECIDE` contains the parameters that make another
-run, `LENGTH` those that decide only when a run ends, and `ELSEWHERE` those that do not change the result: where
-processes run, how fast they read, what is shown.
+A run continues from its checkpoint only with the same fingerprint. `DECIDE` contains the parameters
+that make another run, `LENGTH` those that decide only when a run ends, and `ELSEWHERE` those that
+do not change the result: where processes run, how fast they read, what is shown.
 """
 
 from __future__ import annotations
@@ -27,36 +28,50 @@ if TYPE_CHECKING:
 
 DECIDE = frozenset(
     {
-        "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col", "feature_cols",
+        "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col",
+        "feature_cols",
         "label_cols", "validation", "batch_size", "random_seed", "shuffle", "train_steps_per_epoch",
-        "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes", "backward_passes_per_step",
+        "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes",
+        "backward_passes_per_step",
         "gradient_compression", "callbacks", "fill", "categories", "ragged", "validation_stratify",
         "validation_group", "validation_time", "transformation_fn", "transformation_edit_fields",
-        "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision", "gradient_clip_norm",
+        "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision",
+        "gradient_clip_norm",
         "lr_scheduler", "lr_scheduler_interval", "best_checkpoint", "deterministic", "trainer_args",
         "checkpoint_callback",
     }
 )  # fmt: skip
 """Another value makes another run."""
 LENGTH = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
-"""Parameters that say when a run ends: a run may continue for longer, and each fit of a tuner has its own."""
+"""Parameters that say when a run ends: a run may continue for longer, and each fit of a tuner
+has its own.
+"""
 ELSEWHERE = frozenset(
     {
-        "num_proc", "backend", "store", "metrics", "val_batch_size", "verbose", "partitions_per_process", "run_id",
-        "resume", "use_gpu", "num_gpus", "continuous_cols", "categorical_cols", "compress_sparse_cols", "allow_nan",
-        "shuffle_buffer_size", "train_reader_num_workers", "val_reader_num_workers", "reader_pool_type",
-        "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size", "on_failure",
-        "max_restarts", "mlflow", "wandb", "tensorboard", "checkpoint_every", "compile", "logger", "log_every_n_steps",
-        "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
-        "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
-        "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",
+        "num_proc", "backend", "store", "metrics", "val_batch_size", "verbose",
+        "partitions_per_process", "run_id",
+        "resume", "use_gpu", "num_gpus", "continuous_cols", "categorical_cols",
+        "compress_sparse_cols", "allow_nan",
+        "shuffle_buffer_size", "train_reader_num_workers", "val_reader_num_workers",
+        "reader_pool_type",
+        "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size",
+        "on_failure",
+        "max_restarts", "mlflow", "wandb", "tensorboard", "checkpoint_every", "compile", "logger",
+        "log_every_n_steps",
+        "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader",
+        "train_async_data_loader_queue_size",
+        "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol",
+        "rawPredictionCol",
+        "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names",
+        "output_form",
         "statistics", "gc_older_than", "gc_larger_than", "allow_pickle",
     }
 )  # fmt: skip
 """The result does not depend on it, or only on the last digits.
 
-`num_proc` decides how many steps an epoch has and how the learning rate is scaled. It is here nevertheless, because a
-run must be able to continue with the available processes, as an elastic job does.
+`num_proc` decides how many steps an epoch has and how the learning rate is scaled. It is here
+nevertheless, because a run must be able to continue with the available processes, as an elastic job
+does.
 """
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""
@@ -64,16 +79,21 @@ INITIAL = "initial weights"
 """The part that a continued run does not need, because its checkpoint has newer weights."""
 LOGGING = frozenset(
     {
-        "CSVLogger", "History", "ModelCheckpoint", "BackupAndRestore", "ProgbarLogger", "RemoteMonitor", "TensorBoard",
-        "TerminateOnNaN", "BestModelCheckpoint", "DeviceStatsMonitor", "LearningRateMonitor", "ModelSummary",
-        "RichModelSummary", "RichProgressBar", "TQDMProgressBar", "ProgressBar", "Timer", "OnExceptionCheckpoint",
+        "CSVLogger", "History", "ModelCheckpoint", "BackupAndRestore", "ProgbarLogger",
+        "RemoteMonitor", "TensorBoard",
+        "TerminateOnNaN", "BestModelCheckpoint", "DeviceStatsMonitor", "LearningRateMonitor",
+        "ModelSummary",
+        "RichModelSummary", "RichProgressBar", "TQDMProgressBar", "ProgressBar", "Timer",
+        "OnExceptionCheckpoint",
     }
 )  # fmt: skip
 """Callbacks that write or show something and leave training alone."""
 _SHOWN = frozenset(
     {
-        "accelerator", "callbacks", "default_root_dir", "devices", "enable_checkpointing", "enable_model_summary",
-        "enable_progress_bar", "fast_dev_run", "log_every_n_steps", "logger", "max_epochs", "num_sanity_val_steps",
+        "accelerator", "callbacks", "default_root_dir", "devices", "enable_checkpointing",
+        "enable_model_summary",
+        "enable_progress_bar", "fast_dev_run", "log_every_n_steps", "logger", "max_epochs",
+        "num_sanity_val_steps",
         "profiler",
     }
 )  # fmt: skip
@@ -133,10 +153,19 @@ class Fingerprint:
         Args:
             now: the fingerprint of the fit that wants to continue.
         """
-        mine, theirs = ({one.name: one for one in each.parts if one.name != INITIAL} for each in (self, now))
+        mine, theirs = (
+            {one.name: one for one in each.parts if one.name != INITIAL} for each in (self, now)
+        )
         nothing = Part("", "", "None")
-        pairs = [(mine.get(name, nothing), theirs.get(name, nothing), name) for name in {**mine, **theirs}]
-        return [Difference(name, old.told, new.told) for old, new, name in pairs if old.digest != new.digest]
+        pairs = [
+            (mine.get(name, nothing), theirs.get(name, nothing), name)
+            for name in {**mine, **theirs}
+        ]
+        return [
+            Difference(name, old.told, new.told)
+            for old, new, name in pairs
+            if old.digest != new.digest
+        ]
 
     def has_other_weights(self, now: Fingerprint) -> bool:
         """Returns whether the initial weights of a fit's model differ from those of the run.
@@ -144,12 +173,16 @@ class Fingerprint:
         Args:
             now: the fingerprint of that fit.
         """
-        mine, theirs = ([one.digest for one in each.parts if one.name == INITIAL] for each in (self, now))
+        mine, theirs = (
+            [one.digest for one in each.parts if one.name == INITIAL] for each in (self, now)
+        )
         return mine != theirs
 
     @property
     def digest(self) -> str:
-        """The digest of everything, with length and initial weights: equal fits have equal digests."""
+        """The digest of everything, with length and initial weights: equal fits have equal
+        digests.
+        """
         whole = json.dumps(sorted([one.name, one.digest] for one in (*self.parts, *self.length)))
         return hashlib.sha256(whole.encode()).hexdigest()[:_HEX]
 
@@ -160,7 +193,8 @@ class Fingerprint:
 
     @classmethod
     def of_json(cls, text: bytes | str) -> Self | None:
-        """Returns the fingerprint of a file; `None` where it cannot be read, or is of another version.
+        """Returns the fingerprint of a file; `None` where it cannot be read, or is of another
+        version.
 
         Args:
             text: what `to_json` returned.
@@ -169,13 +203,18 @@ class Fingerprint:
             whole = json.loads(text)
             if whole["version"] != _VERSION:
                 return None
-            parts = tuple(Part(str(one["name"]), str(one["digest"]), str(one["told"])) for one in whole["parts"])
+            parts = tuple(
+                Part(str(one["name"]), str(one["digest"]), str(one["told"]))
+                for one in whole["parts"]
+            )
             return cls(parts)
         except (ValueError, KeyError, TypeError):
             return None
 
 
-def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozenset[str] = DECIDE) -> list[Part]:
+def parameters(
+    estimator: EstimatorParams, without: Iterable[str], names: frozenset[str] = DECIDE
+) -> list[Part]:
     """Returns the parameters of an estimator that decide the result.
 
     Args:
@@ -184,7 +223,9 @@ def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozen
         names: which parameters count.
     """
     found = []
-    for name in sorted(one.name for one in estimator.params if one.name in names.difference(without)):
+    for name in sorted(
+        one.name for one in estimator.params if one.name in names.difference(without)
+    ):
         value = estimator.getOrDefault(name)
         if name == "callbacks":
             value = [one for one in value or [] if type(one).__name__ not in LOGGING]
@@ -198,7 +239,8 @@ def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozen
 
 
 def of_data(prepared: PreparedData) -> list[Part]:
-    """Returns the rows on each side, by what their manifests say, or the footers of files from other programs.
+    """Returns the rows on each side, by what their manifests say, or the footers of files from
+    other programs.
 
     Args:
         prepared: the data.
@@ -214,7 +256,8 @@ def _side(name: str, url: str, rows: int) -> Part:
     files, columns = manifest.get("files", []), manifest.get("columns", [])
     shape = sorted([one["name"], one["element"], one["shape"]] for one in columns)
     if files and all(one.get("content") for one in files):
-        content: Any = sum(int(one["content"], 16) for one in files) % 2**64  # in whatever order and files rows are
+        # in whatever order and files rows are
+        content: Any = sum(int(one["content"], 16) for one in files) % 2**64
     elif files and all(one.get("checksum") for one in files):
         content = sorted([one["rows"], one["chunks"] or one["checksum"]] for one in files)
     else:
@@ -224,7 +267,9 @@ def _side(name: str, url: str, rows: int) -> Part:
 
 
 def _footers(base: str, files: list[dict[str, Any]]) -> list[Any]:
-    """Returns sizes from the footers of Parquet files and, by column and row group, the smallest and largest value."""
+    """Returns sizes from the footers of Parquet files and, by column and row group, the smallest
+    and largest value.
+    """
     store = NativeStore(base)
 
     def footer(file: dict[str, Any]) -> list[Any]:
@@ -232,7 +277,11 @@ def _footers(base: str, files: list[dict[str, Any]]) -> list[Any]:
         tail = store.read_range(file["path"], max(0, size - _TAIL), size)
         start = max(0, size - _TAIL - int.from_bytes(tail[:4], "little"))
         text = store.read_range(file["path"], start, size)
-        return [file["rows"], hashlib.sha256(text).hexdigest(), sorted(file.get("values", {}).items())]
+        return [
+            file["rows"],
+            hashlib.sha256(text).hexdigest(),
+            sorted(file.get("values", {}).items()),
+        ]
 
     with ThreadPoolExecutor(_READERS) as pool:
         return sorted(pool.map(footer, files), key=str)

@@ -8,8 +8,8 @@ import math
 from typing import Final
 
 HINT: Final = (
-    "Training ends, with the checkpoint of the epoch before. A smaller learning rate, gradients that are clipped and "
-    "features of similar size help; terminate_on_nan=False trains on"
+    "Training ends, with the checkpoint of the epoch before. A smaller learning rate, gradients "
+    "that are clipped and features of similar size help; terminate_on_nan=False trains on"
 )
 
 
@@ -29,8 +29,11 @@ def check(loss: float, epoch: int, step: int, rank: int) -> None:
         rank: of this process.
 
     Raises:
-        NotFiniteError: naming epoch and step, counted from 1 as the progress counts them, and the rank.
+        NotFiniteError: naming epoch and step, counted from 1 as the progress counts them, and the
+            rank.
     """
     if not math.isfinite(loss):
         told = "infinite" if math.isinf(loss) else "not a number (NaN)"
-        raise NotFiniteError(f"the loss is {told} in epoch {epoch + 1}, step {step + 1}, on rank {rank}. {HINT}")
+        raise NotFiniteError(
+            f"the loss is {told} in epoch {epoch + 1}, step {step + 1}, on rank {rank}. {HINT}"
+        )

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Ends a fit in order while it runs, without an exception: it returns the model that it has.
 
-The driver writes a file into the directory of the run. Rank 0 reads it, and all ranks agree on the step after which
-they end. The file contains a token of this fit, so a file that an earlier fit has left ends nothing.
+The driver writes a file into the directory of the run. Rank 0 reads it, and all ranks agree on the
+step after which they end. The file contains a token of this fit, so a file that an earlier fit has
+left ends nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ NAME: Final = "_stop"
 """Name of the file in the directory of the run."""
 
 _EVERY = 1.0
-"""Seconds between two looks at the store, and between two steps after which ranks may end, about."""
+"""Seconds between two looks at the store, and between two steps after which ranks may end,
+about.
+"""
 
 
 _DOUBLE = 2.0
@@ -44,7 +47,8 @@ class Stop:
     """Stops one fit. Its methods may be called from any thread.
 
     Attributes:
-        in_order: Whether the fit can end in order; a store that does not save runs has no place for the request.
+        in_order: Whether the fit can end in order; a store that does not save runs has no place for
+            the request.
         asked: Whether the fit was asked to end in order.
         ended: Whether the fit was asked to end at once.
 
@@ -67,7 +71,8 @@ class Stop:
         return {VARIABLE: self._token} if self.in_order else {}
 
     def ask(self) -> None:
-        """Ends the fit after the present step, or after the epoch if the framework cannot end within one.
+        """Ends the fit after the present step, or after the epoch if the framework cannot end
+        within one.
 
         Raises:
             OSError: The store cannot be written.
@@ -79,7 +84,8 @@ class Stop:
         self.asked, self._asked_at = True, self._clock()
 
     def end(self) -> bool:
-        """Ends the fit at once, unless it has just been asked to end in order, by the first click of a double click.
+        """Ends the fit at once, unless it has just been asked to end in order, by the first click
+        of a double click.
 
         Returns:
             Whether it ends.
@@ -98,7 +104,8 @@ class Stop:
         """Called when a worker has sent something.
 
         Raises:
-            RuntimeError: The fit is to end at once, and its thread gets no `KeyboardInterrupt`, like those of a search.
+            RuntimeError: The fit is to end at once, and its thread gets no `KeyboardInterrupt`,
+                like those of a search.
         """
         if self.ended and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the fit was ended, as asked for in the notebook")
@@ -119,7 +126,8 @@ class Stop:
 class Halt:
     """Tells one rank whether to end the run; all ranks get the same answer after the same step.
 
-    If the fit cannot be stopped, it costs nothing. One serves all worlds of an elastic fit, and is closed at its end.
+    If the fit cannot be stopped, it costs nothing. One serves all worlds of an elastic fit, and is
+    closed at its end.
 
     Args:
         store: Of the run.
@@ -146,7 +154,8 @@ class Halt:
         self._since = self._clock()
 
     def after_step(self, rank: int) -> bool:
-        """Returns whether the run ends after this step. It is a collective call once a second, about.
+        """Returns whether the run ends after this step. It is a collective call once a second,
+        about.
 
         Args:
             rank: Of this process.

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Monitors of metrics: early stopping, and the selection of the best epoch.
 
-A watched number is named as in `history_frame()`: `loss`, `val_loss`, a metric, or a metric with `val_` before it.
+A watched number is named as in `history_frame()`: `loss`, `val_loss`, a metric, or a metric with
+`val_` before it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Monitor:
 
     Args:
         monitor: its name; `None` takes `val_loss`, or `loss` where nothing is validated.
-        mode: `min` or `max`; `None` goes by the name: losses and errors become smaller, the rest larger.
+        mode: `min` or `max`; `None` goes by the name: losses and errors become smaller, the rest
+            larger.
         min_delta: by how much a number must be better to count.
     """
 
@@ -54,7 +56,8 @@ class Monitor:
         if isinstance(value, dict):
             return cls(**value)
         raise TypeError(
-            f"not the name of a number of the history, nor a dict of {', '.join(cls.__annotations__)}: {value!r}"
+            "not the name of a number of the history, nor a dict of "
+            f"{', '.join(cls.__annotations__)}: {value!r}"
         )
 
     def value(self, entry: Entry) -> float:
@@ -71,12 +74,18 @@ class Monitor:
         return row[name]
 
     def is_better(self, new: float, old: float | None) -> bool:
-        """Returns whether a number is better than the best so far; one that is no number never is."""
+        """Returns whether a number is better than the best so far; one that is no number never
+        is.
+        """
         if math.isnan(new):
             return False
         if old is None:
             return True
-        smaller = self.mode == "min" if self.mode else (self.monitor or "loss").endswith(_SMALLER_IS_BETTER)
+        smaller = (
+            self.mode == "min"
+            if self.mode
+            else (self.monitor or "loss").endswith(_SMALLER_IS_BETTER)
+        )
         return new < old - self.min_delta if smaller else new > old + self.min_delta
 
     def best(self, history: list[Entry]) -> int | None:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.runs.board import TensorboardTracker
 from farandole.spark.common.runs.fingerprint import TRAINING, VALIDATION
-from farandole.spark.common.runs.tracking import DataSet, MlflowTracker, Tracker, Trackers, WandbTracker
+from farandole.spark.common.runs.tracking import (
+    DataSet,
+    MlflowTracker,
+    Tracker,
+    Trackers,
+    WandbTracker,
+)
 
 if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData
@@ -16,7 +22,9 @@ if TYPE_CHECKING:
     from farandole.spark.common.runs.fingerprint import Fingerprint
 
 
-def trackers_of(estimator: EstimatorParams, job: Any, prepared: PreparedData, fingerprint: Fingerprint) -> Tracker:
+def trackers_of(
+    estimator: EstimatorParams, job: Any, prepared: PreparedData, fingerprint: Fingerprint
+) -> Tracker:
     """Returns the trackers of a run: MLflow, Weights & Biases and TensorBoard, if requested.
 
     Args:

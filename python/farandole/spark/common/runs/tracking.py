@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Logs a run to other services: parameters, losses and metrics of each epoch, and the final model."""
+"""Logs a run to other services: parameters, losses and metrics of each epoch, and the final
+model.
+"""
 
 # ruff: noqa: PLC0415 - MLflow is loaded when it is asked for
 
@@ -67,7 +69,10 @@ class Tracker(AbstractContextManager["Tracker"]):
         """
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Ends the log; a failed run is marked as such."""
 
@@ -102,7 +107,10 @@ class Trackers(Tracker):
             one.model(model, flavor, example)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Like `Tracker.__exit__`."""
         self._open.__exit__(kind, error, traceback)
@@ -127,7 +135,9 @@ class _Service(Tracker):
         try:
             self._library: Any = import_module(name)
         except ImportError as error:
-            raise ImportError(f"{name}=True needs the package {name}: pip install {name}", name=name) from error
+            raise ImportError(
+                f"{name}=True needs the package {name}: pip install {name}", name=name
+            ) from error
         self._own = not self._is_active()
         self._name = run_id
         self._parameters = parameters
@@ -145,7 +155,10 @@ class _Service(Tracker):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Like `Tracker.__exit__`."""
         if self._own:
@@ -188,8 +201,8 @@ class WandbTracker(_Service):
     def report(self, record: dict[str, Any]) -> None:
         """Like `Tracker.report`."""
         if record.get("kind") == "epoch":
-            # The epoch is a value and no step: W&B drops a step below its last one, as in an active run that has more,
-            # or for epochs that are repeated after a restart.
+            # The epoch is a value and no step: W&B drops a step below its last one, as in an active
+            # run that has more, or for epochs that are repeated after a restart.
             row = {name: float(value) for name, value in flat(record["entry"]).items()}
             self._run.log(row | {"epoch": int(row["epoch"])})
 
@@ -208,8 +221,12 @@ class MlflowTracker(_Service):
 
     package = "mlflow"
 
-    def __init__(self, run_id: str, parameters: dict[str, Any], data: Mapping[str, DataSet] | None = None) -> None:
-        super().__init__(run_id, {name: str(value)[:_LONGEST] for name, value in parameters.items()})
+    def __init__(
+        self, run_id: str, parameters: dict[str, Any], data: Mapping[str, DataSet] | None = None
+    ) -> None:
+        super().__init__(
+            run_id, {name: str(value)[:_LONGEST] for name, value in parameters.items()}
+        )
         self._data = dict(data or {})
 
     def _is_active(self) -> bool:
@@ -227,10 +244,16 @@ class MlflowTracker(_Service):
         self._library.end_run(status="FAILED" if failed else "FINISHED")
 
     def _system_metrics(self) -> dict[str, bool]:
-        """Asks for the load of this host, if MLflow and psutil can measure it and the user has not decided."""
+        """Asks for the load of this host, if MLflow and psutil can measure it and the user has
+        not decided.
+        """
         known = "log_system_metrics" in inspect.signature(self._library.start_run).parameters
         decided = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING" in os.environ
-        return {"log_system_metrics": True} if known and not decided and find_spec("psutil") is not None else {}
+        return (
+            {"log_system_metrics": True}
+            if known and not decided and find_spec("psutil") is not None
+            else {}
+        )
 
     def _dataset(self, context: str, data: DataSet) -> None:
         try:
@@ -252,7 +275,9 @@ class MlflowTracker(_Service):
         if record.get("kind") == "epoch":
             row = flat(record["entry"])
             epoch = int(row.pop("epoch"))
-            self._library.log_metrics({name: float(value) for name, value in row.items()}, step=epoch)
+            self._library.log_metrics(
+                {name: float(value) for name, value in row.items()}, step=epoch
+            )
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """Like `Tracker.model`."""
@@ -261,7 +286,8 @@ class MlflowTracker(_Service):
         known = inspect.signature(log).parameters
         options: dict[str, Any] = {"name" if "name" in known else "artifact_path": "model"}
         if "serialization_format" in known:
-            options["serialization_format"] = "pickle"  # the other traces the model, and not every one can be traced
+            # the other traces the model, and not every one can be traced
+            options["serialization_format"] = "pickle"
         if example is not None and {"signature", "input_example"} <= set(known):
             from mlflow.models import Model, infer_signature  # pyright: ignore[reportMissingImports]
 
@@ -273,7 +299,8 @@ class MlflowTracker(_Service):
 
 
 class _KerasFlavor:
-    """MLflow's flavor of Keras, which writes an example into a directory before it makes it (MLflow 3.17).
+    """MLflow's flavor of Keras, which writes an example into a directory before it makes it (MLflow
+    3.17).
 
     Args:
         module: `mlflow.keras`.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Saving and loading estimators and models with Spark ML's own `write()` and `read()`, alone or in a pipeline.
+"""Saving and loading estimators and models with Spark ML's own `write()` and `read()`, alone or in
+a pipeline.
 
-Plain parameters, the URLs of a store and the numbers of a backend are saved as JSON. Everything else is in named parts.
-`farandole.spark.common.saving.saved` describes the files.
+Plain parameters, the URLs of a store and the numbers of a backend are saved as JSON. Everything
+else is in named parts. `farandole.spark.common.saving.saved` describes the files.
 """
 
 # ruff: noqa: N802, SLF001 - Spark ML's names and its own helpers
@@ -53,14 +54,20 @@ class ParamsWriter(MLWriter):
         raise NotImplementedError
 
     def _handleOverwrite(self, path: str) -> None:
-        """Leaves the old object, which Spark ML would delete first, until the new one can be read."""
+        """Leaves the old object, which Spark ML would delete first, until the new one can be
+        read.
+        """
 
     def saveImpl(self, path: str) -> None:
         """Writes the object to a path."""
         instance, session = self.instance, self.sparkSession
-        values = {param.name: value for param, value in instance._paramMap.items() if value is not None}
+        values = {
+            param.name: value for param, value in instance._paramMap.items() if value is not None
+        }
         values.pop(PARAMETER, None)  # a file must not contain the consent to run what it contains
-        plain, parts = self.parts({name: value for name, value in values.items() if name not in _PLACES})
+        plain, parts = self.parts(
+            {name: value for name, value in values.items() if name not in _PLACES}
+        )
         metadata = {
             "class": f"{type(instance).__module__}.{type(instance).__name__}",
             "timestamp": round(time.time() * 1000),
@@ -69,7 +76,9 @@ class ParamsWriter(MLWriter):
             "paramMap": plain,
             "places": places.told(values),
             "defaultParamMap": {
-                param.name: value for param, value in instance._defaultParamMap.items() if param.name != PARAMETER
+                param.name: value
+                for param, value in instance._defaultParamMap.items()
+                if param.name != PARAMETER
             },
         }
         Saved(path, session).write(metadata, parts, overwrite=self.shouldOverwrite)
@@ -88,7 +97,8 @@ class ParamsReader(MLReader[T]):
         self.allowed: bool | None = None
 
     def allow_pickle(self, allowed: bool = True) -> Self:
-        """Permits or forbids pickled code that was saved; by default, `FARANDOLE_ALLOW_PICKLE` decides.
+        """Permits or forbids pickled code that was saved; by default, `FARANDOLE_ALLOW_PICKLE`
+        decides.
 
         Args:
             allowed: refused before anything runs, where it is `False`.
@@ -107,7 +117,9 @@ class ParamsReader(MLReader[T]):
             PickleNotAllowedError: it is not allowed.
         """
         check_load(path, self.allowed, instead)
-        _log.warning("loading from %s runs the code pickled in it: load only what you trust%s", path, instead)
+        _log.warning(
+            "loading from %s runs the code pickled in it: load only what you trust%s", path, instead
+        )
 
     def restore(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
         """Sets the parts that are no JSON.
@@ -130,10 +142,16 @@ class ParamsReader(MLReader[T]):
         loaded: Any = self.kind()
         loaded._resetUid(metadata["uid"])
         known, defaults = (
-            {name: value for name, value in metadata[which].items() if loaded.hasParam(name) and name != PARAMETER}
+            {
+                name: value
+                for name, value in metadata[which].items()
+                if loaded.hasParam(name) and name != PARAMETER
+            }
             for which in ("paramMap", "defaultParamMap")
         )
-        DefaultParamsReader.getAndSetParams(loaded, metadata | {"paramMap": known, "defaultParamMap": defaults})
+        DefaultParamsReader.getAndSetParams(
+            loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
+        )
         self.restore(loaded, saved.parts(metadata), path)
         if loaded.hasParam(PARAMETER):  # the parts must not contain the consent either
             loaded.clear(loaded.getParam(PARAMETER))

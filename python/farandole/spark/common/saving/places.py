@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The store and the backend of a saved estimator: the store's URLs, and the backend's kind and numbers.
+"""The store and the backend of a saved estimator: the store's URLs, and the backend's kind and
+numbers.
 
-These contain no secrets: no storage options, no user, no environment, no stream. To use the estimator elsewhere, set
-`store` and `backend` as for a new one. The user's own classes are not saved, which a warning says.
+These contain no secrets: no storage options, no user, no environment, no stream. To use the
+estimator elsewhere, set `store` and `backend` as for a new one. The user's own classes are not
+saved, which a warning says.
 """
 
 from __future__ import annotations
@@ -15,10 +17,18 @@ from typing import Any, Final
 _STORES: Final = "farandole.spark.common.store"
 _BACKENDS: Final = "farandole.spark.common.backend"
 CLASSES: Final = {
-    "store": dict.fromkeys(("FilesystemStore", "LocalStore", "ObjectStore", "HDFSStore", "DBFSLocalStore"), _STORES),
-    "backend": {"SparkBackend": _BACKENDS, "LocalBackend": _BACKENDS, "RayBackend": "farandole.ray"},
+    "store": dict.fromkeys(
+        ("FilesystemStore", "LocalStore", "ObjectStore", "HDFSStore", "DBFSLocalStore"), _STORES
+    ),
+    "backend": {
+        "SparkBackend": _BACKENDS,
+        "LocalBackend": _BACKENDS,
+        "RayBackend": "farandole.ray",
+    },
 }
-"""The modules of the classes that are saved, by parameter. They are imported by name, since Ray may be absent."""
+"""The modules of the classes that are saved, by parameter. They are imported by name, since Ray
+may be absent.
+"""
 _OPTIONS: Final = "had_options"
 _log = logging.getLogger("farandole")
 
@@ -35,7 +45,11 @@ def told(values: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if not _is_known(name, value):
-            _log.warning("the %s is a %s, which is not saved: set one after loading", name, type(value).__qualname__)
+            _log.warning(
+                "the %s is a %s, which is not saved: set one after loading",
+                name,
+                type(value).__qualname__,
+            )
             continue
         found[name] = {"class": type(value).__name__, "arguments": value.plain()}
         if name == "store" and value.has_options():
@@ -44,7 +58,8 @@ def told(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def put(loaded: Any, saved: Any, path: str) -> None:
-    """Gives a loaded estimator its store and backend back; what cannot be made here stays unset, and is said.
+    """Gives a loaded estimator its store and backend back; what cannot be made here stays unset,
+    and is said.
 
     Args:
         loaded: the estimator.
@@ -59,18 +74,25 @@ def put(loaded: Any, saved: Any, path: str) -> None:
             kind = getattr(importlib.import_module(known[entry["class"]]), entry["class"])
             loaded.setParams(**{name: kind(**entry["arguments"])})
         except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
-            _log.warning("the %s that was saved at %s cannot be created here, so set one: %s", name, path, error)
+            _log.warning(
+                "the %s that was saved at %s cannot be created here, so set one: %s",
+                name,
+                path,
+                error,
+            )
             continue
         if entry.get(_OPTIONS):
             _log.warning(
-                "the store saved at %s had storage options, which are never saved: without them, the "
-                "credentials of the environment are used; set a store that has them",
+                "the store saved at %s had storage options, which are never saved: without them, "
+                "the credentials of the environment are used; set a store that has them",
                 path,
             )
 
 
 def _is_known(name: str, value: Any) -> bool:
-    """Returns whether a value is of a class of ours, and not of one derived from it, whose arguments are unknown."""
+    """Returns whether a value is of a class of ours, and not of one derived from it, whose
+    arguments are unknown.
+    """
     kind = type(value)
     module = CLASSES[name].get(kind.__name__)
     if module is None or kind.__module__.partition(".")[0] != "farandole":

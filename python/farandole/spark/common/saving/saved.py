@@ -2,26 +2,30 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The directory of a saved estimator or model, and how one save replaces another.
 
-    metadata/part-*             one JSON object: class, uid, parameters, and "save": its data, number and format
+    metadata/part-*             one JSON object: class, uid, parameters, and "save": its data,
+                                number and format
     data/save=<id>/*.parquet    rows of (part, chunk, bytes): named parts, cut in pieces
 
-An overwriting save adds before it deletes. The new data goes to its own directory. The new metadata follows, as one
-file that appears as a whole. From then on the new save is valid: readers use the metadata with the highest number. The
-old files are deleted last. If a step fails, one complete save remains, and the next `overwrite` deletes the rest.
+An overwriting save adds before it deletes. The new data goes to its own directory. The new metadata
+follows, as one file that appears as a whole. From then on the new save is valid: readers use the
+metadata with the highest number. The old files are deleted last. If a step fails, one complete save
+remains, and the next `overwrite` deletes the rest.
 
-Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`. They are read, too.
-Earlier versions can read the files that are written here: a directory `save=<id>` is a partition to Spark. A save of a
-newer format is refused.
+Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`.
+They are read, too. Earlier versions can read the files that are written here: a directory
+`save=<id>` is a partition to Spark. A save of a newer format is refused.
 
-Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for `s3://`, `gs://` and
-`az://` on most installations, the native store does, with the credentials of the environment. Both see the same files.
+Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for
+`s3://`, `gs://` and `az://` on most installations, the native store does, with the credentials of
+the environment. Both see the same files.
 
-The native reader reads the Parquet files of local directories and of the native store. What a damaged or hostile file
-claims about its sizes cannot make the rows take more memory than `_ROOM` and `_RATIO` times the file's size, or four
-times as much while they are decoded. New files are written without compression and dictionaries, so their content is
-not larger than they are. Earlier versions wrote dictionaries, which hold equal chunks once: a model of a gigabyte of
-zeros may be a file below a megabyte. `FARANDOLE_SAVED_BYTES` raises the limit for such a file. Elsewhere Spark's own
-reader reads the files, in its JVMs, whose heaps have a limit.
+The native reader reads the Parquet files of local directories and of the native store. What a
+damaged or hostile file claims about its sizes cannot make the rows take more memory than `_ROOM`
+and `_RATIO` times the file's size, or four times as much while they are decoded. New files are
+written without compression and dictionaries, so their content is not larger than they are. Earlier
+versions wrote dictionaries, which hold equal chunks once: a model of a gigabyte of zeros may be a
+file below a megabyte. `FARANDOLE_SAVED_BYTES` raises the limit for such a file. Elsewhere Spark's
+own reader reads the files, in its JVMs, whose heaps have a limit.
 """
 
 # ruff: noqa: PLC0415, SLF001 - loaded where it is needed; Spark's own helpers
@@ -53,16 +57,20 @@ FORMAT = 1
 _CHUNK = 16 << 20
 _ROOM = 128 << 20
 _RATIO = 32
-"""The rows of a directory take at most `_ROOM` bytes and `_RATIO` times what its files have, or `VARIABLE` if that is
-more. Earlier versions wrote files with Snappy, which makes a value at most 22 times smaller, if no dictionary does."""
+"""The rows of a directory take at most `_ROOM` bytes and `_RATIO` times what its files have, or
+`VARIABLE` if that is more. Earlier versions wrote files with Snappy, which makes a value at most 22
+times smaller, if no dictionary does."""
 VARIABLE = "FARANDOLE_SAVED_BYTES"
 """Bytes that the rows of a directory may take in any case."""
 _BUDGET = re.compile(r"byte budget|a budget of \d+ bytes")
-"""In errors of the native reader: the file is not damaged as far as is known, but the limit is too small."""
+"""In errors of the native reader: the file is not damaged as far as is known, but the limit is
+too small.
+"""
 _LAYOUT = {
     "compression": "uncompressed",
     "parquet.enable.dictionary": "false",
-    # A row group for each row, so that a reader needs memory for one. Older Parquet ignores the first.
+    # A row group for each row, so that a reader needs memory for one. Older Parquet ignores the
+    # first.
     "parquet.block.row.count.limit": "1",
     "parquet.page.row.count.limit": "1",
 }
@@ -84,7 +92,9 @@ class _Files(Protocol):
         ...
 
     def names(self) -> list[str] | None:
-        """Everything that an overwriting save deletes in the end; `None` where nothing can be deleted."""
+        """Everything that an overwriting save deletes in the end; `None` where nothing can be
+        deleted.
+        """
         ...
 
     def local(self) -> Path | None:
@@ -123,7 +133,9 @@ class Saved:
     def __init__(self, path: str, session: SparkSession) -> None:
         self._path = path.rstrip("/")
         self._files: _Files = (
-            _SparkFiles(self._path, session) if _spark_knows(path, session) else _StoreFiles(native.Store(self._path))
+            _SparkFiles(self._path, session)
+            if _spark_knows(path, session)
+            else _StoreFiles(native.Store(self._path))
         )
 
     def write(self, metadata: dict[str, Any], parts: dict[str, bytes], *, overwrite: bool) -> None:
@@ -135,23 +147,29 @@ class Saved:
             overwrite: whether something may be there.
 
         Raises:
-            FileExistsError: something is there, and may not be; or it is of another class, and cannot be deleted.
+            FileExistsError: something is there, and may not be; or it is of another class, and
+                cannot be deleted.
         """
         if not overwrite and self._files.exists():
-            raise FileExistsError(f"the path already exists; write().overwrite() replaces it: {self._path}")
+            raise FileExistsError(
+                f"the path already exists; write().overwrite() replaces it: {self._path}"
+            )
         before, old = _saves(self._files.texts()), self._files.names()
         if old is None and any(one["class"] != metadata["class"] for one in before):
             raise FileExistsError(
-                f"Spark Connect cannot delete the old object there, which is of another class ({before[0]['class']}): "
-                f"delete it, or choose another path: {self._path}"
+                "Spark Connect cannot delete the old object there, which is of another class "
+                f"({before[0]['class']}): delete it, or choose another path: {self._path}"
             )
         identity = uuid.uuid4().hex
         data = f"data/save={identity}"
         number = 1 + max((_number(one) for one in before), default=0)
         text = json.dumps(
-            {**metadata, "save": {"data": data, "number": number, "format": FORMAT}}, separators=(",", ":")
+            {**metadata, "save": {"data": data, "number": number, "format": FORMAT}},
+            separators=(",", ":"),
         )
-        self._files.write_rows(data, [chunk for name, part in parts.items() for chunk in _chunks(name, part)])
+        self._files.write_rows(
+            data, [chunk for name, part in parts.items() for chunk in _chunks(name, part)]
+        )
         self._synchronize()  # a loss of power must not leave metadata without its data
         self._files.write_text(identity, text)
         self._synchronize()
@@ -160,8 +178,8 @@ class Saved:
                 self._files.delete(name)
             except Exception as error:  # noqa: BLE001 - of Spark, its file systems and stores
                 _log.warning(
-                    "the new object is saved at %s; of the one before, %s could not be deleted, and the next "
-                    "overwriting save tries again: %s",
+                    "the new object is saved at %s; of the one before, %s could not be deleted, "
+                    "and the next overwriting save tries again: %s",
                     self._path,
                     name,
                     error,
@@ -177,7 +195,8 @@ class Saved:
         """Returns the JSON of the last complete save.
 
         Args:
-            kind: class whose save is preferred, where an overwriting save of another one was cut off.
+            kind: class whose save is preferred, where an overwriting save of another one was cut
+                off.
 
         Raises:
             FileNotFoundError: nothing was saved there.
@@ -190,8 +209,9 @@ class Saved:
         version = last.get("save", {}).get("format", FORMAT)
         if version > FORMAT:
             raise ValueError(
-                f"the object saved at {self._path} has format {version}, and this version of Farandole reads up to "
-                f"format {FORMAT}: load it with the version that saved it, or a newer one"
+                f"the object saved at {self._path} has format {version}, and this version of "
+                f"Farandole reads up to format {FORMAT}: load it with the version that saved it, "
+                "or a newer one"
             )
         return last
 
@@ -206,7 +226,9 @@ class Saved:
         """
         directory = metadata.get("save", {}).get("data", "data")
         if re.fullmatch(r"data(/save=[0-9a-f]+)?", directory) is None:
-            raise ValueError(f"the metadata at {self._path} names no directory of its data: {directory!r}")
+            raise ValueError(
+                f"the metadata at {self._path} names no directory of its data: {directory!r}"
+            )
         whole: dict[str, list[tuple[int, bytes]]] = {}
         for part, chunk, data in self._files.rows(directory):
             whole.setdefault(part, []).append((chunk, data))
@@ -225,7 +247,10 @@ class _StoreFiles:
 
     def names(self) -> list[str]:
         # Metadata goes first: once it is gone, nothing names the old data.
-        return sorted((name for name, _ in self._store.list()), key=lambda name: not name.startswith("metadata/"))
+        return sorted(
+            (name for name, _ in self._store.list()),
+            key=lambda name: not name.startswith("metadata/"),
+        )
 
     def local(self) -> Path | None:
         return None if self._store.local_path is None else Path(self._store.local_path)
@@ -282,15 +307,25 @@ class _SparkFiles:
             prefix = f"{directory}/" if directory else ""
             return [prefix + one.getPath().getName() for one in files.listStatus(found)]
 
-        inner = [name for directory in ("metadata", "data") for name in below(directory) if _is_visible(name)]
+        inner = [
+            name
+            for directory in ("metadata", "data")
+            for name in below(directory)
+            if _is_visible(name)
+        ]
         return inner + [name for name in below("") if name not in ("metadata", "data")]
 
     def local(self) -> Path | None:
         if self._hadoop is not None:
             # Spark completes a relative path with the directory in which its JVM was started.
-            return None if self._local is None or self._local.local_path is None else Path(self._local.local_path)
+            return (
+                None
+                if self._local is None or self._local.local_path is None
+                else Path(self._local.local_path)
+            )
         plain = _FILE.sub("", self._path)
-        # The server may be on this host. If it is not, or completes the path otherwise, there is nothing of ours here.
+        # The server may be on this host. If it is not, or completes the path otherwise, there is
+        # nothing of ours here.
         return None if "://" in plain else Path(plain).absolute()
 
     def texts(self) -> list[str]:
@@ -308,7 +343,10 @@ class _SparkFiles:
             return _rows(self._local, directory)
         # Directly in `data` there may be directories of other saves besides.
         found = f"{self._path}/{directory}" + ("/*.parquet" if directory == "data" else "")
-        return [(row.part, row.chunk, bytes(row.bytes)) for row in self._session.read.parquet(found).collect()]
+        return [
+            (row.part, row.chunk, bytes(row.bytes))
+            for row in self._session.read.parquet(found).collect()
+        ]
 
     def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
         frame = self._session.createDataFrame(rows, _DATA).coalesce(1)
@@ -329,7 +367,8 @@ def _rows(store: native.Store, directory: str) -> Iterator[_Row]:
     """The rows of the Parquet files directly in a directory, one at a time, in bounded memory.
 
     Raises:
-        ValueError: the rows take more than the limit; the message names the variable that raises it.
+        ValueError: the rows take more than the limit; the message names the variable that raises
+            it.
     """
     found = [
         (name, size)
@@ -346,8 +385,9 @@ def _rows(store: native.Store, directory: str) -> Iterator[_Row]:
         if _BUDGET.search(str(error)) is None:
             raise
         raise ValueError(
-            f"the rows of {where} take more than files of their size usually hold: {error}. If you trust the files "
-            f"and there is memory for them, set {VARIABLE} to the bytes that they may take, more than {most}"
+            f"the rows of {where} take more than files of their size usually hold: {error}. If "
+            f"you trust the files and there is memory for them, set {VARIABLE} to the bytes that "
+            f"they may take, more than {most}"
         ) from error
 
 
@@ -366,9 +406,13 @@ def _allowed() -> int:
 def _read(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:
     """Like `_rows`, of files that are there."""
     files = reader.Dataset.open_files(store.url, [(name, {}) for name in names])
-    rows = reader.Reader(files, columns=_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1)
+    rows = reader.Reader(
+        files, columns=_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1
+    )
     kinds = [(one.name, one.dtype, one.shape) for one in rows.columns]
-    if kinds != [(name, kind, ()) for name, kind in zip(_COLUMNS, ("utf8", "int32", "binary"), strict=True)]:
+    if kinds != [
+        (name, kind, ()) for name, kind in zip(_COLUMNS, ("utf8", "int32", "binary"), strict=True)
+    ]:
         raise ValueError(f"the columns of {where} are not those of a save: {kinds}")
     taken = 0
     for row in rows.epoch(0):
@@ -423,7 +467,9 @@ def _spark_knows(path: str, session: SparkSession) -> bool:
 
 def _chunks(part: str, data: bytes) -> list[tuple[str, int, bytearray]]:
     starts = range(0, max(len(data), 1), _CHUNK)
-    return [(part, index, bytearray(data[start : start + _CHUNK])) for index, start in enumerate(starts)]
+    return [
+        (part, index, bytearray(data[start : start + _CHUNK])) for index, start in enumerate(starts)
+    ]
 
 
 def _parquet(rows: list[tuple[str, int, bytearray]]) -> bytes:
@@ -431,7 +477,11 @@ def _parquet(rows: list[tuple[str, int, bytearray]]) -> bytes:
     import pyarrow.parquet as pq
 
     part, chunk, data = zip(*rows, strict=True) if rows else ((), (), ())
-    columns = [pa.array(part, pa.string()), pa.array(chunk, pa.int32()), pa.array(map(bytes, data), pa.binary())]
+    columns = [
+        pa.array(part, pa.string()),
+        pa.array(chunk, pa.int32()),
+        pa.array(map(bytes, data), pa.binary()),
+    ]
     file = io.BytesIO()
     # A row group for each row, so that a reader needs memory for one.
     table = pa.Table.from_arrays(columns, names=_COLUMNS)

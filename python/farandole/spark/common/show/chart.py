@@ -26,7 +26,8 @@ _HIDDEN = ("epoch", "seconds", "rows")
 
 
 class Chart:
-    """Panels of lines, one for the loss and one for each metric; training and validation share a panel.
+    """Panels of lines, one for the loss and one for each metric; training and validation share a
+    panel.
 
     Notebooks show it by itself; `save` writes it.
 
@@ -44,10 +45,13 @@ class Chart:
     ) -> None:
         rows = [flat(entry) for entry in thinned(history)]
         self._steps = [(place, loss) for place, loss in thinned(steps) if math.isfinite(loss)]
-        found = dict.fromkeys(name.removeprefix("val_") for row in rows for name in row if name not in _HIDDEN)
+        found = dict.fromkeys(
+            name.removeprefix("val_") for row in rows for name in row if name not in _HIDDEN
+        )
         chosen = [name for name in found if names is None or name in names]
         self._panels = [
-            (name, [(row["epoch"] + 1, row.get(name), row.get(f"val_{name}")) for row in rows]) for name in chosen
+            (name, [(row["epoch"] + 1, row.get(name), row.get(f"val_{name}")) for row in rows])
+            for name in chosen
         ]
         if self._steps and not self._panels:
             self._panels = [("loss", [])]
@@ -92,9 +96,14 @@ def thinned(rows: Sequence[Any], most: int = _POINTS) -> list[Any]:
 
 
 def _panel(
-    name: str, points: Sequence[tuple[float, Any, Any]], left: float, steps: Sequence[tuple[float, float]] = ()
+    name: str,
+    points: Sequence[tuple[float, Any, Any]],
+    left: float,
+    steps: Sequence[tuple[float, float]] = (),
 ) -> str:
-    values = [value for _, *pair in points for value in pair if value is not None and math.isfinite(value)]
+    values = [
+        value for _, *pair in points for value in pair if value is not None and math.isfinite(value)
+    ]
     values += [loss for _, loss in steps]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if high == low:
@@ -111,7 +120,12 @@ def _panel(
     lines = [_line([place(*one) for one in steps], _FAINT)] if steps else []
     lines += [
         _line(
-            [place(one[0], one[which]) for one in points if one[which] is not None and math.isfinite(one[which])], color
+            [
+                place(one[0], one[which])
+                for one in points
+                if one[which] is not None and math.isfinite(one[which])
+            ],
+            color,
         )
         for which, color in enumerate(_COLORS, start=1)
     ]
@@ -120,7 +134,12 @@ def _panel(
     marks = [
         _text(left + _LEFT - 4, _TOP + 4, f"{high:.4g}", "end"),
         _text(left + _LEFT - 4, bottom, f"{low:.4g}", "end"),
-        _text(left + _LEFT, bottom + 14, f"epoch {first:g}" if first == int(first) else f"epoch {first:.2f}", "start"),
+        _text(
+            left + _LEFT,
+            bottom + 14,
+            f"epoch {first:g}" if first == int(first) else f"epoch {first:.2f}",
+            "start",
+        ),
         _text(right, bottom + 14, f"{end:g}" if end == int(end) else f"{end:.2f}", "end"),
         _text(left + _LEFT, 16, name, "start", weight="bold"),
     ]
@@ -136,10 +155,17 @@ def _line(points: list[str], color: str) -> str:
     if len(points) == 1:
         x, _, y = points[0].partition(",")
         return f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>'
-    return f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>' if points else ""
-
-
-def _text(x: float, y: float, text: str, anchor: str, *, weight: str = "normal", color: str = "#333") -> str:
     return (
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" fill="{color}">{html.escape(text)}</text>'
+        f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        if points
+        else ""
+    )
+
+
+def _text(
+    x: float, y: float, text: str, anchor: str, *, weight: str = "normal", color: str = "#333"
+) -> str:
+    return (
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" '
+        f'fill="{color}">{html.escape(text)}</text>'
     )

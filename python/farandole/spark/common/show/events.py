@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A history as TensorBoard's event file.
 
-The file is a sequence of records: length (8 bytes), masked CRC-32C of the length, the record, masked CRC-32C of it. A
-record is a protocol-buffer message `Event` with a time, a step and a summary of named numbers.
+The file is a sequence of records: length (8 bytes), masked CRC-32C of the length, the record,
+masked CRC-32C of it. A record is a protocol-buffer message `Event` with a time, a step and a
+summary of named numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _HIDDEN = ("epoch", "seconds", "rows")
 
 
 def scalars(history: list[Entry]) -> bytes:
-    """Returns the whole file: `train/loss`, `val/loss`, `train/<metric>` and `val/<metric>` of every epoch.
+    """Returns the whole file: `train/loss`, `val/loss`, `train/<metric>` and `val/<metric>` of
+    every epoch.
 
     Args:
         history: one entry per epoch.
@@ -35,7 +37,9 @@ def scalars(history: list[Entry]) -> bytes:
         for name, value in flat(entry).items():
             if name not in _HIDDEN:
                 tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
-                parts.append(_record(_event(seconds, entry["epoch"] + 1, summary=_summary(tag, value))))
+                parts.append(
+                    _record(_event(seconds, entry["epoch"] + 1, summary=_summary(tag, value)))
+                )
     return b"".join(parts)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The time of each part of a rank's step: for Spark's Training tab, the run viewer, and the rank's timeline.
+"""The time of each part of a rank's step: for Spark's Training tab, the run viewer, and the rank's
+timeline.
 
 Nothing is measured unless requested.
 """
@@ -23,13 +24,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Meter:
-    """Means over the steps of the last two seconds: all of a step, what it waits for data, and for the reduction.
+    """Means over the steps of the last two seconds: all of a step, what it waits for data, and for
+    the reduction.
 
-    A time that is not measured is left out, because 0 would mean that a step does not wait. The wait for the reduction
-    is measured where `reducing` is used.
+    A time that is not measured is left out, because 0 would mean that a step does not wait. The
+    wait for the reduction is measured where `reducing` is used.
 
-    In a timeline, each step is a span `step` with the spans `data` and `compute`, and in `compute` what `phase` and
-    `reducing` measure.
+    In a timeline, each step is a span `step` with the spans `data` and `compute`, and in `compute`
+    what `phase` and `reducing` measure.
 
     Attributes:
         on: Whether the means are requested.
@@ -39,7 +41,8 @@ class Meter:
         on: Whether the means are requested; default: whether this worker's driver shows them.
         say: Receives the measured values.
         clock: In seconds.
-        sees_data: Whether `batch_begins` is called when the rows of a step are there, and not before they are read.
+        sees_data: Whether `batch_begins` is called when the rows of a step are there, and not
+            before they are read.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Meter:
         self._steps, self._all, self._data, self._reduce = 0, 0.0, 0.0, 0.0
 
     def epoch_begins(self) -> None:
-        """Starts the epoch's first step: time before it, such as that of validation, belongs to no step."""
+        """Starts the epoch's first step: time before it, such as that of validation, belongs to
+        no step.
+        """
         self._last = self._clock()
         self._close()
         self.traced = timeline.has_timeline()

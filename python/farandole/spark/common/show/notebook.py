@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Output of a fit in a notebook, in plain HTML: a bar, a line of numbers, the ranks, and a chart that grows."""
+"""Output of a fit in a notebook, in plain HTML: a bar, a line of numbers, the ranks, and a chart
+that grows.
+"""
 
 # ruff: noqa: PLC0415 - IPython is there where a notebook is
 
@@ -55,7 +57,9 @@ class Notebook(Progress):
 
     @contextlib.contextmanager
     def offering(self, stop: Stop) -> Iterator[Stop]:
-        """Like `Progress.offering`. The button is an output of its own, which is not drawn again during a click."""
+        """Like `Progress.offering`. The button is an output of its own, which is not drawn again
+        during a click.
+        """
         from farandole.spark.common.show.stop_button import button
 
         with button(stop):
@@ -66,13 +70,15 @@ class Notebook(Progress):
         place = report["epoch"] + report["step"] / max(report["steps"], 1)
         self._left.step(report)
         if self._steps and place <= self._steps[-1][0]:
-            self._steps = [one for one in self._steps if one[0] < place]  # an epoch comes again after a restart
+            # an epoch comes again after a restart
+            self._steps = [one for one in self._steps if one[0] < place]
         self._steps.append((place, report["loss"]))
         if len(self._steps) > _STEPS:
             self._steps = self._steps[::2]
         self._now = (
-            f"epoch {report['epoch'] + 1}/{report['epochs']}, batch {report['step']}/{report['steps']}: "
-            f"loss {report['loss']:.4f}, {report['rows_per_second']:,.0f} rows/s"
+            f"epoch {report['epoch'] + 1}/{report['epochs']}, batch "
+            f"{report['step']}/{report['steps']}: loss {report['loss']:.4f}, "
+            f"{report['rows_per_second']:,.0f} rows/s"
         )
         self._draw(now=False)
 
@@ -83,7 +89,8 @@ class Notebook(Progress):
         self._history.append(entry)
         self._left.epoch(report)
         self._now = (
-            f"epoch {entry['epoch'] + 1}/{report['epochs']}: {scores(entry)}, {report['rows_per_second']:,.0f} rows/s"
+            f"epoch {entry['epoch'] + 1}/{report['epochs']}: {scores(entry)}, "
+            f"{report['rows_per_second']:,.0f} rows/s"
         )
         self._draw(now=True)
 
@@ -101,10 +108,15 @@ class Notebook(Progress):
         now = ", ".join(filter(None, (self._now, str(self._left) if self._now else "")))
         text = "<br>".join(html.escape(line) for line in [*self._lines[-_LINES:], now] if line)
         chart = Chart(self._history, steps=self._steps).svg if self._history or self._steps else ""
-        return f'<div class="farandole-progress">{bar}<div>{text}</div>{self._ranks.html}{chart}</div>'
+        return (
+            f'<div class="farandole-progress">{bar}<div>{text}</div>{self._ranks.html}{chart}</div>'
+        )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Draws the last values."""
         if error is not None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Progress of a fit in the driver: a bar in a terminal, a live chart in a notebook, a line per epoch elsewhere.
+"""Progress of a fit in the driver: a bar in a terminal, a live chart in a notebook, a line per
+epoch elsewhere.
 
 With `verbose=0` it shows nothing.
 
-Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind": "epoch", ...}` with an
-entry of the history. `farandole.runner.reports` has checked them. A report of a user's own function may lack what
-estimators add; it is not shown.
+Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind":
+"epoch", ...}` with an entry of the history. `farandole.runner.reports` has checked them. A report
+of a user's own function may lack what estimators add; it is not shown.
 """
 
 # ruff: noqa: PLC0415 - rich is loaded where there is a terminal
@@ -30,7 +31,10 @@ _QUIET_SECONDS = 10.0
 _HIDDEN = ("epoch", "seconds", "rows")
 _SURE_SECONDS = 1.0
 """Before that, the speed of a fit is not known."""
-_SHOWN = {"step": ("epochs", "steps", "rows_per_second"), "epoch": ("epochs", "steps", "rows_per_second")}
+_SHOWN = {
+    "step": ("epochs", "steps", "rows_per_second"),
+    "epoch": ("epochs", "steps", "rows_per_second"),
+}
 """Values that estimators add to a report, by its kind."""
 
 
@@ -64,7 +68,8 @@ class Progress(AbstractContextManager["Progress"]):
         """The receiver of the state of the ranks; `None` if nothing shows it."""
 
     def offering(self, stop: Stop) -> AbstractContextManager[Stop | None]:
-        """Offers a button that stops the fit while it runs inside; yields `None` where there is none.
+        """Offers a button that stops the fit while it runs inside; yields `None` where there is
+        none.
 
         Args:
             stop: Stops the fit.
@@ -73,7 +78,10 @@ class Progress(AbstractContextManager["Progress"]):
         return nullcontext()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Leaves the terminal as it was."""
 
@@ -94,7 +102,9 @@ class Remaining:
         Args:
             report: of the kind `step`.
         """
-        self._reaches((report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"])
+        self._reaches(
+            (report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"]
+        )
 
     def epoch(self, report: dict[str, Any]) -> None:
         """Takes note of a report about an epoch.
@@ -147,7 +157,10 @@ class Lines(Progress):
         self._spoken = now if self._spoken is None else self._spoken
         if now - self._spoken >= _QUIET_SECONDS:
             self._spoken = now
-            place = f"epoch {report['epoch'] + 1}/{report['epochs']}  batch {report['step']}/{report['steps']}"
+            place = (
+                f"epoch {report['epoch'] + 1}/{report['epochs']}  batch "
+                f"{report['step']}/{report['steps']}"
+            )
             self._line(f"{place}  loss {report['loss']:.4f}", report)
 
     def epoch(self, report: dict[str, Any]) -> None:
@@ -159,11 +172,15 @@ class Lines(Progress):
 
     def _line(self, text: str, report: dict[str, Any]) -> None:
         left = str(self._left)
-        self.message(f"{text}  {report['rows_per_second']:,.0f} rows/s" + (f"  {left}" if left else ""))
+        self.message(
+            f"{text}  {report['rows_per_second']:,.0f} rows/s" + (f"  {left}" if left else "")
+        )
 
 
 class Bar(Progress):
-    """A live bar: epoch, batch, rows per second, loss, what the last validation gave, and the time left."""
+    """A live bar: epoch, batch, rows per second, loss, what the last validation gave, and the
+    time left.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -174,9 +191,12 @@ class Bar(Progress):
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]} rows/s  loss {task.fields[loss]}  {task.fields[validation]}"),
+            TextColumn(
+                "{task.fields[speed]} rows/s  loss {task.fields[loss]}  {task.fields[validation]}"
+            ),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),  # rich's own column does not know where a run went on from
+            # rich's own column does not know where a run went on from
+            TextColumn("{task.fields[left]}"),
             console=Console(stderr=True),
         )
         self._rich.start()  # at once: what is printed from now on goes above the bar
@@ -200,9 +220,13 @@ class Bar(Progress):
         found = {name: value for name, value in row.items() if name.startswith("val_")}
         self._validation = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
         loss = {"loss": row.get("loss", float("nan")), "rows_per_second": report["rows_per_second"]}
-        self._show(report["entry"]["epoch"], report["epochs"], report["steps"], report["steps"], loss)
+        self._show(
+            report["entry"]["epoch"], report["epochs"], report["steps"], report["steps"], loss
+        )
 
-    def _show(self, epoch: int, epochs: int, step: int, steps: int, numbers: dict[str, Any]) -> None:
+    def _show(
+        self, epoch: int, epochs: int, step: int, steps: int, numbers: dict[str, Any]
+    ) -> None:
         fields: dict[str, Any] = {
             "epoch": f"{epoch + 1}/{epochs}",
             "speed": f"{numbers['rows_per_second']:,.0f}",
@@ -215,7 +239,10 @@ class Bar(Progress):
         self._rich.update(self._task, completed=epoch * steps + step, **fields)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Ends the live display."""
         self._rich.stop()
@@ -251,7 +278,9 @@ def scores(entry: dict[str, Any]) -> str:
     Args:
         entry: of the history.
     """
-    return "  ".join(f"{name} {value:.4f}" for name, value in flat(entry).items() if name not in _HIDDEN)
+    return "  ".join(
+        f"{name} {value:.4f}" for name, value in flat(entry).items() if name not in _HIDDEN
+    )
 
 
 def _told(seconds: float) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The ranks of a fit in a notebook: where each runs, its state, and where the time of its steps goes.
+"""The ranks of a fit in a notebook: where each runs, its state, and where the time of its steps
+goes.
 
 At most a few ranks are listed, those first that need attention. A line counts the others.
 """
@@ -63,18 +64,38 @@ def table(ranks: Sequence[Mapping[str, Any]]) -> str:
     usual = _median([own for one in ranks if (own := _own(one)) is not None])
     found = [(state(one, usual), one) for one in ranks]
     found.sort(key=lambda pair: (_ORDER.index(pair[0]), pair[1]["rank"]))
-    listed, others = sorted(found[:MOST], key=lambda pair: pair[1]["rank"]), Counter(told for told, _ in found[MOST:])
+    listed, others = (
+        sorted(found[:MOST], key=lambda pair: pair[1]["rank"]),
+        Counter(told for told, _ in found[MOST:]),
+    )
     with_gpu = any(one.get("gpu") is not None for one in ranks)
-    heads = ["rank", "state", "host", "process", *(["GPU"] if with_gpu else []), "step", "waits for data", "reduces"]
+    heads = [
+        "rank",
+        "state",
+        "host",
+        "process",
+        *(["GPU"] if with_gpu else []),
+        "step",
+        "waits for data",
+        "reduces",
+    ]
     lines = [_line("th", heads)]
     for told, one in listed:
         gpu = [one.get("gpu")] if with_gpu else []
         step = one.get("step_seconds")
         shares = [_share(one.get(name), step) for name in ("data_seconds", "reduce_seconds")]
-        lines.append(_line("td", [one["rank"], told, one.get("host"), one.get("pid"), *gpu, _time(step), *shares]))
+        lines.append(
+            _line(
+                "td",
+                [one["rank"], told, one.get("host"), one.get("pid"), *gpu, _time(step), *shares],
+            )
+        )
     counts = ", ".join(f"{others[name]} {name}" for name in _ORDER if others[name])
     more = f"<div>{sum(others.values())} more ranks: {counts}</div>" if others else ""
-    return f'<table class="farandole-ranks" style="border-collapse:collapse">{"".join(lines)}</table>{more}'
+    return (
+        '<table class="farandole-ranks" '
+        f'style="border-collapse:collapse">{"".join(lines)}</table>{more}'
+    )
 
 
 def state(rank: Mapping[str, Any], usual: float | None) -> str:
@@ -82,7 +103,8 @@ def state(rank: Mapping[str, Any], usual: float | None) -> str:
 
     Args:
         rank: As `Training` tells it.
-        usual: The median of what ranks compute in a step, in seconds; `None` where fewer than two measure it.
+        usual: The median of what ranks compute in a step, in seconds; `None` where fewer than two
+            measure it.
     """
     told = rank.get("state")
     if told in _ORDER:
@@ -94,7 +116,9 @@ def state(rank: Mapping[str, Any], usual: float | None) -> str:
 
 
 def _own(rank: Mapping[str, Any]) -> float | None:
-    """Returns the seconds of a step without its wait for the others; `None` if the rank does not measure it."""
+    """Returns the seconds of a step without its wait for the others; `None` if the rank does not
+    measure it.
+    """
     step: Any = rank.get("step_seconds")
     reduce: Any = rank.get("reduce_seconds")
     return step - reduce if _is_number(step) and _is_number(reduce) else None

@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The stop button of a fit in a notebook.
 
-While a cell runs, its kernel handles no messages of widgets: the main thread is in the fit. So the button reaches the
-fit on one of two other ways:
+While a cell runs, its kernel handles no messages of widgets: the main thread is in the fit. So the
+button reaches the fit on one of two other ways:
 
-- a widget of ipywidgets whose clicks are noticed by the thread that receives the kernel's messages (ipykernel 7.4 and
-  later);
-- elsewhere, a button in HTML that sends a request to a server on loopback. Its path contains a token of this fit. The
-  request passes through the proxy of JupyterHub or Databricks where there is one.
+- a widget of ipywidgets whose clicks are noticed by the thread that receives the kernel's messages
+  (ipykernel 7.4 and later);
+- elsewhere, a button in HTML that sends a request to a server on loopback. Its path contains a
+  token of this fit. The request passes through the proxy of JupyterHub or Databricks where there is
+  one.
 
 A browser that reaches neither says so, and how to interrupt the kernel.
 """
@@ -41,7 +42,8 @@ _ENDING = "ending with KeyboardInterrupt"
 _INTERRUPT = "interrupt the kernel to end fit at once"
 _LOG = logging.getLogger("farandole")
 
-# The second click of a double click does not count, so the button waits. Lines are joined: no comments of a line.
+# The second click of a double click does not count, so the button waits. Lines are joined: no
+# comments of a line.
 _SCRIPT = """
 var button = this, text = this.nextElementSibling, what = this.dataset.what;
 button.disabled = true;
@@ -97,7 +99,9 @@ class Endpoint:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Unlike Python's own server for HTTP, it asks no name server for its name, and prints no tracebacks."""
+    """Unlike Python's own server for HTTP, it asks no name server for its name, and prints no
+    tracebacks.
+    """
 
     daemon_threads = True
 
@@ -112,7 +116,9 @@ def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHa
         def do_POST(self) -> None:
             # The whole path is compared, in constant time: it contains the token.
             asked = self.path.encode()
-            found = [act for path, act in actions.items() if secrets.compare_digest(asked, path.encode())]
+            found = [
+                act for path, act in actions.items() if secrets.compare_digest(asked, path.encode())
+            ]
             if not found:
                 self._answer(404)
                 return
@@ -126,7 +132,8 @@ def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHa
 
         def _answer(self, status: int) -> None:
             self.send_response(status)
-            self.send_header("Access-Control-Allow-Origin", "*")  # the notebook's page has another port
+            # the notebook's page has another port
+            self.send_header("Access-Control-Allow-Origin", "*")
             self.send_header("Cache-Control", "no-store")
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -164,7 +171,8 @@ def page(link: str, *, in_order: bool) -> str:
 
 @contextlib.contextmanager
 def button(stop: Stop) -> Iterator[None]:
-    """Shows the button while the fit runs inside. An error is one line in the log and never fails a fit.
+    """Shows the button while the fit runs inside. An error is one line in the log and never fails a
+    fit.
 
     Args:
         stop: Stops the fit.
@@ -222,8 +230,8 @@ def _widget(stop: Stop) -> Callable[[], None] | None:
 def _heard(shown: Any, stop: Stop) -> bool:
     """Notices clicks when they arrive; IPython would handle them after the cell, which is too late.
 
-    ipykernel asks the widget's channel on which thread a message is to be handled. It does so on the thread that
-    receives messages.
+    ipykernel asks the widget's channel on which thread a message is to be handled. It does so on
+    the thread that receives messages.
     """
     route = getattr(getattr(shown, "comm", None), "_reply_subshell_for", None)
     if route is None:
@@ -242,7 +250,8 @@ def _heard(shown: Any, stop: Stop) -> bool:
 
     def arrives(data: Any, default: Any) -> Any:
         if isinstance(data, dict) and data.get("content") == {"event": "click"}:
-            threading.Thread(target=clicked, daemon=True).start()  # others' messages do not wait for the store
+            # others' messages do not wait for the store
+            threading.Thread(target=clicked, daemon=True).start()
         return route(data, default)
 
     shown.comm._reply_subshell_for = arrives  # noqa: SLF001 - there is no public door

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The user's classes and functions that a model is made of.
 
-A `.keras` file only names them. They are found here, so that users need not list them, and are sent to training
-processes and executors in a pickle.
+A `.keras` file only names them. They are found here, so that users need not list them, and are sent
+to training processes and executors in a pickle.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def trained_objects(model: Any, compiled: Mapping[str, Any], *more: Any) -> dict
 
 
 def dumps(value: Any) -> bytes:
-    """Pickles the user's objects, losses with all they hold: as Keras saves them, `Huber` loses its delta.
+    """Pickles the user's objects, losses with all they hold: as Keras saves them, `Huber` loses its
+    delta.
 
     Args:
         value: anything.
@@ -111,12 +112,16 @@ def _add(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
 
 
 def _is_own_method(value: Any, name: str, one: Any) -> bool:
-    """Returns whether an attribute is Keras's wrapper of a method such as `build`: it refers to the layer only."""
+    """Returns whether an attribute is Keras's wrapper of a method such as `build`: it refers to
+    the layer only.
+    """
     return inspect.isfunction(one) and hasattr(type(value), name)
 
 
 def _is_made_of(value: Any) -> bool:
-    """Returns whether Keras saves the object by its class. Its attributes may be such objects, too."""
+    """Returns whether Keras saves the object by its class. Its attributes may be such objects,
+    too.
+    """
     return hasattr(value, "get_config") and hasattr(value, "__dict__")
 
 

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A fitted Keras model as an ONNX file, and the proof that both predict the same.
 
-torch's exporter writes the file, whichever backend Keras runs on: a process of its own loads the model on Keras's torch
-backend. So one exporter is enough for all backends. The check compares ONNX Runtime with the model on its own backend,
-so it also finds layers that compute something else on torch.
+torch's exporter writes the file, whichever backend Keras runs on: a process of its own loads the
+model on Keras's torch backend. So one exporter is enough for all backends. The check compares ONNX
+Runtime with the model on its own backend, so it also finds layers that compute something else on
+torch.
 """
 
 # ruff: noqa: PLC0415 - torch is loaded in the process that exports
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 _LONGEST = 3600
 """Seconds that an export may take."""
-_COMMAND = "import sys; from farandole.spark.keras.saving.onnx import main; sys.exit(main(sys.argv[1]))"
+_COMMAND = (
+    "import sys; from farandole.spark.keras.saving.onnx import main; sys.exit(main(sys.argv[1]))"
+)
 
 
 def export(
@@ -70,11 +73,19 @@ def export(
         ValueError: the model cannot be exported, or the exported one predicts something else.
         TimeoutError: the export takes more than an hour.
     """
-    told = {"signature": signature, "keys": keys, "labels": labels, "outputs": outputs, "opset": opset}
+    told = {
+        "signature": signature,
+        "keys": keys,
+        "labels": labels,
+        "outputs": outputs,
+        "opset": opset,
+    }
     with placed(path) as made, scratch.directory() as folder:
         (folder / "model").write_bytes(payload.pack(model))
         (folder / "objects").write_bytes(pickling.dumps(dict(custom_objects)))
-        (folder / "told").write_text(json.dumps({**told, "name": type(model).__name__, "path": str(made.absolute())}))
+        (folder / "told").write_text(
+            json.dumps({**told, "name": type(model).__name__, "path": str(made.absolute())})
+        )
         _run(folder, type(model).__name__)
         check(made, signature, rows, predict, tolerance)
 
@@ -82,20 +93,32 @@ def export(
 def _run(folder: Path, name: str) -> None:
     """Exports in a process whose Keras runs on torch, on the CPU."""
     places = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
-    env = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu", "PYTHONPATH": places}
+    env = {
+        **os.environ,
+        "KERAS_BACKEND": "torch",
+        "KERAS_TORCH_DEVICE": "cpu",
+        "PYTHONPATH": places,
+    }
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter
-            [sys.executable, "-P", "-c", _COMMAND, str(folder)],  # no modules of the current directory
-            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST, check=False,
+            # no modules of the current directory
+            [sys.executable, "-P", "-c", _COMMAND, str(folder)],
+            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST,
+            check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TimeoutError(
-            f"the export of {name} to ONNX has not ended after {_LONGEST} s and was stopped; nothing was written"
+            f"the export of {name} to ONNX has not ended after {_LONGEST} s and was stopped; "
+            "nothing was written"
         ) from None
     if done.returncode:
         error = folder / "error"
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise ValueError(error.read_text() if error.exists() else f"the process that exports the model failed: {last}")
+        raise ValueError(
+            error.read_text()
+            if error.exists()
+            else f"the process that exports the model failed: {last}"
+        )
 
 
 def main(folder: str) -> int:
@@ -123,9 +146,13 @@ def _trace(place: Path, told: Mapping[str, Any]) -> None:
 
     objects = cloudpickle.loads((place / "objects").read_bytes())
     try:
-        model = payload.unpack((place / "model").read_bytes(), objects, safe_mode=False, compiled=False)
+        model = payload.unpack(
+            (place / "model").read_bytes(), objects, safe_mode=False, compiled=False
+        )
     except Exception as error:
-        raise ValueError(f"{told['name']} does not load on Keras's torch backend: {reason(error)}") from error
+        raise ValueError(
+            f"{told['name']} does not load on Keras's torch backend: {reason(error)}"
+        ) from error
 
     class Traced(torch.nn.Module):
         """The model as `transform` calls it: outputs are a tuple, halves are floats."""
@@ -137,6 +164,16 @@ def _trace(place: Path, told: Mapping[str, Any]) -> None:
         def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             value = self.model(argument(inputs, told["keys"]), training=False)
             found = flat_outputs(value, output_keys(value, told["labels"]), len(told["labels"]))
-            return tuple(one.float() if one.dtype in (torch.float16, torch.bfloat16) else one for one in found)
+            return tuple(
+                one.float() if one.dtype in (torch.float16, torch.bfloat16) else one
+                for one in found
+            )
 
-    write(Traced().eval(), told["signature"], told["outputs"], Path(told["path"]), told["opset"], name=told["name"])
+    write(
+        Traced().eval(),
+        told["signature"],
+        told["outputs"],
+        Path(told["path"]),
+        told["opset"],
+        name=told["name"],
+    )

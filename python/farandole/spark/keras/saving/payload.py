@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Models as bytes, in Keras's own format.
 
-A `.keras` file contains the configuration, the weights and the optimizer's state. It names classes and functions but
-does not contain them. Only a Python lambda is stored with its code, and Keras loads such a file only with
-`safe_mode=False`.
+A `.keras` file contains the configuration, the weights and the optimizer's state. It names classes
+and functions but does not contain them. Only a Python lambda is stored with its code, and Keras
+loads such a file only with `safe_mode=False`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _NOTE = "farandole"
 class _Imported:
     """TensorFlow where it has been imported: before that nothing is of its types.
 
-    Keras imports it to ask whether what it saves is, on whatever backend; that takes seconds in every process.
+    Keras imports it to ask whether what it saves is, on whatever backend; that takes seconds in
+    every process.
     """
 
     def __init__(self, lazy: Any) -> None:
@@ -45,7 +46,8 @@ class _Imported:
         return getattr(self._lazy, name)
 
 
-if hasattr(type(getattr(serialization_lib, "tf", None)), "available"):  # of the type: to ask it would import
+# of the type: to ask it would import
+if hasattr(type(getattr(serialization_lib, "tf", None)), "available"):
     serialization_lib.tf = _Imported(serialization_lib.tf)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -62,7 +64,11 @@ def pack(model: Any) -> bytes:
 
 
 def unpack(
-    data: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe_mode: bool = True, compiled: bool = True
+    data: bytes,
+    custom_objects: Mapping[str, Any] | None = None,
+    *,
+    safe_mode: bool = True,
+    compiled: bool = True,
 ) -> Any:
     """Inverts `pack`.
 
@@ -76,7 +82,9 @@ def unpack(
         path = folder / "model.keras"
         path.write_bytes(data)
         known = dict(custom_objects or {})
-        return keras.saving.load_model(path, custom_objects=known, compile=compiled, safe_mode=safe_mode)
+        return keras.saving.load_model(
+            path, custom_objects=known, compile=compiled, safe_mode=safe_mode
+        )
 
 
 def load_state(model: Any, data: bytes) -> None:

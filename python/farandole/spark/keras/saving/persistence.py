@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The saved parts of a Keras estimator and model.
 
-A model has the part "model", a `.keras` file. If it uses the user's classes and functions, it also has the part
-"custom_objects", a pickle of these, and if it was trained with a `transformation_fn`, the part "transformation", a
-pickle of it. Loading a pickle runs code, loading the model does not. Where pickles are refused, the model is loaded
-without its transformation.
+A model has the part "model", a `.keras` file. If it uses the user's classes and functions, it also
+has the part "custom_objects", a pickle of these, and if it was trained with a `transformation_fn`,
+the part "transformation", a pickle of it. Loading a pickle runs code, loading the model does not.
+Where pickles are refused, the model is loaded without its transformation.
 
-An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks and the like.
+An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks
+and the like.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         return self
 
     def safe_mode(self, safe: bool) -> Self:
-        """Chooses whether Keras refuses models with Python lambdas, whose code would run; it does by default.
+        """Chooses whether Keras refuses models with Python lambdas, whose code would run; it does
+        by default.
 
         Asked for `True`, classes and functions that were pickled beside the model are refused, too.
 
@@ -87,7 +89,9 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         if objects is None and "custom_objects" in parts:
             if self._told_safe:
                 self.allow_pickle(False)
-            self.check_code(path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none")
+            self.check_code(
+                path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none"
+            )
             objects = cloudpickle.loads(parts["custom_objects"])
         try:
             loaded.setModel(payload.unpack(parts["model"], objects, safe_mode=self._safe_mode))
@@ -104,7 +108,9 @@ class KerasModelReader(ParamsReader["KerasModel"]):
             try:
                 self.check_code(path)
             except PickleNotAllowedError:
-                _log.warning("the transformation_fn saved at %s is not loaded, since it is a pickle", path)
+                _log.warning(
+                    "the transformation_fn saved at %s is not loaded, since it is a pickle", path
+                )
             else:
                 loaded.setTransformationFn(cloudpickle.loads(parts[_TRANSFORMATION]))
 
@@ -121,7 +127,9 @@ class KerasEstimatorParamsWriter(ParamsWriter):
         if model is not None:
             parts["model"] = payload.pack(model)
             given = rest.get("custom_objects", {})
-            rest["custom_objects"] = custom_objects(model, given, rest.get("optimizer"), rest.get("loss"))
+            rest["custom_objects"] = custom_objects(
+                model, given, rest.get("optimizer"), rest.get("loss")
+            )
         for name in ("callbacks", "checkpoint_callback"):
             if name in rest:
                 copies = travelling(rest[name] if isinstance(rest[name], list) else [rest[name]])
@@ -137,5 +145,7 @@ class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
         self.check_code(path)
         rest = cloudpickle.loads(parts["objects"])
         if "model" in parts:
-            loaded.setModel(payload.unpack(parts["model"], rest.get("custom_objects"), safe_mode=False))
+            loaded.setModel(
+                payload.unpack(parts["model"], rest.get("custom_objects"), safe_mode=False)
+            )
         loaded.setParams(**rest)

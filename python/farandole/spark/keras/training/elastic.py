@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The progress of a Keras run, and how it continues in another world of an elastic job.
 
-After a world fails, the remaining processes go back to the last commit: weights, optimizer, metrics and position in the
-data belong to one step. The rest of that epoch is a separate `fit`, which callbacks do not notice.
+After a world fails, the remaining processes go back to the last commit: weights, optimizer, metrics
+and position in the data belong to one step. The rest of that epoch is a separate `fit`, which
+callbacks do not notice.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Course:
         self._state: Any = elastic.KerasState(model, reached=self.reached)
 
     def through(self, train: Callable[[], None]) -> None:
-        """Calls a function that trains from the last commit to the end, in each world until one has finished.
+        """Calls a function that trains from the last commit to the end, in each world until one has
+        finished.
 
         Args:
             train: the function; it begins with a collective look at the progress so far.
@@ -112,14 +114,22 @@ class Commits(keras.callbacks.Callback):
             put_metrics(self.model, reached.metrics, once=True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Commits where it is time; not after the last step, whose epoch is not over before its validation is."""
+        """Commits where it is time; not after the last step, whose epoch is not over before its
+        validation is.
+        """
         del logs
         steps = batch + 1
-        if not self._feed.keeps_place or steps - self._committed < EVERY or steps >= self._feed.steps:
+        if (
+            not self._feed.keeps_place
+            or steps - self._committed < EVERY
+            or steps >= self._feed.steps
+        ):
             return
         self._committed = steps
         metrics = summed_metrics(self.model, "commit", counts=True)
-        self._course.reaches(epoch=self._epoch, place=self._feed.place_after(self._epoch, steps), metrics=metrics)
+        self._course.reaches(
+            epoch=self._epoch, place=self._feed.place_after(self._epoch, steps), metrics=metrics
+        )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Commits."""
@@ -129,11 +139,14 @@ class Commits(keras.callbacks.Callback):
         note = copy.deepcopy(self._publisher.note())
         model: Any = self.model
         stopped = bool(model.stop_training)
-        self._course.reaches(epoch=epoch + 1, place=Place(), metrics=None, note=note, best=best, stopped=stopped)
+        self._course.reaches(
+            epoch=epoch + 1, place=Place(), metrics=None, note=note, best=best, stopped=stopped
+        )
 
 
 class Moments(keras.callbacks.CallbackList):
-    """Keras's list of callbacks for one of several parts of a training, which look like one to the user's.
+    """Keras's list of callbacks for one of several parts of a training, which look like one to the
+    user's.
 
     Args:
         callbacks: all of them, in order.
@@ -143,7 +156,9 @@ class Moments(keras.callbacks.CallbackList):
         **more: as for Keras's own.
     """
 
-    def __init__(self, callbacks: Sequence[Any], users: Told, offset: int, last: int, **more: Any) -> None:
+    def __init__(
+        self, callbacks: Sequence[Any], users: Told, offset: int, last: int, **more: Any
+    ) -> None:
         self._users = users
         self._offset = offset
         self._last = last
@@ -192,13 +207,18 @@ class Told:
         self._moments: set[tuple[int, str]] = set()
 
     def untold(self, callbacks: Sequence[Any], moment: str) -> list[Any]:
-        """Returns the callbacks of a list that a moment calls now: the user's callbacks once, others always.
+        """Returns the callbacks of a list that a moment calls now: the user's callbacks once,
+        others always.
 
         Args:
             callbacks: the list.
             moment: its name.
         """
         users = {id(one) for one in self._callbacks}
-        left = [one for one in callbacks if id(one) not in users or (id(one), moment) not in self._moments]
+        left = [
+            one
+            for one in callbacks
+            if id(one) not in users or (id(one), moment) not in self._moments
+        ]
         self._moments |= {(id(one), moment) for one in left if id(one) in users}
         return left

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Batches for Keras's `fit`, from a generator, which is the only form that all Keras backends take.
 
-All rows of a step have the same weight, whichever process holds them. If processes have different numbers of rows in a
-step, the batch contains its share. The loss is multiplied by that share just before the backward pass, so neither
-metrics nor the shown loss are affected.
+All rows of a step have the same weight, whichever process holds them. If processes have different
+numbers of rows in a step, the batch contains its share. The loss is multiplied by that share just
+before the backward pass, so neither metrics nor the shown loss are affected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Feed:
         moves: whether the world may change: then each batch for training brings its share.
     """
 
-    def __init__(self, source: Source, job: Job, steps: int, *, trains: bool, moves: bool = False) -> None:
+    def __init__(
+        self, source: Source, job: Job, steps: int, *, trains: bool, moves: bool = False
+    ) -> None:
         self.source = source
         self.steps = steps
         self.rows = source.place_after(0, steps).rows
@@ -100,7 +102,8 @@ class Feed:
 
 
 class Validation(keras.utils.PyDataset):
-    """The batches of one epoch, as often as Keras asks for them: of a generator it would repeat the first ones.
+    """The batches of one epoch, as often as Keras asks for them: of a generator it would repeat the
+    first ones.
 
     Args:
         feed: of the data set.
@@ -184,13 +187,16 @@ def prefetched(batches: Any, count: int) -> Any:
     import tensorflow as tf  # noqa: PLC0415 - the backend
 
     first = next(batches)
-    signature = keras.tree.map_structure(lambda one: tf.TensorSpec((None, *one.shape[1:]), one.dtype), first)
+    signature = keras.tree.map_structure(
+        lambda one: tf.TensorSpec((None, *one.shape[1:]), one.dtype), first
+    )
     rest = itertools.chain([first], batches)
     return tf.data.Dataset.from_generator(lambda: rest, output_signature=signature).prefetch(count)
 
 
 def take_shares(model: Any) -> None:
-    """Teaches a model what to do with the shares of its batches: the default `train_step` asks its optimizer to scale.
+    """Teaches a model what to do with the shares of its batches: the default `train_step` asks its
+    optimizer to scale.
 
     Args:
         model: compiled; only this object changes, and its saved form does not.

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Files and reports that rank 0 writes during a run.
 
-<runs>/<run_id>/checkpoint          after the last complete epoch, a `.keras` file; a repeated run continues from it
+<runs>/<run_id>/checkpoint          after the last complete epoch, a `.keras` file; a repeated run
+                                    continues from it
 <runs>/<run_id>/checkpoint.previous the one before, which is used if the last one is damaged
 <runs>/<run_id>/checkpoint.best     what `checkpoint_callback` kept, another
 <runs>/<run_id>/logs/               history, and scalars for TensorBoard
@@ -69,7 +70,8 @@ class Metered(keras.callbacks.Callback):
 class Halted(keras.callbacks.Callback):
     """Ends the run on all ranks after an epoch in which the fit was stopped.
 
-    Not within an epoch: some backends call callbacks of steps from another thread, later than the step.
+    Not within an epoch: some backends call callbacks of steps from another thread, later than the
+    step.
 
     Args:
         halt: Tells whether the fit was stopped.
@@ -90,7 +92,8 @@ class Halted(keras.callbacks.Callback):
 
 
 class Kept(keras.callbacks.Callback):
-    """The user's `checkpoint_callback`, writing where the run wants it, with the learning rate of one process.
+    """The user's `checkpoint_callback`, writing where the run wants it, with the learning rate of
+    one process.
 
     Args:
         inner: a `ModelCheckpoint`.
@@ -146,7 +149,8 @@ class Publisher(keras.callbacks.Callback):
         kept: the user's checkpoint callback.
         board: local directory of the user's TensorBoard callback.
         model: that is trained.
-        writes: whether this process writes and tells, and does not only keep what it needs to do so later.
+        writes: whether this process writes and tells, and does not only keep what it needs to do so
+            later.
     """
 
     async_safe = True
@@ -203,7 +207,12 @@ class Publisher(keras.callbacks.Callback):
         self._reported = now
         done = batch + 1
         speed = self._rows * done / self._steps / max(now - self._started, 1e-9)
-        place = {"epoch": self._epoch, "epochs": self._job.epochs, "step": done, "steps": self._steps}
+        place = {
+            "epoch": self._epoch,
+            "epochs": self._job.epochs,
+            "step": done,
+            "steps": self._steps,
+        }
         loss = (logs or {}).get("loss", float("nan"))
         task.report({"kind": "step", **place, "rows_per_second": speed, "loss": float(loss)})
 
@@ -237,7 +246,9 @@ class Publisher(keras.callbacks.Callback):
         )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Publishes once more: other callbacks may have changed the model, as `restore_best_weights` does."""
+        """Publishes once more: other callbacks may have changed the model, as
+        `restore_best_weights` does.
+        """
         del logs
         if self.timing:
             self.last = None
@@ -254,10 +265,16 @@ class Publisher(keras.callbacks.Callback):
     def note(self) -> dict[str, Any]:
         """Returns the history of the epochs in a checkpoint."""
         best = None if self.kept is None else getattr(self.kept.inner, "best", None)
-        return {"history": self.history, "timing": self.timing, "best": None if best is None else float(best)}
+        return {
+            "history": self.history,
+            "timing": self.timing,
+            "best": None if best is None else float(best),
+        }
 
     def result(self) -> bytes:
-        """Returns the model that `fit` returns: the one that the user's callback kept, else the last."""
+        """Returns the model that `fit` returns: the one that the user's callback kept, else the
+        last.
+        """
         if self.kept is not None and self.kept.path.exists():
             return self.kept.path.read_bytes()
         return self.checkpoint()
@@ -268,13 +285,19 @@ class Publisher(keras.callbacks.Callback):
             store.write_checkpoint(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
         store.write_checkpoint(store.checkpoint_filename, checkpoint)
         told = entries(self.history, self.timing)
-        store.write(f"{store.logs_subdir}/history.jsonl", "".join(json.dumps(one) + "\n" for one in told).encode())
+        store.write(
+            f"{store.logs_subdir}/history.jsonl",
+            "".join(json.dumps(one) + "\n" for one in told).encode(),
+        )
         if self._board is None:
             store.write(f"{store.logs_subdir}/events.out.tfevents.farandole", scalars(told))
             return
         for path in sorted(self._board.rglob("*")):
             if path.is_file() and self._changed(path):
-                store.write(f"{store.logs_subdir}/{path.relative_to(self._board).as_posix()}", path.read_bytes())
+                store.write(
+                    f"{store.logs_subdir}/{path.relative_to(self._board).as_posix()}",
+                    path.read_bytes(),
+                )
 
     def _changed(self, path: Path) -> bool:
         if not path.exists():

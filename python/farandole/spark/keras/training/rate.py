@@ -61,7 +61,8 @@ class Rate:
         """Takes the rate from one number of processes to another.
 
         Args:
-            before: the number that the optimizer's rate is multiplied by; a schedule's factor is set again.
+            before: the number that the optimizer's rate is multiplied by; a schedule's factor is
+                set again.
             size: the number of processes now.
         """
         self._size = size
@@ -69,7 +70,9 @@ class Rate:
             if before != size:
                 self._own.assign(as_array(self._own) * (size / before))
         else:
-            self._optimizer._learning_rate = _Scaled(self._schedule, float(size)) if size > 1 else self._schedule  # noqa: SLF001
+            self._optimizer._learning_rate = (  # noqa: SLF001
+                _Scaled(self._schedule, float(size)) if size > 1 else self._schedule
+            )
 
     @contextlib.contextmanager
     def of_one_process(self) -> Iterator[None]:
@@ -94,4 +97,6 @@ class Rate:
             self._own.assign(as_array(self._own) * factor)
         else:
             scaled = factor > 1
-            self._optimizer._learning_rate = _Scaled(self._schedule, factor) if scaled else self._schedule  # noqa: SLF001
+            self._optimizer._learning_rate = (  # noqa: SLF001
+                _Scaled(self._schedule, factor) if scaled else self._schedule
+            )

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Callbacks by which all processes see the metrics, the statistics and the end of one run.
 
-A Keras metric is a function of sums over rows. The sums are added over all processes before the metric is computed, so
-metrics that are not means, such as AUC or F1, have the value of a single process.
+A Keras metric is a function of sums over rows. The sums are added over all processes before the
+metric is computed, so metrics that are not means, such as AUC or F1, have the value of a single
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class GlobalScores(keras.callbacks.Callback):
     """Puts the scores of all processes in the place of this one's; the first callback of all.
 
     Args:
-        validates: whether this process has rows to validate on, and not one that only fills its place.
+        validates: whether this process has rows to validate on, and not one that only fills its
+            place.
     """
 
     def __init__(self, *, validates: bool) -> None:
@@ -57,12 +59,23 @@ class GlobalScores(keras.callbacks.Callback):
         if self._train is None:
             self._end_of_training()
         logs = {} if logs is None else logs
-        known = {**(self._train or {}), **{f"val_{name}": value for name, value in (self._validation or {}).items()}}
-        others = sorted(name for name, value in logs.items() if name not in known and np.ndim(value) == 0)
+        known = {
+            **(self._train or {}),
+            **{f"val_{name}": value for name, value in (self._validation or {}).items()},
+        }
+        others = sorted(
+            name for name, value in logs.items() if name not in known and np.ndim(value) == 0
+        )
         logs.update({name: value for name, value in known.items() if name in logs})
         if others:  # what a train_step of the user's returned
             mine = np.array([float(logs[name]) for name in others], np.float64)
-            logs.update(zip(others, arrays.allreduce(mine, name="farandole.keras.logs").tolist(), strict=True))
+            logs.update(
+                zip(
+                    others,
+                    arrays.allreduce(mine, name="farandole.keras.logs").tolist(),
+                    strict=True,
+                )
+            )
 
     def _end_of_training(self) -> None:
         model: Any = self.model
@@ -85,7 +98,9 @@ def summed_metrics(model: Any, stage: str, *, counts: bool) -> Any:
         counts: whether this process has rows, and not one that only fills its place.
     """
     in_step(model)
-    vectors = [_contribution(as_array(variable), variable, counts) for variable in model.metrics_variables]
+    vectors = [
+        _contribution(as_array(variable), variable, counts) for variable in model.metrics_variables
+    ]
     if not vectors:
         return np.zeros(0)
     return arrays.allreduce(np.concatenate(vectors), op=arrays.Sum, name=f"farandole.keras.{stage}")
@@ -110,7 +125,9 @@ def put_metrics(model: Any, total: Any, *, once: bool = False) -> None:
 
 
 def _contribution(part: Any, variable: Any, counts: bool) -> Any:
-    """Returns this process's part of a metric's variable, according to the variable's aggregation."""
+    """Returns this process's part of a metric's variable, according to the variable's
+    aggregation.
+    """
     vector = part.reshape(-1).astype(np.float64)
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation in ("mean", "only_first_replica"):
@@ -120,7 +137,9 @@ def _contribution(part: Any, variable: Any, counts: bool) -> Any:
 
 def _put(variable: Any, values: Any, dtype: Any) -> None:
     if getattr(variable, "aggregation", "sum") != "none":
-        variable.assign((np.rint(values) if np.issubdtype(dtype, np.integer) else values).astype(dtype))
+        variable.assign(
+            (np.rint(values) if np.issubdtype(dtype, np.integer) else values).astype(dtype)
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -129,7 +148,8 @@ def _plain(value: Any) -> Any:
 
 
 def statistics_of(model: Any) -> list[Any]:
-    """Returns the moving statistics of a model's batch normalisation, which training moves and no gradient.
+    """Returns the moving statistics of a model's batch normalisation, which training moves and no
+    gradient.
 
     Args:
         model: built.
@@ -193,7 +213,8 @@ class UncountedSteps(keras.callbacks.Callback):
 class FiniteLoss(keras.callbacks.Callback):
     """Ends training at a loss that is NaN or infinite.
 
-    Keras reads the loss for its callbacks anyway, where a backend runs ahead in a thread of its own.
+    Keras reads the loss for its callbacks anyway, where a backend runs ahead in a thread of its
+    own.
 
     Args:
         rank: of this process.
@@ -223,11 +244,15 @@ class FiniteLoss(keras.callbacks.Callback):
 
 
 class OneEnd(keras.callbacks.Callback):
-    """Ends the run everywhere after the epoch in which a callback ended it anywhere; the last callback on all ranks."""
+    """Ends the run everywhere after the epoch in which a callback ended it anywhere; the last
+    callback on all ranks.
+    """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Asks all processes."""
         del epoch, logs
         model: Any = self.model
         mine = np.array([int(bool(model.stop_training))], np.int32)
-        model.stop_training = bool(arrays.allreduce(mine, op=arrays.Max, name="farandole.keras.stop")[0])
+        model.stop_training = bool(
+            arrays.allreduce(mine, op=arrays.Max, name="farandole.keras.stop")[0]
+        )

@@ -33,7 +33,13 @@ from farandole.spark.keras.compiled import put_loss
 from farandole.spark.keras.job import Trained
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.training.elastic import Commits, Course, Moments, Told
-from farandole.spark.keras.training.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
+from farandole.spark.keras.training.feed import (
+    Feed,
+    ModuleFeed,
+    Validation,
+    prefetched,
+    take_shares,
+)
 from farandole.spark.keras.training.publish import Halted, Kept, Metered, Publisher
 from farandole.spark.keras.training.rate import Rate
 from farandole.spark.keras.training.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
@@ -104,7 +110,9 @@ class Trainer:
         else:
             self._resume()
             self._scale(1)
-            course.reached = replace(course.reached, epoch=self.done, note=copy.deepcopy(self.note), best=self.best)
+            course.reached = replace(
+                course.reached, epoch=self.done, note=copy.deepcopy(self.note), best=self.best
+            )
         if not self.has_entered:
             self.has_entered = True
             self._part_seeds()
@@ -162,7 +170,8 @@ class Trainer:
 
     def _model(self) -> Any:
         job, objects = self.job, self.objects
-        model = payload.unpack(job.model, objects.custom_objects, safe_mode=False)  # the driver's own
+        # the driver's own
+        model = payload.unpack(job.model, objects.custom_objects, safe_mode=False)
         put_loss(model, objects.loss)
         x, y = zeros(job.shape, job.labels, job.data.batch_size)
         weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
@@ -209,8 +218,12 @@ class Trainer:
                 callback.initial_lr = self.first_rate * self.size
 
     def _part_seeds(self) -> None:
-        """Random layers draw other numbers on every rank, and the same ones in every run of one seed."""
-        for index, variable in enumerate(one for one in self.model.non_trainable_variables if _SEEDS in one.name):
+        """Random layers draw other numbers on every rank, and the same ones in every run of one
+        seed.
+        """
+        for index, variable in enumerate(
+            one for one in self.model.non_trainable_variables if _SEEDS in one.name
+        ):
             state = np.array(as_array(variable))
             if self.job.random_seed is not None and self.done == 0:
                 state[0] = (self.job.random_seed + index) % 2**31
@@ -219,13 +232,17 @@ class Trainer:
 
     def _callbacks(self, publisher: Publisher) -> list[Any]:
         callbacks: list[Any] = [GlobalScores(validates=self.val is None or self.val.validates)]
-        if self.job.terminate_on_nan and not any(_ends_on_nan(one) for one in self.objects.callbacks):
+        if self.job.terminate_on_nan and not any(
+            _ends_on_nan(one) for one in self.objects.callbacks
+        ):
             callbacks.append(FiniteLoss(self.rank))
         if self.train.uncounted:
             callbacks.append(UncountedSteps(self.train.uncounted))
         if task.is_told():
             callbacks.append(Metered())
-        boards = [one for one in self.objects.callbacks if isinstance(one, keras.callbacks.TensorBoard)]
+        boards = [
+            one for one in self.objects.callbacks if isinstance(one, keras.callbacks.TensorBoard)
+        ]
         callbacks += [one for one in self.objects.callbacks if one not in boards]
         if self.rank == 0:
             callbacks += boards
@@ -247,22 +264,39 @@ class Trainer:
             if isinstance(callback, keras.callbacks.TensorBoard):
                 board = directory / "logs"
                 callback.log_dir = str(board)
-        arguments = (self.job, self.rate, self.note, self.train.steps, self.train.rows, kept, board, self.model)
+        arguments = (
+            self.job,
+            self.rate,
+            self.note,
+            self.train.steps,
+            self.train.rows,
+            kept,
+            board,
+            self.model,
+        )
         return Publisher(*arguments, writes=self.rank == 0)
 
-    def _feeds(self, place: Place | None = None) -> tuple[Feed | ModuleFeed, Feed | ModuleFeed | None]:
+    def _feeds(
+        self, place: Place | None = None
+    ) -> tuple[Feed | ModuleFeed, Feed | ModuleFeed | None]:
         """Training, from a place in an epoch on, and validation."""
         if self.objects.data_module is not None:
             return self._feeds_of_module()
         job, data = self.job, self.job.data
-        train = self._source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
+        train = self._source(
+            data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle
+        )
         val = None
         if data.val_url is not None:
             # In whatever order: sums over rows are the same, and each byte is read once.
             source = self._source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
-            val = Feed(source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False)
+            val = Feed(
+                source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False
+            )
         train.begin_at(place or Place())
-        return Feed(train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves), val
+        return Feed(
+            train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves
+        ), val
 
     def _feeds_of_module(self) -> tuple[ModuleFeed, ModuleFeed | None]:
         job, data, size = self.job, self.job.data, self.size
@@ -310,7 +344,9 @@ def _ends_on_nan(callback: Any) -> bool:
 
 
 def _seed(seed: int) -> None:
-    """Seeds what Keras and users draw from; `keras.utils.set_random_seed` would import every backend there is."""
+    """Seeds what Keras and users draw from; `keras.utils.set_random_seed` would import every
+    backend there is.
+    """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the state that others draw from
     backend = keras.backend.backend()
@@ -325,7 +361,9 @@ def _seed(seed: int) -> None:
 
 
 def _build(model: Any, example: tuple[Any, ...]) -> None:
-    """Builds what Keras would build from the first batch, which would then be lost on some backends."""
+    """Builds what Keras would build from the first batch, which would then be lost on some
+    backends.
+    """
     model._symbolic_build(data_batch=example)  # noqa: SLF001 - what fit begins with
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

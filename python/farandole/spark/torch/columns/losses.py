@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Casts labels for a loss, and weighs rows in a loss.
 
-A label column becomes `int64` if its loss takes class indices and the column has one element per row (of any type: a
-Spark ML indexer returns doubles), and `float32` if its loss is another torch loss. For the user's own loss it becomes
-`int64` if the column contains integers, else `float32`.
+A label column becomes `int64` if its loss takes class indices and the column has one element per
+row (of any type: a Spark ML indexer returns doubles), and `float32` if its loss is another torch
+loss. For the user's own loss it becomes `int64` if the column contains integers, else `float32`.
 
-All rows of a step have the same weight, whichever process holds them. Padding has weight 0, and a process with fewer
-rows weighs less, so two processes with a batch of 32 step like one process with a batch of 64.
+All rows of a step have the same weight, whichever process holds them. Padding has weight 0, and a
+process with fewer rows weighs less, so two processes with a batch of 32 step like one process with
+a batch of 64.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ _FORMS: dict[str, tuple[Any, ...]] = {
     "log_probabilities": (nn.NLLLoss, functional.nll_loss),
     "probabilities": (nn.BCELoss, functional.binary_cross_entropy),
     "values": (
-        nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, functional.mse_loss, functional.l1_loss,
+        nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, functional.mse_loss,
+        functional.l1_loss,
         functional.smooth_l1_loss, functional.huber_loss,
     ),
 }  # fmt: skip
 
 
 def form_of(loss: Any) -> str | None:
-    """Returns the form of a model's output that a loss of torch takes, see `farandole.spark.common.model.classes`.
+    """Returns the form of a model's output that a loss of torch takes, see
+    `farandole.spark.common.model.classes`.
 
     Args:
         loss: of any kind; of one's own it tells nothing.
@@ -109,7 +112,9 @@ def label_dtype(loss: Any, column: Column) -> str:
     return "int64" if column.dtype.startswith(("int", "uint")) else "float32"
 
 
-def shaped(label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+def shaped(
+    label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | None
+) -> torch.Tensor:
     """Returns the label in the shape its loss expects.
 
     Args:
@@ -118,8 +123,8 @@ def shaped(label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | N
         shape: as set by the user, if at all.
 
     Returns:
-        The label in that shape; without one, in the output's where it has as many elements: a loss of one's own would
-        broadcast (rows,) and (rows, 1) to a matrix, and say nothing.
+        The label in that shape; without one, in the output's where it has as many elements: a loss
+        of one's own would broadcast (rows,) and (rows, 1) to a matrix, and say nothing.
     """
     if shape is not None:
         return label.reshape(shape)
@@ -152,7 +157,9 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     elif "reduction" in inspect.signature(loss).parameters:
         single = functools.partial(loss, reduction="none")
     else:
-        raise ValueError(f"sample weights need a loss with an argument `reduction`, {name} has none")
+        raise ValueError(
+            f"sample weights need a loss with an argument `reduction`, {name} has none"
+        )
 
     def mean(output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         losses = single(output, label)
@@ -162,7 +169,8 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def share(valid: int, size: int, everywhere: int) -> float:
-    """Returns the factor of the mean loss over this process's rows, before gradients are averaged over processes.
+    """Returns the factor of the mean loss over this process's rows, before gradients are averaged
+    over processes.
 
     Args:
         valid: rows of this process in this batch.

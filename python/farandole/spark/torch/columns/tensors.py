@@ -2,10 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Converts columns to tensors, in training and in `transform`.
 
-One tensor per feature column, cast to float32 unless `input_dtypes` says otherwise. A vector or list column of `n`
-elements is `(rows, n)`, a scalar column `(rows, 1)`; `input_shapes` says otherwise, one shape per input, with -1 for
-the rows (`[-1, 1, 8, 8]`; a shape of one row, `[1, 8, 8]`, does as well). Columns listed together become one tensor,
-side by side in the order of the list.
+One tensor per feature column, cast to float32 unless `input_dtypes` says otherwise. A vector or
+list column of `n` elements is `(rows, n)`, a scalar column `(rows, 1)`; `input_shapes` says
+otherwise, one shape per input, with -1 for the rows (`[-1, 1, 8, 8]`; a shape of one row, `[1, 8,
+8]`, does as well). Columns listed together become one tensor, side by side in the order of the
+list.
 """
 
 from __future__ import annotations
@@ -27,7 +28,18 @@ if TYPE_CHECKING:
     from farandole.spark.common.data.source import Rows
     from farandole.spark.torch.job import Label
 
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "bool",
+)
 """Types that an input may be cast to."""
 
 
@@ -45,8 +57,8 @@ def inputs_of(
         columns: by name.
         shapes: one per input, where the user set them.
         dtypes: one per input, where the user set them.
-        prepared: the data; an input of nothing but categories is int64, as embeddings take it, and so are lists of
-            integers of different lengths.
+        prepared: the data; an input of nothing but categories is int64, as embeddings take it, and
+            so are lists of integers of different lengths.
 
     Raises:
         ValueError: such a column is listed together with others.
@@ -59,7 +71,9 @@ def inputs_of(
         lists = [name for name in group if name in ragged]
         if lists and len(group) > 1:
             raise ValueError(f"a ragged column must be a separate input: {lists[0]!r}")
-        indices = all(name in categories or (name in lists and "int" in columns[name].dtype) for name in group)
+        indices = all(
+            name in categories or (name in lists and "int" in columns[name].dtype) for name in group
+        )
         dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
         nested = prepared is not None and any(prepared.ragged[name].nested for name in lists)
         made.append(Input(tuple(group), (-1, *shape), dtype, ragged=bool(lists), nested=nested))
@@ -69,8 +83,9 @@ def inputs_of(
 def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Values of a batch as a type on a device.
 
-    Where that is a GPU, they are copied to page-locked memory first: it continues with its work and fetches them when
-    it is their turn. Else it would have to be idle before each copy, and wait for the next batch after it.
+    Where that is a GPU, they are copied to page-locked memory first: it continues with its work and
+    fetches them when it is their turn. Else it would have to be idle before each copy, and wait for
+    the next batch after it.
 
     Args:
         values: in host memory, which may be changed afterwards.
@@ -82,7 +97,9 @@ def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
     return values.to(dtype).pin_memory().to(device, non_blocking=True)
 
 
-def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, device: torch.device) -> torch.Tensor:
+def input_tensor(
+    columns: Mapping[str, torch.Tensor], one: Input, rows: int, device: torch.device
+) -> torch.Tensor:
     """Returns the tensor of one input.
 
     Args:
@@ -102,13 +119,19 @@ def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, dev
 
 
 def _nested(
-    columns: Mapping[str, torch.Tensor], name: str, rows: int, dtype: torch.dtype, device: torch.device
+    columns: Mapping[str, torch.Tensor],
+    name: str,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """Returns a nested tensor of the jagged layout, made of padded rows and their lengths."""
     padded, lengths = columns[name][:rows], columns[lengths_of(name)][:rows]
     values = padded[torch.arange(padded.shape[1]) < lengths[:, None]]
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    return torch.nested.nested_tensor_from_jagged(sent(values, dtype, device), sent(offsets, torch.int64, device))
+    return torch.nested.nested_tensor_from_jagged(
+        sent(values, dtype, device), sent(offsets, torch.int64, device)
+    )
 
 
 def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> None:
@@ -128,13 +151,22 @@ def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> 
         values = columns[name][:rows]
         if not values.is_floating_point():
             continue
-        low, high = torch.aminmax(values if values.dtype in (torch.float32, torch.float64) else values.float())
+        low, high = torch.aminmax(
+            values if values.dtype in (torch.float32, torch.float64) else values.float()
+        )
         if math.isfinite(low) and math.isfinite(high) and -limit <= low and high <= limit:
             continue
         strange = ~(values.abs() <= limit) | values.isinf()
         count = int(strange.reshape(rows, -1).any(dim=1).sum())
-        what = "NaN" if bool(values.isnan().any()) else f"infinite values, or values too large for {one.dtype},"
-        raise ValueError(f"feature column {name!r} has {what} in {count} of {rows} rows (allow_nan=True accepts them)")
+        what = (
+            "NaN"
+            if bool(values.isnan().any())
+            else f"infinite values, or values too large for {one.dtype},"
+        )
+        raise ValueError(
+            f"feature column {name!r} has {what} in {count} of {rows} rows (allow_nan=True "
+            "accepts them)"
+        )
 
 
 def label_tensor(
@@ -151,7 +183,8 @@ def label_tensor(
         allow_nan: whether NaN and infinities are not among them.
 
     Raises:
-        ValueError: the column is not in the batch, or has values that are not numbers, or no indices.
+        ValueError: the column is not in the batch, or has values that are not numbers, or no
+            indices.
     """
     name = one.column.name
     values = rows.columns[name][:count]
@@ -159,9 +192,13 @@ def label_tensor(
         strange = 0 if allow_nan else int((~torch.isfinite(values)).sum())
         if strange:
             what = "not a number (NaN)" if bool(values.isnan().any()) else "infinite"
-            raise ValueError(f"label column {name!r} has values that are {what}: {strange} of {count} rows")
+            raise ValueError(
+                f"label column {name!r} has values that are {what}: {strange} of {count} rows"
+            )
         if one.dtype == "int64" and bool((values != values.round()).any()):
-            raise ValueError(f"label column {name!r} contains fractions, but its loss takes indices of classes")
+            raise ValueError(
+                f"label column {name!r} contains fractions, but its loss takes indices of classes"
+            )
     return sent(values, getattr(torch, one.dtype), device)
 
 
@@ -176,10 +213,16 @@ def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
         ValueError: the model returns something else, or another number.
     """
     outputs = [value] if isinstance(value, torch.Tensor) else value
-    if not isinstance(outputs, list | tuple) or not all(isinstance(output, torch.Tensor) for output in outputs):
-        raise ValueError(f"the model must return a tensor or a tuple of tensors, it returned {_kind(value)}")
+    if not isinstance(outputs, list | tuple) or not all(
+        isinstance(output, torch.Tensor) for output in outputs
+    ):
+        raise ValueError(
+            f"the model must return a tensor or a tuple of tensors, it returned {_kind(value)}"
+        )
     if len(outputs) != labels:
-        raise ValueError(f"label column count {labels} must equal the count of model outputs {len(outputs)}")
+        raise ValueError(
+            f"label column count {labels} must equal the count of model outputs {len(outputs)}"
+        )
     return list(outputs)
 
 
@@ -191,7 +234,9 @@ def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exc
         inputs: their tensors.
         error: what the model raised.
     """
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, inputs, strict=True))
+    shapes = ", ".join(
+        f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, inputs, strict=True)
+    )
     return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
 
 
@@ -209,7 +254,10 @@ def told_mapping(
         outputs: what the model made of some rows.
         losses: one per label.
     """
-    parts = [f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} {_shown(one.shape)}" for one in inputs]
+    parts = [
+        f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} {_shown(one.shape)}"
+        for one in inputs
+    ]
     ends = [
         f"{_shown((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by {_name(loss)}"
         for label, output, loss in zip(labels, outputs, losses, strict=True)

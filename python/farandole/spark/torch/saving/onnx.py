@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A fitted model as an ONNX file, by torch's own exporter, and the proof that both predict the same."""
+"""A fitted model as an ONNX file, by torch's own exporter, and the proof that both predict the
+same.
+"""
 
 from __future__ import annotations
 
@@ -63,18 +65,28 @@ def export(
 
     with placed(path) as made:
         write(traced, signature, outputs, made, opset, name=type(model).__name__)
-        check(made, signature, None if rows is None else [one.numpy() for one in rows], predict, tolerance)
+        check(
+            made,
+            signature,
+            None if rows is None else [one.numpy() for one in rows],
+            predict,
+            tolerance,
+        )
 
 
 class _Model(torch.nn.Module):
     """The model as `transform` calls it: outputs are a tuple, floats, one row of each per row."""
 
-    def __init__(self, model: torch.nn.Module, function: Callable[..., Any] | None, outputs: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, function: Callable[..., Any] | None, outputs: int
+    ) -> None:
         super().__init__()
         self.model, self._function, self._outputs = model, function, outputs
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        value = self.model(*inputs) if self._function is None else self._function(self.model, *inputs)
+        value = (
+            self.model(*inputs) if self._function is None else self._function(self.model, *inputs)
+        )
         return tuple(one.float() for one in outputs_of(value, self._outputs))
 
 
@@ -102,15 +114,20 @@ def write(
     """
     batch = tuple(torch.from_numpy(batch_of(one, _ROWS)) for one in signature)
     rows = torch.export.Dim("rows")
-    # Lengths of ragged inputs have no name in common: the exporter finds out which of them the model needs to be equal.
-    shapes = tuple({0: rows} | ({1: torch.export.Dim.DYNAMIC} if one.get("ragged") else {}) for one in signature)
+    # Lengths of ragged inputs have no name in common: the exporter finds out which of them the
+    # model needs to be equal.
+    shapes = tuple(
+        {0: rows} | ({1: torch.export.Dim.DYNAMIC} if one.get("ragged") else {})
+        for one in signature
+    )
     options: dict[str, Any] = {} if opset is None else {"opset_version": opset}
     quiet = logging.getLogger("torch.onnx")
     level = quiet.level
     quiet.setLevel(logging.ERROR)  # it warns of packages that this model does not use
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="# The axis name")  # all inputs have the same rows
+            # all inputs have the same rows
+            warnings.filterwarnings("ignore", message="# The axis name")
             torch.onnx.export(
                 model,
                 batch,

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Models and optimizers as bytes.
 
-`pack` returns a pickle, which contains code: load it only if it came through the job's own links. `pack_state` contains
-only tensors and plain values, and loading it runs no code.
+`pack` returns a pickle, which contains code: load it only if it came through the job's own links.
+`pack_state` contains only tensors and plain values, and loading it runs no code.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ def pack_objects(objects: Any, **names: str) -> bytes:
         **names: the estimator's parameters, by those fields that are called otherwise.
 
     Raises:
-        TypeError: something cannot be pickled; the message names the parameter and what inside of it.
+        TypeError: something cannot be pickled; the message names the parameter and what inside of
+            it.
     """
     try:
         return pack(objects)
     except Exception as error:
-        told = culprit({names.get(one.name, one.name): getattr(objects, one.name) for one in fields(objects)})
+        told = culprit(
+            {names.get(one.name, one.name): getattr(objects, one.name) for one in fields(objects)}
+        )
         raise TypeError(f"cannot be pickled for the training processes: {told or error}") from error
 
 
@@ -76,7 +79,8 @@ def unpack_state(data: bytes) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, size: int) -> dict[str, Any]:
-    """Returns the optimizer's state as one process would have it: learning rates are divided by the world's size.
+    """Returns the optimizer's state as one process would have it: learning rates are divided by the
+    world's size.
 
     Args:
         optimizer: as it trains on `size` processes.

@@ -2,11 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The saved parts of PyTorch estimators and models.
 
-A model has the parts "state" and "objects". "state" contains the weights as safetensors (or as a zip of torch, if
-safetensors does not have their type), and loading it runs no code. "objects" is a pickle of module, optimizer, loss and
-transformation, in which every weight is a reference into "state"; loading it runs code.
+A model has the parts "state" and "objects". "state" contains the weights as safetensors (or as a
+zip of torch, if safetensors does not have their type), and loading it runs no code. "objects" is a
+pickle of module, optimizer, loss and transformation, in which every weight is a reference into
+"state"; loading it runs code.
 
-An estimator has only the part "objects": a pickle of its model, optimizer, functions and other objects.
+An estimator has only the part "objects": a pickle of its model, optimizer, functions and other
+objects.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class TorchModelWriter(ParamsWriter):
         """Like `ParamsWriter.parts`."""
         module = values["model"]
         weights = {
-            name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)
+            name: tensor
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if torch.is_tensor(tensor)
         }
         pickled = io.BytesIO()
         _Pickler(pickled, weights).dump({name: values.get(name) for name in _OBJECTS})
@@ -85,7 +89,8 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         self._module: torch.nn.Module | None = None
 
     def model(self, module: torch.nn.Module) -> TorchModelReader:
-        """Loads the saved weights into your own module. No saved code runs; optimizer and loss stay unset.
+        """Loads the saved weights into your own module. No saved code runs; optimizer and loss stay
+        unset.
 
         Args:
             module: with parameters of the same names and shapes.
@@ -101,7 +106,9 @@ class TorchModelReader(ParamsReader["TorchModel"]):
             self._module.load_state_dict(weights)
             loaded.setModel(self._module)
             return
-        self.check_code(path, f", or use {self.kind.__name__}.read().model(module), which runs none")
+        self.check_code(
+            path, f", or use {self.kind.__name__}.read().model(module), which runs none"
+        )
         objects = _Unpickler(io.BytesIO(parts["objects"]), weights).load()
         loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Tensors as bytes in the format of safetensors, which contains no code.
 
-Eight bytes (little endian) give the length of a JSON header; the header gives type, shape and place of each tensor in
-the bytes after it.
+Eight bytes (little endian) give the length of a JSON header; the header gives type, shape and place
+of each tensor in the bytes after it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def can_hold(tensors: Mapping[str, torch.Tensor]) -> bool:
     Args:
         tensors: by name.
     """
-    return all(one.dtype in _NAMES and one.layout is torch.strided and not one.is_quantized for one in tensors.values())
+    return all(
+        one.dtype in _NAMES and one.layout is torch.strided and not one.is_quantized
+        for one in tensors.values()
+    )
 
 
 def dump(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -55,11 +58,17 @@ def dump(tensors: Mapping[str, torch.Tensor]) -> bytes:
     parts: list[bytes] = []
     start = 0
     # Wide types first, so that each tensor starts at a multiple of its element's size.
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    ):
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         end = start + len(data)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
         parts.append(data)
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -80,16 +89,28 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         (length,) = struct.unpack_from("<Q", data)
         header = json.loads(data[8 : 8 + length])
         return {
-            name: _tensor(memoryview(data)[8 + length :], one) for name, one in header.items() if name != "__metadata__"
+            name: _tensor(memoryview(data)[8 + length :], one)
+            for name, one in header.items()
+            if name != "__metadata__"
         }
-    except (struct.error, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
+    except (
+        struct.error,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"not a whole file of tensors: {error}") from error
 
 
 def _tensor(data: memoryview, one: dict[str, Any]) -> torch.Tensor:
     dtype, shape, (start, end) = _TYPES[str(one["dtype"])], one["shape"], one["data_offsets"]
     # Before anything is taken: a shape may claim terabytes, and need not be one.
-    if len(shape) > _MOST_SIDES or not all(type(side) is int and 0 <= side < 1 << 63 for side in shape):
+    if len(shape) > _MOST_SIDES or not all(
+        type(side) is int and 0 <= side < 1 << 63 for side in shape
+    ):
         raise ValueError(f"not the shape of a tensor: {str(shape)[:100]}")
     size = math.prod(shape) * dtype.itemsize
     if end - start != size or not 0 <= start <= end <= len(data):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""From rows to outputs, labels and a loss: what happens to one batch, in training and in validation."""
+"""From rows to outputs, labels and a loss: what happens to one batch, in training and in
+validation.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.torch.columns.losses import shaped, share, weighted
-from farandole.spark.torch.columns.tensors import check_inputs, input_tensor, label_tensor, outputs_of, sent
+from farandole.spark.torch.columns.tensors import (
+    check_inputs,
+    input_tensor,
+    label_tensor,
+    outputs_of,
+    sent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +43,12 @@ class Batches:
     """
 
     def __init__(
-        self, model: Callable[..., Any], losses: Sequence[Any], job: Job, device: torch.device, size: int
+        self,
+        model: Callable[..., Any],
+        losses: Sequence[Any],
+        job: Job,
+        device: torch.device,
+        size: int,
     ) -> None:
         self.model = model
         self.job = job
@@ -53,9 +66,14 @@ class Batches:
             rows: the batch.
             module: whose buffers padding must not change.
         """
-        # A batch norm needs two rows to train on, and every rank a backward pass: such steps go through padded.
+        # A batch norm needs two rows to train on, and every rank a backward pass: such steps go
+        # through padded.
         valid, count = rows.valid, rows.count
-        running = [buffer.clone() for buffer in module.buffers()] if module.training and count > valid else []
+        running = (
+            [buffer.clone() for buffer in module.buffers()]
+            if module.training and count > valid
+            else []
+        )
         outputs = outputs_of(self.model(*self.inputs(rows, count)), len(self.job.labels))
         for buffer, before in zip(module.buffers() if running else (), running, strict=True):
             buffer.data.copy_(before)  # padding must not move a batch norm's statistics
@@ -81,7 +99,9 @@ class Batches:
         """Returns the weight of each row, where there are weights."""
         if self.job.weight is None:
             return None
-        weights = sent(rows.columns[self.job.weight][:count], torch.float32, self.device).reshape(-1)
+        weights = sent(rows.columns[self.job.weight][:count], torch.float32, self.device).reshape(
+            -1
+        )
         if self.first_pass:
             self.weight_seen += float(weights.sum())
         return weights
@@ -138,14 +158,17 @@ def told_classes(name: str, value: float, classes: int) -> str:
         value: that it holds.
         classes: how many the output has.
     """
-    return f"label column {name!r} holds class {value:g}, the model's output has the classes 0 to {classes - 1}"
+    return (
+        f"label column {name!r} holds class {value:g}, the model's output has the classes 0 to "
+        f"{classes - 1}"
+    )
 
 
 class UserMinibatch:
     """Calls a user's `train_minibatch_fn`, with Horovod's arguments: as many of them as it takes.
 
-    `loss_fn` counts every row of the step once, whichever process holds it, as the built-in loop does: on the last,
-    shorter batch of an epoch it leaves out the rows that fill it up.
+    `loss_fn` counts every row of the step once, whichever process holds it, as the built-in loop
+    does: on the last, shorter batch of an epoch it leaves out the rows that fill it up.
 
     Args:
         function: the user's.
@@ -199,7 +222,9 @@ class UserMinibatch:
         with self._stepper.autocast():
             returned = self._function(*arguments[: self._takes])
         if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - outputs and loss
-            raise ValueError(f"train_minibatch_fn must return (outputs, loss): {type(returned).__name__}")
+            raise ValueError(
+                f"train_minibatch_fn must return (outputs, loss): {type(returned).__name__}"
+            )
         outputs, labels = batches.shaped(returned[0], batches.labels(rows, count))
         loss = told[-1] if told else torch.as_tensor(returned[1]).detach()
         return [one[:valid] for one in outputs], [one[:valid] for one in labels], loss
@@ -218,7 +243,9 @@ class UserMinibatch:
         self._stepper, self._pending = stepper, False
 
     def end(self) -> None:
-        """Takes the step of the epoch's last batches, where the function steps before a batch as Horovod's does."""
+        """Takes the step of the epoch's last batches, where the function steps before a batch as
+        Horovod's does.
+        """
         if self._pending:
             self._stepper.optimizer.step()
             self._stepper.optimizer.zero_grad()

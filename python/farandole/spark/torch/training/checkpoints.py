@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A run's checkpoints: the last one, the best one, and those that are kept at an interval.
 
-<runs>/<run_id>/checkpoint               after the last complete epoch; a repeated run continues from it
-<runs>/<run_id>/checkpoint.previous      after the epoch before, which is used if the last one is damaged
+<runs>/<run_id>/checkpoint               after the last complete epoch; a repeated run continues
+                                         from it
+<runs>/<run_id>/checkpoint.previous      after the epoch before, which is used if the last one is
+                                         damaged
 <runs>/<run_id>/checkpoint.best          after the best epoch, with `best_checkpoint`
 <runs>/<run_id>/checkpoint.epoch-0010    after the tenth epoch, with `checkpoint_every=10`
 """
@@ -65,12 +67,15 @@ class Checkpoints:
         found = self._store.resume() if self.rank == 0 else None
         rest = None if found is None else payload.pack_state(self._load(found, model, optimizer))
         rest = broadcast_plain(rest, 0)
-        optimizer.load_state_dict(optimizer.state_dict())  # moves its tensors to where the parameters are
+        # moves its tensors to where the parameters are
+        optimizer.load_state_dict(optimizer.state_dict())
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         return {} if rest is None else payload.unpack_state(rest)
 
-    def _load(self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _load(
+        self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
         try:
             state = payload.unpack_state(found)
         except pickle.UnpicklingError as error:
@@ -84,8 +89,8 @@ class Checkpoints:
             optimizer.load_state_dict(state.pop("optimizer"))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"the checkpoint of run {self._job.run_id!r} belongs to another model or optimizer: choose another "
-                f"run_id, or delete {self._store.run_path}: {error}"
+                f"the checkpoint of run {self._job.run_id!r} belongs to another model or "
+                f"optimizer: choose another run_id, or delete {self._store.run_path}: {error}"
             ) from error
         return state
 
@@ -114,10 +119,14 @@ class Checkpoints:
             self._store.write_checkpoint(f"{name}.epoch-{len(history):04d}", packed)
         self._store.write_checkpoint(name, packed)
         logs = self._store.logs_subdir
-        self._store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode())
+        self._store.write(
+            f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode()
+        )
         self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
 
-    def result(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> Trained | None:
+    def result(
+        self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]
+    ) -> Trained | None:
         """Returns the result of rank 0: the last state, or the best one if requested.
 
         Args:
@@ -128,7 +137,9 @@ class Checkpoints:
             return None
         if self._job.loop.best is not None and self._job.loop.best.best(history) is not None:
             # A resumed run whose best epoch came before has it in the store alone.
-            best = self.best or self._store.read_checkpoint(f"{self._store.checkpoint_filename}.best")
+            best = self.best or self._store.read_checkpoint(
+                f"{self._store.checkpoint_filename}.best"
+            )
             if best is not None:
                 return Trained(best, history)
         return Trained(payload.pack_state(state()), history)

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """torch's compiler, which is imported only if code compiles.
 
-Every torch optimizer imports `torch._dynamo` in its first step, to mark where a graph would break. That takes longer
-than to import torch itself. Lightning imports it for a class, and DistributedDataParallel reads a setting. A substitute
-module provides what eager code uses. Any other access to it, or to a module below it, imports the compiler.
+Every torch optimizer imports `torch._dynamo` in its first step, to mark where a graph would break.
+That takes longer than to import torch itself. Lightning imports it for a class, and
+DistributedDataParallel reads a setting. A substitute module provides what eager code uses. Any
+other access to it, or to a module below it, imports the compiler.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class _Deferred(ModuleType):
     def graph_break(self, msg: str = "") -> None:
         """Does nothing: no function is compiled."""
 
-    def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
+    def disable(
+        self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any
+    ) -> Any:
         """Returns a function that the compiler, once it is there, will leave alone.
 
         Args:

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The progress of a run, and how it continues in another world of an elastic job.
 
-After a world fails, the remaining processes go back to the last commit: model, optimizer, schedule, position in the
-data and sums of the epoch belong to one step, so each row of an epoch counts once. New processes get them from rank 0.
+After a world fails, the remaining processes go back to the last commit: model, optimizer, schedule,
+position in the data and sums of the epoch belong to one step, so each row of an epoch counts once.
+New processes get them from rank 0.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Reached:
         seconds: that it has taken.
         taken: steps of the optimizer in all.
         taken_before: steps of the optimizer before this epoch.
-        stepper: state of schedule and precision, with the world's size that learning rates are multiplied by.
+        stepper: state of schedule and precision, with the world's size that learning rates are
+            multiplied by.
         best: the best checkpoint so far, where that is kept.
     """
 
@@ -67,10 +69,13 @@ class Course:
         self.reached = Reached()
         self.moves = is_elastic()
         """Whether the world may change."""
-        self._state = hvd.elastic.TorchState(model, optimizer, reached=self.reached) if self.moves else None
+        self._state = (
+            hvd.elastic.TorchState(model, optimizer, reached=self.reached) if self.moves else None
+        )
 
     def through(self, train: Callable[[], None]) -> None:
-        """Calls a function that trains from the last commit to the end, in each world until one has finished.
+        """Calls a function that trains from the last commit to the end, in each world until one has
+        finished.
 
         Args:
             train: the function; it begins with a collective look at the progress so far.
@@ -86,7 +91,8 @@ class Course:
         hvd.elastic.run(go_on)(self._state)
 
     def reaches(self, **changes: Any) -> None:
-        """Notes how far the run has come, and where the world may change commits to it; a collective call.
+        """Notes how far the run has come, and where the world may change commits to it; a
+        collective call.
 
         Args:
             **changes: of `Reached`.

@@ -16,8 +16,8 @@ _SECONDS = 0.2
 class LossWatch:
     """Ends training at a loss that is not finite; a collective of none.
 
-    On a CPU every loss is read. A GPU keeps the first bad one to itself, and is asked a few times per second, and when
-    an epoch ends.
+    On a CPU every loss is read. A GPU keeps the first bad one to itself, and is asked a few times
+    per second, and when an epoch ends.
 
     Args:
         wanted: whether it looks at all.

@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Means of loss and metrics over the rows of all processes.
 
-A metric is called with the output and the label of one batch. Its value is weighted by the number of rows, so a short
-last batch, or a process with fewer rows, weighs less. Sums stay on the device until they are read. A torchmetrics
-metric keeps its own state; the states of all processes are combined at the end of the pass.
+A metric is called with the output and the label of one batch. Its value is weighted by the number
+of rows, so a short last batch, or a process with fewer rows, weighs less. Sums stay on the device
+until they are read. A torchmetrics metric keeps its own state; the states of all processes are
+combined at the end of the pass.
 
-In an elastic job, the sums continue when the world changes. The states of torchmetrics start again and cover the rows
-since then.
+In an elastic job, the sums continue when the world changes. The states of torchmetrics start again
+and cover the rows since then.
 """
 
 from __future__ import annotations
@@ -35,11 +36,17 @@ class Scores:
     """
 
     def __init__(
-        self, metrics: list[list[Any]], labels: Sequence[Label], before: Sequence[float] | None = None
+        self,
+        metrics: list[list[Any]],
+        labels: Sequence[Label],
+        before: Sequence[float] | None = None,
     ) -> None:
         names = [one.column.name for one in labels]
         self._groups = [
-            [(name, index, function) for index, (name, function) in enumerate(zip(*_spread(group, names), strict=True))]
+            [
+                (name, index, function)
+                for index, (name, function) in enumerate(zip(*_spread(group, names), strict=True))
+            ]
             for group in _distinct(metrics)
         ]
         self._flat = [one for group in self._groups for one in group]
@@ -50,7 +57,9 @@ class Scores:
             if is_stateful(function):
                 function.reset()
 
-    def add(self, outputs: list[torch.Tensor], labels: list[torch.Tensor], loss: torch.Tensor, rows: int) -> None:
+    def add(
+        self, outputs: list[torch.Tensor], labels: list[torch.Tensor], loss: torch.Tensor, rows: int
+    ) -> None:
         """Counts one batch.
 
         Args:
@@ -66,7 +75,9 @@ class Scores:
         with torch.no_grad():
             for position, (name, index, function) in enumerate(self._flat, start=1):
                 if is_stateful(function):
-                    function.to(outputs[index].device).update(outputs[index].detach(), labels[index])
+                    function.to(outputs[index].device).update(
+                        outputs[index].detach(), labels[index]
+                    )
                 else:
                     value = _number(function(outputs[index].detach(), labels[index]), name)
                     self._sums[position] = self._sums[position] + value * rows
@@ -77,9 +88,15 @@ class Scores:
 
     def totals(self) -> list[float]:
         """Rows, and the sums over them, of all processes; a collective call."""
-        mine = torch.tensor([float(self._rows), *(float(total) for total in self._sums)], dtype=torch.float64)
+        mine = torch.tensor(
+            [float(self._rows), *(float(total) for total in self._sums)], dtype=torch.float64
+        )
         found = hvd.allreduce(mine, op=hvd.Sum, name="farandole.scores").tolist()
-        return found if self._before is None else [one + more for one, more in zip(self._before, found, strict=True)]
+        return (
+            found
+            if self._before is None
+            else [one + more for one, more in zip(self._before, found, strict=True)]
+        )
 
     def everywhere(self) -> dict[str, Any]:
         """Returns the means over all processes; a collective call.
@@ -92,7 +109,11 @@ class Scores:
         return {
             "loss": next(means),
             "all_metrics": [
-                {key: value for name, _, function in group for key, value in _told(name, function, next(means)).items()}
+                {
+                    key: value
+                    for name, _, function in group
+                    for key, value in _told(name, function, next(means)).items()
+                }
                 for group in self._groups
             ],
         }
@@ -100,7 +121,9 @@ class Scores:
 
 def is_stateful(function: Any) -> bool:
     """Returns whether a metric keeps a state of its own, as those of torchmetrics do."""
-    return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset", "to"))
+    return all(
+        callable(getattr(function, name, None)) for name in ("update", "compute", "reset", "to")
+    )
 
 
 def _told(name: str, function: Any, mean: float) -> dict[str, float]:
@@ -124,7 +147,11 @@ def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     """Gathers a tensor of any shape from every rank, in the form that torchmetrics expects."""
     del group
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    mine = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), flat.view(torch.uint8).numpy()
+    mine = (
+        str(tensor.dtype).removeprefix("torch."),
+        list(tensor.shape),
+        flat.view(torch.uint8).numpy(),
+    )
     return [
         torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape).to(tensor.device)
         for dtype, shape, data in allgather_plain(mine)
@@ -135,7 +162,9 @@ def _number(value: Any, name: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return torch.tensor(float(value), dtype=torch.float64)
     if value.numel() != 1:
-        raise ValueError(f"metric {name} must return one number, it returned shape {tuple(value.shape)}")
+        raise ValueError(
+            f"metric {name} must return one number, it returned shape {tuple(value.shape)}"
+        )
     return value.detach().double().reshape(())
 
 
@@ -161,9 +190,11 @@ def _spread(group: list[tuple[str, Any]], labels: list[str]) -> tuple[list[str],
     functions = group * len(labels) if len(group) == 1 else group
     if len(functions) != len(labels):
         raise ValueError(
-            f"a metric needs one function, or one per label column: {len(group)} for {len(labels)} columns"
+            f"a metric needs one function, or one per label column: {len(group)} for "
+            f"{len(labels)} columns"
         )
     names = [
-        name if len(labels) == 1 else f"{name}_{label}" for (name, _), label in zip(functions, labels, strict=True)
+        name if len(labels) == 1 else f"{name}_{label}"
+        for (name, _), label in zip(functions, labels, strict=True)
     ]
     return names, [function for _, function in functions]

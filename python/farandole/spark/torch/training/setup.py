@@ -55,7 +55,9 @@ def device_of(wanted: bool) -> torch.device:
         wanted: whether GPUs may be used.
     """
     here = wanted and torch.cuda.is_available()
-    choice = task.device(torch.cuda.device_count() if here else 0, hvd.local_rank(), hvd.local_size())
+    choice = task.device(
+        torch.cuda.device_count() if here else 0, hvd.local_rank(), hvd.local_size()
+    )
     return torch.device("cpu") if choice is None else torch.device("cuda", choice.index)
 
 
@@ -71,7 +73,10 @@ def agree_on_device(device: torch.device) -> None:
     has_gpu = int(device.type == "cuda")
     ranks = int(hvd.allreduce(torch.tensor([has_gpu]), op=hvd.Sum, name="farandole.devices"))
     if ranks not in (0, hvd.size()):
-        raise RuntimeError(f"only some ranks have a GPU: {ranks} of {hvd.size()}; set use_gpu=False to train on CPUs")
+        raise RuntimeError(
+            f"only some ranks have a GPU: {ranks} of {hvd.size()}; set use_gpu=False to train on "
+            "CPUs"
+        )
 
 
 def on_device(loss: Any, device: torch.device) -> Any:
@@ -96,17 +101,30 @@ def sources(
     if data_module is not None:
         steps = module_steps(data, size)
         module = data.module(
-            data_module, epochs=job.loop.epochs, transformation=transformation, rank=rank, size=size, steps=steps
+            data_module,
+            epochs=job.loop.epochs,
+            transformation=transformation,
+            rank=rank,
+            size=size,
+            steps=steps,
         )
         held = None if data.val_url is None else ModuleSource(module.val_data, steps[1])
         return ModuleSource(module.train_data, steps[0]), held, module
     # Labels are cast after they have been looked at; with a transformation everything is.
     casts: dict[str, str | None] = dict.fromkeys(data.columns)
     if transformation is None:
-        used = [name for one in job.inputs for name in one.columns] + [one.column.name for one in job.labels]
+        used = [name for one in job.inputs for name in one.columns] + [
+            one.column.name for one in job.labels
+        ]
         used += [job.weight] if job.weight else []
-        floats = {one.columns[0] for one in job.inputs if len(one.columns) == 1 and one.dtype == "float32"}
-        floats |= {one.column.name for one in job.labels if one.dtype == "float32" and _is_exact(one.column.dtype)}
+        floats = {
+            one.columns[0] for one in job.inputs if len(one.columns) == 1 and one.dtype == "float32"
+        }
+        floats |= {
+            one.column.name
+            for one in job.labels
+            if one.dtype == "float32" and _is_exact(one.column.dtype)
+        }
         casts = {name: "float32" if name in floats else None for name in dict.fromkeys(used)}
 
     def source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> TensorSource:

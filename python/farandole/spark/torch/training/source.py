@@ -66,7 +66,8 @@ class ModuleSource:
         return Place(steps)
 
     def epoch(self, _number: int, steps: int) -> Generator[Rows]:
-        """The batches of an epoch: an infinite loader continues where it was, a finite one starts again.
+        """The batches of an epoch: an infinite loader continues where it was, a finite one starts
+        again.
 
         Args:
             steps: how many batches.

@@ -37,7 +37,9 @@ class Stepper:
         size: by which learning rates are multiplied; schedulers see those of one process.
     """
 
-    def __init__(self, optimizer: Any, scheduler: Any, loop: Loop, device: torch.device, size: int) -> None:
+    def __init__(
+        self, optimizer: Any, scheduler: Any, loop: Loop, device: torch.device, size: int
+    ) -> None:
         self.optimizer = optimizer
         self.meter = Meter()
         self.taken = 0
@@ -48,12 +50,15 @@ class Stepper:
         # bfloat16 has the exponents of float32 and needs no scaling.
         self._scaler = torch.amp.GradScaler(device.type) if loop.precision == "fp16" else None
         self._groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
         ]
         self.scheduler: Any = None
         if scheduler is not None:
             with self._unscaled():
-                self.scheduler = scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
+                self.scheduler = (
+                    scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
+                )
             _rebind(self.scheduler, optimizer)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -80,12 +85,24 @@ class Stepper:
         with self.meter.reducing():
             self.optimizer.synchronize()
         if not self.meter.knows_gradients:
-            held = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
-            self.meter.reduces(len(held), sum(one.grad.numel() * one.grad.element_size() for one in held))
+            held = [
+                one
+                for group in self.optimizer.param_groups
+                for one in group["params"]
+                if one.grad is not None
+            ]
+            self.meter.reduces(
+                len(held), sum(one.grad.numel() * one.grad.element_size() for one in held)
+            )
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None:
-            held = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
+            held = [
+                one
+                for group in self.optimizer.param_groups
+                for one in group["params"]
+                if one.grad is not None
+            ]
             torch.nn.utils.clip_grad_norm_(held, self._clip)
         with self.optimizer.skip_synchronize():
             if self._scaler is None:
@@ -104,8 +121,11 @@ class Stepper:
             return
         watches = "metrics" in inspect.signature(self.scheduler.step).parameters
         with self._unscaled(), warnings.catch_warnings():
-            # It looks for traces that it left on the optimizer it was made with, which is on the driver.
-            warnings.filterwarnings("ignore", message=r".*(lr_scheduler\.step\(\)|optimizer\.step\(\)).*")
+            # It looks for traces that it left on the optimizer it was made with, which is on the
+            # driver.
+            warnings.filterwarnings(
+                "ignore", message=r".*(lr_scheduler\.step\(\)|optimizer\.step\(\)).*"
+            )
             if watches:
                 self.scheduler.step(monitored)
             else:
@@ -128,14 +148,16 @@ class Stepper:
         """
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
-            # One that was made on the spot has set its first rate, where the checkpoint's optimizer had a later one.
+            # One that was made on the spot has set its first rate, where the checkpoint's optimizer
+            # had a later one.
             for group, kept in zip(self.optimizer.param_groups, self._groups, strict=True):
                 group.update(kept)
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
 
     def go_on(self, state: dict[str, Any], size: int) -> None:
-        """Goes back to a state of this run, with the optimizer's as it was then, in a world of another size.
+        """Goes back to a state of this run, with the optimizer's as it was then, in a world of
+        another size.
 
         Args:
             state: as `state` told.
@@ -167,7 +189,9 @@ class Stepper:
 
 
 def _rebind(scheduler: Any, optimizer: Any) -> None:
-    """Connects a scheduler that was made with the user's optimizer, and its parts, to the optimizer that steps."""
+    """Connects a scheduler that was made with the user's optimizer, and its parts, to the
+    optimizer that steps.
+    """
     scheduler.optimizer = optimizer
     for inner in getattr(scheduler, "_schedulers", ()):
         _rebind(inner, optimizer)

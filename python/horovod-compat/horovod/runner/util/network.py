@@ -23,7 +23,9 @@ def _address(interface: str) -> str | None:
     """Returns the IPv4 address of an interface, if it has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
-            told = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+            told = fcntl.ioctl(
+                asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode())
+            )
         except OSError:
             return None
     return socket.inet_ntoa(told[20:24])

@@ -9,7 +9,9 @@ from typing import AnyStr, Generic
 
 
 class Pipe(Generic[AnyStr]):
-    """Hands texts or bytes from a thread to another; holds one at a time, so that a writer waits for its reader."""
+    """Hands texts or bytes from a thread to another; holds one at a time, so that a writer waits
+    for its reader.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

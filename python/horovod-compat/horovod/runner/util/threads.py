@@ -31,7 +31,8 @@ def execute_function_multithreaded(
         The results by number of the call; `None` without waiting.
 
     Raises:
-        RuntimeError: A call raised; the message names the function, and the first error is the cause.
+        RuntimeError: A call raised; the message names the function, and the first error is the
+            cause.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(len(args_list)):
@@ -56,7 +57,9 @@ def execute_function_multithreaded(
         thread.join()
     if failures:
         name = getattr(fn, "__name__", repr(fn))
-        raise RuntimeError(f"Some threads for func {name} did not complete successfully.") from failures[0]
+        raise RuntimeError(
+            f"Some threads for func {name} did not complete successfully."
+        ) from failures[0]
     return results
 
 
@@ -89,7 +92,9 @@ def in_thread(
         with contextlib.suppress(Exception):
             target(*given)
 
-    thread = threading.Thread(target=quiet if silent else target, args=args, name=name, daemon=daemon)
+    thread = threading.Thread(
+        target=quiet if silent else target, args=args, name=name, daemon=daemon
+    )
     thread.start()
     return thread
 

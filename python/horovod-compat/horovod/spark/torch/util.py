@@ -25,7 +25,8 @@ def is_module_available_fn() -> Callable[[str], bool]:
 
 
 def save_into_bio(obj: Any, save_obj_fn: Callable[[Any, io.BytesIO], Any]) -> io.BytesIO:
-    """Returns a file in memory with the object that a function wrote to it, positioned at its beginning.
+    """Returns a file in memory with the object that a function wrote to it, positioned at its
+    beginning.
 
     Args:
         obj: The object.

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whole elastic jobs in simulated time: hosts come and go, workers are killed, stopped and fail, what they say is late,
-//! repeated or lost. One seed is one history: a failure names it, and `FARANDOLE_SIMULATION_FIRST` with
-//! `FARANDOLE_SIMULATION_SEEDS=1` plays it again.
+//! Whole elastic jobs in simulated time: hosts come and go, workers are killed, stopped and fail,
+//! what they say is late, repeated or lost. One seed is one history: a failure names it, and
+//! `FARANDOLE_SIMULATION_FIRST` with `FARANDOLE_SIMULATION_SEEDS=1` plays it again.
 //!
 //! - `ES-1`: a world has as many workers as the rules allow, each running and waiting for it.
 //! - `ES-2`: no running worker of an earlier world still works in it when the next one is formed.
-//! - `ES-3`: rank 0 was in the world before, if any member of that world is in this one; members keep their ranks.
+//! - `ES-3`: rank 0 was in the world before, if any member of that world is in this one; members
+//!   keep their ranks.
 //! - `ES-4`: a job that finishes is one whose last world returned on every rank.
 //! - `ES-5`: a host has no more workers than slots, and the job no more than it may have.
 //! - `ES-6`: once faults end, the job comes to its end.
-//! - `ES-7`: repeating the steps of a journal makes the machine that the registrar had when it died; answers that it
-//!   had not sent by then are sent after it has started again (by the other six).
+//! - `ES-7`: repeating the steps of a journal makes the machine that the registrar had when it
+//!   died; answers that it had not sent by then are sent after it has started again (by the other
+//!   six).
 
 mod restarts;
 
@@ -235,9 +237,13 @@ impl Run {
                 self.observe(Input::Hosts(hosts));
             }
             Happens::Registers(task) => {
-                let Some(process) = self.processes.get(&task).filter(|process| !process.dead) else { return };
+                let Some(process) = self.processes.get(&task).filter(|process| !process.dead)
+                else {
+                    return;
+                };
                 let host = HostHash(process.host.clone());
-                let what = What::Registers { task: TaskId(task), session: u64::from(task), place: host };
+                let what =
+                    What::Registers { task: TaskId(task), session: u64::from(task), place: host };
                 match self.take(what) {
                     None => self.soon(100, 400, Happens::Registers(task)),
                     Some(Ok(decisions)) => {
@@ -255,7 +261,8 @@ impl Run {
                 }
             }
             Happens::Hears { task, generation, ranks } => {
-                let Some(process) = self.processes.get_mut(&task).filter(|process| !process.dead) else {
+                let Some(process) = self.processes.get_mut(&task).filter(|process| !process.dead)
+                else {
                     return;
                 };
                 if generation > process.generation {
@@ -276,7 +283,11 @@ impl Run {
                 self.observe(Input::Exited { task: TaskId(task), generation: Generation(0), exit });
             }
             Happens::Killed(task) => {
-                if self.processes.get(&task).is_some_and(|process| !process.dead && !process.returned) {
+                if self
+                    .processes
+                    .get(&task)
+                    .is_some_and(|process| !process.dead && !process.returned)
+                {
                     self.gone(task);
                     self.soon(1, 100, Happens::Reports { task, code: None });
                 }
@@ -312,7 +323,8 @@ impl Run {
             .filter(|peer| **peer != task && self.is_silent(**peer))
             .map(|peer| TaskId(*peer))
             .collect();
-        match self.take(What::Asks { task: TaskId(task), after: Generation(generation), suspects }) {
+        match self.take(What::Asks { task: TaskId(task), after: Generation(generation), suspects })
+        {
             None => {}
             Some(Ok(decisions)) => {
                 self.apply(decisions);
@@ -322,7 +334,8 @@ impl Run {
             Some(Err(_)) => self.gone(task),
         }
         // Answers may be lost: it asks until it hears.
-        let waits = self.processes.get(&task).is_some_and(|process| process.asking && !process.dead);
+        let waits =
+            self.processes.get(&task).is_some_and(|process| process.asking && !process.dead);
         if waits {
             self.soon(200, 400, Happens::AsksAgain(task));
         }
@@ -421,7 +434,8 @@ impl Run {
                             || process.dismissed
                             || process.dead && !self.machine.workers.contains_key(&TaskId(*task))
                     };
-                    // The last world may be the rest of one that has returned, and may have been dismissed.
+                    // The last world may be the rest of one that has returned, and may have been
+                    // dismissed.
                     let returned = self.processes.values().any(|process| process.returned);
                     if !self.last.iter().all(well) || !returned {
                         self.fail("ES-4: not every rank of the last world returned");
@@ -441,8 +455,12 @@ impl Run {
                 .get(&TaskId(*task))
                 .is_some_and(|worker| worker.dismissed.is_none() && worker.stage != Stage::Done)
         };
-        let living: Vec<&Process> =
-            self.processes.iter().filter(|(task, _)| wanted(task)).map(|(_, process)| process).collect();
+        let living: Vec<&Process> = self
+            .processes
+            .iter()
+            .filter(|(task, _)| wanted(task))
+            .map(|(_, process)| process)
+            .collect();
         let there = living.iter().filter(|process| process.host == host).count();
         if there >= self.hosts.get(&host).copied().unwrap_or(0) as usize {
             self.fail("ES-5: a host has more workers than slots");
@@ -472,13 +490,15 @@ impl Run {
             self.fail("ES-1: a member does not wait for a world");
         }
         for (task, process) in &self.processes {
-            let works = !process.dead && !process.returned && !process.asking && !process.world.is_empty();
+            let works =
+                !process.dead && !process.returned && !process.asking && !process.world.is_empty();
             let suspended = self.machine.workers.contains_key(&TaskId(*task));
             if works && suspended && process.generation < world.generation.0 {
                 self.fail("ES-2: a member of an earlier world still works there");
             }
         }
-        let stays: Vec<usize> = (0..before.len()).filter(|rank| order.contains(&before[*rank])).collect();
+        let stays: Vec<usize> =
+            (0..before.len()).filter(|rank| order.contains(&before[*rank])).collect();
         if let Some(lowest) = stays.first() {
             if !before.contains(&order[0]) {
                 self.fail("ES-3: rank 0 is new");
@@ -490,7 +510,11 @@ impl Run {
             }
         }
         for task in order.iter().filter(|_| told) {
-            let hears = Happens::Hears { task: *task, generation: world.generation.0, ranks: order.clone() };
+            let hears = Happens::Hears {
+                task: *task,
+                generation: world.generation.0,
+                ranks: order.clone(),
+            };
             self.soon(1, 100, hears);
         }
     }
@@ -504,11 +528,14 @@ fn number(name: &str, default: u64) -> u64 {
 fn jobs_whose_workers_come_and_go_come_to_their_end() {
     let first = number("FARANDOLE_SIMULATION_FIRST", 0);
     let seeds = number("FARANDOLE_SIMULATION_SEEDS", 300);
-    let outcomes: Vec<(bool, u64, u64)> = (first..first + seeds).map(|seed| Run::new(seed).run()).collect();
+    let outcomes: Vec<(bool, u64, u64)> =
+        (first..first + seeds).map(|seed| Run::new(seed).run()).collect();
     let finished = outcomes.iter().filter(|(finished, ..)| *finished).count();
     let worlds: u64 = outcomes.iter().map(|(_, worlds, _)| worlds).sum();
     let restarts: u64 = outcomes.iter().map(|(.., restarts)| restarts).sum();
-    println!("{seeds} jobs: {finished} finished, {worlds} worlds, {restarts} restarts of the registrar");
+    println!(
+        "{seeds} jobs: {finished} finished, {worlds} worlds, {restarts} restarts of the registrar"
+    );
     // Scripts that fail by themselves everywhere, and hosts that stay away, end the others.
     assert!(seeds < 100 || finished * 2 > outcomes.len(), "only {finished} of {seeds} finished");
     assert!(seeds < 100 || worlds > 5 * seeds, "only {worlds} worlds in {seeds} jobs");

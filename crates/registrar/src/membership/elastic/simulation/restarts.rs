@@ -56,7 +56,9 @@ impl Run {
     }
 
     pub(super) fn rises(&mut self) {
-        let (Some(since), Some(mut journal)) = (self.away.take(), self.journal.take()) else { return };
+        let (Some(since), Some(mut journal)) = (self.away.take(), self.journal.take()) else {
+            return;
+        };
         self.outages += self.now - since;
         self.restarts += 1;
         let mut again = journal.state.clone();
@@ -85,9 +87,14 @@ impl Run {
 
     /// The answer to a worker that asks for the world that it was given while the registrar died.
     pub(super) fn hears_again(&mut self, task: u32, after: u64) {
-        let works =
-            self.machine.workers.get(&TaskId(task)).is_some_and(|worker| worker.stage == Stage::Working);
-        if let Some(world) = self.machine.world().filter(|world| works && world.generation.0 > after) {
+        let works = self
+            .machine
+            .workers
+            .get(&TaskId(task))
+            .is_some_and(|worker| worker.stage == Stage::Working);
+        if let Some(world) =
+            self.machine.world().filter(|world| works && world.generation.0 > after)
+        {
             let ranks = world.seats.iter().map(|seat| seat.task.0).collect();
             self.soon(1, 100, Happens::Hears { task, generation: world.generation.0, ranks });
         }

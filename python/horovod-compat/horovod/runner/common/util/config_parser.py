@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Arguments of `horovodrun` from a configuration file, and their environment variables.
 
-The command of this package reads such files by itself; these functions serve scripts that call them.
+The command of this package reads such files by itself; these functions serve scripts that call
+them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ _SECTIONS = {
     ),
     "timeline": ("timeline_", "filename mark_cycles"),
     "stall_check": ("stall_check_", "warning_time_seconds shutdown_time_seconds"),
-    "library_options": ("", "mpi_threads_disable num_nccl_streams thread_affinity gloo_timeout_seconds"),
+    "library_options": (
+        "",
+        "mpi_threads_disable num_nccl_streams thread_affinity gloo_timeout_seconds",
+    ),
     "logging": ("log_", "level with_timestamp"),
 }
 """Sections of a file: what the names of arguments begin with, and the keys."""
@@ -94,7 +98,9 @@ _NOT_NEGATIVE = (
 )
 
 
-def set_args_from_config(args: SimpleNamespace, config: Mapping[str, Any], override_args: Collection[str]) -> None:
+def set_args_from_config(
+    args: SimpleNamespace, config: Mapping[str, Any], override_args: Collection[str]
+) -> None:
     """Sets arguments from a configuration file.
 
     Args:
@@ -136,7 +142,9 @@ def validate_config_args(args: SimpleNamespace) -> None:
         raise ValueError(f"autotune_gaussian_process_noise={noise} must be in [0, 1]")
 
 
-def set_env_from_args(env: MutableMapping[str, str], args: SimpleNamespace) -> MutableMapping[str, str]:
+def set_env_from_args(
+    env: MutableMapping[str, str], args: SimpleNamespace
+) -> MutableMapping[str, str]:
     """Sets the variables that arguments stand for.
 
     Args:

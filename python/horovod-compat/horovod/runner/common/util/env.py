@@ -38,7 +38,9 @@ def get_env_rank_and_size() -> tuple[int, int]:
     for rank, size in _RANK_AND_SIZE:
         there = [name for name in (rank, size) if name in os.environ]
         if len(there) == 1 and not rank.startswith("RANK"):
-            raise RuntimeError(f"rank and size are not known: of {rank} and {size} only {there[0]} is set")
+            raise RuntimeError(
+                f"rank and size are not known: of {rank} and {size} only {there[0]} is set"
+            )
         if len(there) > 1:
             return int(os.environ[rank]), int(os.environ[size])
     return 0, 1

@@ -59,7 +59,14 @@ class SlotInfo:
 
     def to_response_string(self) -> str:
         """Rank, size, local rank, local size, cross rank and cross size, with commas."""
-        told = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
+        told = (
+            self.rank,
+            self.size,
+            self.local_rank,
+            self.local_size,
+            self.cross_rank,
+            self.cross_size,
+        )
         return ",".join(map(str, told))
 
 
@@ -84,7 +91,9 @@ def parse_host_files(filename: str) -> str:
             continue
         slots = re.fullmatch(r"slots=([0-9]+)", told[1]) if len(told) > 1 else None
         if slots is None:
-            raise ValueError(f"{filename}, line {number}: a host must be given as `name slots=number`: {line!r}")
+            raise ValueError(
+                f"{filename}, line {number}: a host must be given as `name slots=number`: {line!r}"
+            )
         hosts.append(f"{told[0]}:{slots[1]}")
     return ",".join(hosts)
 
@@ -102,7 +111,9 @@ def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
     for host in hosts.split(","):
         match = _HOST.fullmatch(host.strip())
         if match is None:
-            raise ValueError(f"Invalid host input: hosts must be given as worker-0:2,worker-1:2, not {host!r}")
+            raise ValueError(
+                f"Invalid host input: hosts must be given as worker-0:2,worker-1:2, not {host!r}"
+            )
         found[match[1]] = int(match[2])
     return list(found), found
 
@@ -134,7 +145,9 @@ def get_host_assignments(
         left = min(left, max_num_proc)
     size = left
     if size < min_num_proc:
-        raise ValueError(f"Requested more processes ({min_num_proc}) than there are available slots ({size})")
+        raise ValueError(
+            f"Requested more processes ({min_num_proc}) than there are available slots ({size})"
+        )
     sizes: list[tuple[str, int]] = []
     for host in hosts:
         sizes.append((host.hostname, min(host.slots, left)))
@@ -145,6 +158,14 @@ def get_host_assignments(
             across[local_rank].append(name)
     places = [(name, local_rank, count) for name, count in sizes for local_rank in range(count)]
     return [
-        SlotInfo(name, rank, local_rank, across[local_rank].index(name), size, count, len(across[local_rank]))
+        SlotInfo(
+            name,
+            rank,
+            local_rank,
+            across[local_rank].index(name),
+            size,
+            count,
+            len(across[local_rank]),
+        )
         for rank, (name, local_rank, count) in enumerate(places)
     ]

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Runs a command of the shell of which nothing is left when it has ended, or when this process has.
 
-The command's processes form a session. A watchdog holds the other end of a pipe: when this process ends, by whatever
-signal, the pipe closes and the watchdog ends the session.
+The command's processes form a session. A watchdog holds the other end of a pipe: when this process
+ends, by whatever signal, the pipe closes and the watchdog ends the session.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 GRACEFUL_TERMINATION_TIME_S = 5
 """Seconds between asking processes to end and killing them."""
 
-_WATCHDOG = 'read pid || exit 0; read _; kill -TERM -"$pid" 2>/dev/null; sleep "$1"; kill -KILL -"$pid" 2>/dev/null'
+_WATCHDOG = (
+    'read pid || exit 0; read _; kill -TERM -"$pid" 2>/dev/null; sleep "$1"; kill -KILL -"$pid" '
+    "2>/dev/null"
+)
 _LOOK = 0.02
 
 
@@ -77,9 +80,14 @@ def terminate_executor_shell_and_children(pid: int) -> None:
 
 
 def prefix_connection(
-    src_connection: Any, dst_stream: Any, prefix: str | None, index: int | None, prefix_output_with_timestamp: bool
+    src_connection: Any,
+    dst_stream: Any,
+    prefix: str | None,
+    index: int | None,
+    prefix_output_with_timestamp: bool,
 ) -> None:
-    """Copies text from a file or a connection to a stream, line by line, until its end; then closes it.
+    """Copies text from a file or a connection to a stream, line by line, until its end; then closes
+    it.
 
     Args:
         src_connection: Has a `fileno` and a `close`.
@@ -139,7 +147,8 @@ def execute(
         stderr: A text stream; default: `sys.stderr`.
         index: Lines begin with this number and the name of their stream, if it is given.
         events: The command is ended when any of them is set.
-        prefix_output_with_timestamp: Whether lines carry the time, too, where they carry the number.
+        prefix_output_with_timestamp: Whether lines carry the time, too, where they carry the
+            number.
 
     Returns:
         The exit code; 128 and the signal's number where a signal ended the command.
@@ -167,14 +176,23 @@ def execute(
     except BaseException:
         _end(watchdog)
         raise
-    streams = ((shell.stdout, stdout or sys.stdout, "stdout"), (shell.stderr, stderr or sys.stderr, "stderr"))
+    streams = (
+        (shell.stdout, stdout or sys.stdout, "stdout"),
+        (shell.stderr, stderr or sys.stderr, "stderr"),
+    )
     copies = [
         in_thread(prefix_connection, (source, target, name, index, prefix_output_with_timestamp))
         for source, target, name in streams
     ]
     stop = threading.Event()
     for event in events or ():
-        on_event(event, terminate_executor_shell_and_children, (shell.pid,), stop=stop, check_stop_interval_s=0.1)
+        on_event(
+            event,
+            terminate_executor_shell_and_children,
+            (shell.pid,),
+            stop=stop,
+            check_stop_interval_s=0.1,
+        )
     try:
         code = shell.wait()
     except BaseException:

@@ -13,7 +13,9 @@ SECRET_LENGTH = 32
 DIGEST_LENGTH = 32
 """Bytes of a digest."""
 HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # noqa: S105 - the name of a variable
-"""The variable that Horovod's launcher hands its key on in; Farandole's jobs have a ticket instead."""
+"""The variable that Horovod's launcher hands its key on in; Farandole's jobs have a ticket
+instead.
+"""
 
 
 def make_secret_key() -> bytes:

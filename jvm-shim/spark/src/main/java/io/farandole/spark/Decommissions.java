@@ -7,7 +7,9 @@ import java.util.concurrent.ConcurrentHashMap;
 import java.util.function.Consumer;
 import org.apache.spark.SparkContext;
 
-/** Asks Spark's scheduler which executors are being decommissioned: no event of a listener says so. */
+/**
+ * Asks Spark's scheduler which executors are being decommissioned: no event of a listener says so.
+ */
 final class Decommissions {
   private static final long EVERY_MILLIS = 250;
 

@@ -15,8 +15,8 @@ import org.apache.spark.api.plugin.ExecutorPlugin;
 import org.apache.spark.api.plugin.PluginContext;
 
 /**
- * An executor's half: says what its host has, starts the fork server of warm workers, and ends the workers that are left
- * when the executor ends.
+ * An executor's half: says what its host has, starts the fork server of warm workers, and ends the
+ * workers that are left when the executor ends.
  */
 final class ExecutorHalf implements ExecutorPlugin {
   @Override
@@ -24,8 +24,8 @@ final class ExecutorHalf implements ExecutorPlugin {
     Guard.attempt(
         "the driver was not told of this executor's host",
         () -> {
-          // Without `context.hostname()`: Spark fails there in an executor other than the driver, which serves no RPC.
-          // The listener knows the host.
+          // Without `context.hostname()`: Spark fails there in an executor other than the driver,
+          // which serves no RPC. The listener knows the host.
           String body =
               Json.object(
                   "memory", memory(),
@@ -42,7 +42,10 @@ final class ExecutorHalf implements ExecutorPlugin {
     Guard.attempt("workers may be left on this host", Orphans::end);
   }
 
-  /** The host's memory, as the kernel writes it, such as {@code 65842340 kB}; null where nobody says. */
+  /**
+   * The host's memory, as the kernel writes it, such as {@code 65842340 kB}; null where nobody
+   * says.
+   */
   private static String memory() throws Exception {
     Path info = Paths.get("/proc/meminfo");
     if (!Files.isReadable(info)) {

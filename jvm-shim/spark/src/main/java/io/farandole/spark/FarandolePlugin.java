@@ -6,7 +6,10 @@ import org.apache.spark.api.plugin.DriverPlugin;
 import org.apache.spark.api.plugin.ExecutorPlugin;
 import org.apache.spark.api.plugin.SparkPlugin;
 
-/** What {@code spark.plugins} names. If a half cannot be made, Spark goes on without it: it takes null for none. */
+/**
+ * What {@code spark.plugins} names. If a half cannot be made, Spark goes on without it: it takes
+ * null for none.
+ */
 public final class FarandolePlugin implements SparkPlugin {
   /** For Spark. */
   public FarandolePlugin() {}

@@ -8,7 +8,9 @@ import java.util.concurrent.ConcurrentHashMap;
 import org.apache.spark.scheduler.SparkListenerStageCompleted;
 import org.apache.spark.scheduler.SparkListenerStageSubmitted;
 
-/** Which stages run the tasks of a gang: their jobs have a tag that begins with {@code farandole-}. */
+/**
+ * Which stages run the tasks of a gang: their jobs have a tag that begins with {@code farandole-}.
+ */
 final class Gangs {
   private static final String TAGS = "spark.job.tags";
   private static final String PREFIX = "farandole-";

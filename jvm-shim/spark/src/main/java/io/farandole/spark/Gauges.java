@@ -9,7 +9,10 @@ import java.util.concurrent.ConcurrentHashMap;
 
 /** Numbers of the run that reported last, in Spark's metrics system. */
 final class Gauges {
-  /** Rows of all ranks in a second; seconds of a step; those of them that reduce and that wait for data; restarts. */
+  /**
+   * Rows of all ranks in a second; seconds of a step; those of them that reduce and that wait for
+   * data; restarts.
+   */
   static final String[] NAMES = {"rowsPerSecond", "stepSeconds", "reduceSeconds", "waitSeconds", "restarts"};
 
   private final Map<String, Double> values = new ConcurrentHashMap<>();

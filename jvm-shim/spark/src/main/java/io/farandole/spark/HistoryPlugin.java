@@ -12,12 +12,17 @@ import scala.collection.immutable.List;
 import scala.collection.immutable.Nil$;
 import scala.collection.immutable.Seq;
 
-/** The tab in the History Server: rows are made from the event log, and there is no SparkContext. */
+/**
+ * The tab in the History Server: rows are made from the event log, and there is no SparkContext.
+ */
 public final class HistoryPlugin implements AppHistoryServerPlugin {
   /** For Java's service loader. */
   public HistoryPlugin() {}
 
-  /** This type is a {@code Seq} of Scala 2.12 and of 2.13; the compiler adds the method that 2.12 looks for. */
+  /**
+   * This type is a {@code Seq} of Scala 2.12 and of 2.13; the compiler adds the method that 2.12
+   * looks for.
+   */
   @Override
   @SuppressWarnings("unchecked")
   public Seq<SparkListener> createListeners(SparkConf conf, ElementTrackingStore store) {

@@ -6,7 +6,10 @@ package io.farandole.spark;
 final class Json {
   private Json() {}
 
-  /** A string with its quotes. Everything that HTML or a script could take for its own is escaped, too. */
+  /**
+   * A string with its quotes. Everything that HTML or a script could take for its own is escaped,
+   * too.
+   */
   static String quote(String text) {
     StringBuilder out = new StringBuilder(text.length() + 16).append('"');
     for (int at = 0; at < text.length(); at++) {

@@ -8,7 +8,9 @@ import org.apache.spark.ui.SparkUI;
 import scala.Tuple2;
 import scala.collection.Iterator;
 
-/** Links to the logs of executors: rows whose body has a URL for each name, such as {@code stderr}. */
+/**
+ * Links to the logs of executors: rows whose body has a URL for each name, such as {@code stderr}.
+ */
 final class Logs {
   /** Begins the names of these rows; the executor's number follows. */
   static final String KEY = "logs/";
@@ -30,8 +32,9 @@ final class Logs {
   }
 
   /**
-   * What the page gets. A History Server may have a pattern of its own for these links, since an executor's own page ends
-   * with it. It applies the pattern to what its store answers. The store forgets old executors, and the row does not.
+   * What the page gets. A History Server may have a pattern of its own for these links, since an
+   * executor's own page ends with it. It applies the pattern to what its store answers. The store
+   * forgets old executors, and the row does not.
    */
   static String shown(SparkUI ui, Row row) {
     if (ui.sc().isDefined()) {

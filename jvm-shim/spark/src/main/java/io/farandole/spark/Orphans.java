@@ -13,8 +13,9 @@ import java.util.List;
 import java.util.Map;
 
 /**
- * Workers that outlive their tasks. They end with their agents by the kernel's word; this is for when an executor ends
- * before that was so. Only descendants of this process are touched, and only those that run {@code farandole.runner}.
+ * Workers that outlive their tasks. They end with their agents by the kernel's word; this is for
+ * when an executor ends before that was so. Only descendants of this process are touched, and only
+ * those that run {@code farandole.runner}.
  */
 final class Orphans {
   private static final String MARK = "farandole.runner.";

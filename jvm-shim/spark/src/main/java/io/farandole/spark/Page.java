@@ -21,8 +21,9 @@ import scala.collection.Iterator;
 import scala.collection.Seq;
 
 /**
- * What the Training tab answers: three files that never change, and rows as JSON. No value is ever put into HTML here;
- * the script writes each as text, and the policy lets the browser run no script but that file.
+ * What the Training tab answers: three files that never change, and rows as JSON. No value is ever
+ * put into HTML here; the script writes each as text, and the policy lets the browser run no script
+ * but that file.
  */
 final class Page {
   static final int MOST_ROWS = 5000;
@@ -121,13 +122,17 @@ final class Page {
     for (int at = 0; at < rows.size(); at++) {
       Row row = rows.get(at);
       out.append(at > 0 ? ",[" : "[").append(Json.quote(row.run)).append(',').append(Json.quote(row.key));
-      // As a string, which the page reads by itself: one that is no JSON is only lost, and spoils no other.
+      // As a string, which the page reads by itself: one that is no JSON is only lost, and spoils
+      // no other.
       out.append(',').append(Json.quote(Logs.isOf(row) ? Logs.shown(ui, row) : row.body)).append(']');
     }
     return out.append("]}").toString();
   }
 
-  /** Names and paths of Spark's tabs. Reflection: the type of a list differs between Scala 2.12 and 2.13. */
+  /**
+   * Names and paths of Spark's tabs. Reflection: the type of a list differs between Scala 2.12 and
+   * 2.13.
+   */
   private String tabs() throws ReflectiveOperationException {
     Seq<?> tabs = (Seq<?>) ui.getClass().getMethod("getTabs").invoke(ui);
     StringBuilder out = new StringBuilder();

@@ -4,12 +4,18 @@ package io.farandole.spark;
 
 import org.apache.spark.util.kvstore.KVIndex;
 
-/** A row in Spark's key-value store of an application, which may be on disk: public fields are what it keeps. */
+/**
+ * A row in Spark's key-value store of an application, which may be on disk: public fields are what
+ * it keeps.
+ */
 public final class Row {
   /** Run and key. */
   @KVIndex public String id;
 
-  /** Number of the change that wrote it: a page asks for what came after the last one that it has seen. */
+  /**
+   * Number of the change that wrote it: a page asks for what came after the last one that it has
+   * seen.
+   */
   @KVIndex("seq")
   public long seq;
 

@@ -5,14 +5,18 @@ package io.farandole.spark;
 import org.apache.spark.scheduler.SparkListenerEvent;
 
 /**
- * One row of what the Training tab shows, on Spark's listener bus and in its event log. Spark writes and reads the
- * public fields by itself; a History Server without this jar skips such events.
+ * One row of what the Training tab shows, on Spark's listener bus and in its event log. Spark
+ * writes and reads the public fields by itself; a History Server without this jar skips such
+ * events.
  */
 public final class TrainingEvent implements SparkListenerEvent {
   /** The run the row is of; empty for the application. */
   public String run;
 
-  /** The row's name within its run, such as {@code run} or {@code epoch/00000012}; a later one replaces it. */
+  /**
+   * The row's name within its run, such as {@code run} or {@code epoch/00000012}; a later one
+   * replaces it.
+   */
   public String key;
 
   /** JSON that only the page reads. */

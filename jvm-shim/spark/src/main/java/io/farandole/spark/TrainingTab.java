@@ -25,8 +25,8 @@ public final class TrainingTab extends SparkUITab {
   static void attach(SparkUI ui, Function<String, Path> timelines) throws Exception {
     Page page = new Page(ui, timelines);
     for (Method method : ui.getClass().getMethods()) {
-      // By reflection, and by what it takes: the servlet API differs between versions of Spark, both may be on the
-      // class path, and an overload names a class of Jetty's.
+      // By reflection, and by what it takes: the servlet API differs between versions of Spark,
+      // both may be on the class path, and an overload names a class of Jetty's.
       if (method.getName().equals("attachHandler") && method.getParameterCount() == 3) {
         boolean jakarta = method.getParameterTypes()[1].getName().startsWith("jakarta.");
         Object servlet = jakarta ? new JakartaServlet(page) : new JavaxServlet(page);

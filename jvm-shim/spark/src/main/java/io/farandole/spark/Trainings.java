@@ -29,7 +29,10 @@ public final class Trainings {
     }
   }
 
-  /** Names the file with a run's timeline, which the live tab then offers; no other file of the driver can be read there. */
+  /**
+   * Names the file with a run's timeline, which the live tab then offers; no other file of the
+   * driver can be read there.
+   */
   public static void timeline(String run, String path) {
     DriverHalf to = driver;
     if (to != null) {

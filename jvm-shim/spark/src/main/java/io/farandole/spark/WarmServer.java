@@ -19,8 +19,9 @@ import org.apache.spark.api.python.PythonUtils;
 import scala.Tuple2;
 
 /**
- * Starts the fork server of warm workers when an executor starts, so that the first job finds it ready. Tasks look for a
- * server of their own environment, so this process gives it the environment of a Python worker of Spark.
+ * Starts the fork server of warm workers when an executor starts, so that the first job finds it
+ * ready. Tasks look for a server of their own environment, so this process gives it the environment
+ * of a Python worker of Spark.
  */
 final class WarmServer {
   /** Whether executors start the server. */
@@ -60,7 +61,10 @@ final class WarmServer {
     }
   }
 
-  /** The variables that Spark sets for its Python workers, as far as the imports of a server depend on them. */
+  /**
+   * The variables that Spark sets for its Python workers, as far as the imports of a server depend
+   * on them.
+   */
   static Map<String, String> environment(
       Map<String, String> asked, Map<String, String> told, Map<String, String> own, String sparks) {
     Map<String, String> set = new HashMap<>(asked);

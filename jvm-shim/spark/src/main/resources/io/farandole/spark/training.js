@@ -28,8 +28,8 @@ function drawing(name, attributes, text) {
   return made;
 }
 
-// Gives an element new children. Those that say the same stay, so that a click, the focus, a selection and the place to
-// which a table is scrolled outlive an update.
+// Gives an element new children. Those that say the same stay, so that a click, the focus, a
+// selection and the place to which a table is scrolled outlive an update.
 function settle(place, ...fresh) {
   fresh.forEach((node, at) => {
     const old = place.childNodes[at];
@@ -41,7 +41,8 @@ function settle(place, ...fresh) {
 
 function become(old, node) {
   if (old.isEqualNode(node)) return;
-  const isElsewhere = old.getAttribute?.("href") !== node.getAttribute?.("href"); // a click must not open another page
+  // a click must not open another page
+  const isElsewhere = old.getAttribute?.("href") !== node.getAttribute?.("href");
   if (old.nodeName !== node.nodeName || isElsewhere) { old.replaceWith(node); return; }
   if (old.nodeType === Node.TEXT_NODE) { old.data = node.data; return; }
   for (const { name } of [...old.attributes]) if (!node.hasAttribute(name)) old.removeAttribute(name);
@@ -290,8 +291,8 @@ function showRun() {
 function showRanks(ranks) {
   const heads = [["Rank", "number"], ["State"], ["Host"], ["Process", "number"], ["Executor"], ["Logs"], ["GPU"],
     ["Step", "number"], ["Waits for data", "number"], ["Reduces", "number"], ["Rows", "number"]];
-  // Ranks wait for each other in the reduction: who is slow shows in what is left of a step without it. If a rank does
-  // not measure the reduction, `own` is NaN, and no rank is marked.
+  // Ranks wait for each other in the reduction: who is slow shows in what is left of a step without
+  // it. If a rank does not measure the reduction, `own` is NaN, and no rank is marked.
   const own = (one) => (typeof one.reduce_seconds === "number" ? one.step_seconds - one.reduce_seconds : NaN);
   const known = ranks.map(own).filter(Number.isFinite).sort((a, b) => a - b);
   const middle = known.length ? known[Math.floor((known.length - 1) / 2)] : NaN;

@@ -17,7 +17,10 @@ import java.util.stream.Collectors;
 import java.util.stream.Stream;
 import org.junit.jupiter.api.Test;
 
-/** What the classes of the jar name: nothing that differs between versions of Spark and their vendors. */
+/**
+ * What the classes of the jar name: nothing that differs between versions of Spark and their
+ * vendors.
+ */
 class JarTest {
   private static final Path CLASSES = Paths.get("target", "classes");
   private static final int JAVA_8 = 52;
@@ -81,7 +84,9 @@ class JarTest {
     }
   }
 
-  /** All text in a class file's table of constants: names of classes, of members, and their types. */
+  /**
+   * All text in a class file's table of constants: names of classes, of members, and their types.
+   */
   private static List<String> constants(Path path) throws IOException {
     List<String> found = new ArrayList<>();
     try (DataInputStream in = new DataInputStream(Files.newInputStream(path))) {

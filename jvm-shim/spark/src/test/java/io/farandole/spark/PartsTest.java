@@ -76,7 +76,9 @@ class PartsTest {
     assertEquals(List.of("12"), Orphans.workers("10", proc));
   }
 
-  /** Real processes. A shell has the mark of a worker as a word of its command, after the script. */
+  /**
+   * Real processes. A shell has the mark of a worker as a word of its command, after the script.
+   */
   @Test
   void anExecutorThatEndsKillsTheWorkersBelowItAndNoOtherProcess() throws Exception {
     String waits = "while :; do sleep 0.1; done";
