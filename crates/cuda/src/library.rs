@@ -197,9 +197,8 @@ mod tests {
         assert_eq!(unsafe { abs(-3) }, 3);
         assert!(library.file(c"abs").unwrap().contains("libc"));
         // SAFETY: not called.
-        assert!(
-            unsafe { library.function::<unsafe extern "C" fn()>(c"no_such_function") }.is_none()
-        );
+        let none: Option<unsafe extern "C" fn()> = unsafe { library.function(c"no_such_function") };
+        assert!(none.is_none());
     }
 
     table! {
