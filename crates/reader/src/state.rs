@@ -30,7 +30,7 @@ pub(crate) enum Job {
     Assemble(Box<Draft>, Copying),
 }
 
-/// What may be ready before the consumer asks for it, at most. At least one batch may.
+/// Limits of the batches that are ready before the consumer asks for them. At least one batch may.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead {
     pub(crate) batches: u64,
