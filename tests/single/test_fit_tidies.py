@@ -164,11 +164,28 @@ def test_sizes_are_bytes():
         ("2KB", 2000),
         ("3 MiB", 3 << 20),
         ("20GiB", 20 << 30),
-        ("1TB", 10**12),
+        (" 1TB ", 10**12),
         (5, 5),
     ):
         assert made.setGcLargerThan(given).getGcLargerThan() == number
     assert made.setGcLargerThan(None).getGcLargerThan() is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind", "told"),
+    [
+        ({"larger_than": "500GB"}, TypeError, "larger_than must be a whole number: '500GB'"),
+        ({"larger_than": 5e11}, TypeError, "larger_than must be a whole number: 5"),
+        ({"larger_than": -1}, ValueError, "larger_than must be at least 0: -1"),
+        ({"larger_than": 1 << 70}, ValueError, r"larger_than must be less than 2\*\*63 bytes: 11"),
+        ({"older_than": "30d"}, TypeError, "older_than must be a timedelta or seconds: '30d'"),
+        ({"older_than": -1}, ValueError, "older_than must be at least 0: -1"),
+        ({"older_than": float("nan")}, ValueError, "older_than must be at least 0: nan"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_by_name(tmp_path, limits, kind, told):
+    with pytest.raises(kind, match=told):
+        LocalStore(str(tmp_path)).gc(**limits)
 
 
 def test_ages_are_seconds():

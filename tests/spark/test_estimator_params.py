@@ -86,7 +86,13 @@ COMMON = {
     "terminate_on_nan": [("yes", TypeError)],
     "statistics": [("yes", TypeError)],
     "resume": [("no", ValueError), (True, ValueError)],
-    "gc_larger_than": [("30", ValueError), ("1PB", ValueError), (-1, ValueError), ([], TypeError)],
+    "gc_larger_than": [
+        ("30", ValueError),
+        ("1PB", ValueError),
+        ("9999999999TB", ValueError),
+        (-1, ValueError),
+        ([], TypeError),
+    ],
     "gc_older_than": [
         ("30", ValueError),
         ("1y", ValueError),
