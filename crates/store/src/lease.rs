@@ -12,6 +12,7 @@
 //!         give it back
 //! share:  create a use -> no lease lives, else take it back
 //! settle: create a use -> delete the own lease
+//! clear:  delete the manifest -> delete the other files -> delete the own lease -> remove the empty directory
 //! ```
 //!
 //! A writer and a reader each leave their mark first and then look for the other's, so that of two
@@ -31,6 +32,9 @@ use crate::store::{Item, Store};
 
 const LEASE: &str = "_lease-";
 const USE: &str = "_use-";
+
+/// The file without which a directory has no complete data.
+const MANIFEST: &str = "_manifest.json";
 
 /// Time for which a process counts that cannot be seen.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -256,6 +260,28 @@ pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
     Ok(name)
 }
 
+/// Deletes the content of the directory, which this process has taken, and lets go of it; returns
+/// the number of deleted files.
+///
+/// The manifest goes first, so that no reader finds data without its files. From the deletion of the
+/// lease on, the directory may be another process's: what that has written stays.
+///
+/// # Errors
+/// A backend that cannot be asked, or does not delete; some files may be gone by then.
+pub fn clear(store: &Store, lease: &str) -> Result<usize> {
+    store.delete(MANIFEST)?;
+    let entries = store.list("")?;
+    let files: Vec<&str> = entries
+        .iter()
+        .map(|entry| entry.path.as_str())
+        .filter(|path| ![LEASE, USE].iter().any(|kind| path.starts_with(kind)))
+        .collect();
+    store.delete_files("", files.iter().copied())?;
+    store.delete(lease)?;
+    store.remove_empty()?;
+    Ok(files.len())
+}
+
 /// Says in a mark of this process that the process still lives; false when the mark is gone, or is
 /// another's.
 ///
@@ -312,6 +338,25 @@ mod tests {
         assert_eq!(take(&store, now, None, None).unwrap(), None);
         store.delete(&second).unwrap();
         assert_eq!(take(&store, now, None, None).unwrap().as_deref(), Some("_lease-1.json"));
+    }
+
+    #[test]
+    fn a_cleared_directory_keeps_what_another_process_has_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let base = directory.path().join("d");
+        let (store, now) = (Store::open(base.to_str().unwrap()).unwrap(), SystemTime::now());
+        for file in ["part.parquet", MANIFEST, "x=1/part.parquet"] {
+            store.write(file, Bytes::from_static(b"1")).unwrap();
+        }
+        let lease = take(&store, now, None, None).unwrap().unwrap();
+        let reader = mark(&store, now, None).unwrap();
+        assert_eq!(clear(&store, &lease).unwrap(), 2, "the manifest is not counted");
+        let left: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
+        assert_eq!(left, [reader.clone()]);
+        store.delete(&reader).unwrap();
+        let lease = take(&store, now, None, None).unwrap().unwrap();
+        assert_eq!(clear(&store, &lease).unwrap(), 0);
+        assert!(!base.exists());
     }
 
     #[test]

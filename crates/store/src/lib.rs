@@ -41,7 +41,7 @@ mod wait;
 
 pub use error::{Error, Fault, Result};
 pub use layout::{Layout, Places};
-pub use lease::{is_free, renew, settle, share, take};
+pub use lease::{clear, is_free, renew, settle, share, take};
 pub use location::{full, localized};
 pub use options::{Options, configure};
 pub use remote::options_of;

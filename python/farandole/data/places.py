@@ -110,8 +110,8 @@ class Place(Mark):
         """Lets go of the place and deletes everything in it."""
         with self._touching:
             if self._let_go():
-                for url in (self.val_url, self.train_url):
-                    NativeStore(url).delete_all()
+                NativeStore(self.val_url).delete_all()
+                NativeStore(self.train_url).clear(self._mark)
 
 
 def note(

@@ -259,7 +259,7 @@ class AbstractFilesystemStore(Store):
         return StoreFileSystem(storage=self._options)
 
     def gc(
-        self, older_than: timedelta | float | None = None, *, larger_than: int | None = None
+        self, older_than: timedelta | float | None = None, *, max_size: int | None = None
     ) -> list[str]:
         """Deletes prepared data below the prefix that is old, or too much, and that no process
         uses.
@@ -268,7 +268,7 @@ class AbstractFilesystemStore(Store):
 
         Args:
             older_than: age of a data set's newest file, as a timedelta or in seconds.
-            larger_than: bytes of prepared data that may stay. The oldest data goes until the rest,
+            max_size: bytes of prepared data that may stay. The oldest data goes until the rest,
                 data in use included, is no larger. Data of any age may go, and a
                 `ParquetLoader` does not show that it uses data.
 
@@ -279,15 +279,15 @@ class AbstractFilesystemStore(Store):
             ValueError: neither an age nor a size, or one below 0.
             TypeError: an age or a size of another type.
         """
-        if older_than is None and larger_than is None:
-            raise ValueError("gc needs a limit: pass older_than=, larger_than= or both")
+        if older_than is None and max_size is None:
+            raise ValueError("gc needs a limit: pass older_than=, max_size= or both")
         age = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
         if age is not None and (isinstance(age, bool) or not isinstance(age, Real)):
             raise TypeError(f"older_than must be a timedelta or seconds: {older_than!r}")
         if age is not None and not age >= 0:
             raise ValueError(f"older_than must be at least 0: {older_than!r}")
         seconds = None if age is None else float(age)
-        size = None if larger_than is None else number_of_bytes("larger_than", larger_than)
+        size = None if max_size is None else number_of_bytes("max_size", max_size)
         return [path for path, _, _ in native.Store(self.prefix_path).sweep(seconds, size)]
 
     def __repr__(self) -> str:

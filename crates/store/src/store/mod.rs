@@ -404,14 +404,7 @@ impl Store {
     /// Like [`Store::write`]; some files may be gone by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
         let entries = self.list(path)?;
-        let paths = entries.iter().map(|entry| self.at(&entry.path)).collect::<Result<Vec<_>>>()?;
-        self.ask("delete", path, async |backend| {
-            let gone = |deleted: &object_store::Result<Path>| {
-                std::future::ready(!matches!(deleted, Err(object_store::Error::NotFound { .. })))
-            };
-            let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
-            backend.delete_stream(paths).filter(gone).try_collect::<Vec<_>>().await
-        })?;
+        self.delete_files(path, entries.iter().map(|entry| entry.path.as_str()))?;
         match &self.location {
             Location::Local(base) => {
                 let directory = base.join(path);
@@ -429,6 +422,33 @@ impl Store {
             Location::Memory { .. } | Location::Remote { .. } => {}
         }
         Ok(entries.len())
+    }
+
+    /// Deletes several files below `path`; missing ones are no error.
+    pub(crate) fn delete_files<'a>(
+        &self,
+        path: &str,
+        files: impl Iterator<Item = &'a str>,
+    ) -> Result<()> {
+        let paths = files.map(|file| self.at(file)).collect::<Result<Vec<_>>>()?;
+        self.ask("delete", path, async |backend| {
+            let gone = |deleted: &object_store::Result<Path>| {
+                std::future::ready(!matches!(deleted, Err(object_store::Error::NotFound { .. })))
+            };
+            let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
+            backend.delete_stream(paths).filter(gone).try_collect::<Vec<_>>().await
+        })
+        .map(drop)
+    }
+
+    /// Removes the directory of this store and those in it, as far as they have no files.
+    pub(crate) fn remove_empty(&self) -> Result<()> {
+        match &self.location {
+            Location::Local(base) => local::remove_empty(base),
+            Location::Remote { service: Service::Hdfs, .. } => self.remove_directories("")?,
+            Location::Memory { .. } | Location::Remote { .. } => {}
+        }
+        Ok(())
     }
 
     /// Removes the directories at and below `path` that have no files, innermost first.
