@@ -8,21 +8,25 @@
 //! lives; what cannot be seen from here (another host, another container) counts for a week.
 //!
 //! ```text
-//! take:   no lease lives -> create lease n + 1, which one process alone can -> no use and no later lease lives, else
-//!         give it back
+//! take:   no lease lives -> create lease n + 1, which one process alone can -> no use and no other
+//!         lease lives, else give it back; wait for an earlier one, which may be about to go
 //! share:  create a use -> no lease lives, else take it back
 //! settle: create a use -> delete the own lease
-//! clear:  delete the manifest -> delete the other files -> delete the own lease -> remove the empty directory
+//! clear:  delete the manifest -> the other files -> the own lease -> the directory if it is empty
 //! ```
 //!
 //! A writer and a reader each leave their mark first and then look for the other's, so that of two
 //! at the same time one sees the other. Leases are numbered because deleting a dead one and
 //! creating a new one are two steps: two that find the same dead lease both want the same next
 //! number. A directory that is listed while another process takes it may show neither the dead
-//! lease nor the new one: then the number is too low, and a second look finds the new one.
+//! lease nor the new one: then the number is too low, and a second look finds the new one. It may
+//! also show a lease that is given up at that moment, and whose number is then used again: then the
+//! number is too high. So a lease with a lower number is waited for. If its process gives it back,
+//! because it has seen the higher one, the process with the higher one has the directory; if it
+//! stays, its process had looked before.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -38,6 +42,12 @@ const MANIFEST: &str = "_manifest.json";
 
 /// Time for which a process counts that cannot be seen.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// Time in which a process gives back a lease after it has seen one with a higher number.
+const GIVEN_BACK: Duration = Duration::from_secs(5);
+
+/// Time between two looks for it.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Time for which a file without content counts: it may just be about to be written.
 const WRITING: Duration = Duration::from_secs(60);
@@ -214,15 +224,19 @@ pub fn take(
     if !store.create(&name, here(now, lasts, job)?)? {
         return Ok(None);
     }
-    let others = marks(store, &[LEASE, USE], now, job)?;
-    if others
-        .iter()
-        .any(|(other, lives)| *lives && (other.starts_with(USE) || number(other) > next))
-    {
-        store.delete(&name)?;
-        return Ok(None);
-    }
-    // A lease that lives and has a lower number is about to be given back.
+    let deadline = Instant::now() + GIVEN_BACK;
+    let others = loop {
+        let others = marks(store, &[LEASE, USE], now, job)?;
+        let living = |(other, lives): &&(String, bool)| *lives && *other != name;
+        let mut living = others.iter().filter(living).map(|(other, _)| other);
+        let Some(first) = living.next() else { break others };
+        let lower = |other: &String| other.starts_with(LEASE) && number(other) < next;
+        if !lower(first) || !living.all(lower) || Instant::now() >= deadline {
+            store.delete(&name)?;
+            return Ok(None);
+        }
+        std::thread::sleep(LOOK);
+    };
     for (dead, _) in found.iter().chain(others.iter().filter(|(_, lives)| !lives)) {
         store.delete(dead)?;
     }

@@ -16,6 +16,9 @@ use crate::error::Result;
 use crate::lease;
 use crate::store::Store;
 
+/// Training data of a set; its number follows.
+const TRAIN: &str = "intermediate_train_data";
+
 /// Manifests of data that stays where others put it: small, and made again when they are asked for.
 const PLANS: &str = "plans";
 
@@ -144,31 +147,30 @@ fn delete(store: &Store, found: Vec<Swept>, now: SystemTime) -> Result<Vec<Swept
         sets.entry(parse(&one.path).map(str::to_owned)).or_default().push(one);
     }
     let mut gone = Vec::new();
-    for mut set in sets.into_values() {
+    for (number, set) in sets {
         // Since the look, another process may have begun to use it: deletion takes the lease first,
-        // as a writer does. The lease is in the training data, which goes last.
-        set.sort_by_key(|one| is_train(&one.path));
-        let mut lease = None;
-        if let Some(train) = set.last().filter(|one| is_train(&one.path)) {
-            lease = lease::take(&store.child(&train.path)?, now, None, None)?;
-            if lease.is_none() {
-                continue;
+        // as a writer does. The lease is in the training data, which goes last; it counts for the
+        // set even if there was no training data.
+        let train = number.map(|number| store.child(&format!("{TRAIN}{number}"))).transpose()?;
+        let lease = match &train {
+            Some(train) => match lease::take(train, now, None, None)? {
+                Some(lease) => Some((train, lease)),
+                None => continue,
+            },
+            None => None,
+        };
+        for one in &set {
+            if lease.is_none() || !one.path.starts_with(TRAIN) {
+                store.delete_all(&one.path)?;
             }
         }
-        for one in set {
-            match lease.as_ref().filter(|_| is_train(&one.path)) {
-                Some(lease) => lease::clear(&store.child(&one.path)?, lease)?,
-                None => store.delete_all(&one.path)?,
-            };
-            gone.push(one);
+        if let Some((train, lease)) = lease {
+            lease::clear(train, &lease)?;
         }
+        gone.extend(set);
     }
     gone.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(gone)
-}
-
-fn is_train(path: &str) -> bool {
-    path.starts_with("intermediate_train_data")
 }
 
 #[cfg(test)]
