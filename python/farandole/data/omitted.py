@@ -73,7 +73,7 @@ def advised(error: ValueError) -> ValueError:
 
 
 def is_refused(dataset: Dataset, name: str) -> bool:
-    """Whether a column cannot be read into batches at all.
+    """Returns whether a column cannot be read into batches at all.
 
     Args:
         dataset: The opened data set.
