@@ -277,8 +277,8 @@ pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
 /// Deletes the content of the directory, which this process has taken, and lets go of it; returns
 /// the number of deleted files.
 ///
-/// The manifest goes first, so that no reader finds data without its files. From the deletion of the
-/// lease on, the directory may be another process's: what that has written stays.
+/// The manifest goes first, so that no reader finds data without its files. From the deletion of
+/// the lease on, the directory may be another process's: what that has written stays.
 ///
 /// # Errors
 /// A backend that cannot be asked, or does not delete; some files may be gone by then.
