@@ -32,6 +32,7 @@ mod layout;
 mod lease;
 mod local;
 mod location;
+mod mark;
 mod options;
 mod remote;
 mod store;

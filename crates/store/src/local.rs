@@ -14,6 +14,8 @@ use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 
+use crate::mark;
+
 /// Ranges this near to each other are read at once.
 const GAP: u64 = 64 << 10;
 /// Buffers smaller than this are the allocator's business.
@@ -248,10 +250,15 @@ pub(crate) fn tidy(directory: &Path) -> Result<()> {
         let (name, path) = entry.map(|entry| (entry.file_name(), entry.path()))?;
         let name = name.to_string_lossy().into_owned();
         let number = name.rsplit_once('#').map(|(_, number)| number);
-        if number.is_some_and(|number| {
+        let leaving = number.is_some_and(|number| {
             !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-        }) {
-            std::fs::remove_file(path)?;
+        });
+        let written = || std::fs::metadata(&path).and_then(|meta| meta.modified()).ok();
+        if leaving && !mark::may_be_coming(&name, written) {
+            match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                Ok(()) | Err(_) => {}
+            }
         }
     }
     Ok(())
@@ -268,7 +275,7 @@ mod tests {
         assert!(create(&path, b"first").unwrap());
         assert!(!create(&path, b"second").unwrap());
         assert_eq!(std::fs::read(&path).unwrap(), b"first");
-        for name in ["x.parquet#1", "y#z", "z#"] {
+        for name in ["x.parquet#1", "y#z", "z#", "_use-a.json#1"] {
             std::fs::write(directory.path().join("a").join(name), b"").unwrap();
         }
         tidy(&directory.path().join("a")).unwrap();
@@ -278,7 +285,7 @@ mod tests {
             .map(|e| e.unwrap().file_name())
             .collect();
         left.sort();
-        assert_eq!(left, ["b.json", "y#z", "z#"]);
+        assert_eq!(left, ["_use-a.json#1", "b.json", "y#z", "z#"], "a mark may be coming");
     }
 
     #[test]

@@ -5,7 +5,7 @@
 A directory of training data and its directory of validation data are one place. Files in the former
 describe both:
 
-    _lease-<n>.json     one process writes here
+    _lease-<name>.json  one process writes here
     _use-<name>.json    a process reads here; both count while the process lives
     _preparation.json   a preparation that has not ended; describes the data
     _done-<n>.json      a finished partition: a repeated preparation continues with the others

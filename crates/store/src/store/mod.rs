@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::hadoop::is_leaving;
 use crate::local;
 use crate::location::{Location, Service};
+use crate::mark;
 use crate::upload::Upload;
 use crate::wait::Waiter;
 
@@ -346,7 +347,10 @@ impl Store {
             }
             Location::Remote { service: Service::Hdfs, .. } => {
                 let mut items = self.look("")?;
-                items.retain(|item| !item.is_directory && is_leaving(&item.name));
+                items.retain(|item| {
+                    let coming = mark::may_be_coming(&item.name, || item.modified);
+                    !item.is_directory && is_leaving(&item.name) && !coming
+                });
                 items.iter().try_for_each(|item| self.delete(&item.name))
             }
             Location::Memory { .. } | Location::Remote { .. } => Ok(()),
