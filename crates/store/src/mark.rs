@@ -5,10 +5,10 @@
 
 use std::time::{Duration, SystemTime};
 
-/// Of the process that writes; a number follows.
+/// Start of the name of the mark of the process that writes.
 pub(crate) const LEASE: &str = "_lease-";
 
-/// Of a process that reads; what follows belongs to one use alone.
+/// Start of the name of the mark of a process that reads.
 pub(crate) const USE: &str = "_use-";
 
 /// Time for which a file without content counts: it may just be about to be written.
