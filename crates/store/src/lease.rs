@@ -5,7 +5,8 @@
 //!
 //! Small files in the directory itself say so, each naming a process: `_lease-<name>.json` for the
 //! one that writes, `_use-<name>.json` for any number that read. A file counts as long as its
-//! process lives; what cannot be seen from here (another host, another container) counts for a week.
+//! process lives; what cannot be seen from here (another host, another container) counts for a
+//! week.
 //!
 //! ```text
 //! take:   no lease lives -> create a lease -> no use and no earlier lease lives, else give it back;
