@@ -216,6 +216,10 @@ pub fn take(
     let others = loop {
         // Whatever its job: a lease that the first look did not show is about as old as this one.
         let others = marks(store, &[LEASE, USE], now, None)?;
+        if !others.iter().any(|(other, _)| *other == name) {
+            // The process that has the directory has deleted it.
+            return Ok(None);
+        }
         let living = others.iter().filter(|(other, lives)| *lives && !ended(other));
         let mut living = living.map(|(other, _)| other).filter(|other| **other != name).peekable();
         if living.peek().is_none() {
