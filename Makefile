@@ -103,10 +103,9 @@ sanitize:
 	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
 	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
 
-# Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, which this target installs
-# below .tools. Tests of Kerberos need kinit (Debian: apt-get install krb5-user), and are skipped
-# without it.
-test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
+# Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, with and without Kerberos,
+# which this target installs below .tools.
+test-storage: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(BIN)/python -m pytest tests/storage
 
 .tools/azurite:
