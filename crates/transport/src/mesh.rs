@@ -75,7 +75,7 @@ pub struct MeshOptions {
     /// Bytes of this process's own rings, the ones towards its peers, that it may have in segments
     /// at a time; links beyond go over TCP. The host's bytes divided by its ranks.
     pub shared_memory_bytes: u64,
-    /// TCP connections of each link, 1 to 16.
+    /// TCP connections of each link, 1 to 16, rounded up to as many over each interface.
     pub streams: u16,
     /// TCP's congestion control of links, where the system has it and allows it; empty takes the
     /// system's own.

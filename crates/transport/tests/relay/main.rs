@@ -32,7 +32,7 @@ fn options(rank: u32, streams: u16) -> MeshOptions {
         streams,
         // Nothing is to be lost by time here.
         peer_timeout: PATIENCE,
-        bind: Some("127.0.0.1".parse().unwrap()),
+        bind: vec![IpAddr::from([127, 0, 0, 1]).into()],
         ..MeshOptions::new(Rank(rank), 2, HostHash(format!("host-{rank}")), KEY)
     }
 }
