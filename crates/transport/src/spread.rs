@@ -139,13 +139,15 @@ fn bury(shared: &Shared, peer: &Peer, pair: Pair, failure: &Failure) {
     peer.dead.lock().push(pair);
     let (rank, host) = (peer.rank, peer.host.get().map_or("", String::as_str));
     let Pair { from, to } = pair;
+    let (address, reason) = (format!("{to}: "), failure.to_string());
+    let reason = reason.strip_prefix(&address).unwrap_or(&reason);
     if shared.detours.lock().insert(from) {
         tracing::warn!(
             "links to rank {rank} on {host} do not use the interface with {from}, because no \
-             connection to {to} came about: {failure}. They use the other interfaces"
+             connection to {to} came about: {reason}. They use the other interfaces"
         );
     } else {
-        tracing::debug!("no connection from {from} to {to} of rank {rank} on {host}: {failure}");
+        tracing::debug!("no connection from {from} to {to} of rank {rank} on {host}: {reason}");
     }
 }
 
