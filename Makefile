@@ -103,10 +103,9 @@ sanitize:
 	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
 	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
 
-# Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, which this target installs
-# below .tools. Tests of Kerberos need kinit (Debian: apt-get install krb5-user), and are skipped
-# without it.
-test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
+# Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, with and without Kerberos,
+# which this target installs below .tools.
+test-storage: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(BIN)/python -m pytest tests/storage
 
 .tools/azurite:
@@ -309,20 +308,35 @@ links: $(VENV)/.packages
 
 # Builds the files of a release in dist/release: a wheel for glibc 2.17 with licences and a bill of
 # materials, an sdist, farandole-horovod. Then the wheel is installed into empty environments and
-# used. Needs a clean checkout.
-release: $(SHIM) $(PAGE).js .tools/release/ready
-	.tools/release/bin/python release/build.py dist/release
-	.tools/release/bin/python release/smoke.py dist/release $(SMOKE)
+# used. Needs a clean checkout. With MACHINE=aarch64, it builds the wheel for that processor in
+# dist/release-aarch64 and uses it in an emulator.
+MACHINE := x86_64
+ifeq ($(MACHINE),x86_64)
+RELEASE := dist/release
+RELEASING := .tools/release/ready
+else
+RELEASE := dist/release-$(MACHINE)
+RELEASING := .tools/release/ready .tools/$(MACHINE)/ready
+EMULATED := --emulated .tools/$(MACHINE)/root/usr/bin/python3
+SMOKE ?= bare numpy
+endif
+release: $(SHIM) $(PAGE).js $(RELEASING)
+	.tools/release/bin/python release/build.py $(RELEASE) $(MACHINE)
+	.tools/release/bin/python release/smoke.py $(RELEASE) $(EMULATED) $(SMOKE)
 
 # Builds the release once more and fails if a byte differs.
-release-again: $(SHIM) $(PAGE).js .tools/release/ready
-	.tools/release/bin/python release/build.py dist/release-again
-	.tools/release/bin/python release/compare.py dist/release dist/release-again
+release-again: $(SHIM) $(PAGE).js $(RELEASING)
+	.tools/release/bin/python release/build.py $(RELEASE)-again $(MACHINE)
+	.tools/release/bin/python release/compare.py $(RELEASE) $(RELEASE)-again
 
 .tools/release/ready: pyproject.toml | tools
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet uv
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python -r pyproject.toml --extra release
+	touch $@
+
+.tools/aarch64/ready: .ci/aarch64 release/std.py rust-toolchain.toml | .tools/release/ready
+	sh .ci/aarch64 $(@D)
 	touch $@
 
 deny:

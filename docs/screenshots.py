@@ -187,7 +187,7 @@ def rename_host(page: Page) -> None:
                 text.data = text.data.replace(host, "this-host");
             }
         }""",
-        rf"{re.escape(socket.gethostname())}[-\w]*",
+        rf"\b{re.escape(socket.gethostname())}[-\w]*",
     )
 
 

@@ -103,6 +103,10 @@ impl Store {
         py.detach(|| store::settle(&self.0, lease, SystemTime::now())).map_err(refuse)
     }
 
+    fn clear(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
+        py.detach(|| store::clear(&self.0, lease)).map_err(refuse)
+    }
+
     fn is_free(&self, py: Python<'_>) -> PyResult<bool> {
         py.detach(|| store::is_free(&self.0, SystemTime::now())).map_err(refuse)
     }
@@ -143,18 +147,18 @@ impl Store {
         Ok(items.into_iter().map(item).collect())
     }
 
-    #[pyo3(signature = (older_than = None, larger_than = None))]
+    #[pyo3(signature = (older_than = None, max_size = None))]
     fn sweep(
         &self,
         py: Python<'_>,
         older_than: Option<f64>,
-        larger_than: Option<u64>,
+        max_size: Option<u64>,
     ) -> PyResult<Vec<(String, usize, u64)>> {
         let age = |seconds| {
             Duration::try_from_secs_f64(seconds)
                 .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {seconds}")))
         };
-        let limits = store::Limits { older_than: older_than.map(age).transpose()?, larger_than };
+        let limits = store::Limits { older_than: older_than.map(age).transpose()?, max_size };
         let swept =
             py.detach(|| store::sweep(&self.0, limits, SystemTime::now())).map_err(refuse)?;
         Ok(swept.into_iter().map(|one| (one.path, one.files, one.bytes)).collect())

@@ -188,14 +188,14 @@ def test_a_store_is_tidied_by_size(tmp_path, source):
     for file in first.iterdir():
         os.utime(file, (old, old))
     size = sum(file.stat().st_size for file in second.iterdir())
-    assert farandole("store", "gc", store, "--larger-than", "1GiB") == ""
-    dry = farandole("store", "gc", store, "--larger-than", f"{size}B", "--dry-run")
+    assert farandole("store", "gc", store, "--max-size", "1GiB") == ""
+    dry = farandole("store", "gc", store, "--max-size", f"{size}B", "--dry-run")
     assert first.name in dry
     assert second.name not in dry
-    assert farandole("store", "gc", store, "--older-than", "30d", "--larger-than", "1GiB") == ""
-    assert first.name in farandole("store", "gc", store, "--larger-than", f"{size}B")
+    assert farandole("store", "gc", store, "--older-than", "30d", "--max-size", "1GiB") == ""
+    assert first.name in farandole("store", "gc", store, "--max-size", f"{size}B")
     assert [path.name for path in store.iterdir()] == [second.name]
-    assert "a size needs a unit" in farandole("store", "gc", store, "--larger-than", "30", status=2)
+    assert "a size needs a unit" in farandole("store", "gc", store, "--max-size", "30", status=2)
 
 
 def test_data_in_use_is_not_deleted(tmp_path, source):

@@ -104,7 +104,7 @@ def test_the_table_of_versions_has_the_bounds_of_the_package():
         for extra in project["optional-dependencies"].values()
         for one in extra
     }
-    names = {"PyTorch": "torch", "Python": None, "Linux, x86-64": None}
+    names = {"PyTorch": "torch", "Python": None, "Linux, x86-64": None, "Linux, aarch64": None}
     page = (DOCS / "versions.md").read_text().split("## Version numbers")[0]
     rows = dict(re.findall(r"^\| ([A-Z][\w ,-]+?) \| ([\w. ]+?) \|", page, re.MULTILINE))
     assert project["requires-python"] == f">={rows['Python']}"

@@ -128,10 +128,10 @@ def test_a_fit_deletes_the_oldest_prepared_data_until_the_rest_is_small_enough(t
         aged(folder, days)
     columns = {"feature_cols": [["a", "b"]], "epochs": 1, "run_id": "r", "verbose": 1}
     one = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in folders)
-    estimator(tmp_path, linear(), **columns, gc_larger_than=100 * one).fit(rows(4))
+    estimator(tmp_path, linear(), **columns, gc_max_size=100 * one).fit(rows(4))
     assert all(folder.exists() for folder in folders), "all of it together is smaller"
     # What the fit has prepared is as large as any other, and in use.
-    estimator(tmp_path, linear(), **columns, gc_larger_than=f"{3 * one + one // 2}B").fit(rows(4))
+    estimator(tmp_path, linear(), **columns, gc_max_size=f"{3 * one + one // 2}B").fit(rows(4))
     assert [folder.exists() for folder in folders] == [True, False, False, True]
     told = (
         f"deleted prepared data that was old or too much and not in use: {folders[1].name}, "
@@ -150,11 +150,11 @@ def test_a_store_is_tidied_by_age_by_size_or_by_both(tmp_path):
         aged(tmp_path / f"intermediate_train_data.{data.index}", days)
     with pytest.raises(ValueError, match="gc needs a limit: pass older_than="):
         store.gc()
-    assert store.gc(larger_than=1 << 30) == []
+    assert store.gc(max_size=1 << 30) == []
     folders = sorted(tmp_path.glob("intermediate_train_data.*"))
     last = sum(file.stat().st_size for file in folders[2].iterdir())
-    assert store.gc(timedelta(days=30), larger_than=last) == [folder.name for folder in folders[:2]]
-    assert store.gc(larger_than=0) == [folders[2].name]
+    assert store.gc(timedelta(days=30), max_size=last) == [folder.name for folder in folders[:2]]
+    assert store.gc(max_size=0) == [folders[2].name]
 
 
 def test_sizes_are_bytes():
@@ -164,11 +164,28 @@ def test_sizes_are_bytes():
         ("2KB", 2000),
         ("3 MiB", 3 << 20),
         ("20GiB", 20 << 30),
-        ("1TB", 10**12),
+        (" 1TB ", 10**12),
         (5, 5),
     ):
-        assert made.setGcLargerThan(given).getGcLargerThan() == number
-    assert made.setGcLargerThan(None).getGcLargerThan() is None
+        assert made.setGcMaxSize(given).getGcMaxSize() == number
+    assert made.setGcMaxSize(None).getGcMaxSize() is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind", "told"),
+    [
+        ({"max_size": "500GB"}, TypeError, "max_size must be a whole number: '500GB'"),
+        ({"max_size": 5e11}, TypeError, "max_size must be a whole number: 5"),
+        ({"max_size": -1}, ValueError, "max_size must be at least 0: -1"),
+        ({"max_size": 1 << 70}, ValueError, r"max_size must be less than 2\*\*63 bytes: 11"),
+        ({"older_than": "30d"}, TypeError, "older_than must be a timedelta or seconds: '30d'"),
+        ({"older_than": -1}, ValueError, "older_than must be at least 0: -1"),
+        ({"older_than": float("nan")}, ValueError, "older_than must be at least 0: nan"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_by_name(tmp_path, limits, kind, told):
+    with pytest.raises(kind, match=told):
+        LocalStore(str(tmp_path)).gc(**limits)
 
 
 def test_ages_are_seconds():
@@ -188,8 +205,8 @@ def test_ages_are_seconds():
 
 def test_a_store_that_cannot_be_tidied_does_not_end_the_fit():
     class Store:
-        def gc(self, older_than, *, larger_than):
-            assert larger_than == 7
+        def gc(self, older_than, *, max_size):
+            assert max_size == 7
             raise PermissionError(f"no: {older_than}")
 
     told = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -23,6 +24,8 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from farandole.data import Nested, Pad, ParquetLoader, frame_loader, prepare_data
+from farandole.data.inputs.sources import open_source
+from farandole.data.loaders import frames
 from farandole.data.loaders.frames import _expect, _remove
 
 ROWS = 500
@@ -350,3 +353,59 @@ def test_another_process_continues_in_the_middle_of_an_epoch(tmp_path, kind):
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected
     assert sorted(begun + expected[0]) == list(range(ROWS))
     assert begun != first[: len(begun)]
+
+
+def test_ragged_columns_are_read_beside_columns_that_batches_cannot_hold(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        loader = frame_loader(mixed(), 3, cache=tmp_path, ragged={"tokens": Pad(-1)}, shuffle=False)
+    assert loader.columns == ["id", "pair", "tokens"]
+    (batch,) = loader
+    assert batch["tokens"].tolist() == [[1, -1], [1, 2], [-1, -1]]
+    (told,) = caplog.messages
+    assert "tags (a list of utf8)" in told
+    assert "tokens (" not in told
+
+
+@pytest.mark.parametrize(("kind", "value"), [("uint8", -1), ("int32", 0.5), ("int64", math.nan)])
+def test_a_value_that_the_lists_cannot_be_padded_with_is_refused(tmp_path, kind, value):
+    frame = pa.table({"id": range(2), "x": pa.array([[1], [2, 3]], pa.list_(getattr(pa, kind)()))})
+    told = rf"column 'x' has lists of {kind}, which cannot be padded with {value}: give Pad a whole"
+    with pytest.raises(ValueError, match=told):
+        frame_loader(frame, 2, cache=tmp_path / "cache", ragged={"x": Pad(value)})
+    with pytest.raises(ValueError, match=told):
+        prepare_data(frame, tmp_path / "store", ragged={"x": Pad(value)})
+
+
+@pytest.mark.parametrize("ragged", ["tokens", ["tokens"]])
+def test_ragged_columns_without_what_becomes_of_them_are_refused(tmp_path, ragged):
+    with pytest.raises(TypeError, match="ragged must be a dict of Pad or Nested by column: "):
+        frame_loader(mixed(), 3, cache=tmp_path, ragged=ragged)
+
+
+def test_a_record_batch_with_more_values_than_binary_holds_is_written_in_parts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(frames, "_BINARY_BYTES", 100)
+    rows = [list(range(row % 7)) for row in range(50)]
+    frame = pa.table({"x": rows, "id": range(50)})
+    loader = frame_loader(frame, 50, cache=tmp_path, ragged={"x": Pad(-1)}, shuffle=False)
+    (batch,) = loader
+    assert batch["id"].tolist() == list(range(50))
+    assert batch["x"].tolist() == [(row + [-1] * 6)[:6] for row in rows]
+    with pytest.raises(ValueError, match="column 'x' has a list of more than 100 bytes in one row"):
+        frame_loader(pa.table({"x": [list(range(40))]}), 1, cache=tmp_path, ragged={"x": Pad()})
+
+
+@pytest.mark.parametrize("kind", ["categories", "string_view", "binary_view"])
+def test_runs_of_texts_that_arrow_does_not_decode_are_read(tmp_path, kind):
+    values = pa.array(["a", "b", None, "c"])
+    ends = pa.array([2, 4, 5, 8], pa.int32())
+    inner = values.dictionary_encode() if kind == "categories" else values.cast(getattr(pa, kind)())
+    frame = pa.table({"word": pa.RunEndEncodedArray.from_arrays(ends, inner)}).slice(1, 6)
+    (batches,) = open_source(frame).units(["word"])
+    found = [row for batch in batches.batches() for row in batch.column(0).to_pylist()]
+    words = ["a", "b", "b", None, "c", "c"]
+    assert found == ([one and one.encode() for one in words] if kind == "binary_view" else words)
+    frame = frame.slice(0, 3)
+    (batch,) = frame_loader(frame, 3, ["word"], cache=tmp_path, shuffle=False, framework="numpy")
+    assert len(batch["word"]) == 3

@@ -31,13 +31,19 @@ os.kill(os.getpid(), 9)
 """
 
 
+def lease_of(store):
+    """The one lease of the run `r`."""
+    (file,) = (store / "runs/r").glob("_lease-*.json")
+    return file
+
+
 def test_a_second_fit_of_a_run_is_refused_while_the_first_trains(tmp_path):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
     refused = pytest.raises(RunInUseError, match="run 'r' is being trained by another fit")
     with alone(url, "r"), refused, alone(url, "r"):
         pytest.fail("both hold it")
     with alone(url, "r"):
-        assert [one.name for one in (tmp_path / "runs/r").iterdir()] == ["_lease-1.json"]
+        assert list((tmp_path / "runs/r").iterdir()) == [lease_of(tmp_path)]
     assert not list((tmp_path / "runs/r").iterdir())
 
 
@@ -90,7 +96,7 @@ def elsewhere(file, **changes):
 def test_the_run_of_a_lost_host_is_free_when_its_driver_has_said_nothing_for_ten_minutes(tmp_path):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
     with alone(url, "r"):
-        file = tmp_path / "runs/r/_lease-1.json"
+        file = lease_of(tmp_path)
         elsewhere(file, time=time.time() - 540)
         with pytest.raises(RunInUseError, match="free 10 minutes later"), alone(url, "r"):
             pytest.fail("both hold it")
@@ -102,19 +108,20 @@ def test_the_run_of_a_lost_host_is_free_when_its_driver_has_said_nothing_for_ten
 def test_a_driver_that_was_stopped_until_another_took_its_run_gets_an_error(tmp_path, caplog):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
     with alone(url, "r"):
-        file = tmp_path / "runs/r/_lease-1.json"
+        file = lease_of(tmp_path)
         elsewhere(file)
         theirs = file.read_text()
         marks.renew_all(due=False)
         assert file.read_text() == theirs
-        assert "_lease-1.json, by which this process holds the directory, is gone" in caplog.text
+        gone = f"{file.name}, by which this process holds the directory, is gone"
+        assert gone in caplog.text
     assert file.read_text() == theirs, "what is no longer ours stays"
 
 
 def test_marks_are_renewed_and_only_those_that_are_held(tmp_path):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
     with alone(url, "r"):
-        file = tmp_path / "runs/r/_lease-1.json"
+        file = lease_of(tmp_path)
         told = json.loads(file.read_text())
         file.write_text(json.dumps({**told, "time": 1.0}))
         marks.renew_all(due=False)
@@ -176,7 +183,7 @@ def test_the_next_rank_0_of_a_job_takes_its_run_at_once_and_the_last_one_writes_
     tmp_path, monkeypatch
 ):
     def replaced(_):
-        file = tmp_path / "runs/r/_lease-1.json"
+        file = lease_of(tmp_path)
         elsewhere(file)  # as if this process were one of another host
         lease = json.loads(file.read_text())
         assert lease["job"] == bytes([1] * 32).hex()
@@ -197,16 +204,16 @@ def test_a_rank_that_is_no_longer_rank_0_leaves_the_run_to_the_one_that_is(
     rounds = []
 
     def loop(state):
-        rounds.append(sorted(path.name for path in (tmp_path / "runs/r").glob("_lease*")))
+        rounds.append(lease_of(tmp_path))
         if len(rounds) == 1:
             rank[0] = 1
             raise elastic.HostsUpdatedInterrupt(skip_sync=False)
         marks.renew_all(due=False)
 
     elastic.run_fn(loop, lambda: None)(state)
-    assert rounds == [["_lease-1.json"], ["_lease-1.json"]], "the file stays for the next rank 0"
+    assert rounds[0] == rounds[1], "the file stays for the next rank 0"
     assert "is gone" not in caplog.text
-    assert (tmp_path / "runs/r/_lease-1.json").exists()
+    assert lease_of(tmp_path) == rounds[0]
 
 
 def test_a_lease_that_an_earlier_training_of_this_process_could_not_delete_is_taken(tmp_path):

@@ -86,7 +86,13 @@ COMMON = {
     "terminate_on_nan": [("yes", TypeError)],
     "statistics": [("yes", TypeError)],
     "resume": [("no", ValueError), (True, ValueError)],
-    "gc_larger_than": [("30", ValueError), ("1PB", ValueError), (-1, ValueError), ([], TypeError)],
+    "gc_max_size": [
+        ("30", ValueError),
+        ("1PB", ValueError),
+        ("9999999999TB", ValueError),
+        (-1, ValueError),
+        ([], TypeError),
+    ],
     "gc_older_than": [
         ("30", ValueError),
         ("1y", ValueError),
@@ -161,7 +167,7 @@ UNSET = {
     "transformation_removed_fields",
     "mp_start_method", "fill", "data_module", "class_names", "output_form", "thresholds",
     "gc_older_than",
-    "gc_larger_than",
+    "gc_max_size",
     *NAMED,
 }  # fmt: skip
 SET = {

@@ -36,7 +36,12 @@ def service(command, **options):
         yield process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            # Node's servers close and then wait for clients that keep their connections.
+            process.kill()
+            process.wait(timeout=10)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()

@@ -58,14 +58,15 @@ pub(crate) fn command() -> Command {
                         .long("older-than")
                         .value_name("AGE")
                         .default_value("7d")
-                        .default_value_if("larger-than", ArgPredicate::IsPresent, None)
+                        .default_value_if("max-size", ArgPredicate::IsPresent, None)
                         .value_parser(age)
                         .help("Age of a data set's newest file, such as 90s, 30m, 12h or 7d"),
                 )
                 .arg(
-                    Arg::new("larger-than")
-                        .long("larger-than")
+                    Arg::new("max-size")
+                        .long("max-size")
                         .value_name("SIZE")
+                        .allow_hyphen_values(true)
                         .value_parser(bytes)
                         .help(
                             "Delete the oldest prepared data until all of it takes no more than \
@@ -247,7 +248,7 @@ pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
         _ => {
             let limits = Limits {
                 older_than: matches.get_one("older-than").copied(),
-                larger_than: matches.get_one("larger-than").copied(),
+                max_size: matches.get_one("max-size").copied(),
             };
             let now = SystemTime::now();
             let dry = matches.get_flag("dry-run");

@@ -37,9 +37,9 @@
 //! - `RE-1`: batches come in the plan's order, whatever the timing of threads.
 //! - `RE-2`: decoded blocks never take more than the byte budget; a plan that needs more is refused
 //!   at its start. Texts count with the size that files state; if they take more, reading continues
-//!   with one block at a time, and with as many ready batches as take a quarter of the budget. A
-//!   page that takes more than the budget is an error, and so are the texts of a block that take
-//!   more than four times as much.
+//!   with one block at a time, and ready batches take at most a quarter of what the blocks leave of
+//!   the budget, or 16 MiB, and one batch more. A page that takes more than the budget is an error,
+//!   and so are the texts of a block that take more than four times as much.
 //! - `RE-3`: parts are loaded in the order of their first step, so that the budget cannot be filled
 //!   with later ones.
 //! - `RE-4`: threads end with the epoch: at its end, at an error, when it is dropped; one whose

@@ -30,7 +30,8 @@ pub(crate) enum Job {
     Assemble(Box<Draft>, Copying),
 }
 
-/// Limits of the batches that are ready before the consumer asks for them. At least one batch may.
+/// Limits of the batches that are ready before the consumer asks for them. At least one batch is
+/// allowed.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead {
     pub(crate) batches: u64,
@@ -67,7 +68,7 @@ pub(crate) struct State {
     ready: BTreeMap<u64, Batch>,
     /// Bytes of the ready batches.
     ready_bytes: u64,
-    /// Bytes of the largest batch so far.
+    /// Bytes of the largest batch lately.
     widest: u64,
     /// The error, for the consumer.
     pub(crate) error: Option<Error>,
@@ -255,7 +256,8 @@ impl State {
 
     /// A batch is ready.
     pub(crate) fn assembled(&mut self, number: u64, batch: Batch) {
-        self.widest = self.widest.max(batch.size());
+        // One batch with a very long text does not limit all that come after it.
+        self.widest = batch.size().max(self.widest - self.widest / 8);
         self.ready_bytes = self.ready_bytes.saturating_add(batch.size());
         self.ready.insert(number, batch);
     }

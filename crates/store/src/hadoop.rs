@@ -39,6 +39,10 @@ const SLOWEST: u64 = 256 << 10;
 /// Deletions on their way at once.
 const AT_ONCE: usize = 10;
 
+/// The error of a name node for a file that is missing, also for one deleted after it was
+/// opened.
+const MISSING: &str = "FileNotFoundException";
+
 /// Temporary errors of name nodes.
 const PASSING: [&str; 4] =
     ["StandbyException", "RetriableException", "SafeModeException", "RetryCacheEntry"];
@@ -166,6 +170,8 @@ pub(crate) fn told(error: Error) -> Error {
             let text = format!("{class}: {}", text.lines().next().unwrap_or_default());
             if REFUSALS.contains(&class) {
                 Error::PermissionDenied { path, source: text.into() }
+            } else if class == MISSING {
+                Error::NotFound { path, source: text.into() }
             } else {
                 generic(text)
             }
@@ -470,5 +476,13 @@ mod tests {
             error.to_string().contains("no answer within 1.05s"),
             "data may take longer: {error}"
         );
+    }
+
+    #[test]
+    fn a_file_that_vanishes_between_its_opening_and_its_reading_is_missing() {
+        let class = "java.io.FileNotFoundException".to_owned();
+        let text = "File does not exist: /x\n\tat java.lang.Thread.run".to_owned();
+        let error = told(generic(HdfsError::RPCError(class, text)));
+        assert!(matches!(error, Error::NotFound { .. }), "{error}");
     }
 }

@@ -3,40 +3,47 @@
 
 //! The users of a directory of prepared data.
 //!
-//! Small files in the directory itself say so, each naming a process: `_lease-<n>.json` for the one
-//! that writes, `_use-<name>.json` for any number that read. A file counts as long as its process
-//! lives; what cannot be seen from here (another host, another container) counts for a week.
+//! Small files in the directory itself say so, each naming a process: `_lease-<name>.json` for the
+//! one that writes, `_use-<name>.json` for any number that read. A file counts as long as its
+//! process lives; what cannot be seen from here (another host, another container) counts for a
+//! week.
 //!
 //! ```text
-//! take:   no lease lives -> create lease n + 1, which one process alone can -> no use and no later lease lives, else
-//!         give it back
+//! take:   no lease lives -> create a lease -> no use and no earlier lease lives, else give it back;
+//!         wait for later ones, which are given back
 //! share:  create a use -> no lease lives, else take it back
 //! settle: create a use -> delete the own lease
+//! clear:  delete the manifest -> the other files -> the own lease -> the directory if it is empty
 //! ```
 //!
 //! A writer and a reader each leave their mark first and then look for the other's, so that of two
-//! at the same time one sees the other. Leases are numbered because deleting a dead one and
-//! creating a new one are two steps: two that find the same dead lease both want the same next
-//! number. A directory that is listed while another process takes it may show neither the dead
-//! lease nor the new one: then the number is too low, and a second look finds the new one.
+//! at the same time one sees the other. Two writers may both see no lease and create one. Then the
+//! one with the greater name gives it back, and the other waits until it has. If it stays, its
+//! process had looked before the other lease was there and has the directory, although its clock is
+//! ahead: the other process gives its own back after a while. No name is used twice, so whoever
+//! deletes a mark that has ended deletes no new one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::mark::{LEASE, USE, WRITING, is_mark};
 use crate::store::{Item, Store};
 
-const LEASE: &str = "_lease-";
-const USE: &str = "_use-";
+/// The file without which a directory has no complete data.
+const MANIFEST: &str = "_manifest.json";
 
 /// Time for which a process counts that cannot be seen.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Time for which a file without content counts: it may just be about to be written.
-const WRITING: Duration = Duration::from_secs(60);
+/// Time in which a process gives back a lease after it has seen an earlier one.
+const GIVEN_BACK: Duration = Duration::from_secs(5);
+
+/// Time between two looks for it.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Tells the uses of one process apart.
 static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -175,11 +182,6 @@ fn marks(
         .collect()
 }
 
-fn number(name: &str) -> u64 {
-    let digits = name.strip_prefix(LEASE).and_then(|rest| rest.strip_suffix(".json"));
-    digits.and_then(|digits| digits.parse().ok()).unwrap_or(0)
-}
-
 fn here(now: SystemTime, lasts: Option<Duration>, job: Option<&str>) -> Result<Bytes> {
     let text =
         serde_json::to_vec(&Holder { job: job.map(str::to_owned), ..Holder::here(now, lasts) });
@@ -205,30 +207,47 @@ pub fn take(
     if found.iter().any(|(_, lives)| *lives) {
         return Ok(None);
     }
-    let next = found.iter().map(|(name, _)| number(name)).max().unwrap_or(0) + 1;
-    let name = format!("{LEASE}{next}.json");
+    let name = unique(LEASE, now);
     if !store.create(&name, here(now, lasts, job)?)? {
         return Ok(None);
     }
-    let others = marks(store, &[LEASE, USE], now, job)?;
-    if others
-        .iter()
-        .any(|(other, lives)| *lives && (other.starts_with(USE) || number(other) > next))
-    {
-        store.delete(&name)?;
-        return Ok(None);
-    }
-    // A lease that lives and has a lower number is about to be given back.
+    let ended = |other: &String| found.iter().any(|(dead, _)| dead == other);
+    let deadline = Instant::now() + GIVEN_BACK;
+    let others = loop {
+        // Whatever its job: a lease that the first look did not show is about as old as this one.
+        let others = marks(store, &[LEASE, USE], now, None)?;
+        if !others.iter().any(|(other, _)| *other == name) {
+            // The process that has the directory has deleted it.
+            return Ok(None);
+        }
+        let living = others.iter().filter(|(other, lives)| *lives && !ended(other));
+        let mut living = living.map(|(other, _)| other).filter(|other| **other != name).peekable();
+        if living.peek().is_none() {
+            break others;
+        }
+        let later = |other: &String| other.starts_with(LEASE) && *other > name;
+        if !living.all(later) || Instant::now() >= deadline {
+            store.delete(&name)?;
+            return Ok(None);
+        }
+        std::thread::sleep(LOOK);
+    };
     for (dead, _) in found.iter().chain(others.iter().filter(|(_, lives)| !lives)) {
         store.delete(dead)?;
     }
     Ok(Some(name))
 }
 
-fn mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<String> {
+/// Returns a name that no other mark has or will have; later ones are greater, as far as clocks
+/// agree.
+fn unique(kind: &str, now: SystemTime) -> String {
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let nanoseconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
-    let name = format!("{USE}{}-{count}-{nanoseconds:x}.json", std::process::id());
+    format!("{kind}{nanoseconds:x}-{}-{count}.json", std::process::id())
+}
+
+fn mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<String> {
+    let name = unique(USE, now);
     store.write(&name, here(now, lasts, None)?)?;
     Ok(name)
 }
@@ -254,6 +273,29 @@ pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
     let name = mark(store, now, None)?;
     store.delete(lease)?;
     Ok(name)
+}
+
+/// Deletes the content of the directory, which this process has taken, and lets go of it; returns
+/// the number of deleted files.
+///
+/// The manifest goes first, so that no reader finds data without its files. From the deletion of
+/// the lease on, the directory may be another process's: what that has written stays.
+///
+/// # Errors
+/// A backend that cannot be asked, or does not delete; some files may be gone by then.
+pub fn clear(store: &Store, lease: &str) -> Result<usize> {
+    store.delete(MANIFEST)?;
+    let entries = store.list("")?;
+    let files: Vec<&str> =
+        entries.iter().map(|entry| entry.path.as_str()).filter(|path| !is_mark(path)).collect();
+    store.delete_files("", files.iter().copied())?;
+    for item in store.look("")?.into_iter().filter(|item| item.is_directory) {
+        store.delete_all(&item.name)?;
+    }
+    store.tidy()?;
+    store.delete(lease)?;
+    store.remove_empty()?;
+    Ok(files.len())
 }
 
 /// Says in a mark of this process that the process still lives; false when the mark is gone, or is
@@ -311,7 +353,26 @@ mod tests {
         store.delete(&first).unwrap();
         assert_eq!(take(&store, now, None, None).unwrap(), None);
         store.delete(&second).unwrap();
-        assert_eq!(take(&store, now, None, None).unwrap().as_deref(), Some("_lease-1.json"));
+        assert!(take(&store, now, None, None).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_cleared_directory_keeps_what_another_process_has_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let base = directory.path().join("d");
+        let (store, now) = (Store::open(base.to_str().unwrap()).unwrap(), SystemTime::now());
+        for file in ["part.parquet", MANIFEST, "x=1/part.parquet"] {
+            store.write(file, Bytes::from_static(b"1")).unwrap();
+        }
+        let lease = take(&store, now, None, None).unwrap().unwrap();
+        let reader = mark(&store, now, None).unwrap();
+        assert_eq!(clear(&store, &lease).unwrap(), 2, "the manifest is not counted");
+        let left: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
+        assert_eq!(left, [reader.clone()]);
+        store.delete(&reader).unwrap();
+        let lease = take(&store, now, None, None).unwrap().unwrap();
+        assert_eq!(clear(&store, &lease).unwrap(), 0);
+        assert!(!base.exists());
     }
 
     #[test]
@@ -344,11 +405,11 @@ mod tests {
             &Holder { started: me.started.map(|ticks| ticks + 1), ..Holder::here(now, None) },
         );
         assert!(is_free(&store, now).unwrap());
-        assert_eq!(take(&store, now, None, None).unwrap().as_deref(), Some("_lease-4.json"));
+        let lease = take(&store, now, None, None).unwrap().unwrap();
         let names: Vec<String> =
             store.look("").unwrap().into_iter().map(|item| item.name).collect();
-        assert_eq!(names, ["_lease-4.json"], "what the dead left goes");
-        store.delete("_lease-4.json").unwrap();
+        assert_eq!(names, [lease.clone()], "what the dead left goes");
+        store.delete(&lease).unwrap();
 
         for unseen in [
             Holder { host: "elsewhere".to_owned(), boot: None, ..Holder::here(now, None) },
@@ -407,7 +468,6 @@ mod tests {
             assert_eq!(take(&store, now, lasts, other).unwrap(), None);
         }
         let lease = take(&store, now, lasts, Some("mine")).unwrap().unwrap();
-        assert_eq!(lease, "_lease-2.json");
         assert!(!store.exists("_lease-1.json").unwrap(), "whoever had it learns that it is gone");
         assert_eq!(take(&store, now, lasts, Some("mine")).unwrap(), None, "this process has it");
         assert!(renew(&store, &lease, now).unwrap());

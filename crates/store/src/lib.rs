@@ -32,6 +32,7 @@ mod layout;
 mod lease;
 mod local;
 mod location;
+mod mark;
 mod options;
 mod remote;
 mod store;
@@ -41,7 +42,7 @@ mod wait;
 
 pub use error::{Error, Fault, Result};
 pub use layout::{Layout, Places};
-pub use lease::{is_free, renew, settle, share, take};
+pub use lease::{clear, is_free, renew, settle, share, take};
 pub use location::{full, localized};
 pub use options::{Options, configure};
 pub use remote::options_of;

@@ -14,6 +14,8 @@ use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 
+use crate::mark;
+
 /// Ranges this near to each other are read at once.
 const GAP: u64 = 64 << 10;
 /// Buffers smaller than this are the allocator's business.
@@ -122,15 +124,46 @@ fn read(file: &mut File, range: Range<u64>) -> Result<Bytes> {
 /// # Errors
 /// The system's.
 pub(crate) fn create(path: &Path, data: &[u8]) -> Result<bool> {
-    if let Some(directory) = path.parent() {
-        std::fs::create_dir_all(directory)?;
-    }
-    let mut file = match File::options().write(true).create_new(true).open(path) {
+    let directory = path.parent().unwrap_or_else(|| Path::new("/"));
+    let create = || File::options().write(true).create_new(true).open(path);
+    let mut file = match within(directory, |directory| std::fs::create_dir_all(directory), create) {
         Ok(file) => file,
         Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(false),
         Err(error) => return Err(error),
     };
     file.write_all(data).map(|()| true).inspect_err(|_| drop(std::fs::remove_file(path)))
+}
+
+/// Attempts to create a file in a directory that others remove at the same time.
+const ATTEMPTS: usize = 100;
+
+/// Returns a new file, after its directory was created. If another process removes the empty
+/// directory in between, both are repeated.
+fn within(
+    directory: &Path,
+    make: impl Fn(&Path) -> Result<()>,
+    mut create: impl FnMut() -> Result<File>,
+) -> Result<File> {
+    for _ in 1..ATTEMPTS {
+        match make(directory).and_then(|()| create()) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            done => return done,
+        }
+    }
+    make(directory)?;
+    create()
+}
+
+/// Removes an empty directory, and the empty ones in it. One with files stays: they are of another
+/// process.
+pub(crate) fn remove_empty(directory: &Path) {
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&entry.path());
+        }
+    }
+    // It is not empty, or already gone.
+    drop(std::fs::remove_dir(directory));
 }
 
 /// Tells the files apart that this process has begun.
@@ -143,8 +176,12 @@ static BEGUN: AtomicU64 = AtomicU64::new(0);
 /// The system's; the earlier content is then unchanged.
 pub(crate) fn write(path: &Path, data: &[u8]) -> Result<()> {
     let directory = path.parent().unwrap_or_else(|| Path::new("/"));
-    create_directories(directory)?;
-    let (staged, mut file) = begin(path)?;
+    let mut staged = PathBuf::new();
+    let mut file = within(directory, create_directories, || {
+        let (name, file) = begin(path)?;
+        staged = name;
+        Ok(file)
+    })?;
     let written = file.write_all(data).and_then(|()| file.sync_all());
     drop(file);
     written
@@ -213,10 +250,15 @@ pub(crate) fn tidy(directory: &Path) -> Result<()> {
         let (name, path) = entry.map(|entry| (entry.file_name(), entry.path()))?;
         let name = name.to_string_lossy().into_owned();
         let number = name.rsplit_once('#').map(|(_, number)| number);
-        if number.is_some_and(|number| {
+        let leaving = number.is_some_and(|number| {
             !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-        }) {
-            std::fs::remove_file(path)?;
+        });
+        let written = || std::fs::metadata(&path).and_then(|meta| meta.modified()).ok();
+        if leaving && !mark::may_be_coming(&name, written) {
+            match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                Ok(()) | Err(_) => {}
+            }
         }
     }
     Ok(())
@@ -233,7 +275,7 @@ mod tests {
         assert!(create(&path, b"first").unwrap());
         assert!(!create(&path, b"second").unwrap());
         assert_eq!(std::fs::read(&path).unwrap(), b"first");
-        for name in ["x.parquet#1", "y#z", "z#"] {
+        for name in ["x.parquet#1", "y#z", "z#", "_use-a.json#1"] {
             std::fs::write(directory.path().join("a").join(name), b"").unwrap();
         }
         tidy(&directory.path().join("a")).unwrap();
@@ -243,7 +285,7 @@ mod tests {
             .map(|e| e.unwrap().file_name())
             .collect();
         left.sort();
-        assert_eq!(left, ["b.json", "y#z", "z#"]);
+        assert_eq!(left, ["_use-a.json#1", "b.json", "y#z", "z#"], "a mark may be coming");
     }
 
     #[test]

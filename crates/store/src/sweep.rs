@@ -16,6 +16,9 @@ use crate::error::Result;
 use crate::lease;
 use crate::store::Store;
 
+/// Training data of a set; its number follows.
+const TRAIN: &str = "intermediate_train_data";
+
 /// Manifests of data that stays where others put it: small, and made again when they are asked for.
 const PLANS: &str = "plans";
 
@@ -26,7 +29,7 @@ pub struct Limits {
     pub older_than: Option<Duration>,
     /// The oldest data, until prepared data takes no more bytes than this. Data in use counts, and
     /// stays.
-    pub larger_than: Option<u64>,
+    pub max_size: Option<u64>,
 }
 
 /// A directory of prepared data.
@@ -77,7 +80,7 @@ pub fn stale(store: &Store, limits: Limits, now: SystemTime) -> Result<Vec<Swept
     let mut found = Vec::new();
     // The oldest first: data that is too old goes before data that is too much.
     for set in sets.into_iter().filter(|set| set.free) {
-        if old(set.newest) || limits.larger_than.is_some_and(|most| left > most) {
+        if old(set.newest) || limits.max_size.is_some_and(|most| left > most) {
             left = left.saturating_sub(set.bytes());
             found.extend(set.parts);
         }
@@ -123,7 +126,7 @@ fn sets(store: &Store, now: SystemTime) -> Result<Vec<Set>> {
 fn measure(store: &Store, path: String, now: SystemTime) -> Result<(Swept, Option<SystemTime>)> {
     let (mut files, mut bytes, mut newest) = (0, 0, None);
     for entry in store.list(&path)? {
-        newest = newest.max(Some(store.stat(&entry.path)?.modified.unwrap_or(now)));
+        newest = newest.max(Some(entry.modified.unwrap_or(now)));
         files += 1;
         bytes += entry.bytes;
     }
@@ -144,37 +147,43 @@ fn delete(store: &Store, found: Vec<Swept>, now: SystemTime) -> Result<Vec<Swept
         sets.entry(parse(&one.path).map(str::to_owned)).or_default().push(one);
     }
     let mut gone = Vec::new();
-    for mut set in sets.into_values() {
+    for (number, set) in sets {
         // Since the look, another process may have begun to use it: deletion takes the lease first,
-        // as a writer does. The lease is in the training data, which goes last.
-        set.sort_by_key(|one| is_train(&one.path));
-        if let Some(train) = set.last().filter(|one| is_train(&one.path))
-            && lease::take(&store.child(&train.path)?, now, None, None)?.is_none()
-        {
-            continue;
+        // as a writer does. The lease is in the training data, which goes last; it counts for the
+        // set even if there was no training data.
+        let train = number.map(|number| store.child(&format!("{TRAIN}{number}"))).transpose()?;
+        let lease = match &train {
+            Some(train) => match lease::take(train, now, None, None)? {
+                Some(lease) => Some((train, lease)),
+                None => continue,
+            },
+            None => None,
+        };
+        for one in &set {
+            if lease.is_none() || !one.path.starts_with(TRAIN) {
+                store.delete_all(&one.path)?;
+            }
         }
-        for one in set {
-            store.delete_all(&one.path)?;
-            gone.push(one);
+        if let Some((train, lease)) = lease {
+            lease::clear(train, &lease)?;
         }
+        gone.extend(set);
     }
     gone.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(gone)
 }
 
-fn is_train(path: &str) -> bool {
-    path.starts_with("intermediate_train_data")
-}
-
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use bytes::Bytes;
 
     use super::*;
 
     /// Limits of age.
     fn older(seconds: u64) -> Limits {
-        Limits { older_than: Some(Duration::from_secs(seconds)), larger_than: None }
+        Limits { older_than: Some(Duration::from_secs(seconds)), max_size: None }
     }
 
     fn names(swept: &[Swept]) -> Vec<&str> {
@@ -205,7 +214,7 @@ mod tests {
         let mark = lease::share(&used, now, None).unwrap().unwrap();
         let total: u64 = sets(&store, now).unwrap().iter().map(Set::bytes).sum();
         let lease = total - 500;
-        let most = |bytes: u64| Limits { older_than: None, larger_than: Some(bytes + lease) };
+        let most = |bytes: u64| Limits { older_than: None, max_size: Some(bytes + lease) };
         assert_eq!(stale(&store, most(500), now).unwrap(), [], "as large as it may be");
         let second = ["intermediate_train_data.2", "intermediate_val_data.2"];
         for bytes in [499, 300] {
@@ -223,6 +232,46 @@ mod tests {
         assert_eq!(left, ["intermediate_train_data.1", "plans", "runs"]);
         used.delete(&mark).unwrap();
         assert_eq!(stale(&store, Limits::default(), now).unwrap(), [], "no limit");
+    }
+
+    #[test]
+    fn data_that_is_prepared_while_others_are_deleted_stays_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path().to_str().unwrap()).unwrap();
+        let (train, val) = ("intermediate_train_data.0", "intermediate_val_data.0");
+        let all = Limits { older_than: Some(Duration::ZERO), max_size: Some(0) };
+        let ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !ended.load(Ordering::Relaxed) {
+                        sweep(&store, all, SystemTime::now()).unwrap();
+                    }
+                });
+            }
+            let writer = scope.spawn(|| {
+                let child = store.child(train).unwrap();
+                let mut round = 0;
+                while round < 1000 {
+                    let now = SystemTime::now();
+                    let Some(lease) = lease::take(&child, now, None, None).unwrap() else {
+                        continue;
+                    };
+                    round += 1;
+                    let files = [format!("{train}/{round}.parquet"), format!("{val}/{round}")];
+                    for file in &files {
+                        assert!(store.create(file, Bytes::from_static(b"1")).unwrap());
+                    }
+                    for file in files.iter().cycle().take(20) {
+                        assert!(store.exists(file).unwrap(), "{file} is gone");
+                    }
+                    child.delete(&lease).unwrap();
+                }
+            });
+            let done = writer.join();
+            ended.store(true, Ordering::Relaxed);
+            done.unwrap();
+        });
     }
 
     #[test]

@@ -49,6 +49,10 @@ class Store:
         """Writes a mark of this process again; false when it is gone, or another's."""
     def settle(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others."""
+    def clear(self, lease: str) -> int:
+        """Deletes the content of a directory that this process has taken, and lets go of it;
+        returns the number of deleted files. Files that another process has there by then stay.
+        """
     def is_free(self) -> bool:
         """Returns whether no living process uses or reserves the directory."""
     def tidy(self) -> None:
@@ -63,7 +67,7 @@ class Store:
     def look(self, path: str = "") -> list[_Item]:
         """Files and directories directly in `path`, by name."""
     def sweep(
-        self, older_than: float | None = None, larger_than: int | None = None
+        self, older_than: float | None = None, max_size: int | None = None
     ) -> list[tuple[str, int, int]]:
         """Deletes unused prepared data older than so many seconds, and the oldest until all has at
         most so many bytes.

@@ -36,6 +36,14 @@ def at_least(least: int) -> Callable[[str, Any], int]:
     return check
 
 
+def number_of_bytes(name: str, value: Any) -> int:
+    """Returns a whole number of bytes, which fits 63 bits."""
+    number = at_least(0)(name, value)
+    if number >= 1 << 63:
+        raise ValueError(f"{name} must be less than 2**63 bytes: {value}")
+    return number
+
+
 def positive(name: str, value: Any) -> float:
     """Returns a number above zero."""
     if isinstance(value, bool) or not isinstance(value, Real):

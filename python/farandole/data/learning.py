@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
 from farandole.data.encoding import Encoding, plain, source_of, sources_of
-from farandole.data.ragged import Ragged, element, is_nested
+from farandole.data.ragged import Ragged, check_value, element, is_nested
 from farandole.data.tallies import Longest, Mean, Quantile, Values
 
 if TYPE_CHECKING:
@@ -223,6 +223,7 @@ class Wish:
             )
         for name, pad in self.ragged.items():
             kind = element(schema.field(name).type, name)
+            check_value(pad, kind, name)
             # its type comes from the rows, whether its length is known or not
             if not isinstance(pad, Ragged):
                 plan.setdefault(name, []).append(f"longest {kind}")

@@ -17,7 +17,7 @@ from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
 from farandole.data.learning import encoding_at
 from farandole.data.memory import directory_for
-from farandole.data.omitted import advised, tell
+from farandole.data.omitted import advised, is_refused, tell
 from farandole.data.transform import Transform
 from farandole.data.turns import Piece, Place, Turns
 
@@ -176,9 +176,11 @@ class ParquetLoader(BaseDataLoader):
         self._wrap = wrapper(self.framework)
         self._ragged = self._lists()
         if self._columns is None and self._ragged:
-            stored = self.dataset.columns
             self._columns = [
-                one.name for one in stored if one.dtype not in TEXTS or one.name in self._ragged
+                one.name
+                for one in self.dataset.columns
+                if one.name in self._ragged
+                or (one.dtype not in TEXTS and not is_refused(self.dataset, one.name))
             ]
         if self._columns is not None:
             self._ragged = {

@@ -72,6 +72,20 @@ def advised(error: ValueError) -> ValueError:
     return ValueError(f"{error}: {hints[0]}") if hints else error
 
 
+def is_refused(dataset: Dataset, name: str) -> bool:
+    """Returns whether a column cannot be read into batches at all.
+
+    Args:
+        dataset: The opened data set.
+        name: Of the column.
+    """
+    try:
+        Reader(dataset, columns=[name], batch_size=1)
+    except ValueError as error:
+        return _REFUSED in str(error)
+    return False
+
+
 def _reason(dataset: Dataset, name: str, dtype: str) -> tuple[str, str]:
     """Returns the reason why a column is left out, and its type in words."""
     try:

@@ -5,7 +5,7 @@
 A directory of training data and its directory of validation data are one place. Files in the former
 describe both:
 
-    _lease-<n>.json     one process writes here
+    _lease-<name>.json  one process writes here
     _use-<name>.json    a process reads here; both count while the process lives
     _preparation.json   a preparation that has not ended; describes the data
     _done-<n>.json      a finished partition: a repeated preparation continues with the others
@@ -40,6 +40,7 @@ MANIFEST = "_manifest.json"
 _PREPARATION = "_preparation.json"
 _USED = "_used.json"
 _DONE = "_done-"
+_MARKS = ("_lease-", "_use-")
 _KEPT = 7 * 24 * 3600.0
 
 
@@ -65,7 +66,7 @@ class Place(Mark):
         train.delete(MANIFEST)  # first: no reader may find a manifest without its files
         train.write(_PREPARATION, _json({"key": key, "time": time.time()}))
         for name, _ in train.list():
-            if name not in (self._mark, _PREPARATION):
+            if name != _PREPARATION and not name.startswith(_MARKS):
                 train.delete(name)
         train.tidy()
         NativeStore(self.val_url).delete_all()
@@ -110,8 +111,8 @@ class Place(Mark):
         """Lets go of the place and deletes everything in it."""
         with self._touching:
             if self._let_go():
-                for url in (self.val_url, self.train_url):
-                    NativeStore(url).delete_all()
+                NativeStore(self.val_url).delete_all()
+                NativeStore(self.train_url).clear(self._mark)
 
 
 def note(
@@ -254,7 +255,7 @@ def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> boo
     """Returns whether a place may be emptied if no process uses it."""
     url = store.get_train_data_path(index)
     directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
-    theirs = [name for name, _ in directory.list() if not name.startswith(("_lease-", "_use-"))]
+    theirs = [name for name, _ in directory.list() if not name.startswith(_MARKS)]
     manifest = _manifest(url)
     key = manifest["fingerprint"] if manifest is not None else _begun(url)
     if key is None:

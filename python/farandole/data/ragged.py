@@ -290,6 +290,27 @@ class Ragged:
         return starts, values.to_numpy(zero_copy_only=False).astype(self.dtype, copy=False)
 
 
+def check_value(one: Any, dtype: str, name: str) -> None:
+    """Refuses a value for padding that the values of a column cannot be.
+
+    Args:
+        one: a `Pad`, or what does not pad.
+        dtype: of the values.
+        name: of the column.
+
+    Raises:
+        ValueError: a fraction, or a number out of range, among whole numbers.
+    """
+    if not isinstance(one, Pad) or np.dtype(dtype).kind not in "iu":
+        return
+    limits = np.iinfo(dtype)
+    if not (limits.min <= one.value <= limits.max and one.value == int(one.value)):
+        raise ValueError(
+            f"column {name!r} has lists of {dtype}, which cannot be padded with {one.value!r}: "
+            f"give Pad a whole number from {limits.min} to {limits.max}"
+        )
+
+
 def element(kind: pa.DataType, name: str) -> str:
     """NumPy's name of what lists hold.
 

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
 from farandole.common import scratch
+from farandole.common.check import number_of_bytes
 from farandole.stores import seals
 from farandole.stores.filesystem import StoreFileSystem
 from farandole.stores.options import StorageOptions
@@ -35,7 +38,6 @@ from farandole.stores.remote_store import RemoteStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from datetime import timedelta
 
 _SECRET = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|X-Amz-Signature)=")
 _PATHS = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
@@ -257,7 +259,7 @@ class AbstractFilesystemStore(Store):
         return StoreFileSystem(storage=self._options)
 
     def gc(
-        self, older_than: timedelta | float | None = None, *, larger_than: int | None = None
+        self, older_than: timedelta | float | None = None, *, max_size: int | None = None
     ) -> list[str]:
         """Deletes prepared data below the prefix that is old, or too much, and that no process
         uses.
@@ -266,23 +268,27 @@ class AbstractFilesystemStore(Store):
 
         Args:
             older_than: age of a data set's newest file, as a timedelta or in seconds.
-            larger_than: bytes of prepared data that may stay. The oldest data goes until the rest,
-                data in use included, is no larger.
+            max_size: bytes of prepared data that may stay. The oldest data goes until the rest,
+                data in use included, is no larger. Data of any age may go, and a
+                `ParquetLoader` does not show that it uses data.
 
         Returns:
             The deleted directories, relative to the prefix.
 
         Raises:
-            ValueError: neither an age nor a size.
+            ValueError: neither an age nor a size, or one below 0.
+            TypeError: an age or a size of another type.
         """
-        if older_than is None and larger_than is None:
-            raise ValueError("gc needs a limit: pass older_than=, larger_than= or both")
-        age = (
-            older_than
-            if older_than is None or isinstance(older_than, (int, float))
-            else older_than.total_seconds()
-        )
-        return [path for path, _, _ in native.Store(self.prefix_path).sweep(age, larger_than)]
+        if older_than is None and max_size is None:
+            raise ValueError("gc needs a limit: pass older_than=, max_size= or both")
+        age = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
+        if age is not None and (isinstance(age, bool) or not isinstance(age, Real)):
+            raise TypeError(f"older_than must be a timedelta or seconds: {older_than!r}")
+        if age is not None and not age >= 0:
+            raise ValueError(f"older_than must be at least 0: {older_than!r}")
+        seconds = None if age is None else float(age)
+        size = None if max_size is None else number_of_bytes("max_size", max_size)
+        return [path for path, _, _ in native.Store(self.prefix_path).sweep(seconds, size)]
 
     def __repr__(self) -> str:
         """Shows the prefix."""

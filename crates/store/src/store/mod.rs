@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::hadoop::is_leaving;
 use crate::local;
 use crate::location::{Location, Service};
+use crate::mark;
 use crate::upload::Upload;
 use crate::wait::Waiter;
 
@@ -346,7 +347,10 @@ impl Store {
             }
             Location::Remote { service: Service::Hdfs, .. } => {
                 let mut items = self.look("")?;
-                items.retain(|item| !item.is_directory && is_leaving(&item.name));
+                items.retain(|item| {
+                    let coming = mark::may_be_coming(&item.name, || item.modified);
+                    !item.is_directory && is_leaving(&item.name) && !coming
+                });
                 items.iter().try_for_each(|item| self.delete(&item.name))
             }
             Location::Memory { .. } | Location::Remote { .. } => Ok(()),
@@ -404,14 +408,7 @@ impl Store {
     /// Like [`Store::write`]; some files may be gone by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
         let entries = self.list(path)?;
-        let paths = entries.iter().map(|entry| self.at(&entry.path)).collect::<Result<Vec<_>>>()?;
-        self.ask("delete", path, async |backend| {
-            let gone = |deleted: &object_store::Result<Path>| {
-                std::future::ready(!matches!(deleted, Err(object_store::Error::NotFound { .. })))
-            };
-            let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
-            backend.delete_stream(paths).filter(gone).try_collect::<Vec<_>>().await
-        })?;
+        self.delete_files(path, entries.iter().map(|entry| entry.path.as_str()))?;
         match &self.location {
             Location::Local(base) => {
                 let directory = base.join(path);
@@ -429,6 +426,33 @@ impl Store {
             Location::Memory { .. } | Location::Remote { .. } => {}
         }
         Ok(entries.len())
+    }
+
+    /// Deletes several files below `path`; missing ones are no error.
+    pub(crate) fn delete_files<'a>(
+        &self,
+        path: &str,
+        files: impl Iterator<Item = &'a str>,
+    ) -> Result<()> {
+        let paths = files.map(|file| self.at(file)).collect::<Result<Vec<_>>>()?;
+        self.ask("delete", path, async |backend| {
+            let gone = |deleted: &object_store::Result<Path>| {
+                std::future::ready(!matches!(deleted, Err(object_store::Error::NotFound { .. })))
+            };
+            let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
+            backend.delete_stream(paths).filter(gone).try_collect::<Vec<_>>().await
+        })
+        .map(drop)
+    }
+
+    /// Removes the directory of this store and those in it, as far as they have no files.
+    pub(crate) fn remove_empty(&self) -> Result<()> {
+        match &self.location {
+            Location::Local(base) => local::remove_empty(base),
+            Location::Remote { service: Service::Hdfs, .. } => self.remove_directories("")?,
+            Location::Memory { .. } | Location::Remote { .. } => {}
+        }
+        Ok(())
     }
 
     /// Removes the directories at and below `path` that have no files, innermost first.

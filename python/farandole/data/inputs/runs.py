@@ -40,24 +40,51 @@ class _Plain:
 
     def __call__(self) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa  # noqa: PLC0415 - as above
-        import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
-        compute: Any = pc
         for batch in self._unit.batches():
             columns = [
-                compute.run_end_decode(column)
-                if pa.types.is_run_end_encoded(column.type)
-                else column
+                _values(column) if pa.types.is_run_end_encoded(column.type) else column
                 for column in batch.columns
             ]
             yield pa.RecordBatch.from_arrays(columns, schema=_plain(batch.schema))
+
+
+def _values(column: Any) -> pa.Array:
+    """Returns the value of each row."""
+    import numpy as np  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow.compute as pc  # noqa: PLC0415 - as above
+
+    compute: Any = pc
+    try:
+        decoded: pa.Array = compute.run_end_decode(column)
+    except pa.ArrowNotImplementedError:  # categories and views
+        count, first = column.find_physical_length(), column.find_physical_offset()
+        ends = column.run_ends.to_numpy()[first : first + count].astype(np.int64) - column.offset
+        lengths = np.diff(np.minimum(ends, len(column)), prepend=0)
+        values = column.values.cast(_value_type(column.type))
+        decoded = values.take(pa.array(np.repeat(np.arange(first, first + count), lengths)))
+    return decoded.cast(_value_type(column.type))
+
+
+def _value_type(kind: Any) -> pa.DataType:
+    """Returns the type of the values that runs become; views, which Arrow cannot take, are plain
+    texts.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if pa.types.is_string_view(kind.value_type):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind.value_type) else kind.value_type
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     fields: list[Any] = [
-        field.with_type(field.type.value_type) if pa.types.is_run_end_encoded(field.type) else field
+        field.with_type(_value_type(field.type))
+        if pa.types.is_run_end_encoded(field.type)
+        else field
         for field in schema
     ]
     return pa.schema(fields, metadata=schema.metadata)

@@ -13,6 +13,7 @@ import tempfile
 import uuid
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,10 @@ from urllib.parse import unquote, urlsplit
 
 from farandole.data.inputs.frames import is_spark
 from farandole.data.loader import ParquetLoader
-from farandole.data.ragged import Nested, Pad, element
+from farandole.data.ragged import Nested, Pad, check_value, element
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import pyarrow as pa
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 GROUP_ROWS = 16384
 """Rows of a row group that is written here."""
+_BINARY_BYTES = 1 << 30
+"""Bytes of a column of a record batch, at most; Arrow's `binary` has less than 2 GiB of them."""
 _ANY = 1 << 40
 """Length of a list that none reaches, for lists that are kept whole."""
 
@@ -72,6 +75,8 @@ def frame_loader(
         TypeError: A frame that holds no rows, or a ragged column that is neither `Pad` nor
             `Nested`.
     """
+    if not isinstance(ragged, Mapping | None):
+        raise TypeError(f"ragged must be a dict of Pad or Nested by column: {ragged!r}")
     wanted = dict(ragged or {})
     directory = _directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
     try:
@@ -166,7 +171,10 @@ def _elements(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> dict[str
             raise TypeError(
                 f"ragged must be a dict of Pad or Nested by column: {name!r} is {one!r}"
             )
-    return {name: element(schema.field(name).type, name) for name in wanted}
+    kinds = {name: element(schema.field(name).type, name) for name in wanted}
+    for name, one in wanted.items():
+        check_value(one, kinds[name], name)
+    return kinds
 
 
 def _kept(wanted: Mapping[str, Pad | Nested], kinds: Mapping[str, str]) -> dict[str, Ragged]:
@@ -181,11 +189,25 @@ def _stored(
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
     for batch in batches:
-        columns = [
-            lists[name].stored(column, name).cast(pa.binary()) if name in lists else column
+        columns = {
+            name: lists[name].stored(column, name) if name in lists else column
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        }
+        large = [name for name in lists if columns[name].nbytes > _BINARY_BYTES]
+        if large and batch.num_rows == 1:
+            raise ValueError(
+                f"column {large[0]!r} has a list of more than {_BINARY_BYTES} bytes in one row: "
+                "give Pad or Nested a max_length"
+            )
+        if large:
+            half = batch.num_rows // 2
+            yield from _stored([batch.slice(0, half), batch.slice(half)], lists)
+            continue
+        plain = [
+            column.cast(pa.binary()) if name in lists else column
+            for name, column in columns.items()
         ]
-        yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+        yield pa.RecordBatch.from_arrays(plain, names=batch.schema.names)
 
 
 def _expect(written: int, found: int, directory: Path) -> None:
@@ -243,14 +265,15 @@ def _write(
                     longest[name] = max(
                         longest[name], int(one.lengths_of_arrow(batch.column(name)).max())
                     )
-                (stored,) = _stored([batch], kept) if kept else [batch]
-                try:
-                    writer = writer or pq.ParquetWriter(
-                        directory / "rows.parquet", stored.schema, compression="none"
-                    )
-                    writer.write_table(pa.Table.from_batches([stored]), row_group_size=GROUP_ROWS)
-                except pa.ArrowException as error:
-                    raise _refused(stored, error) from error
+                for stored in _stored([batch], kept) if kept else [batch]:
+                    try:
+                        writer = writer or pq.ParquetWriter(
+                            directory / "rows.parquet", stored.schema, compression="none"
+                        )
+                        rows = pa.Table.from_batches([stored])
+                        writer.write_table(rows, row_group_size=GROUP_ROWS)
+                    except pa.ArrowException as error:
+                        raise _refused(stored, error) from error
     finally:
         if writer is not None:
             writer.close()

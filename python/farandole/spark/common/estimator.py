@@ -210,7 +210,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
-                tidy(store, self.getGcOlderThan(), self.getGcLargerThan(), shown.message)
+                tidy(store, self.getGcOlderThan(), self.getGcMaxSize(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 # Anew: a live bar has put streams of its own instead of those that the first one
@@ -244,7 +244,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             )
             with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
-                tidy(store, self.getGcOlderThan(), self.getGcLargerThan(), shown.message)
+                tidy(store, self.getGcOlderThan(), self.getGcMaxSize(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(
                     prepared, source, source.schema.names, roles, wanted=wanted

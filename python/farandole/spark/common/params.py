@@ -138,7 +138,7 @@ class EstimatorParams(Parameters):
         check.optional(values.age),
         default=None,
     )
-    gc_larger_than: Parameter[str | int] = Parameter(
+    gc_max_size: Parameter[str | int] = Parameter(
         "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, "
         "with data in use, takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
         check.optional(values.size),
@@ -294,7 +294,7 @@ class EstimatorParams(Parameters):
     setRunId, getRunId = accessors("run_id")
     setResume, getResume = accessors("resume")
     setGcOlderThan, getGcOlderThan = accessors("gc_older_than")
-    setGcLargerThan, getGcLargerThan = accessors("gc_larger_than")
+    setGcMaxSize, getGcMaxSize = accessors("gc_max_size")
     setTrainStepsPerEpoch, getTrainStepsPerEpoch = accessors("train_steps_per_epoch")
     setValidationStepsPerEpoch, getValidationStepsPerEpoch = accessors("validation_steps_per_epoch")
     setLabelShapes, getLabelShapes = accessors("label_shapes")

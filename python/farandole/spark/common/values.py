@@ -13,7 +13,7 @@ from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import at_least, names, positive, text
+from farandole.common.check import names, number_of_bytes, positive, text
 
 if TYPE_CHECKING:
     from farandole.stores.store import Store
@@ -141,14 +141,15 @@ def size(name: str, value: Any) -> int:
         value: a number with a unit, or bytes.
     """
     if isinstance(value, str):
-        digits = value.rstrip("BiKMGT")
-        unit, number = _BYTES.get(value[len(digits) :]), digits.strip()
+        given = value.strip()
+        digits = given.rstrip("BiKMGT")
+        unit, number = _BYTES.get(given[len(digits) :]), digits.strip()
         if unit is None or not (number.isascii() and number.isdigit()):
             raise ValueError(
                 f"{name} must be a size with a unit, such as 500MB, 20GiB or 1TB: {value!r}"
             )
         value = int(number) * unit
-    return at_least(0)(name, value)
+    return number_of_bytes(name, value)
 
 
 def features(name: str, value: Any) -> list[str | list[str]]:

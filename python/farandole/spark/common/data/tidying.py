@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def tidy(
     store: AbstractFilesystemStore,
     older_than: float | None,
-    larger_than: int | None,
+    max_size: int | None,
     tell: Callable[[str], None],
 ) -> None:
     """Deletes prepared data that is old, or too much, and that no process uses; the fit continues
@@ -24,16 +24,16 @@ def tidy(
     Args:
         store: of the fit, whose own data is in use.
         older_than: age in seconds; `None` deletes nothing by age.
-        larger_than: bytes of prepared data that may stay; `None` deletes nothing by size.
+        max_size: bytes of prepared data that may stay; `None` deletes nothing by size.
         tell: receives the deleted directories.
     """
-    if older_than is None and larger_than is None:
+    if older_than is None and max_size is None:
         return
     try:
-        gone = store.gc(older_than, larger_than=larger_than)
+        gone = store.gc(older_than, max_size=max_size)
     except OSError as error:
         tell(f"old prepared data cannot be deleted: {error}")
         return
     if gone:
-        why = "old" if larger_than is None else "old or too much"
+        why = "old" if max_size is None else "old or too much"
         tell(f"deleted prepared data that was {why} and not in use: {', '.join(gone)}")

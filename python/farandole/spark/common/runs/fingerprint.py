@@ -64,7 +64,7 @@ ELSEWHERE = frozenset(
         "rawPredictionCol",
         "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names",
         "output_form",
-        "statistics", "gc_older_than", "gc_larger_than", "allow_pickle",
+        "statistics", "gc_older_than", "gc_max_size", "allow_pickle",
     }
 )  # fmt: skip
 """The result does not depend on it, or only on the last digits.
