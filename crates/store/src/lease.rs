@@ -368,7 +368,7 @@ mod tests {
         let reader = mark(&store, now, None).unwrap();
         assert_eq!(clear(&store, &lease).unwrap(), 2, "the manifest is not counted");
         let left: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
-        assert_eq!(left, [reader.clone()]);
+        assert_eq!(left, [reader.as_str()]);
         store.delete(&reader).unwrap();
         let lease = take(&store, now, None, None).unwrap().unwrap();
         assert_eq!(clear(&store, &lease).unwrap(), 0);
@@ -408,7 +408,7 @@ mod tests {
         let lease = take(&store, now, None, None).unwrap().unwrap();
         let names: Vec<String> =
             store.look("").unwrap().into_iter().map(|item| item.name).collect();
-        assert_eq!(names, [lease.clone()], "what the dead left goes");
+        assert_eq!(names, [lease.as_str()], "what the dead left goes");
         store.delete(&lease).unwrap();
 
         for unseen in [
