@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
@@ -21,7 +22,7 @@ const LONGEST: Duration = Duration::from_secs(5);
 fn options(rank: u32, size: u32) -> MeshOptions {
     MeshOptions {
         patience: PATIENCE,
-        bind: Some("127.0.0.1".parse().unwrap()),
+        bind: vec![IpAddr::from([127, 0, 0, 1]).into()],
         ..MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [5; 32])
     }
 }

@@ -9,6 +9,7 @@
 #[path = "../../crates/transport/tests/relay/proxy.rs"]
 mod proxy;
 
+use std::net::IpAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,7 +26,7 @@ fn options(rank: u32, streams: u16) -> MeshOptions {
         peer_timeout: Duration::from_secs(2),
         use_shared_memory: false,
         streams,
-        bind: Some("127.0.0.1".parse().unwrap()),
+        bind: vec![IpAddr::from([127, 0, 0, 1]).into()],
         ..MeshOptions::new(Rank(rank), 2, HostHash(format!("host-{rank}")), [5; 32])
     }
 }

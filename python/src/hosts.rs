@@ -30,7 +30,7 @@ type News = (&'static str, Option<u32>, Py<PyAny>);
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyRemote>()?;
-    module.add_function(wrap_pyfunction!(network_of, module)?)?;
+    module.add_function(wrap_pyfunction!(networks_of, module)?)?;
     module.add_function(wrap_pyfunction!(listening, module)?)?;
     module.add_function(wrap_pyfunction!(slots, module)?)?;
     module.add_function(wrap_pyfunction!(place, module)?)
@@ -40,10 +40,13 @@ pub(crate) fn error(failure: &Error) -> PyErr {
     raise(failure.fault(), failure)
 }
 
-/// Returns the network of the first of these interfaces that this host has.
+/// Returns the networks of these interfaces, and a warning if this host lacks some.
 #[pyfunction]
-fn network_of(interfaces: Vec<String>) -> PyResult<String> {
-    farandole::registrar::host::network_of(&interfaces).map_err(|failure| registrar_error(&failure))
+fn networks_of(interfaces: Vec<String>) -> PyResult<(String, Option<String>)> {
+    let networks = farandole::registrar::host::networks_of(&interfaces)
+        .map_err(|failure| registrar_error(&failure))?;
+    let warning = networks.warning();
+    Ok((networks.wish, warning))
 }
 
 /// Returns the address and the ports on which this process may listen, by its configuration: an

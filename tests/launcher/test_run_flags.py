@@ -131,6 +131,14 @@ def test_an_interface_is_a_network_to_listen_in(command):
     assert done.stdout == "[0]<stdout>:127.0.0.0/8 lo\n", done.stderr
 
 
+def test_an_interface_that_this_host_lacks_is_left_out_with_a_warning(command):
+    show = "import os; print(os.environ['FARANDOLE_BIND_ADDRESS'])"
+    done = command("-np", "1", "--network-interfaces", "no0,lo", "python", "-c", show)
+    assert done.stdout == "[0]<stdout>:127.0.0.0/8\n", done.stderr
+    told = "--network-interfaces: no network on this host, so it is not used: no0 (used: 127.0.0"
+    assert told in done.stderr
+
+
 def test_a_job_of_several_ranks_says_where_each_runs_when_asked(command):
     done = command("-np", "2", "--verbose", "sh", "-c", "exit $RANK")
     assert done.returncode == 1

@@ -170,6 +170,9 @@ def test_arguments_that_contradict_are_wrong_or_mean_nothing():
 def test_an_interface_is_a_network_that_all_listen_in():
     bound = farandole.run(os.getenv, args=("FARANDOLE_BIND_ADDRESS",), network_interfaces="lo")
     assert bound == ["127.0.0.0/8"]
+    run = {"args": ("FARANDOLE_BIND_ADDRESS",), "network_interfaces": ["lo", "no0"]}
+    with pytest.warns(UserWarning, match=r"network_interfaces: .* not used: no0 \(used: 127"):
+        assert farandole.run(os.getenv, **run) == ["127.0.0.0/8"]
 
 
 def test_a_batch_job_gives_hosts_and_slots(tmp_path, monkeypatch, reach):

@@ -256,7 +256,10 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize("setting", ["nothing", "bind address", "dial out"])
+SEVERAL = {"FARANDOLE_BIND_ADDRESS": "127.0.0.2,127.0.0.3"}
+
+
+@pytest.mark.parametrize("setting", ["nothing", "bind address", "several addresses", "dial out"])
 def test_ranks_of_two_hosts_listen_where_they_are_told_to(setting):
     # A container of YARN counts as a host of its own.
     told = {
@@ -267,7 +270,12 @@ def test_ranks_of_two_hosts_listen_where_they_are_told_to(setting):
     }
     ended = together(
         [
-            {"CONTAINER_ID": str(rank), "HOROVOD_RANK": str(rank), **told, **SETTINGS[setting]}
+            {
+                "CONTAINER_ID": str(rank),
+                "HOROVOD_RANK": str(rank),
+                **told,
+                **SETTINGS.get(setting, SEVERAL),
+            }
             for rank in range(2)
         ],
         TWO_HOSTS,
@@ -281,6 +289,10 @@ def test_ranks_of_two_hosts_listen_where_they_are_told_to(setting):
     elif setting == "bind address":
         assert everywhere == [False, False]
         assert all(LOOPBACK in one for one in found)
+    elif setting == "several addresses":
+        for one in found:
+            addresses = {address for address, _ in addresses_and_ports(one)}
+            assert addresses == {"0200007F", "0300007F"}, found
     else:
         assert not everywhere[1], "a rank that dials out has doors on loopback alone"
 

@@ -208,7 +208,7 @@ fn link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
     let options = |rank| MeshOptions {
         use_shared_memory,
         patience: LIMIT,
-        bind: Some(std::net::Ipv4Addr::LOCALHOST.into()),
+        bind: vec![std::net::IpAddr::from(std::net::Ipv4Addr::LOCALHOST).into()],
         ports: PortRange { first: 0, last: 0 },
         ..MeshOptions::new(Rank(rank), 2, host::facts().hash(), [7; 32])
     };

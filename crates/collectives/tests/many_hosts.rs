@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
 use std::collections::BTreeSet;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,7 @@ fn sockets() -> usize {
 
 fn join(rank: u32, meeting: &MemoryRendezvous) -> Mesh {
     let mut options = MeshOptions::new(Rank(rank), HOSTS * LOCAL, HostHash(name(rank)), [7; 32]);
-    options.bind = Some(Ipv4Addr::LOCALHOST.into());
+    options.bind = vec![IpAddr::from(Ipv4Addr::LOCALHOST).into()];
     // More threads than processors: a rank may not run for seconds.
     options.peer_timeout = LIMIT;
     options.patience = LIMIT;

@@ -175,7 +175,9 @@ knobs! {
     /// Addresses at which the registrar is reached. Default: all addresses of the driver.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
     /// Address on which the driver and the ranks listen, or a network such as `10.0.0.0/8`, in
-    /// which each host uses its own address. Default: all addresses.
+    /// which each host uses its own address. Several, such as `10.1.0.0/16,10.2.0.0/16`: ranks
+    /// listen on all of them, links between hosts use all of them side by side, and the driver
+    /// listens on the first. Default: all addresses.
     bind_address: String = "", "BIND_ADDRESS", Some("--bind-address"), true;
     /// Ports on which the driver and the ranks listen. With `0` the system chooses.
     port_range: PortRange = "0", "PORT_RANGE", Some("--port-range"), true;

@@ -45,54 +45,95 @@ pub fn addresses() -> Vec<IpAddr> {
     all
 }
 
-/// Returns the address of this host that `wish` means: an address, or a network such as
-/// `10.0.0.0/8`, of which every host has an address of its own; `None` for an empty wish.
-///
-/// # Errors
-/// `Options` for a text that is neither, or that is not of this host.
-pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
-    if wish.is_empty() {
-        return Ok(None);
-    }
-    among(wish, &addresses()).map(Some)
+/// The addresses of this host that a wish means.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Bound {
+    /// Each with the place of its entry in the wish, from 0.
+    pub addresses: Vec<(u16, IpAddr)>,
+    /// Entries in which this host has no address that no entry before them has taken.
+    pub missing: Vec<String>,
 }
 
-/// Returns the network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a
-/// wish for [`bound`] that holds on every host of that network, whatever its interface is called.
-/// IPv6 where an interface has no IPv4.
+/// Returns the first of the addresses of [`all_bound`]; `None` for an empty wish.
+///
+/// # Errors
+/// As [`all_bound`].
+pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
+    Ok(all_bound(wish)?.addresses.first().map(|(_, address)| *address))
+}
+
+/// Returns the addresses of this host that `wish` means: entries between commas, each an address or
+/// a network such as `10.0.0.0/8`, of which every host has an address of its own. None for an empty
+/// wish.
+///
+/// # Errors
+/// `Options` for an entry that is neither, or if this host has none of the addresses.
+pub fn all_bound(wish: &str) -> Result<Bound> {
+    all_among(wish, &addresses())
+}
+
+/// The networks of some interfaces.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Networks {
+    /// A wish for [`all_bound`], such as `10.0.0.0/8,10.1.0.0/16`.
+    pub wish: String,
+    /// Interfaces that have no network on this host.
+    pub missing: Vec<String>,
+}
+
+impl Networks {
+    /// A sentence about the interfaces that have none, if there are such.
+    pub fn warning(&self) -> Option<String> {
+        let names = self.missing.join(", ");
+        let wish = &self.wish;
+        (!names.is_empty())
+            .then(|| format!("no network on this host, so it is not used: {names} (used: {wish})"))
+    }
+}
+
+/// Returns the networks of these interfaces, such as `10.0.0.0/8`: a wish that holds on every host
+/// of these networks, whatever its interfaces are called. IPv6 where an interface has no IPv4.
 ///
 /// # Errors
 /// `Options` naming the interfaces when none has a network.
-pub fn network_of(interfaces: &[String]) -> Result<String> {
+pub fn networks_of(interfaces: &[String]) -> Result<Networks> {
     let four = fs::read_to_string("/proc/net/route").unwrap_or_default();
     let six = fs::read_to_string("/proc/net/ipv6_route").unwrap_or_default();
-    network_in(&four, &six, interfaces)
+    networks_in(&four, &six, interfaces)
 }
 
-fn network_in(four: &str, six: &str, interfaces: &[String]) -> Result<String> {
-    let network = |name: &String| match name.as_str() {
+fn networks_in(four: &str, six: &str, interfaces: &[String]) -> Result<Networks> {
+    let network = |name: &str| match name {
         "lo" => Some("127.0.0.0/8".to_owned()),
         name => on_link(four, name).or_else(|| on_link_six(six, name)),
     };
-    interfaces.iter().find_map(network).ok_or_else(|| {
-        let names = |routes: &str, field: usize| -> Vec<String> {
-            routes
-                .lines()
-                .filter_map(|line| line.split_whitespace().nth(field).map(str::to_owned))
-                .collect()
-        };
-        let mut known = names(four, 0);
-        known.extend(names(six, 9));
-        known.sort();
-        known.dedup();
-        known.retain(|name| on_link(four, name).or_else(|| on_link_six(six, name)).is_some());
-        let reason = format!(
-            "none of these network interfaces has a network on this host: {} (those with one: {})",
-            interfaces.join(", "),
-            if known.is_empty() { "none".to_owned() } else { known.join(", ") }
-        );
-        Error::Options { reason }
-    })
+    let (mut found, mut missing) = (Vec::new(), Vec::new());
+    for name in interfaces {
+        match network(name) {
+            Some(network) => found.push(network),
+            None => missing.push(name.clone()),
+        }
+    }
+    if !found.is_empty() {
+        return Ok(Networks { wish: found.join(","), missing });
+    }
+    let names = |routes: &str, field: usize| -> Vec<String> {
+        routes
+            .lines()
+            .filter_map(|line| line.split_whitespace().nth(field).map(str::to_owned))
+            .collect()
+    };
+    let mut known = names(four, 0);
+    known.extend(names(six, 9));
+    known.sort();
+    known.dedup();
+    known.retain(|name| on_link(four, name).or_else(|| on_link_six(six, name)).is_some());
+    let reason = format!(
+        "none of these network interfaces has a network on this host: {} (those with one: {})",
+        interfaces.join(", "),
+        if known.is_empty() { "none".to_owned() } else { known.join(", ") }
+    );
+    Err(Error::Options { reason })
 }
 
 /// Returns the network that an interface reaches without a gateway, from the kernel's table of
@@ -127,14 +168,34 @@ fn on_link_six(routes: &str, name: &str) -> Option<String> {
     })
 }
 
-fn among(wish: &str, own: &[IpAddr]) -> Result<IpAddr> {
-    let (text, bits) = wish.split_once('/').map_or((wish, None), |(text, bits)| (text, Some(bits)));
+fn all_among(wish: &str, own: &[IpAddr]) -> Result<Bound> {
+    let mut bound = Bound::default();
+    let entries = wish.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+    for (place, entry) in (0u16..).zip(entries) {
+        let is_free = |address: &IpAddr| bound.addresses.iter().all(|(_, one)| one != address);
+        let free: Vec<IpAddr> = own.iter().copied().filter(is_free).collect();
+        match among(entry, &free)? {
+            Some(address) => bound.addresses.push((place, address)),
+            None => bound.missing.push(entry.to_owned()),
+        }
+    }
+    if bound.addresses.is_empty() && !bound.missing.is_empty() {
+        let reason = format!("no address of this host is in {wish}: it has {own:?}");
+        return Err(Error::Options { reason });
+    }
+    Ok(bound)
+}
+
+/// Returns the first of the addresses that an entry of a wish means.
+fn among(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
+    let (text, bits) =
+        entry.split_once('/').map_or((entry, None), |(text, bits)| (text, Some(bits)));
     let network: Option<IpAddr> = text.trim_matches(['[', ']']).parse().ok();
     let most = network.map_or(0, |address| if address.is_ipv4() { 32 } else { 128 });
     let bits = bits.map_or(Some(most), |bits| bits.parse().ok().filter(|bits: &u32| *bits <= most));
     let (Some(network), Some(bits)) = (network, bits) else {
         let reason =
-            format!("a bind address is an address or a network such as 10.0.0.0/8: {wish}");
+            format!("a bind address is an address or a network such as 10.0.0.0/8: {entry}");
         return Err(Error::Options { reason });
     };
     let head = |address: IpAddr| {
@@ -146,14 +207,12 @@ fn among(wish: &str, own: &[IpAddr]) -> Result<IpAddr> {
     };
     // Every address of 127.0.0.0/8 is this host's, though the kernel lists but one.
     if bits == most && network.is_loopback() {
-        return Ok(network);
+        return Ok(Some(network));
     }
     let fits = |address: &&IpAddr| {
         address.is_ipv4() == network.is_ipv4() && head(**address) == head(network)
     };
-    own.iter().find(fits).copied().ok_or_else(|| Error::Options {
-        reason: format!("no address of this host is in {wish}: it has {own:?}"),
-    })
+    Ok(own.iter().find(fits).copied())
 }
 
 /// Addresses followed by `/32 host LOCAL` in the kernel's routing trie.
@@ -212,18 +271,42 @@ mod tests {
             ("0.0.0.0/0", "10.1.2.3"),
             ("127.0.0.5", "127.0.0.5"),
         ] {
-            assert_eq!(among(wish, &own).unwrap(), found.parse::<IpAddr>().unwrap(), "{wish}");
+            let found = vec![(0, found.parse::<IpAddr>().unwrap())];
+            assert_eq!(all_among(wish, &own).unwrap().addresses, found, "{wish}");
         }
-        let foreign = among("172.16.0.0/12", &own).unwrap_err().to_string();
+        let foreign = all_among("172.16.0.0/12", &own).unwrap_err().to_string();
         assert!(
             foreign.contains("no address of this host is in 172.16.0.0/12: it has [10.1.2.3"),
             "{foreign}"
         );
         for wish in ["eth0", "10.0.0.0/40", "10.0.0.0/x"] {
-            let error = among(wish, &own).unwrap_err().to_string();
+            let error = all_among(&format!("10.1.2.3,{wish}"), &own).unwrap_err().to_string();
             assert!(error.ends_with(wish), "{error}");
         }
         assert!(bound("").unwrap().is_none());
+    }
+
+    #[test]
+    fn several_networks_mean_an_address_in_each_and_those_without_one_are_named() {
+        let own: Vec<IpAddr> =
+            ["10.1.2.3", "10.2.2.3", "10.2.2.4"].map(|text| text.parse().unwrap()).into();
+        let found = |wish: &str| {
+            let bound = all_among(wish, &own).unwrap();
+            let of = |(place, address): &(u16, IpAddr)| format!("{place} {address}");
+            (bound.addresses.iter().map(of).collect::<Vec<_>>(), bound.missing)
+        };
+        let words = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        assert_eq!(
+            found("10.1.0.0/16, 10.9.0.0/16,10.2.0.0/16,"),
+            (words(&["0 10.1.2.3", "2 10.2.2.3"]), words(&["10.9.0.0/16"]))
+        );
+        // Each takes one that is left.
+        assert_eq!(
+            found("10.2.0.0/16,10.2.0.0/16,10.0.0.0/8,10.2.2.4"),
+            (words(&["0 10.2.2.3", "1 10.2.2.4", "2 10.1.2.3"]), words(&["10.2.2.4"]))
+        );
+        let error = all_among("10.8.0.0/16,10.9.0.0/16", &own).unwrap_err().to_string();
+        assert!(error.contains("is in 10.8.0.0/16,10.9.0.0/16: it has [10.1.2.3"), "{error}");
     }
 
     #[test]
@@ -235,8 +318,15 @@ mod tests {
         assert_eq!(on_link(routes, "eth0").as_deref(), Some("192.168.1.0/24"));
         assert_eq!(on_link(routes, "ib0").as_deref(), Some("10.0.0.0/8"));
         assert_eq!(on_link(routes, "eth1"), None);
-        assert_eq!(network_of(&["none0".to_owned(), "lo".to_owned()]).unwrap(), "127.0.0.0/8");
-        let error = network_in(routes, "", &["none0".to_owned()]).unwrap_err().to_string();
+        let of = |names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+            networks_in(routes, "", &names)
+        };
+        let some = of(&["ib0", "none0", "eth0", "lo"]).unwrap();
+        assert_eq!(some.wish, "10.0.0.0/8,192.168.1.0/24,127.0.0.0/8");
+        assert!(some.warning().unwrap().contains("none0"));
+        assert_eq!(of(&["eth0"]).unwrap().warning(), None);
+        let error = of(&["none0"]).unwrap_err().to_string();
         assert!(
             error.ends_with("has a network on this host: none0 (those with one: eth0, ib0)"),
             "{error}"
@@ -263,12 +353,10 @@ mod tests {
             line("fd000000000000000000000000000000", "40", nothing, "eth0"),
         ]
         .concat();
-        assert_eq!(network_in("", &routes, &["eth0".to_owned()]).unwrap(), "fd00::/64");
-        assert_eq!(
-            network_in("", &routes, &["x".to_owned(), "ib0".to_owned()]).unwrap(),
-            "2001:db8::/64"
-        );
-        let error = network_in("", &routes, &["x".to_owned()]).unwrap_err().to_string();
+        let of = |name: &str| networks_in("", &routes, &["x".to_owned(), name.to_owned()]);
+        assert_eq!(of("eth0").unwrap().wish, "fd00::/64");
+        assert_eq!(of("ib0").unwrap().wish, "2001:db8::/64");
+        let error = of("y").unwrap_err().to_string();
         assert!(error.ends_with("(those with one: eth0, ib0)"), "{error}");
     }
 

@@ -11,6 +11,36 @@ use rustix::net::getpeername;
 
 use crate::{Error, Result};
 
+/// An address of this host to listen on, and the interface that it stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Interface {
+    /// Number among the interfaces that were named, from 0. Interfaces of two hosts with the same
+    /// number reach each other.
+    pub number: u16,
+    /// The address.
+    pub address: IpAddr,
+}
+
+impl From<IpAddr> for Interface {
+    fn from(address: IpAddr) -> Self {
+        Self { number: 0, address }
+    }
+}
+
+/// An address at which a rank listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub(crate) socket: SocketAddr,
+    /// Number of its interface among those that were named; 0 if none or one was.
+    pub(crate) interface: u16,
+}
+
+impl From<SocketAddr> for Address {
+    fn from(socket: SocketAddr) -> Self {
+        Self { socket, interface: 0 }
+    }
+}
+
 /// Connections that wait to be accepted, as far as the system lets them.
 const QUEUE: i32 = 4096;
 
@@ -68,16 +98,37 @@ fn ipv6(table: &str) -> Vec<Ipv6Addr> {
         .collect()
 }
 
-/// Listens on `bind`, or on everything, at the first free port of the range.
+/// Listens on each address of `bind`, or on everything if there is none, at the first free port of
+/// the range.
 pub(crate) fn listen(
-    bind: Option<IpAddr>,
+    bind: &[Interface],
     ports: PortRange,
-) -> Result<(TcpListener, Vec<SocketAddr>)> {
+) -> Result<(Vec<TcpListener>, Vec<Address>)> {
+    if bind.is_empty() {
+        return listen_anywhere(ports);
+    }
+    let (mut listeners, mut own) = (Vec::new(), Vec::new());
+    for Interface { number: interface, address } in bind {
+        let (listener, socket) = listen_on(&[*address], ports)?;
+        listeners.push(listener);
+        own.push(Address { socket, interface: *interface });
+    }
+    Ok((listeners, own))
+}
+
+fn listen_anywhere(ports: PortRange) -> Result<(Vec<TcpListener>, Vec<Address>)> {
     let anywhere = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)];
     // Where an IPv6 socket does not serve IPv4 as well, IPv4 reaches more hosts.
     let apart = std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only")
         .is_ok_and(|text| text.trim() == "1");
-    let hosts = bind.as_ref().map_or(&anywhere[usize::from(apart)..], std::slice::from_ref);
+    let (listener, socket) = listen_on(&anywhere[usize::from(apart)..], ports)?;
+    let own = own().into_iter().filter(|address| socket.is_ipv6() || address.is_ipv4());
+    let own = own.map(|address| SocketAddr::new(address, socket.port()).into()).collect();
+    Ok((vec![listener], own))
+}
+
+/// Listens on one of these addresses, and returns it with the port.
+fn listen_on(hosts: &[IpAddr], ports: PortRange) -> Result<(TcpListener, SocketAddr)> {
     let mut last = "no port tried".to_owned();
     for port in ports.first..=ports.last {
         for host in hosts {
@@ -86,15 +137,10 @@ pub(crate) fn listen(
                     // All ranks of a large job connect at once: a rank that finds the queue full
                     // tries again only after a second.
                     rustix::net::listen(&listener, QUEUE).map_err(Error::of("listen"))?;
-                    let port = listener.local_addr().map_err(Error::of("getsockname"))?.port();
-                    let mut own = bind.map_or_else(own, |address| vec![address]);
-                    own.retain(|address| bind.is_some() || host.is_ipv6() || address.is_ipv4());
-                    return Ok((
-                        listener,
-                        own.into_iter().map(|address| SocketAddr::new(address, port)).collect(),
-                    ));
+                    let socket = listener.local_addr().map_err(Error::of("getsockname"))?;
+                    return Ok((listener, socket));
                 }
-                Err(error) => last = error.to_string(),
+                Err(error) => last = format!("{host}: {error}"),
             }
         }
     }
@@ -113,9 +159,9 @@ pub(crate) fn of_peer(socket: impl AsFd) -> String {
 
 /// The order in which a peer's addresses are tried: loopback first on the same host; elsewhere only
 /// if there is no other address, because two containers of one machine may have it in common.
-pub(crate) fn ordered(addresses: &[SocketAddr], same_host: bool) -> Vec<SocketAddr> {
-    let (near, far): (Vec<_>, Vec<_>) =
-        addresses.iter().partition(|address| address.ip().is_loopback());
+pub(crate) fn ordered(addresses: &[Address], same_host: bool) -> Vec<SocketAddr> {
+    let sockets = addresses.iter().map(|address| address.socket);
+    let (near, far): (Vec<_>, Vec<_>) = sockets.partition(|address| address.ip().is_loopback());
     if same_host {
         near.into_iter().chain(far).collect()
     } else if far.is_empty() {
@@ -150,18 +196,37 @@ mod tests {
 
     #[test]
     fn a_busy_port_range_is_named_in_the_error() {
-        let address = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let (listener, _) = listen(Some(address), PortRange { first: 0, last: 0 }).unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let error = listen(Some(address), PortRange { first: port, last: port }).unwrap_err();
-        assert!(error.to_string().contains(&format!("no free port in {port}-{port}")), "{error}");
+        let bind = [IpAddr::V4(Ipv4Addr::LOCALHOST).into()];
+        let (listeners, _) = listen(&bind, PortRange { first: 0, last: 0 }).unwrap();
+        let port = listeners[0].local_addr().unwrap().port();
+        let error = listen(&bind, PortRange { first: port, last: port }).unwrap_err().to_string();
+        assert!(error.contains(&format!("no free port in {port}-{port}: 127.0.0.1: ")), "{error}");
+    }
+
+    #[test]
+    fn each_interface_that_is_named_is_listened_on_and_no_other() {
+        let interface = |number, last| Interface { number, address: [127, 0, 0, last].into() };
+        let bind = [interface(0, 2), interface(2, 3)];
+        let (listeners, own) = listen(&bind, PortRange { first: 0, last: 0 }).unwrap();
+        let found: Vec<SocketAddr> =
+            listeners.iter().map(|listener| listener.local_addr().unwrap()).collect();
+        assert_eq!(own.iter().map(|address| address.socket).collect::<Vec<_>>(), found);
+        let found = own.iter().map(|address| (address.interface, address.socket.ip()));
+        assert_eq!(
+            found.collect::<Vec<_>>(),
+            bind.map(|interface| (interface.number, interface.address))
+        );
+        let absent = Interface { number: 1, address: [192, 0, 2, 1].into() };
+        let error = listen(&[bind[0], absent], PortRange { first: 0, last: 0 }).unwrap_err();
+        assert!(error.to_string().contains("192.0.2.1"), "{error}");
     }
 
     #[test]
     fn loopback_is_tried_on_the_same_host_or_for_want_of_others() {
-        let addresses = ["10.0.0.1:5".parse().unwrap(), "127.0.0.1:5".parse().unwrap()];
-        assert_eq!(ordered(&addresses, true)[0].to_string(), "127.0.0.1:5");
-        assert_eq!(ordered(&addresses, false), addresses[..1]);
-        assert_eq!(ordered(&addresses[1..], false), addresses[1..]);
+        let sockets = ["10.0.0.1:5", "127.0.0.1:5"].map(|text| text.parse().unwrap());
+        let addresses = sockets.map(Address::from);
+        assert_eq!(ordered(&addresses, true)[0], sockets[1]);
+        assert_eq!(ordered(&addresses, false), sockets[..1]);
+        assert_eq!(ordered(&addresses[1..], false), sockets[1..]);
     }
 }

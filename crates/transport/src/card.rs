@@ -3,10 +3,9 @@
 
 //! The card of a rank at the meeting point: the addresses where it can be reached.
 
-use std::net::SocketAddr;
-
 use farandole_world::HostHash;
 
+use crate::addresses::Address;
 use crate::handshake::VERSION;
 
 /// Addresses that a card may have: a node of a cluster may have one for each of its services, and
@@ -21,7 +20,7 @@ pub(crate) struct Card {
     pub(crate) door: u64,
     /// Name of its socket in the abstract namespace; empty without shared memory.
     pub(crate) local: String,
-    pub(crate) addresses: Vec<SocketAddr>,
+    pub(crate) addresses: Vec<Address>,
 }
 
 impl Card {
@@ -35,7 +34,11 @@ impl Card {
             text.push_str(&format!("door {}\n", self.door));
         }
         for address in self.addresses.iter().take(MOST) {
-            text.push_str(&format!("address {address}\n"));
+            let interface = match address.interface {
+                0 => String::new(),
+                number => format!(" {number}"),
+            };
+            text.push_str(&format!("address {}{interface}\n", address.socket));
         }
         text.into_bytes()
     }
@@ -65,8 +68,11 @@ impl Card {
                 "door" => card.door = value.parse().map_err(|_| format!("not a door: {value}"))?,
                 "local" => value.clone_into(&mut card.local),
                 "address" if card.addresses.len() < MOST => {
-                    card.addresses
-                        .push(value.parse().map_err(|_| format!("not an address: {value}"))?);
+                    let (socket, interface) = value.split_once(' ').unwrap_or((value, "0"));
+                    let address = socket.parse().ok().zip(interface.parse().ok());
+                    let (socket, interface) =
+                        address.ok_or_else(|| format!("not an address: {value}"))?;
+                    card.addresses.push(Address { socket, interface });
                 }
                 _ => return Err(format!("an unknown fact, or too many: {name}")),
             }
@@ -86,8 +92,13 @@ mod tests {
             pid: 7,
             door: 9,
             local: String::new(),
-            addresses: vec!["10.0.0.1:80".parse().unwrap(), "[fe::1]:81".parse().unwrap()],
+            addresses: vec![
+                Address { socket: "10.0.0.1:80".parse().unwrap(), interface: 0 },
+                Address { socket: "[fe::1]:81".parse().unwrap(), interface: 1 },
+            ],
         };
+        let text = String::from_utf8(card.encode()).unwrap();
+        assert!(text.ends_with("address 10.0.0.1:80\naddress [fe::1]:81 1\n"), "{text}");
         assert_eq!(Card::decode(&card.encode()), Ok(card));
     }
 
@@ -97,6 +108,10 @@ mod tests {
         assert_eq!(
             Card::decode(format!("farandole {VERSION}\naddress nowhere\n").as_bytes()),
             Err("not an address: nowhere".to_owned())
+        );
+        assert_eq!(
+            Card::decode(format!("farandole {VERSION}\naddress 10.0.0.1:80 eth0\n").as_bytes()),
+            Err("not an address: 10.0.0.1:80 eth0".to_owned())
         );
         assert!(Card::decode(b"farandole 99\n").unwrap_err().contains("version"));
     }

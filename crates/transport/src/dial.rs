@@ -24,6 +24,7 @@ use crate::race::{Outcome, Race};
 use crate::record::Suite;
 use crate::service::PATIENCE;
 use crate::shared::{Secured, Shared};
+use crate::spread::Pair;
 use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
@@ -196,14 +197,7 @@ pub(crate) fn any(
         for Outcome { address, began, socket } in Race::new(&addresses, deadline, patience) {
             wait.ask()?;
             let attempt = deadline.min(Instant::now() + patience);
-            let outcome = socket
-                .and_then(|socket| converse(shared, request, socket, &[], attempt))
-                .and_then(|(socket, keys, _)| {
-                    let keyless =
-                        || Failure::Stranger(format!("rank {}: a bad public key", request.to.rank));
-                    Ok(Secured { socket, keys: Box::new(keys.ok_or_else(keyless)?) })
-                });
-            match outcome {
+            match socket.and_then(|socket| secure(shared, request, socket, attempt)) {
                 Ok(secured) => {
                     *request.to.reached.lock() = Some(address);
                     return Ok(secured);
@@ -246,6 +240,42 @@ pub(crate) fn any(
         }
         thread::sleep(PAUSE);
     }
+}
+
+/// Tries one pair of addresses, once.
+///
+/// # Errors
+/// `Interrupted`; `System` when this process has no descriptors left.
+pub(crate) fn over(
+    shared: &Shared,
+    request: &Request<'_>,
+    pair: Pair,
+    wait: &mut Wait<'_>,
+) -> Result<Attempt<Secured>> {
+    wait.ask()?;
+    let deadline = wait.attempt(shared);
+    let patience = deadline.saturating_duration_since(Instant::now());
+    let mut race = Race::new(&[pair.to], deadline, patience).with_source(pair.from);
+    let socket = race.next().map_or_else(
+        || Err(Failure::Unanswered(format!("{}: {LATE}", pair.to))),
+        |outcome| outcome.socket,
+    );
+    match socket.and_then(|socket| secure(shared, request, socket, wait.attempt(shared))) {
+        Err(Failure::Own(error)) => Err(error),
+        attempt => Ok(attempt),
+    }
+}
+
+/// The handshake of a connection over TCP.
+fn secure(
+    shared: &Shared,
+    request: &Request<'_>,
+    socket: OwnedFd,
+    deadline: Instant,
+) -> Attempt<Secured> {
+    let (socket, keys, _) = converse(shared, request, socket, &[], deadline)?;
+    let keyless = || Failure::Stranger(format!("rank {}: a bad public key", request.to.rank));
+    Ok(Secured { socket, keys: Box::new(keys.ok_or_else(keyless)?) })
 }
 
 /// Returns whether a rank that keeps us waiting still listens; `None` when nothing answers. Says

@@ -64,10 +64,12 @@ mod rendezvous;
 mod ring;
 mod service;
 mod shared;
+mod spread;
 mod sync;
 mod tcp;
 mod watch;
 
+pub use addresses::Interface;
 pub use circle::heartbeats;
 pub use error::{Error, Result};
 pub use frames::{Frame, FrameReceiver, FrameSender, MAX_FRAME, MAX_QUEUED, frames};

@@ -31,11 +31,15 @@ use crate::peer::Peer;
 use crate::ring::{RingReceiver, RingSender};
 use crate::service::{Listeners, Service};
 use crate::shared::{Arrival, Facts, Secured, Shared};
+use crate::spread::{Call, Way};
 use crate::watch::Watch;
-use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
+use crate::{
+    Error, Gateway, Interface, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses,
+    spread, tcp,
+};
 
 pub use dial_many::dials_at_once;
-use on_demand::{Dials, Way};
+use on_demand::Dials;
 
 /// Time after which a wait for a peer's call probes whether the peer listens, and the limit of the
 /// probe.
@@ -56,8 +60,9 @@ pub struct MeshOptions {
     pub key: [u8; 32],
     /// The world among the worlds of the job; others are turned away.
     pub generation: Generation,
-    /// The address to listen on and to publish; all of this host's by default.
-    pub bind: Option<IpAddr>,
+    /// Addresses to listen on and to publish; all of this host's if there are none. If there are
+    /// several, links to other hosts use all of them.
+    pub bind: Vec<Interface>,
     /// Ports to listen on.
     pub ports: PortRange,
     /// The way to ranks of other hosts where hosts open connections and take none; then only the
@@ -70,7 +75,7 @@ pub struct MeshOptions {
     /// Bytes of this process's own rings, the ones towards its peers, that it may have in segments
     /// at a time; links beyond go over TCP. The host's bytes divided by its ranks.
     pub shared_memory_bytes: u64,
-    /// TCP connections of each link, 1 to 16.
+    /// TCP connections of each link, 1 to 16, rounded up to as many over each interface.
     pub streams: u16,
     /// TCP's congestion control of links, where the system has it and allows it; empty takes the
     /// system's own.
@@ -90,7 +95,7 @@ impl MeshOptions {
             host,
             key,
             generation: Generation(0),
-            bind: None,
+            bind: Vec::new(),
             ports: PortRange { first: 0, last: 0 },
             gateway: None,
             use_shared_memory: true,
@@ -145,10 +150,8 @@ impl Mesh {
     pub fn join(options: MeshOptions, rendezvous: &dyn Rendezvous) -> Result<Self> {
         let deadline = Instant::now() + options.patience;
         allow_descriptors(&options);
-        let bind = options
-            .gateway
-            .as_ref()
-            .map_or(options.bind, |_| Some(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST).into()];
+        let bind = if options.gateway.is_some() { &loopback[..] } else { &options.bind };
         let (tcp, own) = addresses::listen(bind, options.ports)?;
         let (unix, local) = if options.use_shared_memory { unix() } else { (None, String::new()) };
         let shared = Arc::new(Shared::new(Facts {
@@ -184,7 +187,7 @@ impl Mesh {
             options,
         };
         if let (Some(gateway), Some(address)) = (&mesh.options.gateway, card.addresses.first()) {
-            gateway.open(address.port())?;
+            gateway.open(address.socket.port())?;
         }
         mesh.meet(&card, rendezvous, deadline)?;
         Ok(mesh)
@@ -207,7 +210,7 @@ impl Mesh {
             if let Some(gateway) = &self.options.gateway
                 && card.host.machine() != own.host.machine()
             {
-                card.addresses = vec![gateway.to(peer.rank, card.door)?];
+                card.addresses = vec![gateway.to(peer.rank, card.door)?.into()];
             }
             // Set once, here.
             drop(peer.host.set(card.host.0.clone()));
@@ -302,11 +305,6 @@ impl Mesh {
             self.exchange_heartbeats(peer, &self.addresses(rank), wait)
         })?;
         let link = |rank: &Rank| {
-            let way = Way {
-                addresses: self.addresses(*rank),
-                streams: self.streams(),
-                congestion: self.options.congestion.clone(),
-            };
             let capacity = Segment::round(capacity);
             Ok(on_demand::link(
                 &self.shared,
@@ -314,7 +312,8 @@ impl Mesh {
                 self.peer(*rank)?,
                 channel,
                 capacity,
-                way,
+                self.way(*rank),
+                &self.options.congestion,
             ))
         };
         peers.iter().filter(|rank| **rank != own).map(link).collect()
@@ -347,9 +346,13 @@ impl Mesh {
         card.map(|card| addresses::ordered(&card.addresses, self.is_near(rank))).unwrap_or_default()
     }
 
-    /// TCP connections of a link.
-    fn streams(&self) -> u16 {
-        self.options.streams.clamp(1, tcp::stripes::MOST)
+    /// Returns the way of a link to a rank. Over a gateway, and to ranks of this machine, bytes
+    /// cross no interface.
+    fn way(&self, rank: Rank) -> Way {
+        let card = self.cards.get(rank.index());
+        let card = card.filter(|_| self.options.gateway.is_none() && !self.is_near(rank));
+        let pairs = card.map(|card| spread::pairs(&self.options.bind, &card.addresses));
+        Way::new(self.addresses(rank), pairs.unwrap_or_default(), self.options.streams)
     }
 
     fn peer(&self, rank: Rank) -> Result<&Arc<Peer>> {
@@ -462,15 +465,10 @@ impl Mesh {
         {
             return Ok(link);
         }
-        let addresses = self.addresses(peer.rank);
-        self.exchange_heartbeats(peer, &addresses, wait)?;
-        let streams = self.streams();
-        let dial = |number| {
-            let (carrier, stream) = (Carrier::Tcp, (number, streams));
-            let request = Request { to: peer, carrier, channel, stream, capacity: capacity as u64 };
-            dial::any(&self.shared, &request, &addresses, wait)
-        };
-        let connections = (0..streams).map(dial).collect::<Result<Vec<_>>>()?;
+        let way = self.way(peer.rank);
+        self.exchange_heartbeats(peer, way.addresses(), wait)?;
+        let call = Call { to: peer, channel, capacity: capacity as u64 };
+        let connections = way.connect(&self.shared, &call, wait)?;
         self.over_tcp(peer, channel, connections, capacity)
     }
 
@@ -690,7 +688,8 @@ const SPARE: u64 = 256;
 /// Raises the soft limit of descriptors where the peers need it, as far as the hard one goes.
 fn allow_descriptors(options: &MeshOptions) {
     let limits = getrlimit(Resource::Nofile);
-    let needed = u64::from(options.size) * (EACH + u64::from(options.streams)) + SPARE;
+    let streams = spread::rounded(options.streams, options.bind.len());
+    let needed = u64::from(options.size) * (EACH + u64::from(streams)) + SPARE;
     let current = limits.maximum.map_or(needed, |most| needed.min(most));
     if limits.current.is_some_and(|soft| soft < current) {
         // What is not allowed shows when descriptors run out, with their number.

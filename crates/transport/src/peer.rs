@@ -12,6 +12,7 @@ use farandole_world::Rank;
 use parking_lot::Mutex;
 
 use crate::Error;
+use crate::spread::Pair;
 
 /// A peer, and how it was lost if it was.
 #[derive(Debug)]
@@ -21,6 +22,8 @@ pub(crate) struct Peer {
     pub(crate) host: OnceLock<String>,
     /// The address at which it answered last.
     pub(crate) reached: Mutex<Option<SocketAddr>>,
+    /// Pairs of addresses over which no connection came about.
+    pub(crate) dead: Mutex<Vec<Pair>>,
     /// Held while memory is handed over to it, or a control connection is dialled.
     pub(crate) handover: Mutex<()>,
     bell: OnceLock<Arc<Bell>>,
@@ -33,6 +36,7 @@ impl Peer {
             rank,
             host: OnceLock::new(),
             reached: Mutex::default(),
+            dead: Mutex::default(),
             handover: Mutex::new(()),
             bell: OnceLock::new(),
             lost: OnceLock::new(),

@@ -6,13 +6,13 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with, sockopt};
 
 use crate::dial::{Attempt, Failure, LATE};
 
@@ -39,6 +39,8 @@ pub(crate) struct Outcome {
 pub(crate) struct Race {
     waiting: VecDeque<SocketAddr>,
     running: Vec<Runner>,
+    /// The own address that connections come from; the kernel chooses if there is none.
+    source: Option<IpAddr>,
     /// Latest start of the attempt for the next address.
     next: Instant,
     deadline: Instant,
@@ -49,7 +51,13 @@ pub(crate) struct Race {
 impl Race {
     pub(crate) fn new(addresses: &[SocketAddr], deadline: Instant, patience: Duration) -> Self {
         let waiting = addresses.iter().copied().collect();
-        Self { waiting, running: Vec::new(), next: Instant::now(), deadline, patience }
+        let next = Instant::now();
+        Self { waiting, running: Vec::new(), source: None, next, deadline, patience }
+    }
+
+    /// Lets connections come from an address of this host.
+    pub(crate) fn with_source(self, source: IpAddr) -> Self {
+        Self { source: Some(source), ..self }
     }
 
     /// Begins with an address; its outcome where that is known at once.
@@ -59,6 +67,9 @@ impl Race {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let begun = socket_with(family, SocketType::STREAM, flags, None).and_then(|socket| {
+            if let Some(source) = self.source {
+                bind(&socket, &SocketAddr::new(source, 0))?;
+            }
             match connect(&socket, &address) {
                 Ok(()) => Ok((socket, true)),
                 Err(Errno::INPROGRESS | Errno::INTR) => Ok((socket, false)),

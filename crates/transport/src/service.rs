@@ -17,6 +17,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::io;
 use std::net::{IpAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -55,7 +56,7 @@ const UNIX: u64 = 2;
 const FIRST: u64 = 3;
 
 pub(crate) struct Listeners {
-    pub(crate) tcp: TcpListener,
+    pub(crate) tcp: Vec<TcpListener>,
     pub(crate) unix: Option<UnixListener>,
 }
 
@@ -89,8 +90,10 @@ impl Service {
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
         add(&epoll, &shared.event, EVENT)?;
-        listeners.tcp.set_nonblocking(true).map_err(Error::of("ioctl"))?;
-        add(&epoll, &listeners.tcp, TCP)?;
+        for tcp in &listeners.tcp {
+            tcp.set_nonblocking(true).map_err(Error::of("ioctl"))?;
+            add(&epoll, tcp, TCP)?;
+        }
         if let Some(unix) = &listeners.unix {
             unix.set_nonblocking(true).map_err(Error::of("ioctl"))?;
             add(&epoll, unix, UNIX)?;
@@ -162,8 +165,8 @@ impl Service {
                 }
                 self.retired.extend(self.shared.take_retired());
             }
-            TCP => self.accept(false),
-            UNIX => self.accept(true),
+            TCP => (0..self.listeners.tcp.len()).for_each(|number| self.accept(Some(number))),
+            UNIX => self.accept(None),
             token => {
                 if let Some(incoming) = self.incoming.remove(&token) {
                     // It may be handed on: then its later events are not for this thread.
@@ -208,20 +211,15 @@ impl Service {
         }
     }
 
-    fn accept(&mut self, local: bool) {
+    /// Accepts on the listener of TCP with this number, or on the Unix socket.
+    fn accept(&mut self, number: Option<usize>) {
         // Whoever connects without end is heard again after the next look at the clock.
         for _ in 0..MOST {
-            let accepted = match (&self.listeners.unix, local) {
-                (Some(unix), true) => unix.accept().and_then(|(stream, _)| {
-                    stream.set_nonblocking(true)?;
-                    Ok((OwnedFd::from(stream), None))
-                }),
-                _ => self.listeners.tcp.accept().and_then(|(stream, from)| {
-                    stream.set_nonblocking(true)?;
-                    stream.set_nodelay(true)?;
-                    Ok((OwnedFd::from(stream), Some(from.ip().to_canonical())))
-                }),
+            let accepted = match number {
+                None => self.listeners.unix.as_ref().map(accept_local),
+                Some(number) => self.listeners.tcp.get(number).map(accept_remote),
             };
+            let Some(accepted) = accepted else { return };
             match accepted {
                 Ok((socket, source)) => self.begin(socket, source),
                 Err(error) => {
@@ -366,6 +364,19 @@ impl Service {
         self.next += 1;
         self.next
     }
+}
+
+fn accept_local(listener: &UnixListener) -> io::Result<(OwnedFd, Option<IpAddr>)> {
+    let (stream, _) = listener.accept()?;
+    stream.set_nonblocking(true)?;
+    Ok((OwnedFd::from(stream), None))
+}
+
+fn accept_remote(listener: &TcpListener) -> io::Result<(OwnedFd, Option<IpAddr>)> {
+    let (stream, from) = listener.accept()?;
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    Ok((OwnedFd::from(stream), Some(from.ip().to_canonical())))
 }
 
 /// Chooses the connection that makes way, among connections by age, each with its proof and its

@@ -4,6 +4,7 @@
 //! State that the mesh, its service thread and its dialers share.
 
 use std::collections::{BTreeSet, HashMap};
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -78,6 +79,9 @@ pub(crate) struct Shared {
     /// For the service thread to take. Lock order: as above.
     retired: Mutex<Vec<Retired>>,
     first_loss: OnceLock<Error>,
+    /// Own addresses that a warning was logged for: from there no connection came about. Lock
+    /// order: nothing is locked while this is held.
+    pub(crate) detours: Mutex<BTreeSet<IpAddr>>,
     /// Peers that were lost otherwise than by leaving in order. Lock order: nothing is locked while
     /// this is held.
     losses: Mutex<BTreeSet<Rank>>,
@@ -123,6 +127,7 @@ impl Shared {
             paths: Mutex::new(Vec::new()),
             retired: Mutex::new(Vec::new()),
             first_loss: OnceLock::new(),
+            detours: Mutex::default(),
             losses: Mutex::default(),
         })
     }

@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::thread;
@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use farandole_transport::contract::{PATIENCE, meshes, open_pair};
 use farandole_transport::{
-    Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Wake, frames,
+    Error, Interface, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Place,
+    Rendezvous, Result, Wake, frames,
 };
 use farandole_world::{Generation, HostHash, Rank};
 
@@ -141,7 +142,7 @@ fn memory_of_links_that_were_dropped_may_be_taken_again() {
 fn ranks_of_different_hosts_use_tcp() {
     let meshes = meshes(2, |options| {
         options.host = HostHash(format!("host-{}", options.rank));
-        options.bind = Some(Ipv4Addr::LOCALHOST.into());
+        options.bind = vec![IpAddr::from(Ipv4Addr::LOCALHOST).into()];
     });
     let (a, b) = open_pair(&meshes, 0, 4096);
     assert_eq!((a.kind, b.kind), (LinkKind::Tcp, LinkKind::Tcp));
@@ -551,4 +552,89 @@ fn tr_6_a_forked_child_can_neither_use_nor_harm_the_mesh() {
     give(&mut b, 5);
     assert_eq!(take(&mut a, &meshes[0].parker(), Instant::now() + PATIENCE), 5);
     meshes[0].check().unwrap();
+}
+
+/// A rank of a host of its own, whose interfaces are addresses of the loopback: their numbers and
+/// last bytes.
+fn on_interfaces(rank: u32, own: &[(u16, u8)]) -> MeshOptions {
+    let interface = |(number, last): &(u16, u8)| Interface {
+        number: *number,
+        address: [127, 0, 0, *last].into(),
+    };
+    MeshOptions {
+        host: HostHash(format!("host-{rank}")),
+        bind: own.iter().map(interface).collect(),
+        ..options(rank, 2)
+    }
+}
+
+/// Returns the connections that a rank with these addresses has dialled from them: the last bytes
+/// of both ends.
+fn dialled_from(own: &[u8]) -> Vec<(u8, u8)> {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let last = |field: &str| u8::from_str_radix(&field[..2], 16).unwrap();
+    let lines = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let established = lines.filter(|fields| fields[3] == "01");
+    let ends = established.map(|fields| (last(fields[1]), last(fields[2])));
+    let mut found: Vec<(u8, u8)> = ends.filter(|(from, _)| own.contains(from)).collect();
+    found.sort_unstable();
+    found
+}
+
+/// Sends more than a block of each connection.
+fn carries(from: &mut Link, to: &mut Link) {
+    let bytes: Vec<u8> = (0..1_u32 << 20).map(|number| (number % 251) as u8).collect();
+    let (mut sent, mut received, limit) = (0, Vec::new(), Instant::now() + PATIENCE);
+    while received.len() < bytes.len() {
+        let window = from.sender.window().unwrap();
+        let part = window.len().min(bytes.len() - sent);
+        window[..part].copy_from_slice(&bytes[sent..sent + part]);
+        from.sender.commit(part).unwrap();
+        sent += part;
+        let window = to.receiver.window().unwrap();
+        received.extend_from_slice(window);
+        let part = window.len();
+        to.receiver.release(part).unwrap();
+        assert!(Instant::now() < limit);
+    }
+    assert!(received == bytes);
+}
+
+#[test]
+fn connections_of_a_link_take_turns_with_the_interfaces_that_both_hosts_have() {
+    let (_, zero, one) = join_two(
+        on_interfaces(0, &[(0, 41), (1, 42), (2, 43)]),
+        on_interfaces(1, &[(0, 51), (1, 52)]),
+    );
+    let (mut a, mut b) = open_pair(&[zero, one], 1, 4 << 20);
+    // Heartbeats come from the address that the kernel chooses.
+    assert_eq!(dialled_from(&[51, 52]), [(51, 41), (52, 42)]);
+    carries(&mut b, &mut a);
+}
+
+/// Adds a line to the card of rank 0.
+struct Also(MemoryRendezvous, String);
+
+impl Rendezvous for Also {
+    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        let mut cards = self.0.meet(place, card, deadline)?;
+        cards[0].extend_from_slice(self.1.as_bytes());
+        Ok(cards)
+    }
+}
+
+#[test]
+fn an_interface_without_a_way_is_left_out_and_the_link_has_all_its_connections() {
+    let meeting = MemoryRendezvous::default();
+    let other = meeting.clone();
+    let zero = thread::spawn(move || Mesh::join(on_interfaces(0, &[(0, 44)]), &other).unwrap());
+    // Nothing listens there.
+    let also = Also(meeting, "address 127.0.0.46:9 1\n".to_owned());
+    let one = Mesh::join(on_interfaces(1, &[(0, 54), (1, 55)]), &also).unwrap();
+    let meshes = [zero.join().unwrap(), one];
+    let (mut a, mut b) = open_pair(&meshes, 1, 4 << 20);
+    assert_eq!(dialled_from(&[54, 55]), [(54, 44), (54, 44)]);
+    carries(&mut b, &mut a);
+    let (_c, _d) = open_pair(&meshes, 2, 4 << 20);
+    assert_eq!(dialled_from(&[54, 55]), [(54, 44); 4]);
 }

@@ -4,7 +4,7 @@
 //! Links that are opened at their first use: late, refused, given up, and many at once.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ const CHANNEL: u32 = 1;
 fn far(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
     meshes(size, |options| {
         options.host = HostHash(format!("host-{}", options.rank));
-        options.bind = Some(Ipv4Addr::LOCALHOST.into());
+        options.bind = vec![IpAddr::from(Ipv4Addr::LOCALHOST).into()];
         adjust(options);
     })
 }

@@ -17,8 +17,12 @@ def listening() -> tuple[str | None, int, int]:
         FarandoleUsageError: A variable cannot be understood, or this host has no such address.
     """
 
-def network_of(interfaces: Sequence[str]) -> str:
-    """The IPv4 network of the first of these interfaces that this host has, such as `"10.0.0.0/8"`.
+def networks_of(interfaces: Sequence[str]) -> tuple[str, str | None]:
+    """The networks of these interfaces.
+
+    Returns:
+        The networks of those that this host has, such as `"10.0.0.0/8,10.1.0.0/16"`; and a warning
+        that names the others, if there are any.
 
     Raises:
         ValueError: None has one; the message names those that have.

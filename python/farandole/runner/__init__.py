@@ -96,7 +96,8 @@ def run(
         use_mpi: Not used.
         mpi_args: Not used.
         network_interface: The older form of `network_interfaces`.
-        network_interfaces: Interfaces whose network the registrar and the links between ranks use.
+        network_interfaces: Interfaces that links between hosts use side by side, such as
+            `"eth0,eth1"`. They should be equally fast. The registrar uses the first one.
         executable: Python interpreter of the workers; default: this one.
         np: The older form of `num_proc`.
         min_np: The older form of `min_num_proc`.
@@ -153,7 +154,9 @@ def run(
     changes = dict(env or {})
     names = _interfaces(network_interface, network_interfaces)
     if names:
-        network = native.network_of(names)
+        network, warning = native.networks_of(names)
+        if warning is not None:
+            warnings.warn(f"network_interfaces: {warning}", stacklevel=2)
         changes.setdefault("FARANDOLE_BIND_ADDRESS", network)
         changes.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
     if start_timeout is not None:

@@ -154,8 +154,8 @@ pub(crate) const FLAGS: &[Flag] = &[
     own(
         "network-interfaces",
         Takes::Text,
-        "Interfaces, such as eth0,ib0. The registrar and the links use the network of the first \
-         one that exists",
+        "Interfaces, such as eth0,eth1, which should be equally fast: links between hosts use the \
+         networks of all of them side by side, the registrar that of the first one",
     ),
     own("network-interface", Takes::Text, "The older form of --network-interfaces"),
     own(

@@ -14,7 +14,7 @@ use farandole::launcher::allocation::{Allocation, Here, allocation};
 use farandole::launcher::elastic::{Discovery, chosen};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
 use farandole::launcher::{HostSlots, Shell, placements};
-use farandole::registrar::host::network_of;
+use farandole::registrar::host::networks_of;
 
 use super::file::{self, File};
 use super::flags::{
@@ -99,7 +99,11 @@ impl RunOptions {
         if let Some(interfaces) = interfaces(matches, &mut remarks) {
             extra.insert("NCCL_SOCKET_IFNAME".to_owned(), Some(interfaces.join(",")));
             if !given.contains_key("bind_address") {
-                given.insert("bind_address".to_owned(), network_of(&interfaces)?);
+                let networks = networks_of(&interfaces)?;
+                remarks.extend(
+                    networks.warning().map(|warning| format!("--network-interfaces: {warning}")),
+                );
+                given.insert("bind_address".to_owned(), networks.wish);
             }
         }
         let timeline = text(matches, "timeline").map(PathBuf::from);

@@ -11,7 +11,7 @@ use farandole_config::Config;
 use farandole_cuda::Gpus;
 use farandole_engine::{Engine, EngineOptions, SetOptions, control_peers};
 use farandole_registrar::{Client, Error as RegistrarError, host};
-use farandole_transport::{Gateway, Link, Mesh, MeshOptions};
+use farandole_transport::{Gateway, Interface, Link, Mesh, MeshOptions};
 use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::gateway::ByRegistrar;
@@ -183,7 +183,7 @@ fn join(
     let options = MeshOptions {
         generation: world.generation,
         ports: config.port_range,
-        bind: host::bound(&config.bind_address)?.or_else(|| loopback(world)),
+        bind: interfaces(config, world)?,
         gateway,
         use_shared_memory: config.shared_memory,
         shared_memory_bytes: links::share(world, links::budget(world, config)),
@@ -198,6 +198,24 @@ fn join(
         Some(failure) => Err(failure),
         None => Ok(joined?),
     }
+}
+
+/// Returns the addresses to listen on; none means all.
+fn interfaces(config: &Config, world: &World) -> Result<Vec<Interface>> {
+    let bound = host::all_bound(&config.bind_address)?;
+    if !bound.missing.is_empty() {
+        let addresses = bound.addresses.iter().map(|(_, address)| address.to_string());
+        tracing::warn!(
+            "no address of this host is in {} of FARANDOLE_BIND_ADDRESS, so links use {} only",
+            bound.missing.join(", "),
+            addresses.collect::<Vec<_>>().join(", "),
+        );
+    }
+    if bound.addresses.is_empty() {
+        return Ok(loopback(world).into_iter().map(Interface::from).collect());
+    }
+    let interface = |(number, address)| Interface { number, address };
+    Ok(bound.addresses.into_iter().map(interface).collect())
 }
 
 /// Returns the loopback address if all ranks are on one host: no other host has a reason to

@@ -16,7 +16,6 @@
 //! has reached its deadline.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,10 +23,10 @@ use std::time::{Duration, Instant};
 use farandole_world::Rank;
 use parking_lot::Mutex;
 
-use crate::dial::{self, Request, Wait};
-use crate::handshake::Carrier;
+use crate::dial::Wait;
 use crate::peer::Peer;
 use crate::shared::{Secured, Shared};
+use crate::spread::{Call, Way};
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Result, tcp};
 
 /// Dials under way at most.
@@ -90,14 +89,6 @@ impl Dials {
     }
 }
 
-/// Addresses and options with which a peer is dialled.
-pub(super) struct Way {
-    pub(super) addresses: Vec<SocketAddr>,
-    /// Connections of a link.
-    pub(super) streams: u16,
-    pub(super) congestion: String,
-}
-
 /// A link to `peer` that is opened at its first use, with rings of `capacity` bytes.
 pub(super) fn link(
     shared: &Arc<Shared>,
@@ -106,6 +97,7 @@ pub(super) fn link(
     channel: u32,
     capacity: usize,
     way: Way,
+    congestion: &str,
 ) -> Link {
     let slot = Arc::new(Slot {
         shared: Arc::clone(shared),
@@ -114,6 +106,7 @@ pub(super) fn link(
         channel,
         capacity,
         way,
+        congestion: congestion.to_owned(),
         state: Mutex::new(State::Unasked),
     });
     Link {
@@ -155,6 +148,7 @@ struct Slot {
     channel: u32,
     capacity: usize,
     way: Way,
+    congestion: String,
     /// Lock order: those of `shared` may be taken while this is held, one at a time.
     state: Mutex<State>,
 }
@@ -209,7 +203,7 @@ impl Slot {
 
     fn over(&self, connections: Vec<Secured>) -> Result<Link> {
         let peer = Arc::clone(&self.peer);
-        let congestion = &self.way.congestion;
+        let congestion = &self.congestion;
         let (link, below) =
             tcp::link(connections, peer, &self.shared, self.channel, self.capacity, congestion)?;
         self.shared.follow(&below);
@@ -222,18 +216,8 @@ impl Slot {
         let mut give_up =
             || self.shared.stopping() || self.peer.lost().is_some() || Arc::strong_count(self) == 1;
         let mut wait = Wait { deadline: Instant::now() + LIMIT, give_up: &mut give_up };
-        let Way { addresses, streams, .. } = &self.way;
-        let connect = |number| {
-            let request = Request {
-                to: &self.peer,
-                carrier: Carrier::Tcp,
-                channel: self.channel,
-                stream: (number, *streams),
-                capacity: self.capacity as u64,
-            };
-            dial::any(&self.shared, &request, addresses, &mut wait)
-        };
-        match (0..*streams).map(connect).collect() {
+        let call = Call { to: &self.peer, channel: self.channel, capacity: self.capacity as u64 };
+        match self.way.connect(&self.shared, &call, &mut wait) {
             Ok(connections) => self.over(connections),
             Err(Error::Interrupted) => Err(self.peer.gone(LEFT)),
             Err(error @ Error::System { .. }) => Err(error),

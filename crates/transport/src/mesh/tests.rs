@@ -121,7 +121,7 @@ impl Rendezvous for Misled {
     fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         let mut cards = self.0.meet(place, card, deadline)?;
         let mut first = Card::decode(&cards[0]).unwrap();
-        first.addresses.insert(0, self.1);
+        first.addresses.insert(0, self.1.into());
         cards[0] = first.encode();
         Ok(cards)
     }
@@ -133,7 +133,7 @@ fn a_dead_first_address_costs_a_moment_once_and_not_seconds_for_every_connection
     let of = |rank| {
         let mut options = MeshOptions::new(Rank(rank), 2, HostHash("here".to_owned()), KEY);
         options.use_shared_memory = false;
-        options.bind = Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        options.bind = vec![IpAddr::V4(Ipv4Addr::LOCALHOST).into()];
         options.streams = 4;
         options
     };
@@ -167,8 +167,8 @@ fn links_are_dialled_16_at_a_time_and_no_more_when_nobody_wants_them() {
     let (dead, meeting) = (crate::race::tests::dead(), MemoryRendezvous::default());
     for rank in 0..OTHERS {
         let host = HostHash("here".to_owned());
-        let card =
-            Card { host, pid: 1, door: 0, local: String::new(), addresses: vec![dead.address] };
+        let addresses = vec![dead.address.into()];
+        let card = Card { host, pid: 1, door: 0, local: String::new(), addresses };
         meeting.put(&format!("mesh/0/{rank}"), &card.encode());
     }
     let mesh =
@@ -225,7 +225,7 @@ fn service(size: u32) -> (Arc<Shared>, Service) {
         peer_timeout: PATIENCE,
     });
     let shared = Arc::new(shared.unwrap());
-    let (tcp, _) = addresses::listen(None, options().ports).unwrap();
+    let (tcp, _) = addresses::listen(&[], options().ports).unwrap();
     let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix: None }).unwrap();
     (shared, service)
 }

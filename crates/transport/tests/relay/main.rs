@@ -9,7 +9,7 @@
 mod proxy;
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ fn options(rank: u32, streams: u16) -> MeshOptions {
         streams,
         // Nothing is to be lost by time here.
         peer_timeout: PATIENCE,
-        bind: Some("127.0.0.1".parse().unwrap()),
+        bind: vec![IpAddr::from([127, 0, 0, 1]).into()],
         ..MeshOptions::new(Rank(rank), 2, HostHash(format!("host-{rank}")), KEY)
     }
 }
