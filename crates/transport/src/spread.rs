@@ -68,7 +68,7 @@ pub(crate) struct Call<'a> {
 pub(crate) struct Way {
     /// All addresses of the peer, in the order in which they are tried.
     addresses: Vec<SocketAddr>,
-    /// Those that connections take turns with.
+    /// Pairs that connections take turns with.
     pairs: Vec<Pair>,
     /// Connections of a link.
     streams: u16,
