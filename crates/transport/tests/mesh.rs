@@ -606,7 +606,8 @@ fn connections_of_a_link_take_turns_with_the_interfaces_that_both_hosts_have() {
         on_interfaces(0, &[(0, 41), (1, 42), (2, 43)]),
         on_interfaces(1, &[(0, 51), (1, 52)]),
     );
-    let (mut a, mut b) = open_pair(&[zero, one], 1, 4 << 20);
+    let meshes = [zero, one];
+    let (mut a, mut b) = open_pair(&meshes, 1, 4 << 20);
     // Heartbeats come from the address that the kernel chooses.
     assert_eq!(dialled_from(&[51, 52]), [(51, 41), (52, 42)]);
     carries(&mut b, &mut a);
