@@ -9,6 +9,7 @@ side, and a job must work with one of them.
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -28,7 +29,9 @@ pytestmark = [
 ]
 SUBNETS: Final = ("10.231.80", "10.231.81")
 NETWORKS: Final = tuple(f"{subnet}.0/24" for subnet in SUBNETS)
-RATE: Final = "400mbit"
+SLOW: Final = "100mbit"
+"""Slow enough for the networks to decide, and not processors that other tests use, too."""
+FAST: Final = "1gbit"
 LENGTH: Final = 8 << 20
 """Elements of 4 bytes."""
 ROUNDS: Final = 3
@@ -61,7 +64,7 @@ hvd.shutdown()
 
 
 @contextmanager
-def two_hosts(rate: str = RATE) -> Iterator[list[Hold]]:
+def two_hosts(rate: str = FAST) -> Iterator[list[Hold]]:
     """Yields two hosts with the interfaces `eth0` and `eth1`."""
     hosts = [Hold("--net", "--uts", "--ipc") for _ in range(2)]
     try:
@@ -104,18 +107,27 @@ def job(hosts, port, **extra):
     return [json.loads(one.out) for one in ended], "".join(one.err for one in ended)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_allreduce_over_two_interfaces_takes_two_thirds_of_the_time_over_one():
-    with two_hosts() as hosts:
-        both, said = job(hosts, 47200, FARANDOLE_BIND_ADDRESS=",".join(NETWORKS))
-        one, _ = job(hosts, 47201, FARANDOLE_BIND_ADDRESS=NETWORKS[0])
-    assert "interface" not in said, said
     # A rank sends its input once, and each interface carries half of that.
     half = ROUNDS * LENGTH * 4 // 2
-    for rank in both:
-        assert min(rank["sent"]["eth0"], rank["sent"]["eth1"]) > 0.9 * half, both
-    assert all(rank["sent"]["eth1"] < half // 100 for rank in one), one
-    times = [max(rank["seconds"] for rank in ranks) for ranks in (both, one)]
-    assert times[0] <= 0.65 * times[1], times
+    best = {"both": math.inf, "one": math.inf}
+    with two_hosts(SLOW) as hosts:
+        # More turns only if other processes have had the processors.
+        for turn in range(3):
+            port = 47200 + 2 * turn
+            both, said = job(hosts, port, FARANDOLE_BIND_ADDRESS=",".join(NETWORKS))
+            one, _ = job(hosts, port + 1, FARANDOLE_BIND_ADDRESS=NETWORKS[0])
+            assert "interface" not in said, said
+            for rank in both:
+                assert min(rank["sent"]["eth0"], rank["sent"]["eth1"]) > 0.9 * half, both
+            assert all(rank["sent"]["eth1"] < half // 100 for rank in one), one
+            for name, ranks in (("both", both), ("one", one)):
+                best[name] = min(best[name], max(rank["seconds"] for rank in ranks))
+            if best["both"] <= 0.65 * best["one"]:
+                break
+    assert best["both"] <= 0.65 * best["one"], best
 
 
 def cut_by_the_dialer(hosts):
@@ -139,7 +151,7 @@ def cut_silently(hosts):
 def test_a_job_whose_second_network_is_cut_uses_the_first_and_says_so(cut):
     with two_hosts() as hosts:
         cut(hosts)
-        ranks, said = job(hosts, 47202, FARANDOLE_BIND_ADDRESS=",".join(NETWORKS))
+        ranks, said = job(hosts, 47210, FARANDOLE_BIND_ADDRESS=",".join(NETWORKS))
     assert all(rank["sent"]["eth0"] > ROUNDS * LENGTH * 4 for rank in ranks), ranks
     told = (
         f" do not use the interface with {SUBNETS[1]}.2, because no connection to {SUBNETS[1]}.1:"
@@ -151,7 +163,7 @@ def test_a_job_whose_second_network_is_cut_uses_the_first_and_says_so(cut):
 def test_a_host_without_the_second_network_uses_the_first_and_says_so():
     with two_hosts() as hosts:
         checked([*hosts[0].inside("--net"), "ip", "address", "flush", "dev", "eth1"])
-        ranks, said = job(hosts, 47203, FARANDOLE_BIND_ADDRESS=",".join(NETWORKS))
+        ranks, said = job(hosts, 47211, FARANDOLE_BIND_ADDRESS=",".join(NETWORKS))
     assert all(rank["sent"]["eth0"] > ROUNDS * LENGTH * 4 for rank in ranks), ranks
     assert f"no address of this host is in {NETWORKS[1]} of FARANDOLE_BIND_ADDRESS" in said, said
 
