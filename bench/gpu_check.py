@@ -7,6 +7,9 @@ failed. Where there is no GPU it says so and ends with 0. Needs the package, tor
 GPU.
 
     python bench/gpu_check.py [--only kernels nccl ranks training estimator faults sanitizer]
+                              [--save FOLDER]
+
+`--save` writes the lines as `gpu.json`, and what the ranks printed as `ranks.log`.
 
 The ranks' part is also there for hosts without a GPU, so that it is known to work: `--rehearse`
 runs it on the CPU.
@@ -45,15 +48,39 @@ class Page:
 
     def __init__(self) -> None:
         self.failed = 0
+        self.lines: list[dict[str, str]] = []
+
+    def line(self, result: str, name: str, detail: str) -> None:
+        """Prints a line and keeps it."""
+        self.lines.append({"result": result, "check": name.strip(), "detail": detail})
+        print(f"{result:9}{name:44}{detail}", flush=True)
 
     def check(self, good: bool, name: str, detail: str) -> None:
         """Says how a check went."""
         self.failed += not good
-        print(f"{'pass' if good else 'FAIL':9}{name:44}{detail}", flush=True)
+        self.line("pass" if good else "FAIL", name, detail)
 
     def leave_out(self, name: str, reason: str) -> None:
         """Says why there is no such check."""
-        print(f"{'left out':9}{name:44}{reason}", flush=True)
+        self.line("left out", name, reason)
+
+    def save(self, folder: Path) -> None:
+        """Writes the lines, the GPU and the versions."""
+        import torch
+
+        about = {
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": torch.cuda.is_available() and ".".join(map(str, torch.cuda.nccl.version())),
+            "command": " ".join(["bench/gpu_check.py", *sys.argv[1:]]),
+        }
+        text = json.dumps({"about": about, "checks": self.lines}, indent=1)
+        (folder / "gpu.json").write_text(text + "\n")
+
+
+RANKS_LOG: list[Path] = []
+"""The file for what ranks print, if it was asked for."""
 
 
 def packages() -> list[str]:
@@ -267,6 +294,9 @@ def launch(
             command, timeout=600, capture_output=True, text=True, check=False, env=env
         )
         notes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    for log in RANKS_LOG:
+        with log.open("a") as file:
+            file.write(f"--- {ranks} x {role} {more or ''}\n{done.stdout}{done.stderr}\n")
     if not notes:
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
     return done.returncode, notes
@@ -286,6 +316,12 @@ def ranks(page: Page, device: str) -> None:
         good = status == 0 and len(notes) == count and not wrong
         detail = ", ".join(wrong[:5]) or f"status {status}"
         page.check(good, f"{count} ranks {where}, operations and types", detail)
+    for count, way in ((1, "NCCL"), (2, "CUDA IPC")):
+        status, notes = launch(count, "features", device, more=shared)
+        wrong = [case for note in notes for case in note["wrong"]]
+        good = status == 0 and len(notes) == count and not wrong
+        detail = "; ".join(wrong[:5]) or f"status {status}"
+        page.check(good, f"features of training, {count} ranks, {way}", detail)
     _, ours = launch(2, "speed", device, more=shared)
     _, theirs = launch(2, "gloo", device, more=shared)
     if device == "cuda":
@@ -422,6 +458,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rehearse", action="store_true", help="the ranks' part on the CPU")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write the results")
     for hidden in ("--role", "--device", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -436,6 +473,9 @@ def main() -> int:
         print("no GPU here: nothing was checked")
         return 0
     page = Page()
+    if arguments.save:
+        arguments.save.mkdir(parents=True, exist_ok=True)
+        RANKS_LOG.append(arguments.save / "ranks.log")
     alone: dict[str, Callable[[Page], None]] = {
         "kernels": kernels,
         "nccl": nccl,
@@ -458,6 +498,8 @@ def main() -> int:
                     alone[part](page)
             except Exception as error:
                 page.check(False, part, f"{type(error).__name__}: {error}")
+        if arguments.save:
+            page.save(arguments.save)
     if torch.cuda.device_count() < 2:
         page.leave_out(
             "NCCL among several GPUs", "one GPU is here; `ranks` tries it where there are more"

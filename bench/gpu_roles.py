@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_features import features
 
 import farandole.torch as hvd
 
@@ -309,6 +310,7 @@ def die(device: str, folder: Path) -> dict[str, Any] | None:
 
 ROLES: dict[str, Callable[[str, Path], dict[str, Any] | None]] = {
     "correct": correct,
+    "features": features,
     "speed": speed,
     "engine": engine,
     "gloo": gloo,

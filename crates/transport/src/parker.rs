@@ -16,14 +16,18 @@ mod sleepers;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use farandole_shm::{Bell, Guard};
-use rustix::event::{Timespec, epoll};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 
 use self::sleepers::{Place, Sleepers};
 use crate::{Error, Result};
+
+/// `epoll_wait` rounds a timeout up to this. `poll` takes nanoseconds; it waits first where less is
+/// left. (`epoll_pwait2` needs Linux 5.11.)
+const EPOLL_UNIT: Duration = Duration::from_millis(1);
 
 /// The reason why [`Parker::park`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,7 +169,17 @@ impl Place for Until<'_> {
 
     fn wait(&self) -> Result<bool, Errno> {
         let deadline = self.deadline.unwrap_or_else(Instant::now);
-        let left = deadline.saturating_duration_since(Instant::now());
+        let mut left = deadline.saturating_duration_since(Instant::now());
+        if left < EPOLL_UNIT {
+            let nanoseconds = Timespec { tv_sec: 0, tv_nsec: i64::from(left.subsec_nanos()) };
+            let mut watched = [PollFd::new(&self.shared.epoll, PollFlags::IN)];
+            match poll(&mut watched, Some(&nanoseconds)) {
+                Ok(0) => return Ok(false),
+                Ok(_) => left = Duration::ZERO,
+                Err(Errno::INTR) => return Ok(true),
+                Err(error) => return Err(error),
+            }
+        }
         let timeout = Timespec::try_from(left)
             .unwrap_or(Timespec { tv_sec: i64::from(u32::MAX), tv_nsec: 0 });
         let mut events = [epoll::Event {
@@ -200,7 +214,6 @@ impl std::fmt::Debug for Unparker {
 mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::thread;
-    use std::time::Duration;
 
     use super::*;
 
@@ -213,6 +226,32 @@ mod tests {
         let parker = Parker::new().unwrap();
         parker.prepare();
         assert_eq!(parker.park(Instant::now() + Duration::from_millis(5)).unwrap(), Wake::TimedOut);
+    }
+
+    #[test]
+    fn a_sleep_shorter_than_a_millisecond_does_not_take_one() {
+        let parker = Parker::new().unwrap();
+        let sleep = || {
+            parker.prepare();
+            let began = Instant::now();
+            assert_eq!(parker.park(began + Duration::from_micros(50)).unwrap(), Wake::TimedOut);
+            began.elapsed()
+        };
+        let shortest = (0..100).map(|_| sleep()).min().unwrap();
+        assert!(shortest >= Duration::from_micros(50), "{shortest:?}");
+        assert!(shortest < Duration::from_micros(800), "{shortest:?}");
+    }
+
+    #[test]
+    fn a_wake_ends_a_short_sleep() {
+        let parker = Parker::new().unwrap();
+        parker.prepare();
+        parker.unparker().wake();
+        let limit = Instant::now() + Duration::from_micros(900);
+        assert_eq!(parker.park(limit).unwrap(), Wake::Woken);
+        parker.prepare();
+        let limit = Instant::now() + Duration::from_micros(50);
+        assert_eq!(parker.park(limit).unwrap(), Wake::TimedOut, "the wake was taken");
     }
 
     #[test]

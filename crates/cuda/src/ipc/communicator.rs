@@ -256,12 +256,15 @@ impl<S: Site> IpcCommunicator<S> {
     }
 
     /// Publishes the progress to the others.
+    ///
+    /// Asks for the last events of the stream first. The device works on meanwhile: in the order of
+    /// the stream, an operation could be found complete after its pieces were found incomplete.
+    /// They would never be published, because nothing asks once all operations are complete.
     fn look(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
-        let (fills, takes) = (first_ready(&self.fills), first_ready(&self.takes));
-        let running = self.running.iter().map(|(_, event, _)| event);
-        let over = ready(running);
-        let (fills, takes, over) = fills
-            .and_then(|fills| Ok((fills, takes?, over?)))
+        let over = ready(self.running.iter().map(|(_, event, _)| event));
+        let (takes, fills) = (first_ready(&self.takes), first_ready(&self.fills));
+        let (fills, takes, over) = over
+            .and_then(|over| Ok((fills?, takes?, over)))
             .map_err(|error| self.fail(&error.to_string()))?;
         drop(self.fills.drain(..fills));
         drop(self.takes.drain(..takes));

@@ -49,11 +49,17 @@ impl Late {
     }
 }
 
-struct Point(Arc<AtomicBool>);
+/// A point of a stream. If it has the stream itself, the work is done right after a look at the
+/// point, so that the next look at any point finds it done.
+struct Point(Arc<AtomicBool>, Option<Late>);
 
 impl Event for Point {
     fn is_ready(&self) -> Result<bool> {
-        Ok(self.0.load(Ordering::Acquire))
+        let ready = self.0.load(Ordering::Acquire);
+        if let Some(stream) = &self.1 {
+            stream.work();
+        }
+        Ok(ready)
     }
 
     fn ordinal(&self) -> u32 {
@@ -76,6 +82,8 @@ struct HostSite {
     stream: Late,
     /// Does its work at once where a test does not care.
     prompt: bool,
+    /// Does its work between two looks at its points.
+    between: Arc<AtomicBool>,
     window: Memory,
     starts: Vec<usize>,
     broken: Option<&'static str>,
@@ -147,7 +155,8 @@ impl Site for HostSite {
         if self.prompt {
             self.stream.work();
         }
-        Ok(Arc::new(Point(point)))
+        let between = self.between.load(Ordering::Acquire).then(|| self.stream.clone());
+        Ok(Arc::new(Point(point, between)))
     }
 
     fn room(&self, _: usize) -> Result<Arc<dyn Room>> {
@@ -195,6 +204,7 @@ impl Site for HostSite {
 struct Member {
     all: IpcCommunicator<HostSite>,
     stream: Late,
+    between: Arc<AtomicBool>,
     fate: Arc<Fate>,
     done: Vec<Token>,
 }
@@ -213,10 +223,12 @@ fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) ->
     let member = |(place, broken): (usize, &Option<&'static str>)| {
         let region = own.take().unwrap_or_else(|| Region::open(&card).unwrap());
         let (stream, fate) = (Late::default(), Arc::new(Fate::default()));
+        let between = Arc::new(AtomicBool::new(false));
         let window = Memory::new(usize::try_from(SLOTS).unwrap() * PIECE);
         let site = HostSite {
             stream: stream.clone(),
             prompt,
+            between: Arc::clone(&between),
             window,
             starts: Vec::new(),
             broken: *broken,
@@ -226,6 +238,7 @@ fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) ->
         Member {
             all: IpcCommunicator::form(site, mailbox, patience),
             stream,
+            between,
             fate,
             done: Vec::new(),
         }
@@ -296,6 +309,30 @@ fn in_place(tensors: &Tensors) -> Operation {
 
 fn number(value: usize) -> f32 {
     f32::from(u16::try_from(value).unwrap())
+}
+
+#[test]
+fn a_member_that_completes_has_published_what_others_wait_for() {
+    let mut all = formed(2, false);
+    // A GPU completes work between two looks at its events.
+    all[0].between.store(true, Ordering::Release);
+    let tensors = [Tensors::of(&[4], |_| 1.0), Tensors::of(&[4], |_| 2.0)];
+    for (member, tensors) in all.iter_mut().zip(&tensors) {
+        member.all.submit(Token(1), in_place(tensors)).unwrap();
+    }
+    // The other one is first, so that the pieces of this one are filled and reduced at once.
+    all[1].step().unwrap();
+    all[1].stream.work();
+    all[1].step().unwrap();
+    for _ in 0..20 {
+        // An engine takes no steps of a communicator that has nothing to do.
+        for member in all.iter_mut().filter(|member| member.all.pending() > 0) {
+            member.step().unwrap();
+        }
+        all[1].stream.work();
+    }
+    assert!(all.iter().all(|member| member.done == [Token(1)]), "a member waits for the other");
+    assert!(tensors.iter().all(|tensors| tensors.values() == [vec![3.0; 4]]));
 }
 
 #[test]
