@@ -28,6 +28,8 @@ mod in_place;
 mod message;
 mod peers;
 mod pipeline;
+#[cfg(test)]
+mod polled;
 pub mod program;
 mod reducescatter;
 
