@@ -10,6 +10,7 @@ use std::ops::Range;
 use super::super::UNIT;
 use super::super::hosts::Hosts;
 use super::super::message::Message;
+use super::super::program::Carried;
 
 /// Chunks in each step at the same time, of those that a member carries.
 const LOOKAHEAD: usize = 2;
@@ -175,6 +176,12 @@ impl Schedule {
         self.chunks
     }
 
+    /// Returns a chunk as a member of this host carries it.
+    pub(super) fn carried(&self, chunk: usize, host: usize) -> Carried<'_> {
+        let (carrier, bytes) = (self.hosts.carrier(host, chunk), self.chunk(chunk).1);
+        Carried { hosts: &self.hosts, carrier, bytes }
+    }
+
     /// Returns the start of a chunk, and its length.
     pub(super) fn chunk(&self, chunk: usize) -> (usize, usize) {
         let start = (chunk * self.chunk).min(self.bytes);
@@ -322,8 +329,7 @@ impl Schedule {
     pub(super) fn lanes(&self, member: usize) -> Vec<Lane> {
         let hosts = &self.hosts;
         let own = Place::new(hosts, member);
-        let mut peers: BTreeSet<usize> =
-            hosts.members(own.host).filter(|other| *other != member).collect();
+        let mut peers: BTreeSet<usize> = hosts.near(member).collect();
         for host in self.partners(own.host) {
             let size = hosts.members(host).len();
             let period = [size, 2 * hosts.largest()].into_iter().fold(own.size, common_multiple);

@@ -9,6 +9,7 @@ use std::ops::Range;
 use super::super::UNIT;
 use super::super::hosts::Hosts;
 use super::super::message::Message;
+use super::super::program::Carried;
 
 /// Chunks of which partials are sent before the result of the first, of those that a member
 /// carries.
@@ -170,6 +171,12 @@ impl Schedule {
         };
         let (start, len) = if at < bytes { self.part(chunk, host) } else { return None };
         Some((host, start..start + len))
+    }
+
+    /// Returns a chunk as a member of this host carries it.
+    pub(super) fn carried(&self, chunk: usize, host: usize) -> Carried<'_> {
+        let (carrier, bytes) = (self.hosts.carrier(host, chunk), self.chunk(chunk).1);
+        Carried { hosts: &self.hosts, carrier, bytes }
     }
 
     /// Returns the start of a chunk, and its length.
