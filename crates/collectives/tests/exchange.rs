@@ -6,7 +6,8 @@
 
 use farandole_collectives::{DataType, Operation, ReduceOp};
 use farandole_testkit::{
-    Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, run_world,
+    Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, reducescatter,
+    run_world,
 };
 
 const KINDS: [Links; 4] = [Links::Loopback, Links::SharedMemory, Links::Tcp, Links::TwoHosts];
@@ -68,12 +69,6 @@ fn parts(size: usize, shape: usize) -> Vec<usize> {
         .collect()
 }
 
-fn reducescatter(call: oracle::Allreduce, tensors: &[Tensor], bytes: Vec<Vec<usize>>) -> Operation {
-    let oracle::Allreduce { dtype, op, prescale, postscale } = call;
-    let segments = tensors.iter().map(Tensor::segment).collect();
-    Operation::Reducescatter { dtype, op, prescale, postscale, segments, bytes }
-}
-
 #[test]
 fn reducescatter_matches_the_oracle_for_every_type() {
     for size in [1, 2, 3, 4, 7] {
@@ -108,12 +103,7 @@ fn reducescatter_matches_the_oracle_for_every_type() {
 
 #[test]
 fn a_fused_reducescatter_has_the_bits_of_an_allreduce_of_each_tensor() {
-    let call = oracle::Allreduce {
-        dtype: DataType::F16,
-        op: ReduceOp::Average,
-        prescale: 1.0,
-        postscale: 1.0,
-    };
+    let call = oracle::Allreduce::new(DataType::F16, ReduceOp::Average);
     for links in KINDS {
         for size in [2, 3, 5] {
             Harness::new(size).over(links).ring(16 << 10).run(|rank, mut communicator| {
@@ -151,12 +141,7 @@ fn a_fused_reducescatter_has_the_bits_of_an_allreduce_of_each_tensor() {
 fn a_reducescatter_may_write_the_own_part_of_its_input() {
     run_world(3, |rank, mut communicator| {
         let bytes = vec![40_000, 8, 20_000];
-        let call = oracle::Allreduce {
-            dtype: DataType::I32,
-            op: ReduceOp::Sum,
-            prescale: 1.0,
-            postscale: 1.0,
-        };
+        let call = oracle::Allreduce::new(DataType::I32, ReduceOp::Sum);
         let inputs: Vec<Vec<u8>> = (0..3).map(|k| elements(DataType::I32, 60_008 / 4, k)).collect();
         let tensor = Tensor::new(&inputs[rank.index()], true);
         let mut segment = tensor.segment();
@@ -211,12 +196,7 @@ fn a_buffer_that_does_not_fit_is_refused_before_a_byte_moves() {
             refuse(alltoall(&aliased, &[4, 4], &[4, 4])),
             format!("{says}the output of an alltoall overlaps its input")
         );
-        let call = oracle::Allreduce {
-            dtype: DataType::F32,
-            op: ReduceOp::Sum,
-            prescale: 1.0,
-            postscale: 1.0,
-        };
+        let call = oracle::Allreduce::new(DataType::F32, ReduceOp::Sum);
         let mut scatter =
             |tensor: Tensor, bytes: Vec<Vec<usize>>| refuse(reducescatter(call, &[tensor], bytes));
         assert_eq!(

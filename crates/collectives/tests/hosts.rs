@@ -6,7 +6,8 @@
 
 use farandole_collectives::{DataType, Operation, ReduceOp};
 use farandole_testkit::{
-    Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
+    ALGORITHMS, Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
+    reducescatter,
 };
 
 const WORLDS: [&[usize]; 9] = [
@@ -20,7 +21,6 @@ const WORLDS: [&[usize]; 9] = [
     &[1, 4],
     &[4],
 ];
-const ALGORITHMS: [&str; 6] = ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"];
 const OPS: [ReduceOp; 7] = [
     ReduceOp::Average,
     ReduceOp::Sum,
@@ -42,10 +42,6 @@ fn inputs(dtype: DataType, count: usize, size: usize) -> Vec<Vec<u8>> {
     (0..size).map(|rank| input(dtype, count, rank)).collect()
 }
 
-fn call(dtype: DataType, op: ReduceOp) -> oracle::Allreduce {
-    oracle::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0 }
-}
-
 #[test]
 fn every_algorithm_has_the_bits_of_the_oracle_alone_and_fused() {
     for world in WORLDS {
@@ -59,7 +55,7 @@ fn every_algorithm_has_the_bits_of_the_oracle_alone_and_fused() {
                 .iter()
                 .map(|count| {
                     let inputs = inputs(dtype, *count, size);
-                    oracle::allreduce_on(world, call(dtype, op), &inputs)
+                    oracle::allreduce_on(world, oracle::Allreduce::new(dtype, op), &inputs)
                 })
                 .collect();
             for algorithms in ALGORITHMS {
@@ -109,9 +105,9 @@ fn halves_that_are_swapped_have_the_bits_of_the_oracle_on_any_number_of_hosts() 
             // Several chunks for each member, the last one of an odd length.
             let counts = [0, 1, 33, 5001, 150_001 / dtype.size() * if size > 8 { 1 } else { 3 }];
             let inputs = counts.map(|count| inputs(dtype, count, size));
-            let expected = inputs
-                .each_ref()
-                .map(|inputs| oracle::allreduce_on(&world, call(dtype, op), inputs));
+            let expected = inputs.each_ref().map(|inputs| {
+                oracle::allreduce_on(&world, oracle::Allreduce::new(dtype, op), inputs)
+            });
             let harness = Harness::on_hosts(&world).ring(16 << 10).algorithms("halving");
             harness.run(|rank, mut communicator| {
                 let make = |inputs: &Vec<Vec<u8>>| Tensor::new(&inputs[rank.index()], false);
@@ -133,7 +129,7 @@ fn halves_that_are_swapped_have_the_bits_of_the_oracle_on_any_number_of_hosts() 
 fn every_type_and_operation_goes_by_hosts() {
     for world in [&[2, 2][..], &[3, 1, 2]] {
         let size: usize = world.iter().sum();
-        for algorithms in ["direct", "doubling", "pipeline", "hierarchy", "halving"] {
+        for algorithms in &ALGORITHMS[1..] {
             Harness::on_hosts(world).ring(32 << 10).algorithms(algorithms).run(
                 |rank, mut communicator| {
                     for dtype in DataType::ALL {
@@ -201,14 +197,9 @@ fn all_operations_work_over_shared_memory_and_tcp_together() {
                         .map(|k| count * (k + 1) / size * 4 - count * k / size * 4)
                         .collect();
                     let scattered = Tensor::with_output(&input, parts[me]);
-                    let scatter = Operation::Reducescatter {
-                        dtype: DataType::F32,
-                        op: ReduceOp::Average,
-                        prescale: 1.0,
-                        postscale: 1.0,
-                        segments: vec![scattered.segment()],
-                        bytes: vec![parts.clone()],
-                    };
+                    let call = oracle::Allreduce::new(DataType::F32, ReduceOp::Average);
+                    let one = std::slice::from_ref(&scattered);
+                    let scatter = reducescatter(call, one, vec![parts.clone()]);
                     let operations =
                         vec![sum, broadcast, swap, Operation::Barrier, gather, scatter];
                     complete_all(&mut communicator, operations).unwrap();
@@ -302,7 +293,9 @@ fn reducescatter_joins_on_every_host_before_it_crosses_with_the_bits_of_an_allre
             let inputs: Vec<Vec<Vec<u8>>> = (0..4).map(|k| inputs(dtype, count(k), size)).collect();
             let whole: Vec<Vec<u8>> = inputs
                 .iter()
-                .map(|inputs| oracle::allreduce_on(world, call(dtype, op), inputs))
+                .map(|inputs| {
+                    oracle::allreduce_on(world, oracle::Allreduce::new(dtype, op), inputs)
+                })
                 .collect();
             Harness::on_hosts(world).ring(16 << 10).algorithms(algorithms).run(
                 |rank, mut communicator| {
@@ -317,14 +310,8 @@ fn reducescatter_joins_on_every_host_before_it_crosses_with_the_bits_of_an_allre
                             .zip(&bytes)
                             .map(|(k, bytes)| Tensor::with_output(&inputs[*k][me], bytes[me]))
                             .collect();
-                        let operation = Operation::Reducescatter {
-                            dtype,
-                            op,
-                            prescale: 1.0,
-                            postscale: 1.0,
-                            segments: made.iter().map(Tensor::segment).collect(),
-                            bytes: bytes.clone(),
-                        };
+                        let call = oracle::Allreduce::new(dtype, op);
+                        let operation = reducescatter(call, &made, bytes.clone());
                         complete_all(&mut communicator, vec![operation, Operation::Barrier])
                             .unwrap();
                         for ((k, tensor), bytes) in tensors.iter().zip(&made).zip(&bytes) {

@@ -7,9 +7,9 @@
 
 use farandole_collectives::{DataType, HostCommunicator, Operation, ReduceOp};
 use farandole_testkit::{
-    Harness, Links, Register, Tensor, allreduce, complete, complete_all, elements,
+    ALGORITHMS, Harness, Links, Register, Tensor, allreduce, complete, complete_all, elements,
+    oracle, reducescatter,
 };
-use farandole_transport::loopback;
 use farandole_world::Rank;
 
 const WORLDS: [&[usize]; 8] = [
@@ -22,7 +22,6 @@ const WORLDS: [&[usize]; 8] = [
     &[2, 2, 2, 2, 2],
     &[1; 9],
 ];
-const ALGORITHMS: [&str; 6] = ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"];
 
 fn floats(count: usize, seed: usize) -> Vec<u8> {
     elements(DataType::F32, count, seed as u64)
@@ -67,14 +66,8 @@ fn results(rank: Rank, communicator: &mut HostCommunicator, size: usize) -> Vec<
 
         let parts: Vec<usize> = counts.iter().map(|bytes| bytes / 4 * 4).collect();
         let tensor = Tensor::with_output(&floats(parts.iter().sum::<usize>() / 4, me), parts[me]);
-        operations.push(Operation::Reducescatter {
-            dtype: DataType::F32,
-            op: ReduceOp::Sum,
-            prescale: 1.0,
-            postscale: 1.0,
-            segments: vec![tensor.segment()],
-            bytes: vec![parts],
-        });
+        let call = oracle::Allreduce::new(DataType::F32, ReduceOp::Sum);
+        operations.push(reducescatter(call, std::slice::from_ref(&tensor), vec![parts]));
         tensors.push(tensor);
         operations.push(Operation::Barrier);
     }
@@ -87,12 +80,11 @@ fn every_operation_asks_for_each_link_that_it_uses_at_both_ends() {
     for world in WORLDS {
         let size: usize = world.iter().sum();
         for algorithms in ALGORITHMS {
-            let run = |links: Links| {
-                let harness =
-                    Harness::on_hosts(world).over(links).ring(16 << 10).algorithms(algorithms);
-                harness.run(|rank, mut communicator| results(rank, &mut communicator, size))
-            };
-            assert!(run(Links::Asked) == run(Links::Loopback), "{algorithms} on {world:?}");
+            let harness = Harness::on_hosts(world).ring(16 << 10).algorithms(algorithms);
+            let body = |rank, mut communicator| results(rank, &mut communicator, size);
+            let mut register = Register::default();
+            let asked = harness.run_changed(|own, link| register.on_demand(own, link), body);
+            assert!(asked == harness.run(body), "{algorithms} on {world:?}");
         }
     }
 }
@@ -118,32 +110,17 @@ fn asked(
     algorithms: &str,
     operation: impl Fn(usize) -> (Tensor, Operation) + Sync,
 ) -> Vec<usize> {
-    let numbers: Vec<u32> =
-        (0..).zip(hosts).flat_map(|(host, size)| std::iter::repeat_n(host, *size)).collect();
     let mut register = Register::default();
-    let mut own = |rank: u32, links: Vec<farandole_transport::Link>| {
-        let links = links.into_iter().map(|link| {
-            match numbers[link.peer.index()] == numbers[rank as usize] {
-                true => link,
-                false => register.on_demand(Rank(rank), link),
-            }
-        });
-        links.collect::<Vec<_>>()
-    };
-    let meshes = loopback::mesh(numbers.len(), 64 << 10).unwrap();
-    let meshes: Vec<_> = (0..).zip(meshes).map(|(rank, links)| own(rank, links)).collect();
-    std::thread::scope(|scope| {
-        for (rank, links) in (0..).zip(meshes) {
-            let (numbers, operation) = (&numbers, &operation);
-            scope.spawn(move || {
-                let communicator = HostCommunicator::over(Rank(rank), links, numbers).unwrap();
-                let mut communicator = communicator.with_crossover(algorithms.parse().unwrap());
-                let (_kept, operation) = operation(rank as usize);
-                complete(&mut communicator, operation).unwrap();
-            });
-        }
-    });
-    (0..).take(numbers.len()).map(|rank| register.asked(Rank(rank)).len()).collect()
+    let harness = Harness::on_hosts(hosts).ring(64 << 10).algorithms(algorithms);
+    let ranks = harness.run_changed(
+        |own, link| register.on_demand(own, link),
+        |rank, mut communicator| {
+            let (_kept, operation) = operation(rank.index());
+            complete(&mut communicator, operation).unwrap();
+            rank
+        },
+    );
+    ranks.into_iter().map(|rank| register.asked(rank).len()).collect()
 }
 
 fn reduced(rank: usize) -> (Tensor, Operation) {

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use farandole_collectives::{Communicator, DataType, Operation, ReduceOp, Token};
 use farandole_testkit::{
-    Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, run_world,
+    ALGORITHMS, Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
+    run_world,
 };
 
 /// Boundaries everywhere: empty, one element, odd, over a chunk.
@@ -47,12 +48,7 @@ fn a_tensor_larger_than_any_ring_is_reduced() {
         let count = 700_001;
         let inputs: Vec<Vec<u8>> =
             (0..size).map(|rank| elements(DataType::F32, count, rank as u64)).collect();
-        let call = oracle::Allreduce {
-            dtype: DataType::F32,
-            op: ReduceOp::Sum,
-            prescale: 1.0,
-            postscale: 1.0,
-        };
+        let call = oracle::Allreduce::new(DataType::F32, ReduceOp::Sum);
         let expected = oracle::allreduce(call, &inputs);
         Harness::new(size).ring(64 << 10).run(|rank, mut communicator| {
             let tensor = Tensor::new(&inputs[rank.index()], true);
@@ -130,7 +126,7 @@ fn an_operation_completes_only_when_its_bytes_are_on_their_way() {
 fn bytes_that_sockets_did_not_take_at_once_are_sent_while_all_wait() {
     // More than sockets take, in rings that take it all.
     let count = 12 << 20;
-    for algorithm in ["direct", "doubling", "pipeline", "hierarchy", "halving"] {
+    for algorithm in &ALGORITHMS[1..] {
         let world =
             Harness::on_hosts(&[1, 1]).over(Links::TwoHosts).ring(64 << 20).algorithms(algorithm);
         world.run(|rank, mut communicator| {
@@ -243,12 +239,7 @@ fn operations_queued_together_complete_in_order() {
                 tensors.push(tensor);
             }
             complete_all(&mut communicator, operations).unwrap();
-            let call = oracle::Allreduce {
-                dtype: DataType::I64,
-                op: ReduceOp::Max,
-                prescale: 1.0,
-                postscale: 1.0,
-            };
+            let call = oracle::Allreduce::new(DataType::I64, ReduceOp::Max);
             for (k, tensor) in tensors.iter().enumerate() {
                 let of = |rank: usize| {
                     elements(DataType::I64, (k * k * 7) % 9000, (rank * 1000 + k) as u64)

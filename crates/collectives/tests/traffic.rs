@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use farandole_collectives::kernel::{Orders, Path, Reducer, Reduction};
-use farandole_collectives::{DataType, HostCommunicator, Operation, ReduceOp};
-use farandole_testkit::{Tensor, allreduce, complete, counted, elements, oracle};
-use farandole_transport::loopback;
-use farandole_world::Rank;
+use farandole_collectives::{DataType, Operation, ReduceOp};
+use farandole_testkit::{
+    Harness, Tensor, allreduce, complete, counted, elements, oracle, reducescatter,
+};
 
 const COUNT: usize = 300_000;
 
@@ -20,26 +20,14 @@ fn between_hosts(
     hosts: &[usize],
     operation: impl Fn(usize) -> (Tensor, Operation) + Sync,
 ) -> usize {
-    let numbers: Vec<u32> =
-        (0..).zip(hosts).flat_map(|(host, size)| std::iter::repeat_n(host, *size)).collect();
     let sent = Arc::new(AtomicUsize::new(0));
-    std::thread::scope(|scope| {
-        for (rank, links) in (0..).zip(loopback::mesh(numbers.len(), 1 << 20).unwrap()) {
-            let (numbers, sent, operation) = (&numbers, &sent, &operation);
-            scope.spawn(move || {
-                let here = numbers[rank as usize];
-                let links =
-                    links.into_iter().map(|link| match numbers[link.peer.index()] == here {
-                        true => link,
-                        false => counted(link, sent),
-                    });
-                let mut communicator =
-                    HostCommunicator::over(Rank(rank), links.collect(), numbers).unwrap();
-                let (_kept, operation) = operation(rank as usize);
-                complete(&mut communicator, operation).unwrap();
-            });
-        }
-    });
+    Harness::on_hosts(hosts).run_changed(
+        |_, link| counted(link, &sent),
+        |rank, mut communicator| {
+            let (_kept, operation) = operation(rank.index());
+            complete(&mut communicator, operation).unwrap();
+        },
+    );
     sent.load(Ordering::Relaxed)
 }
 
@@ -72,15 +60,8 @@ fn rounded_reduce_scatters_of_halves_send_half_the_bytes_of_floats_to_other_host
         between_hosts(&hosts, |rank| {
             let part = COUNT / 6 * dtype.size();
             let tensor = Tensor::with_output(&elements(dtype, COUNT, rank as u64), part);
-            let (segments, bytes) = (vec![tensor.segment()], vec![vec![part; 6]]);
-            let operation = Operation::Reducescatter {
-                dtype,
-                op,
-                prescale: 1.0,
-                postscale: 1.0,
-                segments,
-                bytes,
-            };
+            let call = oracle::Allreduce::new(dtype, op);
+            let operation = reducescatter(call, std::slice::from_ref(&tensor), vec![vec![part; 6]]);
             (tensor, operation)
         }) as f64
     };

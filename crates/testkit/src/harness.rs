@@ -41,10 +41,11 @@ pub enum Links {
     TwoHosts,
     /// As `TwoHosts`; the TCP connections are opened at their first use.
     OnDemand,
-    /// Memory of this process. Links between hosts open when both ends have asked: see
-    /// [`Register`](crate::Register).
-    Asked,
 }
+
+/// All algorithms of allreduces, as [`Crossover`] reads them. The first has the table choose.
+pub const ALGORITHMS: [&str; 6] =
+    ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"];
 
 /// The link from one rank to another stops after some bytes.
 #[derive(Clone, Copy, Debug)]
@@ -108,18 +109,36 @@ impl Harness {
     /// # Panics
     /// When links cannot be made, and when a rank panics: its links close, so that the others end
     /// too.
-    #[expect(clippy::expect_used, reason = "a test without its world has failed")]
     pub fn run<T: Send>(&self, body: impl Fn(Rank, HostCommunicator) -> T + Sync) -> Vec<T> {
+        self.run_changed(|_, link| link, body)
+    }
+
+    /// Like [`run`](Self::run), after `change` got each rank's end of each link between hosts and
+    /// returned the one that the rank uses.
+    ///
+    /// # Panics
+    /// Like `run`.
+    #[expect(clippy::expect_used, reason = "a test without its world has failed")]
+    pub fn run_changed<T: Send>(
+        &self,
+        mut change: impl FnMut(Rank, Link) -> Link,
+        body: impl Fn(Rank, HostCommunicator) -> T + Sync,
+    ) -> Vec<T> {
         // Meshes watch their peers: they live as long as the world.
-        let (_meshes, mut links) = match self.links {
-            Links::Loopback | Links::Asked => {
+        let (_meshes, links) = match self.links {
+            Links::Loopback => {
                 (Vec::new(), loopback::mesh(self.size, self.ring).expect("loopback links"))
             }
             _ => self.meshes(),
         };
-        if self.links == Links::Asked {
-            links = self.asked(links);
-        }
+        let mut changed = |own: Rank, link: Link| {
+            if self.host(own) == self.host(link.peer) { link } else { change(own, link) }
+        };
+        let links: Vec<Vec<Link>> = (0..)
+            .map(Rank)
+            .zip(links)
+            .map(|(own, links)| links.into_iter().map(|link| changed(own, link)).collect())
+            .collect();
         let body = &body;
         std::thread::scope(|scope| {
             let start = |(rank, links): (u32, Vec<Link>)| {
@@ -144,18 +163,6 @@ impl Harness {
             }
             _ => link,
         }
-    }
-
-    fn asked(&self, links: Vec<Vec<Link>>) -> Vec<Vec<Link>> {
-        let mut register = crate::Register::default();
-        let mut own = |rank: Rank, links: Vec<Link>| -> Vec<Link> {
-            let far = |link: &Link| self.host(rank) != self.host(link.peer);
-            let links = links.into_iter();
-            links
-                .map(|link| if far(&link) { register.on_demand(rank, link) } else { link })
-                .collect()
-        };
-        (0..).map(Rank).zip(links).map(|(rank, links)| own(rank, links)).collect()
     }
 
     /// Every rank's mesh and its links to all others.
@@ -202,7 +209,7 @@ impl Harness {
 
     fn expects(&self, rank: u32, peer: Rank) -> LinkKind {
         match self.links {
-            Links::Loopback | Links::Asked => LinkKind::Loopback,
+            Links::Loopback => LinkKind::Loopback,
             Links::Tcp => LinkKind::Tcp,
             Links::TwoHosts | Links::OnDemand if self.host(Rank(rank)) != self.host(peer) => {
                 LinkKind::Tcp

@@ -32,6 +32,6 @@ pub use counting::counted;
 pub use data::{Seed, elements, special_elements};
 pub use device::HostDevice;
 pub use faulty::cut_after;
-pub use harness::{Harness, Links, complete, complete_all, run_world};
+pub use harness::{ALGORITHMS, Harness, Links, complete, complete_all, run_world};
 pub use memory::{contents, fill, filled};
-pub use tensor::{Tensor, allreduce};
+pub use tensor::{Tensor, allreduce, reducescatter};

@@ -24,6 +24,13 @@ pub struct Allreduce {
     pub postscale: f64,
 }
 
+impl Allreduce {
+    /// An allreduce without factors.
+    pub fn new(dtype: DataType, op: ReduceOp) -> Self {
+        Self { dtype, op, prescale: 1.0, postscale: 1.0 }
+    }
+}
+
 /// Returns whether an operation is defined for a type.
 pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
     match (dtype, op.exact()) {

@@ -5,7 +5,7 @@
 
 use farandole_collectives::{DataType, Memory, Operation, ReduceOp, Segment};
 
-use crate::{contents, filled};
+use crate::{contents, filled, oracle};
 
 /// The content of an output before anything is written to it.
 const UNTOUCHED: u8 = 0xa5;
@@ -50,4 +50,15 @@ impl Tensor {
 pub fn allreduce(dtype: DataType, op: ReduceOp, tensors: &[Tensor]) -> Operation {
     let segments = tensors.iter().map(Tensor::segment).collect();
     Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments }
+}
+
+/// A reduce-scatter of these tensors, fused. `bytes` has each member's part of each tensor.
+pub fn reducescatter(
+    call: oracle::Allreduce,
+    tensors: &[Tensor],
+    bytes: Vec<Vec<usize>>,
+) -> Operation {
+    let oracle::Allreduce { dtype, op, prescale, postscale } = call;
+    let segments = tensors.iter().map(Tensor::segment).collect();
+    Operation::Reducescatter { dtype, op, prescale, postscale, segments, bytes }
 }

@@ -7,12 +7,16 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test harness")]
 
+use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_world::{HostHash, Rank};
 
-use crate::{Error, Link, LinkReceiver, LinkSender, MemoryRendezvous, Mesh, MeshOptions, frames};
+use crate::{
+    Error, Link, LinkReceiver, LinkSender, MemoryRendezvous, Mesh, MeshOptions, Place, Rendezvous,
+    Result, frames,
+};
 
 /// Returns whether records of this process go in clear, for measurements of what sealing costs;
 /// both ends are in this process.
@@ -26,6 +30,12 @@ pub type Factory<'a> = &'a mut dyn FnMut(usize) -> (Link, Link);
 /// The longest any wait of the suite lasts.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
+/// Returns options of a rank on the one host of a test.
+pub fn options(rank: u32, size: u32) -> MeshOptions {
+    let host = HostHash("here".to_owned());
+    MeshOptions { patience: PATIENCE, ..MeshOptions::new(Rank(rank), size, host, [7; 32]) }
+}
+
 /// Joins a mesh of `size` ranks, all in this process on one host, after `adjust` changed their
 /// options.
 pub fn meshes(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
@@ -33,9 +43,7 @@ pub fn meshes(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
     thread::scope(|scope| {
         let joining: Vec<_> = (0..size)
             .map(|rank| {
-                let mut options =
-                    MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [7; 32]);
-                options.patience = PATIENCE;
+                let mut options = options(rank, size);
                 adjust(&mut options);
                 let meeting = meeting.clone();
                 scope.spawn(move || Mesh::join(options, &meeting).unwrap())
@@ -53,6 +61,36 @@ pub fn open_pair(meshes: &[Mesh], channel: u32, capacity: usize) -> (Link, Link)
         let link = meshes[0].open(channel, &[Rank(1)], capacity).unwrap().remove(0);
         (link, other.join().unwrap())
     })
+}
+
+/// A meeting point at which the card of rank 0 has another address.
+#[derive(Clone)]
+pub struct Diverted {
+    /// The meeting point of the ranks.
+    pub meeting: MemoryRendezvous,
+    /// The only address of rank 0.
+    pub to: SocketAddr,
+}
+
+impl Rendezvous for Diverted {
+    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        let mut cards = self.meeting.meet(place, card, deadline)?;
+        let first = String::from_utf8(cards[0].clone()).unwrap();
+        let facts = first.lines().filter(|line| !line.starts_with("address "));
+        let mut diverted: String = facts.flat_map(|line| [line, "\n"]).collect();
+        diverted.push_str(&format!("address {}\n", self.to));
+        cards[0] = diverted.into_bytes();
+        Ok(cards)
+    }
+}
+
+/// Returns rank 0's address in a generation, as a stranger on the host would find it.
+pub fn address(meeting: &MemoryRendezvous, generation: u32) -> SocketAddr {
+    let name = format!("mesh/{generation}/0");
+    let card = meeting.get(&name, Instant::now() + PATIENCE).unwrap();
+    let card = String::from_utf8(card).unwrap();
+    let line = card.lines().find_map(|line| line.strip_prefix("address 127.0.0.1")).unwrap();
+    format!("127.0.0.1{line}").parse().unwrap()
 }
 
 /// The whole suite.

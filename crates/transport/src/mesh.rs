@@ -259,15 +259,12 @@ impl Mesh {
     ) -> Result<Vec<Link>> {
         self.claim(channel, peers)?;
         let mut wait = Wait { deadline, give_up };
-        let own = self.options.rank;
-        let mut links: Vec<(usize, Link)> = Vec::new();
         // The higher rank dials. Dialling needs the other's service thread only, so no order of
         // ranks can lock up.
-        let places = || peers.iter().copied().enumerate();
-        links.extend(dial_many::dial_all(&dialled(own, peers), &mut wait, |rank, wait| {
-            self.dial(self.peer(rank)?, channel, capacity, wait)
-        })?);
-        for (place, rank) in places().filter(|(_, rank)| *rank > own) {
+        let dial = |peer: &_, wait: &mut Wait<'_>| self.dial(peer, channel, capacity, wait);
+        let mut links = self.dial_lower(peers, &mut wait, dial)?;
+        let places = peers.iter().copied().enumerate();
+        for (place, rank) in places.filter(|(_, rank)| *rank > self.options.rank) {
             links.push((place, self.answer(self.peer(rank)?, channel, capacity, &mut wait)?));
         }
         links.sort_by_key(|(place, _)| *place);
@@ -295,14 +292,11 @@ impl Mesh {
         give_up: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Link>> {
         self.claim(channel, peers)?;
-        let own = self.options.rank;
         let far: Vec<Rank> =
             self.heartbeats.iter().copied().filter(|rank| !self.is_near(*rank)).collect();
-        let mut wait = Wait { deadline, give_up };
-        dial_many::dial_all(&dialled(own, &far), &mut wait, |rank, wait| {
-            let peer = self.peer(rank)?;
+        self.dial_lower(&far, &mut Wait { deadline, give_up }, |peer, wait| {
             peer.lost().map_or(Ok(()), Err)?;
-            self.exchange_heartbeats(peer, &self.addresses(rank), wait)
+            self.exchange_heartbeats(peer, &self.addresses(peer.rank), wait)
         })?;
         let link = |rank: &Rank| {
             let capacity = Segment::round(capacity);
@@ -316,7 +310,18 @@ impl Mesh {
                 &self.options.congestion,
             ))
         };
-        peers.iter().filter(|rank| **rank != own).map(link).collect()
+        peers.iter().filter(|rank| **rank != self.options.rank).map(link).collect()
+    }
+
+    /// Dials those of `peers` that are lower ranks, and returns the results with their places.
+    fn dial_lower<T: Send>(
+        &self,
+        peers: &[Rank],
+        wait: &mut Wait<'_>,
+        dial: impl Fn(&Arc<Peer>, &mut Wait<'_>) -> Result<T> + Sync,
+    ) -> Result<Vec<(usize, T)>> {
+        let lower = dialled(self.options.rank, peers);
+        dial_many::dial_all(&lower, wait, |rank, wait| dial(self.peer(rank)?, wait))
     }
 
     /// Notes that the channel to these ranks is opened.

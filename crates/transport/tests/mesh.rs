@@ -5,32 +5,18 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::io::{Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{PATIENCE, meshes, open_pair};
+use farandole_transport::contract::{PATIENCE, address, meshes, open_pair, options};
 use farandole_transport::{
     Error, Interface, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Place,
     Rendezvous, Result, Wake, frames,
 };
 use farandole_world::{Generation, HostHash, Rank};
-
-fn options(rank: u32, size: u32) -> MeshOptions {
-    let mut options = MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [7; 32]);
-    options.patience = PATIENCE;
-    options
-}
-
-/// Returns rank 0's address, as a stranger on the host would find it.
-fn address(meeting: &MemoryRendezvous) -> SocketAddr {
-    let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
-    let card = String::from_utf8(card).unwrap();
-    let line = card.lines().find_map(|line| line.strip_prefix("address 127.0.0.1")).unwrap();
-    format!("127.0.0.1{line}").parse().unwrap()
-}
 
 fn join_two(first: MeshOptions, second: MeshOptions) -> (MemoryRendezvous, Mesh, Mesh) {
     let meeting = MemoryRendezvous::default();
@@ -193,7 +179,7 @@ fn tr_2_strangers_that_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 2) };
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
     let (meeting, zero, one) = join_two(first, second);
-    let address = address(&meeting);
+    let address = address(&meeting, 0);
     // More than may be in progress: the oldest are dropped. Each sends a part of a hello and then
     // nothing.
     let slow: Vec<TcpStream> = (0..200)
@@ -221,7 +207,7 @@ fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 2) };
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
     let (meeting, zero, one) = join_two(first, second);
-    let (address, over) = (address(&meeting), std::sync::atomic::AtomicBool::new(false));
+    let (address, over) = (address(&meeting, 0), std::sync::atomic::AtomicBool::new(false));
     let meshes = [zero, one];
     let alone = Instant::now();
     (0..CHANNELS).for_each(|channel| drop(open_pair(&meshes, channel, 4096)));
@@ -266,7 +252,7 @@ fn tr_2_a_handshake_that_takes_too_long_is_ended() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 1) };
     let meeting = MemoryRendezvous::default();
     let mesh = Mesh::join(first, &meeting).unwrap();
-    let mut slow = TcpStream::connect(address(&meeting)).unwrap();
+    let mut slow = TcpStream::connect(address(&meeting, 0)).unwrap();
     slow.write_all(b"farandol").unwrap();
     slow.set_read_timeout(Some(PATIENCE)).unwrap();
     assert_eq!(slow.read(&mut [0; 1]).unwrap_or(0), 0, "closed without an answer");

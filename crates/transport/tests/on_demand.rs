@@ -4,15 +4,13 @@
 //! Links that are opened at their first use: late, refused, given up, and many at once.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{PATIENCE, all, meshes};
-use farandole_transport::{
-    Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Place, Rendezvous, Result, Wake,
-};
+use farandole_transport::contract::{Diverted, PATIENCE, address, all, meshes, options};
+use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Wake};
 use farandole_world::{Generation, HostHash, Rank};
 
 const CHANNEL: u32 = 1;
@@ -216,38 +214,22 @@ fn rings_of_another_size_are_refused_by_the_end_that_is_dialled() {
     );
 }
 
-/// Replaces the addresses of rank 0.
-struct Elsewhere(MemoryRendezvous, String);
-
-impl Rendezvous for Elsewhere {
-    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
-        let mut cards = self.0.meet(place, card, deadline)?;
-        let first = String::from_utf8(cards[0].clone()).unwrap();
-        let kept = first
-            .lines()
-            .filter(|line| !line.starts_with("address "))
-            .map(|line| format!("{line}\n"));
-        cards[0] = kept.chain([format!("address {}\n", self.1)]).collect::<String>().into_bytes();
-        Ok(cards)
-    }
-}
-
 /// Rank 1 of two machines that exchange no heartbeats, and rank 0, which it looks for at this
 /// address.
-fn misled(address: &str, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Mesh) {
+fn misled(to: SocketAddr, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Mesh) {
     let meeting = MemoryRendezvous::default();
     let of = |rank| {
         // One name of a machine, so that there are no heartbeats before the link, and no memory.
-        let mut options = MeshOptions::new(Rank(rank), 2, HostHash("here".to_owned()), [7; 32]);
+        let mut options = options(rank, 2);
         options.use_shared_memory = false;
-        options.patience = PATIENCE;
         options.peer_timeout = Duration::from_secs(1);
         adjust(&mut options);
         options
     };
     thread::scope(|scope| {
         let first = scope.spawn(|| Mesh::join(of(0), &meeting).unwrap());
-        let second = Mesh::join(of(1), &Elsewhere(meeting.clone(), address.to_owned())).unwrap();
+        let diverted = Diverted { meeting: meeting.clone(), to };
+        let second = Mesh::join(of(1), &diverted).unwrap();
         (first.join().unwrap(), second)
     })
 }
@@ -255,7 +237,7 @@ fn misled(address: &str, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Mes
 #[test]
 fn a_dial_that_is_refused_fails_both_halves_with_rank_and_host() {
     let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
-    let (_first, second) = misled(&gone.to_string(), |_| {});
+    let (_first, second) = misled(gone, |_| {});
     let mut link = on_demand(&second, CHANNEL, &[Rank(0)]).remove(0);
     let error = failure(&mut link);
     assert!(
@@ -271,7 +253,7 @@ fn a_dial_that_is_refused_fails_both_halves_with_rank_and_host() {
 #[test]
 fn a_dial_that_is_accepted_and_not_answered_ends_within_the_peer_timeout() {
     let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let (_first, second) = misled(&silent.local_addr().unwrap().to_string(), |_| {});
+    let (_first, second) = misled(silent.local_addr().unwrap(), |_| {});
     let mut link = on_demand(&second, CHANNEL, &[Rank(0)]).remove(0);
     let began = Instant::now();
     let error = failure(&mut link);
@@ -314,10 +296,7 @@ fn a_peer_that_is_in_another_world_fails_the_link() {
             .collect();
         joining.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     });
-    let card =
-        String::from_utf8(meeting.get("mesh/9/0", Instant::now() + PATIENCE).unwrap()).unwrap();
-    let address = card.lines().find_map(|line| line.strip_prefix("address 127.0.0.1:")).unwrap();
-    let (_first, second) = misled(&format!("127.0.0.1:{address}"), |_| {});
+    let (_first, second) = misled(address(&meeting, 9), |_| {});
     let mut link = on_demand(&second, CHANNEL, &[Rank(0)]).remove(0);
     let error = failure(&mut link);
     assert!(matches!(error, Error::PeerLost { rank: Rank(0), .. }), "{error}");

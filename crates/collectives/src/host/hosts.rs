@@ -41,6 +41,11 @@ impl Hosts {
         self.starts[host]..self.starts[host + 1]
     }
 
+    /// Returns the other members on the host of a member.
+    pub(super) fn near(&self, member: usize) -> impl Iterator<Item = usize> + use<> {
+        self.members(self.of(member)).filter(move |other| *other != member)
+    }
+
     pub(super) fn of(&self, member: usize) -> usize {
         self.starts.partition_point(|start| *start <= member).saturating_sub(1)
     }
@@ -71,6 +76,7 @@ mod tests {
         let hosts = Hosts::new(&[7, 7, 3, 3, 3, 9], 3);
         assert_eq!((hosts.count(), hosts.own(), hosts.largest()), (3, 1, 3));
         assert_eq!((hosts.members(1), hosts.of(1), hosts.of(5)), (2..5, 0, 2));
+        assert_eq!(hosts.near(3).collect::<Vec<_>>(), [2, 4]);
         assert_eq!((0..4).map(|turn| hosts.carrier(1, turn)).collect::<Vec<_>>(), [2, 3, 4, 2]);
         assert_eq!(Hosts::new(&[0, 1, 0, 1], 2).sizes(), [1; 4]);
     }

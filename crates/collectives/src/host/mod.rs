@@ -28,6 +28,9 @@ mod in_place;
 mod message;
 mod peers;
 mod pipeline;
+#[cfg(test)]
+mod polled;
+mod position;
 pub mod program;
 mod reducescatter;
 
@@ -47,8 +50,21 @@ use peers::{Job, Peers};
 /// Parts, chunks and messages are multiples of this: no element is ever cut.
 const UNIT: usize = ALIGNMENT;
 
+/// Chunks stay in the second-level cache.
+const LARGEST_CHUNK: usize = 256 << 10;
+/// Below, a chunk costs more in messages than it gains in overlap.
+const SMALLEST_CHUNK: usize = 16 << 10;
+
 /// Passes of one call to `progress`, so that a caller can look at its deadline.
 const PASSES: usize = 64;
+
+/// Returns the start of a part of `bytes` that are cut in `parts`. Parts differ by one unit at
+/// most; the longer ones come first.
+fn start_of(bytes: usize, parts: usize, part: usize) -> usize {
+    let units = bytes.div_ceil(UNIT);
+    let (each, longer) = (units / parts, units % parts);
+    ((each * part + part.min(longer)) * UNIT).min(bytes)
+}
 
 /// Runs operations over links, one after the other.
 pub struct HostCommunicator {

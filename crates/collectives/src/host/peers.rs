@@ -134,6 +134,12 @@ impl Peers {
         if member < self.member { member } else { member.saturating_sub(1) }
     }
 
+    /// Returns the error of an allreduce whose messages do not fit the smallest ring.
+    pub(super) fn too_small(&self) -> Error {
+        let reason = format!("a ring of {} bytes is too small for an allreduce", self.capacity);
+        Error::Shape { reason }
+    }
+
     /// Returns the links to the other members on this host.
     pub(super) fn local_links(&self) -> Range<usize> {
         let members = self.hosts.members(self.hosts.own());

@@ -30,19 +30,15 @@ pub(super) mod program;
 
 use farandole_transport::Link;
 
-use super::UNIT;
-use super::message::Message;
 use super::peers::{Job, Moved, Peers, reduce_in_order, whole_units, with_windows};
+use super::position::Position;
+use super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT, start_of};
+use crate::Result;
 use crate::buffer::Flat;
 use crate::kernel::Reducer;
-use crate::{Error, Result};
 
 /// Posts sent ahead of the result they make room for.
 const LOOKAHEAD: usize = 3;
-/// Chunks stay in the second-level cache.
-const LARGEST_CHUNK: usize = 256 << 10;
-/// Below, a chunk costs more in messages than it gains in overlap.
-const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks that even a small part is cut into.
 const OVERLAP: usize = 4;
 /// Bytes reduced before they are copied on: they are still in the first-level cache.
@@ -50,24 +46,6 @@ const BLOCK: usize = 16 << 10;
 /// Bytes from which on results go past the caches to memory that is not the input's: no cache holds
 /// all of them until they are read, and the lines of that memory need not be read first.
 const PAST_CACHES: usize = 32 << 20;
-
-/// Position of one direction of a link in the sequence of messages: even slots are posts, odd ones
-/// results.
-#[derive(Clone, Copy, Debug, Default)]
-struct Position {
-    slot: usize,
-    message: Message,
-}
-
-impl Position {
-    fn post(&self) -> Option<usize> {
-        self.slot.is_multiple_of(2).then_some(self.slot / 2)
-    }
-
-    fn result(&self) -> Option<usize> {
-        if self.slot.is_multiple_of(2) { None } else { Some(self.slot / 2 - LOOKAHEAD) }
-    }
-}
 
 /// The cut of the elements, which is the same on every member.
 #[derive(Clone, Debug)]
@@ -88,10 +66,7 @@ impl Cut {
 
     /// Returns the start of a member's part, in bytes.
     fn start(&self, member: usize) -> usize {
-        let units = self.bytes.div_ceil(UNIT);
-        // Parts differ by one unit at most; the longer ones come first.
-        let (each, longer) = (units / self.members, units % self.members);
-        ((each * member + member.min(longer)) * UNIT).min(self.bytes)
+        start_of(self.bytes, self.members, member)
     }
 
     /// Returns the start of chunk `t` of a member's part, and its length.
@@ -102,27 +77,14 @@ impl Cut {
     }
 
     /// Returns the first position from `slot` on whose message is not empty: posts of chunks of
-    /// `posted`'s part, results of `reduced`'s. Past the last slot the message is finished.
-    fn seek(&self, mut slot: usize, posted: usize, reduced: usize) -> Position {
-        while slot < self.slots() {
-            let t = slot / 2;
-            let bytes = if slot.is_multiple_of(2) {
-                if t < self.steps { self.chunk_of(posted, t).1 } else { 0 }
-            } else if t >= LOOKAHEAD {
-                self.chunk_of(reduced, t - LOOKAHEAD).1
-            } else {
-                0
-            };
-            if bytes > 0 {
-                return Position { slot, message: Message::new(bytes) };
-            }
-            slot += 1;
-        }
-        Position { slot: self.slots(), message: Message::default() }
-    }
-
-    fn slots(&self) -> usize {
-        2 * (self.steps + LOOKAHEAD)
+    /// `posted`'s part, results of `reduced`'s.
+    fn seek(&self, slot: usize, posted: usize, reduced: usize) -> Position {
+        // After an empty chunk of a part all are empty.
+        let find = |member: usize, t: usize| {
+            let bytes = if t < self.steps { self.chunk_of(member, t).1 } else { 0 };
+            (bytes > 0).then_some((t, bytes))
+        };
+        Position::seek(slot, LOOKAHEAD, |t| find(posted, t), |t| find(reduced, t))
     }
 }
 
@@ -159,9 +121,7 @@ impl Pipeline {
     ) -> Result<Self> {
         let cut = Cut::new(inputs.len(), peers.size(), peers.capacity);
         if cut.chunk == 0 {
-            let reason =
-                format!("a ring of {} bytes is too small for an allreduce", peers.capacity);
-            return Err(Error::Shape { reason });
+            return Err(peers.too_small());
         }
         let member = peers.member;
         let stream = |link: usize| {
@@ -176,11 +136,11 @@ impl Pipeline {
     /// Sends what the link can take of the peer's part.
     fn post(&mut self, index: usize, link: &mut Link) -> Result<bool> {
         let Stream { peer, writing, .. } = &mut self.streams[index];
-        let Some(t) = writing.post().filter(|t| *t < self.cut.steps) else { return Ok(false) };
+        let Some(t) = writing.early() else { return Ok(false) };
         let (start, inputs) = (self.cut.chunk_of(*peer, t).0, &self.inputs);
         let any = writing.message.put(&mut *link.sender, |at, to| inputs.read(start + at, to))?;
         if writing.message.is_finished() {
-            *writing = self.cut.seek(writing.slot + 1, *peer, self.member);
+            *writing = self.cut.seek(writing.after(), *peer, self.member);
         }
         Ok(any)
     }
@@ -188,14 +148,14 @@ impl Pipeline {
     /// Stores what the peer has reduced.
     fn fetch(&mut self, index: usize, link: &mut Link) -> Result<bool> {
         let Stream { peer, reading, .. } = &mut self.streams[index];
-        let Some(t) = reading.result().filter(|t| *t < self.cut.steps) else { return Ok(false) };
+        let Some(t) = reading.late(LOOKAHEAD) else { return Ok(false) };
         let (start, outputs) = (self.cut.chunk_of(*peer, t).0, &self.outputs);
         let store = if self.past_caches { Flat::write_past_caches } else { Flat::write };
         let any = reading
             .message
             .take(&mut *link.receiver, |at, from| store(outputs, start + at, from))?;
         if reading.message.is_finished() {
-            *reading = self.cut.seek(reading.slot + 1, self.member, *peer);
+            *reading = self.cut.seek(reading.after(), self.member, *peer);
         }
         Ok(any)
     }
@@ -203,12 +163,10 @@ impl Pipeline {
     /// Reduces the values that have arrived from all members into all members' windows.
     fn reduce(&mut self, links: &mut [Link]) -> Result<bool> {
         let Some(first) = self.streams.first() else { return Ok(false) };
-        let Some(t) = first.writing.result().filter(|t| *t < self.cut.steps) else {
-            return Ok(false);
-        };
+        let Some(t) = first.writing.late(LOOKAHEAD) else { return Ok(false) };
         let message = first.writing.message;
         let in_step = |stream: &Stream| {
-            stream.writing.result() == Some(t) && stream.reading.post() == Some(t)
+            stream.writing.late(LOOKAHEAD) == Some(t) && stream.reading.early() == Some(t)
         };
         if !self.streams.iter().all(in_step) {
             return Ok(false);
@@ -252,8 +210,8 @@ impl Pipeline {
             stream.writing.message.advance(wire);
             stream.reading.message.advance(wire);
             if stream.writing.message.is_finished() {
-                stream.writing = self.cut.seek(stream.writing.slot + 1, stream.peer, self.member);
-                stream.reading = self.cut.seek(stream.reading.slot + 1, self.member, stream.peer);
+                stream.writing = self.cut.seek(stream.writing.after(), stream.peer, self.member);
+                stream.reading = self.cut.seek(stream.reading.after(), self.member, stream.peer);
             }
         }
         Ok(true)
@@ -284,8 +242,8 @@ impl Job for Pipeline {
             let index = (self.member + k) % links.len();
             any |= self.fetch(index, &mut links[index])?;
         }
-        let over = |position: &Position| position.slot == self.cut.slots();
-        let done = self.streams.iter().all(|stream| over(&stream.writing) && over(&stream.reading));
+        let over = |stream: &Stream| stream.writing.is_over() && stream.reading.is_over();
+        let done = self.streams.iter().all(over);
         Ok(Moved { any, done })
     }
 }
@@ -317,14 +275,14 @@ mod tests {
             let cut = Cut::new(bytes, 3, 64 << 10);
             let (mut writing, mut reading) = (cut.seek(0, 2, 1), cut.seek(0, 2, 1));
             let (mut posted, mut reduced) = (0, 0);
-            while writing.slot < cut.slots() {
-                assert_eq!((writing.slot, writing.message), (reading.slot, reading.message));
-                match writing.post() {
+            while !writing.is_over() {
+                assert_eq!(writing, reading);
+                match writing.early() {
                     Some(t) => posted += cut.chunk_of(2, t).1,
-                    None => reduced += cut.chunk_of(1, writing.result().unwrap()).1,
+                    None => reduced += cut.chunk_of(1, writing.late(LOOKAHEAD).unwrap()).1,
                 }
-                writing = cut.seek(writing.slot + 1, 2, 1);
-                reading = cut.seek(reading.slot + 1, 2, 1);
+                writing = cut.seek(writing.after(), 2, 1);
+                reading = cut.seek(reading.after(), 2, 1);
             }
             assert_eq!(posted, cut.start(3) - cut.start(2));
             assert_eq!(reduced, cut.start(2) - cut.start(1));

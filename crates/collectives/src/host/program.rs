@@ -122,6 +122,30 @@ impl Builder {
         self.push(Action::Receive(load.with(from)), after)
     }
 
+    /// Brings the inputs of a chunk within a host to the member that carries it. For this member it
+    /// returns the steps that receive them, for the others none.
+    pub(super) fn gather(&mut self, chunk: &Carried<'_>, member: usize) -> Option<Vec<u32>> {
+        if chunk.carrier != member {
+            self.send(chunk.carrier, Load::one(chunk.bytes, true), &[]);
+            return None;
+        }
+        let load = Load::one(chunk.bytes, false);
+        Some(chunk.hosts.near(member).map(|from| self.receive(from, load, &[])).collect())
+    }
+
+    /// Brings the result of a chunk, which these steps make, to the other members of the host of
+    /// the one that carries it.
+    pub(super) fn hand_out(&mut self, chunk: &Carried<'_>, member: usize, results: &[u32]) {
+        let load = Load::one(chunk.bytes, true);
+        if chunk.carrier != member {
+            self.receive(chunk.carrier, load, &[]);
+            return;
+        }
+        for to in chunk.hosts.near(member) {
+            self.send(to, load, results);
+        }
+    }
+
     fn push(&mut self, action: Action, after: &[u32]) -> u32 {
         let Program { steps, after: all } = &mut self.program;
         let (step, first) = (index(steps.len()), index(all.len()));
@@ -133,6 +157,14 @@ impl Builder {
     pub(super) fn finish(self) -> Program {
         self.program
     }
+}
+
+/// A chunk that one member of a host carries.
+pub(super) struct Carried<'a> {
+    pub(super) hosts: &'a Hosts,
+    pub(super) carrier: usize,
+    /// Bytes of elements.
+    pub(super) bytes: usize,
 }
 
 fn index(number: usize) -> u32 {
@@ -319,4 +351,30 @@ fn direct(members: usize, member: usize, bytes: usize) -> Program {
         others().map(|from| builder.receive(from, Load::one(bytes, false), &[])).collect();
     builder.reduce((members + 3) * bytes, &arrived);
     builder.finish()
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// Checks that one member sends another messages of so many bytes, and that the other receives
+    /// them, in this order.
+    pub(in super::super) fn assert_goes(
+        programs: &[Program],
+        from: usize,
+        to: usize,
+        expected: &[u64],
+        world: &[u32],
+    ) {
+        let sent = programs[from].actions().filter_map(|action| match action {
+            Action::Send(transfer) if transfer.member as usize == to => Some(transfer.bytes),
+            _ => None,
+        });
+        let received = programs[to].actions().filter_map(|action| match action {
+            Action::Receive(transfer) if transfer.member as usize == from => Some(transfer.bytes),
+            _ => None,
+        });
+        assert_eq!(sent.collect::<Vec<_>>(), expected, "{world:?}: {from} to {to}");
+        assert_eq!(received.collect::<Vec<_>>(), expected, "{world:?}: {from} to {to}");
+    }
 }

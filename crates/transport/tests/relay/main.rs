@@ -13,10 +13,10 @@ use std::net::{IpAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::open_pair;
+use farandole_transport::contract::{Diverted, PATIENCE, address, open_pair};
 use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions, frames};
 use farandole_world::{HostHash, Rank};
-use proxy::{Diverted, HANDSHAKE, Harm, PATIENCE, Plan, Proxy, Way, address};
+use proxy::{HANDSHAKE, Harm, Plan, Proxy, Way};
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 
@@ -51,7 +51,7 @@ impl Pair {
     fn with(options: impl Fn(u32) -> MeshOptions + Sync, plan: Option<Plan>) -> Self {
         let meeting = MemoryRendezvous::default();
         let target = meeting.clone();
-        let proxy = Proxy::start(move || address(&target), plan);
+        let proxy = Proxy::start(move || address(&target, 0), plan);
         let diverted = Diverted { meeting: meeting.clone(), to: proxy.address };
         let meshes = thread::scope(|scope| {
             let zero = scope.spawn(|| Mesh::join(options(0), &meeting).unwrap());
@@ -323,7 +323,7 @@ fn a_recorded_handshake_is_useless_later() {
     let meeting = MemoryRendezvous::default();
     let (target, card) = (meeting.clone(), meeting.clone());
     let joining = thread::spawn(move || Mesh::join(options(0, 1), &target).unwrap());
-    let there = address(&card);
+    let there = address(&card, 0);
     let other = Mesh::join(options(1, 1), &meeting).unwrap();
     let mesh = joining.join().unwrap();
     for words in &recorded {

@@ -8,12 +8,9 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
 
-use farandole_transport::{MemoryRendezvous, Place, Rendezvous, Result};
+use farandole_transport::contract::PATIENCE;
 
-/// The longest any wait lasts.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 /// Bytes of a handshake, from the dialer and from the acceptor.
 pub(crate) const HANDSHAKE: [usize; 2] = [144 + 32, 110 + 34];
 
@@ -225,31 +222,4 @@ fn meet(shared: &Shared, number: usize, other: usize, way: Way) -> TcpStream {
     let (state, late) = shared.changed.wait_timeout_while(state, PATIENCE, missing).unwrap();
     assert!(!late.timed_out(), "no connection {other}");
     state.outs[other][way as usize].try_clone().unwrap()
-}
-
-/// A meeting point that shows rank 1 another way to rank 0.
-#[derive(Clone)]
-pub(crate) struct Diverted {
-    pub(crate) meeting: MemoryRendezvous,
-    pub(crate) to: SocketAddr,
-}
-
-impl Rendezvous for Diverted {
-    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
-        let mut cards = self.meeting.meet(place, card, deadline)?;
-        let first = String::from_utf8(cards[0].clone()).unwrap();
-        let facts = first.lines().filter(|line| !line.starts_with("address "));
-        let mut diverted: String = facts.flat_map(|line| [line, "\n"]).collect();
-        diverted.push_str(&format!("address {}\n", self.to));
-        cards[0] = diverted.into_bytes();
-        Ok(cards)
-    }
-}
-
-/// Returns rank 0's address.
-pub(crate) fn address(meeting: &MemoryRendezvous) -> SocketAddr {
-    let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
-    let card = String::from_utf8(card).unwrap();
-    let line = card.lines().find_map(|line| line.strip_prefix("address 127.0.0.1")).unwrap();
-    format!("127.0.0.1{line}").parse().unwrap()
 }

@@ -50,21 +50,15 @@ use farandole_transport::Link;
 use super::UNIT;
 use super::hierarchy::{Inputs, arrived};
 use super::peers::{Job, Moved, Peers};
+use super::position::{Position, Stream};
+use crate::Result;
 use crate::buffer::Flat;
 use crate::kernel::Reducer;
-use crate::{Error, Result};
 pub(super) use schedule::Lane;
-use schedule::{Position, Schedule, Stage, Way};
+use schedule::{Schedule, Stage, Way};
 
 /// Bytes worked on at a time: they are still in the cache when they are written on.
 const BLOCK: usize = 16 << 10;
-
-/// State of one operation on a link.
-#[derive(Clone, Copy, Debug)]
-struct Stream {
-    writing: Position,
-    reading: Position,
-}
 
 /// A chunk that this member carries.
 struct Work {
@@ -118,11 +112,8 @@ impl Halving {
         inputs: Flat,
         outputs: Flat,
     ) -> Result<Self> {
-        let too_small = || Error::Shape {
-            reason: format!("a ring of {} bytes is too small for an allreduce", peers.capacity),
-        };
         let schedule = Schedule::new(inputs.len(), &peers.hosts, reducer.width(), peers.capacity);
-        let schedule = schedule.ok_or_else(too_small)?;
+        let schedule = schedule.ok_or_else(|| peers.too_small())?;
         let (member, host) = (peers.member, peers.hosts.own());
         let lanes = match &peers.scratch.lanes {
             Some(lanes) => Arc::clone(lanes),
@@ -254,7 +245,7 @@ impl Halving {
                 any |= self.store(far, &stage, peers)?;
                 let Stream { writing, reading } = &self.streams[lane];
                 let is_past =
-                    |position: Position| position.is_past_late(&self.lanes[lane], work.chunk);
+                    |position: Position| position.is_past_late(self.lanes[lane].ahead, work.chunk);
                 is_past(*writing) && is_past(*reading)
             };
             if !over {
@@ -346,7 +337,7 @@ impl Halving {
         peers: &mut Peers,
     ) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[lane];
-        if writing.late(&self.lanes[lane]) != Some(chunk) {
+        if writing.late(self.lanes[lane].ahead) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) = (self.schedule.chunk(chunk).0 + stage.keep.start, &self.outputs);
@@ -364,7 +355,7 @@ impl Halving {
         peers: &mut Peers,
     ) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[lane];
-        if reading.late(&self.lanes[lane]) != Some(chunk) {
+        if reading.late(self.lanes[lane].ahead) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) = (self.schedule.chunk(chunk).0 + stage.give.start, &self.outputs);
@@ -379,7 +370,7 @@ impl Halving {
     /// Sends a member of this host the result of a chunk that is complete.
     fn hand_out(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[lane];
-        let Some(chunk) = writing.late(&self.lanes[lane]) else { return Ok(false) };
+        let Some(chunk) = writing.late(self.lanes[lane].ahead) else { return Ok(false) };
         if chunk >= self.next || self.works.iter().any(|work| work.chunk == chunk) {
             return Ok(false);
         }
@@ -392,7 +383,7 @@ impl Halving {
     /// Stores the result of a chunk that another member of this host carries.
     fn fetch(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[lane];
-        let Some(chunk) = reading.late(&self.lanes[lane]) else { return Ok(false) };
+        let Some(chunk) = reading.late(self.lanes[lane].ahead) else { return Ok(false) };
         let (start, outputs) = (self.schedule.chunk(chunk).0, &self.outputs);
         let any = reading
             .message
@@ -432,10 +423,9 @@ impl Job for Halving {
             any |= self.fetch(lane, link)?;
             any |= self.hand_out(lane, link)?;
         }
-        let over = |stream: &Stream| stream.writing.is_over() && stream.reading.is_over();
         let done = self.next >= self.schedule.chunks()
             && self.works.is_empty()
-            && self.streams.iter().all(over);
+            && self.streams.iter().all(Stream::is_over);
         if done {
             peers.scratch.store = std::mem::take(&mut self.spare);
         }

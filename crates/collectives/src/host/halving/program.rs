@@ -68,7 +68,9 @@ impl<'a> Writer<'a> {
                 }
             }
             if let Some(chunk) = t.checked_sub(within) {
-                self.late_within(chunk);
+                let results = std::mem::take(&mut self.before[chunk]);
+                let carried = self.schedule.carried(chunk, self.host);
+                self.builder.hand_out(&carried, self.member, &results);
             }
         }
         self.builder.finish()
@@ -87,22 +89,11 @@ impl<'a> Writer<'a> {
         self.schedule.hosts().carrier(host, chunk)
     }
 
-    fn near(&self) -> impl Iterator<Item = usize> + use<'a> {
-        let member = self.member;
-        self.schedule.hosts().members(self.host).filter(move |other| *other != member)
-    }
-
     /// An input to the carrier; or all inputs, and the swaps of partials.
     fn early(&mut self, chunk: usize) {
-        let (carrier, len) = (self.carrier(self.host, chunk), self.schedule.chunk(chunk).1);
-        if carrier != self.member {
-            self.builder.send(carrier, Load::one(len, true), &[]);
-            return;
-        }
-        let width = self.schedule.width();
-        let near = self.near();
-        let inputs: Vec<u32> =
-            near.map(|from| self.builder.receive(from, Load::one(len, false), &[])).collect();
+        let carried = self.schedule.carried(chunk, self.host);
+        let Some(inputs) = self.builder.gather(&carried, self.member) else { return };
+        let (len, width) = (carried.bytes, self.schedule.width());
         let mut before = vec![self.builder.reduce(len * (inputs.len() + 1 + width), &inputs)];
         let mut own = 0..len;
         for step in 0..self.schedule.stages(self.host, chunk) {
@@ -149,28 +140,14 @@ impl<'a> Writer<'a> {
         }
         self.before[chunk] = if after.is_empty() { before } else { after };
     }
-
-    /// Results to the members of this host, or from the carrier.
-    fn late_within(&mut self, chunk: usize) {
-        let carrier = self.carrier(self.host, chunk);
-        let load = Load::one(self.schedule.chunk(chunk).1, true);
-        if carrier != self.member {
-            self.builder.receive(carrier, load, &[]);
-            return;
-        }
-        let results = std::mem::take(&mut self.before[chunk]);
-        for to in self.near() {
-            self.builder.send(to, load, &results);
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::super::hosts::Hosts;
+    use super::super::super::program::tests::assert_goes;
     use super::super::schedule::Way;
     use super::*;
-    use crate::program::Action;
 
     #[test]
     fn a_program_sends_and_receives_what_the_schedule_says_in_its_order() {
@@ -194,28 +171,7 @@ mod tests {
                                 position = schedule.next(position, lane, Way::Out);
                             }
                         }
-                        let sent = programs[from].actions().filter_map(|action| match action {
-                            Action::Send(transfer) if transfer.member as usize == to => {
-                                Some(transfer.bytes)
-                            }
-                            _ => None,
-                        });
-                        let received = programs[to].actions().filter_map(|action| match action {
-                            Action::Receive(transfer) if transfer.member as usize == from => {
-                                Some(transfer.bytes)
-                            }
-                            _ => None,
-                        });
-                        assert_eq!(
-                            sent.collect::<Vec<_>>(),
-                            expected,
-                            "{numbers:?}: {from} to {to}"
-                        );
-                        assert_eq!(
-                            received.collect::<Vec<_>>(),
-                            expected,
-                            "{numbers:?}: {from} to {to}"
-                        );
+                        assert_goes(&programs, from, to, &expected, numbers);
                     }
                 }
             }

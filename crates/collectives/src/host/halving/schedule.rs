@@ -7,19 +7,16 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use super::super::UNIT;
 use super::super::hosts::Hosts;
-use super::super::message::Message;
+use super::super::position::{Found, Position};
+use super::super::program::Carried;
+use super::super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT};
 
 /// Chunks in each step at the same time, of those that a member carries.
 const LOOKAHEAD: usize = 2;
 /// Chunks whose inputs are posted within a host before the result of the first, besides those in
 /// steps between hosts.
 const LOOKAHEAD_WITHIN: usize = 4;
-/// Chunks stay in the second-level cache.
-const LARGEST_CHUNK: usize = 256 << 10;
-/// Below, a chunk costs more in messages than it gains in overlap.
-const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
 const OVERLAP: usize = 12;
 
@@ -44,7 +41,7 @@ pub(in super::super) struct Lane {
     own: Place,
     peer: Place,
     /// Number of chunks by which results come after early messages.
-    ahead: usize,
+    pub(super) ahead: usize,
 }
 
 /// Host of a member, its number there, and the members there.
@@ -93,45 +90,6 @@ pub(super) enum Way {
     Back,
 }
 
-/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk
-/// `t` (an input, or partials), slot `2 t + 1` is late for chunk `t - ahead` (results).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Position {
-    slot: usize,
-    pub(super) message: Message,
-}
-
-/// The slot after the last message.
-const OVER: usize = usize::MAX;
-
-impl Position {
-    /// Returns whether there is no further message.
-    pub(super) fn is_over(self) -> bool {
-        self.slot == OVER
-    }
-
-    /// Returns the chunk of which an input or partials are at this position.
-    pub(super) fn early(self) -> Option<usize> {
-        (!self.is_over() && self.slot.is_multiple_of(2)).then_some(self.slot / 2)
-    }
-
-    /// Returns the chunk of which results are at this position.
-    pub(super) fn late(self, lane: &Lane) -> Option<usize> {
-        let is_late = !self.is_over() && self.slot % 2 == 1;
-        is_late.then(|| self.slot / 2 - lane.ahead)
-    }
-
-    /// Returns whether the results of a chunk were before this position.
-    pub(super) fn is_past_late(self, lane: &Lane, chunk: usize) -> bool {
-        self.slot > 2 * (chunk + lane.ahead) + 1
-    }
-
-    /// Returns whether the input or the partials of a chunk were before this position.
-    pub(super) fn is_past_early(self, chunk: usize) -> bool {
-        self.slot > 2 * chunk
-    }
-}
-
 /// Elements are cut in chunks, which members of a host carry in turns.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Schedule {
@@ -173,6 +131,12 @@ impl Schedule {
 
     pub(in super::super) fn chunks(&self) -> usize {
         self.chunks
+    }
+
+    /// Returns a chunk as a member of this host carries it.
+    pub(super) fn carried(&self, chunk: usize, host: usize) -> Carried<'_> {
+        let (carrier, bytes) = (self.hosts.carrier(host, chunk), self.chunk(chunk).1);
+        Carried { hosts: &self.hosts, carrier, bytes }
     }
 
     /// Returns the start of a chunk, and its length.
@@ -322,8 +286,7 @@ impl Schedule {
     pub(super) fn lanes(&self, member: usize) -> Vec<Lane> {
         let hosts = &self.hosts;
         let own = Place::new(hosts, member);
-        let mut peers: BTreeSet<usize> =
-            hosts.members(own.host).filter(|other| *other != member).collect();
+        let mut peers: BTreeSet<usize> = hosts.near(member).collect();
         for host in self.partners(own.host) {
             let size = hosts.members(host).len();
             let period = [size, 2 * hosts.largest()].into_iter().fold(own.size, common_multiple);
@@ -347,14 +310,8 @@ impl Schedule {
 
     /// Returns the first message from `slot` on.
     fn seek(&self, slot: usize, lane: &Lane, way: Way) -> Position {
-        let ahead = lane.ahead;
-        let early =
-            self.early(slot.div_ceil(2), lane, way).map(|(chunk, bytes)| (2 * chunk, bytes));
-        let late = self.late((slot / 2).saturating_sub(ahead), lane, way);
-        let late = late.map(|(chunk, bytes)| (2 * (chunk + ahead) + 1, bytes));
-        let next = early.into_iter().chain(late).min();
-        let over = Position { slot: OVER, message: Message::default() };
-        next.map_or(over, |(slot, bytes)| Position { slot, message: Message::new(bytes) })
+        let early = |from| self.early(from, lane, way);
+        Position::seek(slot, lane.ahead, early, |from| self.late(from, lane, way))
     }
 
     pub(super) fn first(&self, lane: &Lane, way: Way) -> Position {
@@ -363,11 +320,11 @@ impl Schedule {
 
     /// Returns the position after this one.
     pub(super) fn next(&self, position: Position, lane: &Lane, way: Way) -> Position {
-        self.seek(position.slot.saturating_add(1), lane, way)
+        self.seek(position.after(), lane, way)
     }
 
     /// Returns the next early message that is not empty: its chunk and its bytes.
-    fn early(&self, from: usize, lane: &Lane, way: Way) -> Option<(usize, usize)> {
+    fn early(&self, from: usize, lane: &Lane, way: Way) -> Found {
         let (sender, receiver) = lane.ends(way);
         if lane.is_near() {
             let chunk = receiver.first(from);
@@ -377,7 +334,7 @@ impl Schedule {
     }
 
     /// Returns the next late message that is not empty: its chunk and its bytes.
-    fn late(&self, from: usize, lane: &Lane, way: Way) -> Option<(usize, usize)> {
+    fn late(&self, from: usize, lane: &Lane, way: Way) -> Found {
         let (sender, receiver) = lane.ends(way);
         if lane.is_near() {
             let chunk = sender.first(from);
@@ -393,7 +350,7 @@ impl Schedule {
         sender: Place,
         receiver: Place,
         bytes: impl Fn(usize) -> usize,
-    ) -> Option<(usize, usize)> {
+    ) -> Found {
         let carried = (sender.first(from)..self.chunks).step_by(sender.size);
         let both = carried.filter(|chunk| receiver.carries(*chunk));
         both.map(|chunk| (chunk, bytes(chunk))).find(|(_, bytes)| *bytes > 0)

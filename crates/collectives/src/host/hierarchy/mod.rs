@@ -53,10 +53,11 @@ use farandole_transport::Link;
 use super::UNIT;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
+use super::position::Stream;
+use crate::Result;
 use crate::buffer::Flat;
 use crate::kernel::Reducer;
-use crate::{Error, Result};
-use schedule::{Course, Position, Schedule};
+use schedule::{Course, Schedule};
 
 /// Bytes of elements worked on at a time: they are still in the cache when they are written on.
 const BLOCK: usize = 16 << 10;
@@ -90,13 +91,6 @@ fn routes(peers: &Peers) -> Arc<[Route]> {
         .map(route)
         .filter(|route| !route.out.is_empty() || !route.back.is_empty())
         .collect()
-}
-
-/// State of one operation on a route.
-#[derive(Clone, Copy, Debug)]
-struct Stream {
-    writing: Position,
-    reading: Position,
 }
 
 /// Results of a chunk that were stored, by host; for handing them out.
@@ -145,12 +139,9 @@ impl Hierarchy {
             None => Arc::clone(peers.scratch.routes.insert(routes(peers))),
         };
         let (peers, hosts) = (&*peers, &peers.hosts);
-        let too_small = || Error::Shape {
-            reason: format!("a ring of {} bytes is too small for an allreduce", peers.capacity),
-        };
         let expansion = reducer.expansion();
-        let schedule =
-            Schedule::new(inputs.len(), hosts, expansion, peers.capacity).ok_or_else(too_small)?;
+        let schedule = Schedule::new(inputs.len(), hosts, expansion, peers.capacity)
+            .ok_or_else(|| peers.too_small())?;
         let (member, host) = (peers.member, hosts.own());
         let stream = |route: &Route| Stream {
             writing: schedule.seek(0, &route.out),
@@ -196,7 +187,7 @@ impl Hierarchy {
     /// Sends a carrier on this host what the link takes of this member's input.
     fn post(&mut self, index: usize, link: &mut Link) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[index];
-        let Some(chunk) = self.schedule.early_at(*writing) else { return Ok(false) };
+        let Some(chunk) = writing.early() else { return Ok(false) };
         let (start, inputs) = (self.schedule.chunk(chunk).0, &self.inputs);
         let any = writing.message.put(&mut *link.sender, |at, to| inputs.read(start + at, to))?;
         self.wrote(index);
@@ -227,7 +218,7 @@ impl Hierarchy {
         }
         let Some((owner, part)) = self.schedule.owner(chunk, at) else { return Ok(false) };
         let expansion = self.reducer.expansion();
-        let ready = |stream: &Stream| self.schedule.early_at(stream.reading) == Some(chunk);
+        let ready = |stream: &Stream| stream.reading.early() == Some(chunk);
         let near = self.near.clone().zip(self.local.clone());
         if !self.streams[self.near.clone()].iter().all(ready) {
             return Ok(false);
@@ -242,7 +233,7 @@ impl Hierarchy {
         let target = (owner != self.host).then(|| self.route_to(peers, owner, chunk));
         let target = target.map(|target| (target, self.routes[target].link));
         if let Some((target, link)) = target {
-            if self.schedule.early_at(self.streams[target].writing) != Some(chunk) {
+            if self.streams[target].writing.early() != Some(chunk) {
                 return Ok(false);
             }
             let window = peers.links[link].sender.window()?.len();
@@ -316,7 +307,7 @@ impl Hierarchy {
         carriers.extend(others.map(|host| self.route_to(peers, host, chunk)));
         for index in &carriers {
             let Stream { reading, .. } = &self.streams[*index];
-            if self.schedule.early_at(*reading) != Some(chunk) {
+            if reading.early() != Some(chunk) {
                 bytes = 0;
                 break;
             }
@@ -403,10 +394,8 @@ impl Hierarchy {
 
     /// Sends results: the own parts to the other hosts' carriers, whole chunks within the host.
     fn send(&mut self, index: usize, link: &mut Link) -> Result<bool> {
-        let course = &self.routes[index].out;
-        let Some(chunk) = self.schedule.late_at(self.streams[index].writing, course) else {
-            return Ok(false);
-        };
+        let ahead = self.routes[index].out.ahead;
+        let Some(chunk) = self.streams[index].writing.late(ahead) else { return Ok(false) };
         let start = self.schedule.chunk(chunk).0;
         let (start, len, ready) = if self.near.contains(&index) {
             (start, self.schedule.chunk(chunk).1, self.complete(chunk))
@@ -432,9 +421,7 @@ impl Hierarchy {
     /// Stores results.
     fn fetch(&mut self, index: usize, link: &mut Link) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[index];
-        let Some(chunk) = self.schedule.late_at(*reading, &self.routes[index].back) else {
-            return Ok(false);
-        };
+        let Some(chunk) = reading.late(self.routes[index].back.ahead) else { return Ok(false) };
         let start = self.schedule.chunk(chunk).0;
         let (host, local) = (self.routes[index].host, self.near.contains(&index));
         let start = if local { start } else { start + self.schedule.part(chunk, host).0 };
@@ -455,7 +442,8 @@ impl Hierarchy {
     fn forget(&mut self) {
         while let Some(front) = self.arrived.front() {
             let waits = |index: usize| {
-                !self.routes[index].out.is_past(self.streams[index].writing, front.chunk)
+                let ahead = self.routes[index].out.ahead;
+                !self.streams[index].writing.is_past_late(ahead, front.chunk)
             };
             if self.near.clone().any(waits) {
                 return;
@@ -548,8 +536,8 @@ impl Job for Hierarchy {
             any |= self.send(index, link)?;
         }
         self.forget();
-        let over = |stream: &Stream| stream.writing.is_over() && stream.reading.is_over();
-        let done = self.reducing.chunk >= self.schedule.chunks() && self.streams.iter().all(over);
+        let done = self.reducing.chunk >= self.schedule.chunks()
+            && self.streams.iter().all(Stream::is_over);
         if done {
             peers.scratch.store = std::mem::take(&mut self.store);
         }

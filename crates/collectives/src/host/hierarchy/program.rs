@@ -63,16 +63,12 @@ impl<'a> Writer<'a> {
                 self.late_between(chunk);
             }
             if let Some(chunk) = t.checked_sub(within) {
-                self.late_within(chunk);
+                let results = std::mem::take(&mut self.results[chunk]);
+                let carried = self.schedule.carried(chunk, self.host);
+                self.builder.hand_out(&carried, self.member, &results);
             }
         }
         self.builder.finish()
-    }
-
-    /// Returns the other members of this host.
-    fn near(&self) -> Vec<usize> {
-        let member = self.member;
-        self.schedule.hosts().members(self.host).filter(|other| *other != member).collect()
     }
 
     /// Returns the other hosts, the next one first.
@@ -83,19 +79,11 @@ impl<'a> Writer<'a> {
 
     /// An input to the carrier; or all inputs, the partials, and the own part's result.
     fn early(&mut self, chunk: usize) {
-        let carrier = self.schedule.hosts().carrier(self.host, chunk);
-        let len = self.schedule.chunk(chunk).1;
-        if carrier != self.member {
-            self.builder.send(carrier, Load::one(len, true), &[]);
-            return;
-        }
-        let near = self.near();
-        let mut inputs: Vec<u32> = near
-            .iter()
-            .map(|from| self.builder.receive(*from, Load::one(len, false), &[]))
-            .collect();
+        let carried = self.schedule.carried(chunk, self.host);
+        let Some(mut inputs) = self.builder.gather(&carried, self.member) else { return };
+        let members = inputs.len() + 1;
         inputs.extend(self.joined);
-        let own = self.join(chunk, near.len() + 1, &inputs);
+        let own = self.join(chunk, members, &inputs);
         let part = self.schedule.part(chunk, self.host).1;
         if part == 0 {
             return;
@@ -193,28 +181,14 @@ impl<'a> Writer<'a> {
         }
         self.results[chunk] = results;
     }
-
-    /// Results to the members of this host, or from the carrier.
-    fn late_within(&mut self, chunk: usize) {
-        let carrier = self.schedule.hosts().carrier(self.host, chunk);
-        let load = Load::one(self.schedule.chunk(chunk).1, true);
-        if carrier != self.member {
-            self.builder.receive(carrier, load, &[]);
-            return;
-        }
-        let results = std::mem::take(&mut self.results[chunk]);
-        for to in self.near() {
-            self.builder.send(to, load, &results);
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::super::hosts::Hosts;
+    use super::super::super::program::tests::assert_goes;
     use super::super::schedule::Course;
     use super::*;
-    use crate::program::Action;
 
     #[test]
     fn a_program_sends_and_receives_what_the_schedule_says_in_its_order() {
@@ -238,24 +212,7 @@ mod tests {
                         expected.push(position.message.left() as u64);
                         position = schedule.next(position, &course);
                     }
-                    let sent = programs[from].actions().filter_map(|action| match action {
-                        Action::Send(transfer) if transfer.member as usize == to => {
-                            Some(transfer.bytes)
-                        }
-                        _ => None,
-                    });
-                    let received = programs[to].actions().filter_map(|action| match action {
-                        Action::Receive(transfer) if transfer.member as usize == from => {
-                            Some(transfer.bytes)
-                        }
-                        _ => None,
-                    });
-                    assert_eq!(sent.collect::<Vec<_>>(), expected, "{numbers:?}: {from} to {to}");
-                    assert_eq!(
-                        received.collect::<Vec<_>>(),
-                        expected,
-                        "{numbers:?}: {from} to {to}"
-                    );
+                    assert_goes(&programs, from, to, &expected, numbers);
                 }
             }
         }

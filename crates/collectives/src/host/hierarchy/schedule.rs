@@ -6,9 +6,10 @@
 
 use std::ops::Range;
 
-use super::super::UNIT;
 use super::super::hosts::Hosts;
-use super::super::message::Message;
+use super::super::position::Position;
+use super::super::program::Carried;
+use super::super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT, start_of};
 
 /// Chunks of which partials are sent before the result of the first, of those that a member
 /// carries.
@@ -17,33 +18,10 @@ const LOOKAHEAD: usize = 3;
 /// were [`LOOKAHEAD`], too, each result would wait for the one before: a partial needs inputs,
 /// which would come after that result.
 const LOOKAHEAD_WITHIN: usize = 2 * LOOKAHEAD;
-/// Chunks stay in the second-level cache.
-const LARGEST_CHUNK: usize = 256 << 10;
 /// Chunks grow with the hosts, so that the part for each host stays worth a message.
 const SMALLEST_PART: usize = 16 << 10;
-/// Below, a chunk costs more in messages than it gains in overlap.
-const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
 const OVERLAP: usize = 4;
-
-/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk
-/// `t` (an input, or a partial), slot `2 t + 1` is late for chunk `t - ahead` (a result), with the
-/// `ahead` of the [`Course`].
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Position {
-    slot: usize,
-    pub(super) message: Message,
-}
-
-/// The slot after the last message.
-const OVER: usize = usize::MAX;
-
-impl Position {
-    /// Returns whether there is no further message.
-    pub(super) fn is_over(self) -> bool {
-        self.slot == OVER
-    }
-}
 
 /// Every so many chunks, from a first one on.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,7 +53,7 @@ pub(super) struct Course {
     early: Option<Turns>,
     late: Option<Turns>,
     /// Number of chunks by which results come after early messages.
-    ahead: usize,
+    pub(super) ahead: usize,
     from: usize,
     to: usize,
 }
@@ -101,11 +79,6 @@ impl Course {
     /// Returns whether nothing ever goes over it.
     pub(super) fn is_empty(&self) -> bool {
         self.early.is_none() && self.late.is_none()
-    }
-
-    /// Returns whether the result of a chunk was before this position.
-    pub(super) fn is_past(&self, position: Position, chunk: usize) -> bool {
-        position.slot > 2 * (chunk + self.ahead) + 1
     }
 }
 
@@ -172,6 +145,12 @@ impl Schedule {
         Some((host, start..start + len))
     }
 
+    /// Returns a chunk as a member of this host carries it.
+    pub(super) fn carried(&self, chunk: usize, host: usize) -> Carried<'_> {
+        let (carrier, bytes) = (self.hosts.carrier(host, chunk), self.chunk(chunk).1);
+        Carried { hosts: &self.hosts, carrier, bytes }
+    }
+
     /// Returns the start of a chunk, and its length.
     pub(super) fn chunk(&self, chunk: usize) -> (usize, usize) {
         let start = (chunk * self.chunk).min(self.bytes);
@@ -181,32 +160,21 @@ impl Schedule {
     /// Returns the start of a host's part in a chunk, and its length.
     pub(super) fn part(&self, chunk: usize, host: usize) -> (usize, usize) {
         let bytes = self.chunk(chunk).1;
-        let (units, hosts) = (bytes.div_ceil(UNIT), self.hosts.count());
-        // Parts differ by one unit at most; the longer ones come first.
-        let (each, longer) = (units / hosts, units % hosts);
-        let start = |host: usize| ((each * host + host.min(longer)) * UNIT).min(bytes);
+        let start = |host: usize| start_of(bytes, self.hosts.count(), host);
         (start(host), start(host + 1) - start(host))
     }
 
-    /// Returns the first position from `slot` on whose message is not empty. Past the last slot the
-    /// message is finished.
+    /// Returns the first position from `slot` on whose message is not empty.
     pub(super) fn seek(&self, slot: usize, course: &Course) -> Position {
-        let early = course.early.and_then(|turns| {
-            let chunk = self.present(turns.from(slot.div_ceil(2)))?;
-            Some((2 * chunk, self.early_bytes(chunk, course)))
-        });
-        let late = course.late.and_then(|turns| {
-            let least = (slot / 2).saturating_sub(course.ahead);
-            let chunk = self.present(turns.from(least))?;
-            Some((2 * (chunk + course.ahead) + 1, self.late_bytes(chunk, course)))
-        });
         // Chunks get no longer: where a message is empty, those that follow it in its turns are,
         // too.
-        let next = [early, late].into_iter().flatten().filter(|(_, bytes)| *bytes > 0).min();
-        match next {
-            Some((slot, bytes)) => Position { slot, message: Message::new(bytes) },
-            None => Position { slot: OVER, message: Message::default() },
-        }
+        let find = |turns: Option<Turns>, from, bytes: &dyn Fn(usize) -> usize| {
+            let chunk = self.present(turns?.from(from))?;
+            Some((chunk, bytes(chunk))).filter(|(_, bytes)| *bytes > 0)
+        };
+        let early = |from| find(course.early, from, &|chunk| self.early_bytes(chunk, course));
+        let late = |from| find(course.late, from, &|chunk| self.late_bytes(chunk, course));
+        Position::seek(slot, course.ahead, early, late)
     }
 
     fn present(&self, chunk: usize) -> Option<usize> {
@@ -215,26 +183,7 @@ impl Schedule {
 
     /// Returns the position after this one.
     pub(super) fn next(&self, position: Position, course: &Course) -> Position {
-        self.seek(position.slot.saturating_add(1), course)
-    }
-
-    /// Returns the chunk of which an input or partial is at this position.
-    pub(super) fn early_at(&self, position: Position) -> Option<usize> {
-        self.early(position.slot)
-    }
-
-    /// Returns the chunk of which a result is at this position.
-    pub(super) fn late_at(&self, position: Position, course: &Course) -> Option<usize> {
-        self.late(position.slot, course)
-    }
-
-    fn early(&self, slot: usize) -> Option<usize> {
-        (slot.is_multiple_of(2) && slot / 2 < self.chunks).then_some(slot / 2)
-    }
-
-    fn late(&self, slot: usize, course: &Course) -> Option<usize> {
-        let chunk = (slot / 2).checked_sub(course.ahead).filter(|chunk| *chunk < self.chunks)?;
-        (slot % 2 == 1).then_some(chunk)
+        self.seek(position.after(), course)
     }
 
     fn early_bytes(&self, chunk: usize, Course { from, to, .. }: &Course) -> usize {
@@ -274,6 +223,7 @@ fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> 
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::message::Message;
     use super::*;
 
     const WORLDS: [&[u32]; 5] =
@@ -286,14 +236,15 @@ mod tests {
         let (here, there) = (hosts.of(from), hosts.of(to));
         let carries = |member: usize, chunk| hosts.carrier(hosts.of(member), chunk) == member;
         let bytes = |slot: usize| {
-            if let Some(chunk) = schedule.early(slot) {
+            if slot.is_multiple_of(2) {
+                let chunk = slot / 2;
                 return match (here == there, carries(from, chunk), carries(to, chunk)) {
                     (true, _, true) => schedule.chunk(chunk).1,
                     (false, true, true) => schedule.part(chunk, there).1 * schedule.expansion,
                     _ => 0,
                 };
             }
-            let Some(chunk) = schedule.late(slot, course) else { return 0 };
+            let Some(chunk) = (slot / 2).checked_sub(course.ahead) else { return 0 };
             match (here == there, carries(from, chunk), carries(to, chunk)) {
                 (true, true, _) => schedule.chunk(chunk).1,
                 (false, true, true) => schedule.part(chunk, here).1,

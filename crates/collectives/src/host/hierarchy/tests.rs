@@ -3,133 +3,16 @@
 
 //! Members of a hierarchy that are polled one by one.
 
-use std::time::{Duration, Instant};
-
-use farandole_transport::loopback;
-use farandole_world::Rank;
-
+use super::super::polled;
 use super::*;
-use crate::kernel::{self, Reduction};
-use crate::{DataType, Memory, ReduceOp};
 
-/// With 64 hosts of 8 ranks, the work of a rank before the first byte does not depend on the number
-/// of bytes.
 #[test]
 fn an_allreduce_among_many_hosts_begins_at_once() {
-    let (hosts, each, own) = (64, 8, 259);
-    let numbers: Vec<u32> = (0..hosts * each).map(|rank| rank / each).collect();
-    let others = (0..hosts * each).filter(|rank| *rank != own);
-    let (links, _ends): (Vec<Link>, Vec<Link>) =
-        others.map(|rank| loopback::pair(Rank(own), Rank(rank), 64 << 10).unwrap()).unzip();
-    let mut peers = Peers::new(Rank(own), links, Some(&numbers)).unwrap();
-    let (dtype, op) = (DataType::F32, ReduceOp::Sum);
-    let reduction = Reduction { dtype, op, members: peers.size(), prescale: 1.0, postscale: 1.0 };
-    let path = kernel::Path::best();
-    let mut began = |bytes: usize| {
-        let memory = Memory::new(bytes);
-        let flat = || Flat::new([memory.buffer()]);
-        let reducer = Reducer::ordered(reduction, path, peers.orders.clone()).unwrap();
-        let started = Instant::now();
-        let job = Hierarchy::new(&mut peers, reducer, flat(), flat()).unwrap();
-        let took = started.elapsed();
+    // The first one makes the routes.
+    polled::begins_at_once(1 << 20, Hierarchy::new, |peers, job| {
         assert_eq!((job.routes.len(), job.near.len()), (7 + 63, 7));
         peers.scratch.store = job.store;
-        took
-    };
-    // The first one makes the routes.
-    began(1 << 20);
-    for bytes in [4 << 10, 1 << 20, 128 << 20] {
-        let least = (0..10).map(|_| began(bytes)).min().unwrap_or_default();
-        assert!(least < Duration::from_millis(1), "{least:?} for {bytes} bytes");
-    }
-}
-
-/// A world, and one type of elements.
-struct Case {
-    hosts: &'static [u32],
-    dtype: DataType,
-}
-
-impl Case {
-    /// A small whole number, so that sums are exact in 16 bits, too.
-    fn input(member: usize, element: usize) -> f32 {
-        f32::from(u8::try_from((element * 7 + member * 31) % 23).unwrap())
-    }
-
-    fn sum(&self, element: usize) -> f32 {
-        (0..self.hosts.len()).map(|member| Self::input(member, element)).sum()
-    }
-
-    fn bytes(&self, value: f32) -> Vec<u8> {
-        // A bfloat16 is the upper half of a float32.
-        match self.dtype {
-            DataType::Bf16 => u16::try_from(value.to_bits() >> 16).unwrap().to_ne_bytes().to_vec(),
-            _ => value.to_ne_bytes().to_vec(),
-        }
-    }
-
-    fn width(&self) -> usize {
-        self.bytes(0.0).len()
-    }
-
-    /// All members, in place.
-    fn jobs(&self, elements: usize, capacity: usize) -> Vec<(Hierarchy, Peers, Memory)> {
-        let (dtype, op, size) = (self.dtype, ReduceOp::Sum, self.hosts.len());
-        let links = loopback::mesh(size, capacity).unwrap();
-        let job = |(member, links): (usize, Vec<Link>)| {
-            let rank = Rank(u32::try_from(member).unwrap());
-            let mut peers = Peers::new(rank, links, Some(self.hosts)).unwrap();
-            let memory = Memory::new(elements * self.width());
-            let flat = || Flat::new([memory.buffer()]);
-            for element in 0..elements {
-                flat().write(element * self.width(), &self.bytes(Self::input(member, element)));
-            }
-            let reduction = Reduction { dtype, op, members: size, prescale: 1.0, postscale: 1.0 };
-            let reducer =
-                Reducer::ordered(reduction, kernel::Path::best(), peers.orders.clone()).unwrap();
-            let job = Hierarchy::new(&mut peers, reducer, flat(), flat()).unwrap();
-            (job, peers, memory)
-        };
-        links.into_iter().enumerate().map(job).collect()
-    }
-
-    /// Polls members in an order that the seed gives, and checks all results.
-    fn run(&self, seed: u64, elements: usize, capacity: usize) {
-        let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1;
-        let mut members = self.jobs(elements, capacity);
-        let (mut done, mut idle) = (vec![false; members.len()], 0);
-        while done.contains(&false) {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            // One member at a time continues for a while, so that the others fall behind.
-            let (member, times) = (pick(random, members.len()), (random >> 8) % 20);
-            let (job, peers, _) = &mut members[member];
-            for _ in 0..times {
-                let moved = job.poll(peers).unwrap();
-                idle = if moved.any { 0 } else { idle + 1 };
-                done[member] = moved.done;
-            }
-            assert!(idle < 10_000, "nobody can move: {done:?}, seed {seed}");
-        }
-        for (member, (_, _, memory)) in members.iter().enumerate() {
-            let (mut bytes, flat) = (self.bytes(0.0), Flat::new([memory.buffer()]));
-            for element in 0..elements {
-                flat.read(element * bytes.len(), &mut bytes);
-                let sum = self.bytes(self.sum(element));
-                assert_eq!(
-                    bytes, sum,
-                    "member {member}, element {element}, {:?}, seed {seed}",
-                    self.hosts
-                );
-            }
-        }
-    }
-}
-
-/// A number below `of`.
-fn pick(random: u64, of: usize) -> usize {
-    usize::try_from(random % of as u64).unwrap()
+    });
 }
 
 /// The own part of a chunk comes before others: it is reduced while those behind it have not
@@ -138,10 +21,5 @@ fn pick(random: u64, of: usize) -> usize {
 fn members_that_are_polled_in_any_order_add_only_what_has_arrived() {
     let worlds: [&[u32]; 5] =
         [&[0, 0, 1, 1], &[0, 0, 0, 1, 2, 2], &[0, 1, 1, 1, 1], &[0, 0, 1], &[0, 0, 1, 1, 2, 2]];
-    for seed in 0..60 {
-        let hosts = worlds[pick(seed, worlds.len())];
-        let dtype = if seed % 3 == 0 { DataType::Bf16 } else { DataType::F32 };
-        let capacity = [4 << 10, 12 << 10, 32 << 10, 40 << 10][pick(seed, 4)];
-        Case { hosts, dtype }.run(seed, 40_003, capacity);
-    }
+    polled::add_in_any_order(&worlds, Hierarchy::new);
 }
