@@ -141,7 +141,8 @@ impl Gpus {
         let mailbox =
             Mailbox::over(region, place).ok_or_else(|| lost("is too small".to_owned()))?;
         let kernels = self.kernels.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
-        let site = GpuSite::new(gpu.lane()?, self.places.lock().clone(), kernels)?;
+        let memory = gpu.driver().facts(gpu.ordinal())?.bytes;
+        let site = GpuSite::new(gpu.lane()?, memory, self.places.lock().clone(), kernels)?;
         Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
     }
 

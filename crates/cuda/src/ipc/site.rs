@@ -18,9 +18,20 @@ use crate::{Cache, Error, GpuLane, Kernels, Lane as _, Nvrtc, Offer, Places};
 
 /// Pieces that a window holds.
 pub(crate) const SLOTS: u64 = 2;
-/// Bytes of a piece: with a third for results on the way to many tensors, a member takes 48 MiB of
-/// its GPU.
-const PIECE: usize = 16 << 20;
+/// Smallest and largest bytes of a piece. Processes take turns on a GPU, and a turn takes a fifth of
+/// a millisecond, so pieces are large: on an H100, 64 MiB among two processes take 1.2 ms in pieces
+/// of 16 MiB and 0.7 ms in one.
+const PIECES: (usize, usize) = (16 << 20, 64 << 20);
+/// A piece takes one in so many bytes of the GPU, and a window three pieces: the third is for
+/// results on the way to many tensors.
+const SHARE: u64 = 1024;
+
+/// Returns the bytes of a piece on a GPU with so much memory; whole MiB.
+fn piece_of(memory: u64) -> usize {
+    let (least, most) = PIECES;
+    let bytes = usize::try_from(memory / SHARE).unwrap_or(most).clamp(least, most);
+    bytes >> 20 << 20
+}
 
 /// The reduction of a piece.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -84,6 +95,8 @@ enum Stage {
 /// A GPU's.
 pub(crate) struct GpuSite {
     lane: GpuLane,
+    /// Bytes of a piece.
+    piece: usize,
     stage: Stage,
     views: Vec<View>,
     /// Start of each member's window.
@@ -92,16 +105,18 @@ pub(crate) struct GpuSite {
 
 impl GpuSite {
     /// Begins to compile the kernels, or to read them from the cache, and takes memory for the
-    /// window, on a thread of its own: that may take seconds.
+    /// window, on a thread of its own: that may take seconds. `memory` is the GPU's, in bytes, so
+    /// all members cut alike.
     ///
     /// # Errors
     /// `Device`.
-    pub(crate) fn new(lane: GpuLane, places: Places, cache: Cache) -> Result<Self> {
+    pub(crate) fn new(lane: GpuLane, memory: u64, places: Places, cache: Cache) -> Result<Self> {
         let context = lane.context();
+        let piece = piece_of(memory);
         let make = move || -> Result<Tools, Error> {
             let kernels = Kernels::load(Arc::clone(&context), &Nvrtc::load(&places)?, &cache)?;
             let slots = usize::try_from(SLOTS).unwrap_or(1) + 1;
-            let (window, offer) = Window::new(context, slots * PIECE)?;
+            let (window, offer) = Window::new(context, slots * piece)?;
             Ok(Tools { window, offer, kernels })
         };
         let thread = std::thread::Builder::new().name("farandole-ipc".to_owned()).spawn(make);
@@ -109,7 +124,13 @@ impl GpuSite {
             ordinal: lane.ordinal(),
             reason: format!("no thread to prepare CUDA IPC: {error}"),
         })?;
-        Ok(Self { lane, stage: Stage::Making(thread), views: Vec::new(), starts: Vec::new() })
+        Ok(Self {
+            lane,
+            piece,
+            stage: Stage::Making(thread),
+            views: Vec::new(),
+            starts: Vec::new(),
+        })
     }
 
     fn tools(&self) -> Result<&Tools> {
@@ -152,7 +173,7 @@ impl Site for GpuSite {
     }
 
     fn room_of_a_piece(&self) -> usize {
-        PIECE
+        self.piece
     }
 
     fn offer(&mut self) -> Option<Result<Offer, String>> {
@@ -212,7 +233,7 @@ impl Site for GpuSite {
 
     fn fill(&self, slot: u64, piece: &[Span], segments: &[Segment], dtype: DataType) -> Result<()> {
         let tools = self.tools()?;
-        let base = tools.window.start() + slot * PIECE as u64;
+        let base = tools.window.start() + slot * self.piece as u64;
         let from = |span: &Span| address(&segments[span.segment].input) + span.at as u64;
         if let [span] = piece {
             return Ok(self.lane.copy(from(span), base, span.bytes)?);
@@ -229,12 +250,12 @@ impl Site for GpuSite {
         let tools = self.tools()?;
         let How { dtype, op, prescale, postscale } = how;
         let addresses: Vec<u64> =
-            self.starts.iter().map(|start| start + slot * PIECE as u64).collect();
+            self.starts.iter().map(|start| start + slot * self.piece as u64).collect();
         let inputs = Inputs::new(&addresses, dtype, op, (prescale, postscale))?;
         let bytes = piece.last().map_or(0, Span::end);
         let count = (bytes / dtype.size()) as u64;
         let to = |span: &Span| address(&segments[span.segment].output) + span.at as u64;
-        let scratch = tools.window.start() + SLOTS * PIECE as u64;
+        let scratch = tools.window.start() + SLOTS * self.piece as u64;
         let out = if let [span] = piece { to(span) } else { scratch };
         // SAFETY: all members have filled the slot and leave it alone until this one says that it
         // has read it; the segments' owners keep them until the operation is over; the scratch
@@ -268,5 +289,16 @@ impl Drop for GpuSite {
             // What it has made goes with its result.
             drop(thread.join());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_grow_with_the_memory_of_the_gpu() {
+        let pieces = [4 << 30, 16 << 30, 24 << 30, 40 << 30, 81_559 << 20, u64::MAX].map(piece_of);
+        assert_eq!(pieces.map(|bytes| bytes >> 20), [16, 16, 24, 40, 64, 64]);
     }
 }

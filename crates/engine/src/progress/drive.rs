@@ -49,8 +49,10 @@ impl Inner {
                 return;
             }
             if moved {
-                if still_since.take().is_some() && matches!(until, Until::Done(..)) {
-                    driver.patience.paid();
+                if let Some(since) = still_since.take()
+                    && matches!(until, Until::Done(..))
+                {
+                    driver.patience.paid(now.duration_since(since));
                     spin = driver.patience.limit();
                 }
                 continue;

@@ -5,8 +5,9 @@
 //!
 //! On a quiet machine a peer answers within microseconds, and a thread that spins has the answer
 //! sooner than a thread that must be woken. On a busy one the spinning itself keeps the peer from
-//! its core. So the time is halved whenever it ran out and doubled whenever it was enough; now and
-//! then a waiter tries the full time, to find a machine quiet again.
+//! its core. So the time is halved whenever it ran out and doubled whenever it was enough. Now and
+//! then a waiter tries the full time, to find a machine quiet again. If that was enough, the next
+//! wait gets twice the time that it took, and not twice the short time before it.
 
 use std::time::Duration;
 
@@ -36,9 +37,9 @@ impl Patience {
         if self.slept % PROBE == PROBE - 1 { self.most } else { self.now }
     }
 
-    /// Notes that the awaited event came while spinning.
-    pub(crate) fn paid(&mut self) {
-        self.now = (self.now * 2).min(self.most);
+    /// Notes that the awaited event came after this time of spinning.
+    pub(crate) fn paid(&mut self, spun: Duration) {
+        self.now = (self.now.max(spun) * 2).min(self.most);
         self.slept = 0;
     }
 
@@ -64,7 +65,7 @@ mod tests {
         let mut patience = Patience::new(most);
         (0..20).for_each(|_| patience.ran_out());
         assert_eq!(patience.limit(), LEAST);
-        (0..10).for_each(|_| patience.paid());
+        (0..10).for_each(|_| patience.paid(LEAST));
         assert_eq!(patience.limit(), most);
     }
 
@@ -77,6 +78,15 @@ mod tests {
             patience.limit() == most
         });
         assert_eq!(full.count(), 2);
+    }
+
+    #[test]
+    fn a_full_time_that_was_enough_says_how_long_to_spin() {
+        let mut patience = Patience::new(Duration::from_millis(1));
+        (0..20).for_each(|_| patience.ran_out());
+        // Twice the 4 us before would run out again, and every wait would sleep.
+        patience.paid(Duration::from_micros(35));
+        assert_eq!(patience.limit(), Duration::from_micros(70));
     }
 
     #[test]
