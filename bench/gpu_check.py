@@ -452,6 +452,31 @@ def role(name: str, device: str, folder: Path) -> None:
         (folder / f"{rank}.json").write_text(json.dumps(note))
 
 
+def check_part(page: Page, part: str, device: str) -> None:
+    """Runs one part; what it raises is a failed check."""
+    alone: dict[str, Callable[[Page], None]] = {
+        "kernels": kernels,
+        "nccl": nccl,
+        "sanitizer": sanitizer,
+    }
+    together: dict[str, Callable[[Page, str], None]] = {
+        "ranks": ranks,
+        "training": training,
+        "faults": faults,
+        "estimator": estimator,
+    }
+    if device == "cpu":
+        together["nccl"] = one_rank
+    with suppress(KeyboardInterrupt):
+        try:
+            if part in together:
+                together[part](page, device)
+            elif device == "cuda":
+                alone[part](page)
+        except Exception as error:
+            page.check(False, part, f"{type(error).__name__}: {error}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -476,28 +501,8 @@ def main() -> int:
     if arguments.save:
         arguments.save.mkdir(parents=True, exist_ok=True)
         RANKS_LOG.append(arguments.save / "ranks.log")
-    alone: dict[str, Callable[[Page], None]] = {
-        "kernels": kernels,
-        "nccl": nccl,
-        "sanitizer": sanitizer,
-    }
-    together: dict[str, Callable[[Page, str], None]] = {
-        "ranks": ranks,
-        "training": training,
-        "faults": faults,
-    }
-    together["estimator"] = estimator
-    if device == "cpu":
-        together["nccl"] = one_rank
     for part in arguments.only:
-        with suppress(KeyboardInterrupt):
-            try:
-                if part in together:
-                    together[part](page, device)
-                elif device == "cuda":
-                    alone[part](page)
-            except Exception as error:
-                page.check(False, part, f"{type(error).__name__}: {error}")
+        check_part(page, part, device)
         if arguments.save:
             page.save(arguments.save)
     if torch.cuda.device_count() < 2:

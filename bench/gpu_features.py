@@ -97,7 +97,7 @@ def spread(device: str) -> torch.Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += hvd.rank()
+            parameter.add_(hvd.rank())
     model(batches(device)[0]).square().mean().backward()
     optimizer.step()
     hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
@@ -145,13 +145,13 @@ def capture(device: str) -> torch.Tensor:
     if device != "cpu":
         graph = torch.cuda.CUDAGraph()
         hvd.allreduce(tensor, name="capture", op=hvd.Sum)
+        refused = ""
         try:
             with torch.cuda.graph(graph):
                 hvd.allreduce(tensor, name="capture", op=hvd.Sum)
         except ValueError as error:
-            assert "captur" in str(error)
-        else:
-            raise AssertionError("a collective was captured")
+            refused = str(error)
+        assert "captur" in refused
     return hvd.allreduce(tensor, name="capture", op=hvd.Sum).cpu()
 
 
@@ -178,6 +178,10 @@ FEATURES: dict[str, Callable[[str], torch.Tensor]] = {
 }
 
 
+SINGLE = {"PowerSGD"}
+"""Features that compute in float32."""
+
+
 def features(device: str, folder: Path) -> dict[str, Any]:
     """Describes the features whose results differ from the host's."""
     del folder
@@ -187,7 +191,8 @@ def features(device: str, folder: Path) -> dict[str, Any]:
         try:
             expected, got = feature("cpu"), feature(device)
             # The order of sums in a product of matrices differs between devices.
-            if not torch.allclose(got.double(), expected.double(), rtol=1e-9, atol=1e-10):
+            least = 1e-6 if name in SINGLE else 1e-10
+            if not torch.allclose(got.double(), expected.double(), rtol=10 * least, atol=least):
                 difference = float((got.double() - expected.double()).abs().max())
                 wrong.append(f"{name} on rank {hvd.rank()}: differs by {difference:.1e}")
         except Exception as error:  # noqa: BLE001 - the other features are still of interest

@@ -141,8 +141,9 @@ impl Gpus {
         let mailbox =
             Mailbox::over(region, place).ok_or_else(|| lost("is too small".to_owned()))?;
         let kernels = self.kernels.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
-        let memory = gpu.driver().facts(gpu.ordinal())?.bytes;
-        let site = GpuSite::new(gpu.lane()?, memory, self.places.lock().clone(), kernels)?;
+        let lane = gpu.lane()?;
+        let memory = gpu.driver().facts(crate::Lane::ordinal(&lane))?.bytes;
+        let site = GpuSite::new(lane, memory, self.places.lock().clone(), kernels)?;
         Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
     }
 
