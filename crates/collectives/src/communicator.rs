@@ -150,6 +150,12 @@ pub trait Communicator: Send {
     /// buffers.
     fn launched(&mut self, _launched: &mut Vec<(Token, Arc<dyn Event>)>) {}
 
+    /// Returns whether peers wait for progress of the own device that only a call of `progress`
+    /// publishes. Operations may be complete here by then.
+    fn is_awaited(&self) -> bool {
+        false
+    }
+
     /// Waits until launched work is done, for at most so long: before an orderly end.
     fn drain(&mut self, _limit: Duration) {}
 

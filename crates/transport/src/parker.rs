@@ -170,12 +170,14 @@ impl Place for Until<'_> {
     fn wait(&self) -> Result<bool, Errno> {
         let deadline = self.deadline.unwrap_or_else(Instant::now);
         let mut left = deadline.saturating_duration_since(Instant::now());
+        let mut woken = false;
         if left < EPOLL_UNIT {
             let nanoseconds = Timespec { tv_sec: 0, tv_nsec: i64::from(left.subsec_nanos()) };
             let mut watched = [PollFd::new(&self.shared.epoll, PollFlags::IN)];
             match poll(&mut watched, Some(&nanoseconds)) {
                 Ok(0) => return Ok(false),
-                Ok(_) => left = Duration::ZERO,
+                // Another sleeper may answer before the event is taken below.
+                Ok(_) => (left, woken) = (Duration::ZERO, true),
                 Err(Errno::INTR) => return Ok(true),
                 Err(error) => return Err(error),
             }
@@ -187,7 +189,7 @@ impl Place for Until<'_> {
             data: epoll::EventData::new_u64(0),
         }; 16];
         match epoll::wait(&self.shared.epoll, &mut events[..], Some(&timeout)) {
-            Ok(0) => Ok(false),
+            Ok(0) => Ok(woken),
             Ok(_) | Err(Errno::INTR) => Ok(true),
             Err(error) => Err(error),
         }

@@ -42,6 +42,7 @@ pub(super) fn begins_at_once<J>(first: usize, make: Make<J>, finish: impl Fn(&mu
     began(first);
     for bytes in [4 << 10, 1 << 20, 128 << 20] {
         let least = (0..10).map(|_| began(bytes)).min().unwrap_or_default();
+        println!("before the first byte of {bytes}: {least:?}");
         assert!(least < Duration::from_millis(1), "{least:?} for {bytes} bytes");
     }
 }

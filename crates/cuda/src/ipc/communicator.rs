@@ -432,6 +432,10 @@ impl<S: Site> Communicator for IpcCommunicator<S> {
         launched.append(&mut self.launched);
     }
 
+    fn is_awaited(&self) -> bool {
+        !(self.fills.is_empty() && self.takes.is_empty())
+    }
+
     fn drain(&mut self, limit: Duration) {
         drain(self, limit);
     }

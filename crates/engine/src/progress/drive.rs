@@ -16,8 +16,9 @@ use crate::set::{Finished, ProcessSet, Step, answer_questions};
 
 /// Interval at which the clock is compared with deadlines while driving.
 const TICK: Duration = Duration::from_millis(20);
-/// Longest sleep while a device is waited for: its end wakes no thread.
-const GLANCE: Duration = Duration::from_micros(50);
+/// Sleeps between looks at a device, whose end wakes no thread: an eighth of the time waited so far,
+/// within these.
+const GLANCES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(500));
 /// Longest sleep while a lost peer may yet turn out to have left in order.
 const DOUBT: Duration = Duration::from_millis(5);
 
@@ -30,6 +31,8 @@ impl Inner {
             Until::Something => Duration::ZERO,
         };
         let mut still_since: Option<Instant> = None;
+        // It has slept since then, and does not spin again: the next looks are at a device.
+        let mut slept = false;
         let mut posted = driver.posted.wrapping_sub(1);
         loop {
             let now = Instant::now();
@@ -50,25 +53,29 @@ impl Inner {
             }
             if moved {
                 if let Some(since) = still_since.take()
+                    && !slept
                     && matches!(until, Until::Done(..))
                 {
-                    driver.patience.paid(now.duration_since(since));
+                    // Longer only if the thread had no core.
+                    driver.patience.paid(now.duration_since(since).min(spin));
                     spin = driver.patience.limit();
                 }
+                slept = false;
                 continue;
             }
             let spun = now.duration_since(*still_since.get_or_insert(now));
-            if spun < spin {
+            if !slept && spun < spin {
                 self.pause(spun);
                 continue;
             }
-            if matches!(until, Until::Done(..)) {
+            if !slept && matches!(until, Until::Done(..)) {
                 driver.patience.ran_out();
                 spin = driver.patience.limit();
             }
+            let glances = driver.sets.iter().any(ProcessSet::waits_for_device);
             let beat = now
-                + if driver.sets.iter().any(ProcessSet::waits_for_device) {
-                    GLANCE
+                + if glances {
+                    (spun / 8).clamp(GLANCES.0, GLANCES.1)
                 } else if driver.sets.iter().any(ProcessSet::is_in_doubt) {
                     DOUBT
                 } else {
@@ -84,7 +91,10 @@ impl Inner {
                 self.step(driver, Instant::now());
                 return;
             }
-            still_since = None;
+            slept = glances;
+            if !glances {
+                still_since = None;
+            }
         }
     }
 

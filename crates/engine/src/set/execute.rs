@@ -67,10 +67,12 @@ impl Execution {
         !self.broken && self.reach.is_watched()
     }
 
-    /// Returns whether a device is waited for, whose end wakes no thread.
+    /// Returns whether this rank or a peer waits for the device, whose end wakes no thread.
     pub(super) fn waits_for_device(&self) -> bool {
         !self.broken
-            && (self.reach.is_forming() || self.batches.iter().any(Batch::waits_for_device))
+            && (self.reach.is_forming()
+                || self.reach.is_awaited()
+                || self.batches.iter().any(Batch::waits_for_device))
     }
 
     /// Lists of which something is left.

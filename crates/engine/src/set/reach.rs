@@ -131,6 +131,11 @@ impl Reach {
         matches!(self, Self::Among(communicator) if communicator.pending() > 0)
     }
 
+    /// Returns whether peers wait for progress of the own device.
+    pub(super) fn is_awaited(&self) -> bool {
+        matches!(self, Self::Among(communicator) if communicator.is_awaited())
+    }
+
     /// For a set that is left. If that is `orderly` and nothing is `broken`, what was launched
     /// comes to its end.
     pub(super) fn abandon(&mut self, orderly: bool, broken: bool) {

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farandole_collectives::{
     Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Memory, Operation, Place,
@@ -30,6 +30,10 @@ struct Loops {
     nameless: bool,
     /// Whether members find out while forming that no communicator is possible.
     refused: bool,
+    /// Looks after an operation until its progress is published, for which peers wait.
+    owed: usize,
+    /// Looks that are left, of all members.
+    left: Arc<AtomicUsize>,
     /// Number of times that a name was requested.
     names: AtomicUsize,
     /// Operations they had, and events those came after.
@@ -43,8 +47,9 @@ impl Loops {
     fn new(size: usize, allowed: bool) -> Self {
         let links = Mutex::new(loopback::mesh(size, 1 << 16).unwrap());
         let (operations, events) = (Arc::default(), Arc::default());
-        let (names, ends) = (AtomicUsize::default(), Arc::default());
-        Self { links, allowed, nameless: false, refused: false, names, operations, events, ends }
+        let (names, ends, left) = (AtomicUsize::default(), Arc::default(), Arc::default());
+        let (nameless, refused, owed) = (false, false, 0);
+        Self { links, allowed, nameless, refused, owed, left, names, operations, events, ends }
     }
 }
 
@@ -83,7 +88,19 @@ impl Fabric for Loops {
         let (forming, remark) =
             (3 * (place + 1), self.refused.then(|| format!("{place} was refused")));
         let (refused, ends) = (self.refused, Arc::clone(&self.ends));
-        Ok(Box::new(Among { inner, operations, events, ends, forming, refused, remark }))
+        let (owed, left, owes) = (self.owed, Arc::clone(&self.left), 0);
+        Ok(Box::new(Among {
+            inner,
+            operations,
+            events,
+            ends,
+            forming,
+            refused,
+            remark,
+            owed,
+            left,
+            owes,
+        }))
     }
 }
 
@@ -96,6 +113,10 @@ struct Among {
     forming: usize,
     refused: bool,
     remark: Option<String>,
+    owed: usize,
+    left: Arc<AtomicUsize>,
+    /// Looks until the progress of the last operation is published.
+    owes: usize,
 }
 
 impl Drop for Among {
@@ -186,7 +207,21 @@ impl Communicator for Among {
 
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
         self.forming = self.forming.saturating_sub(1);
-        self.inner.progress(completed)
+        if self.owes > 0 {
+            self.owes -= 1;
+            self.left.fetch_sub(1, Ordering::Relaxed);
+        }
+        let before = completed.len();
+        let moved = self.inner.progress(completed)?;
+        if completed.len() > before {
+            self.owes += self.owed;
+            self.left.fetch_add(self.owed, Ordering::Relaxed);
+        }
+        Ok(moved)
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.owes > 0
     }
 
     fn drain(&mut self, _: Duration) {
@@ -202,7 +237,7 @@ impl Communicator for Among {
     }
 
     fn pending(&self) -> usize {
-        self.inner.pending() + usize::from(self.is_forming())
+        self.inner.pending() + usize::from(self.is_forming()) + self.owes.min(1)
     }
 }
 
@@ -297,6 +332,28 @@ fn where_members_find_out_while_forming_that_there_is_none_all_go_through_the_ho
         ["2 ranks, told by 0", "0 was refused"],
         "only the first rank says it"
     );
+}
+
+#[test]
+fn progress_that_peers_wait_for_is_published_soon_also_if_this_rank_calls_nothing() {
+    let fabric = Arc::new(Loops { owed: 40, ..Loops::new(2, true) });
+    let device = HostDevice::new(0, 1);
+    let cluster = Cluster {
+        devices: vec![Arc::new(device.clone())],
+        fabric: Some(Arc::clone(&fabric) as _),
+        ..Cluster::new(&[2])
+    };
+    cluster.run(|_, engine| {
+        let (_kept, buffer) = device.upload(&bytes(&[1.0]));
+        let base = request("last", SUM, &[1], &[1.0]);
+        call(&engine, Request { input: buffer.clone(), output: Some(buffer), ..base }).unwrap();
+        // At a look each 250 ms this would take 10 s.
+        let limit = Instant::now() + Duration::from_secs(4);
+        while fabric.left.load(Ordering::Relaxed) > 0 {
+            assert!(Instant::now() < limit, "a peer waits for progress that nobody looks at");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
 }
 
 /// Returns a result without memory of the caller.
