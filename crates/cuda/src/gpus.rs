@@ -117,14 +117,15 @@ impl Gpus {
         ];
         let abilities =
             abilities.iter().filter(|(there, _)| *there).map(|(_, ability)| ability).sum();
-        Ok(Card { uuid: facts.uuid, version, abilities, neighbours })
+        let memory = facts.bytes;
+        Ok(Card { uuid: facts.uuid, version, abilities, neighbours, memory })
     }
 
     /// Like [`Fabric::form`], where all members have the same GPU.
     fn form_by_ipc(
         &self,
         gpu: &Gpu,
-        name: &[u8],
+        name: &[u8; 128],
         place: (usize, usize),
         patience: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
@@ -141,9 +142,8 @@ impl Gpus {
         let mailbox =
             Mailbox::over(region, place).ok_or_else(|| lost("is too small".to_owned()))?;
         let kernels = self.kernels.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
-        let lane = gpu.lane()?;
-        let memory = gpu.driver().facts(crate::Lane::ordinal(&lane))?.bytes;
-        let site = GpuSite::new(lane, memory, self.places.lock().clone(), kernels)?;
+        let piece = name[ipc::WRITTEN];
+        let site = GpuSite::new(gpu.lane()?, piece, self.places.lock().clone(), kernels)?;
         Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
     }
 
@@ -213,7 +213,10 @@ impl Fabric for Gpus {
             let failed =
                 |error: farandole_shm::Error| detour(&format!("no mailbox for CUDA IPC: {error}"));
             let region = Region::create(Mailbox::bytes(cards.len())).map_err(failed)?;
-            let name = [&[IPC], &ipc::write(region.card())[..]].concat();
+            // Members may be told different sizes of the same GPU, where a program limits them.
+            let memory = read.iter().flatten().map(|card| card.memory).min().unwrap_or_default();
+            let piece = ipc::piece_of(memory);
+            let name = [&[IPC], &ipc::write(region.card())[..], &[piece]].concat();
             self.mailboxes.lock().push(region);
             return Ok(name);
         }
@@ -273,6 +276,8 @@ struct Card {
     abilities: u8,
     /// Equal for processes that can use each other's windows; 0 if this one can use no other's.
     neighbours: u64,
+    /// The GPU's, in bytes.
+    memory: u64,
 }
 
 /// Memory is taken and given back in the order of streams.
@@ -285,17 +290,19 @@ const FLOAT8: u8 = 4;
 /// members.
 const IPC: u8 = 0x80;
 
-/// A mark of there being a card, the GPU, the version, what it is able to, and its neighbours.
-const WRITTEN: usize = 1 + 16 + 4 + 1 + 8;
+/// A mark of there being a card, the GPU, the version, what it is able to, its neighbours, and its
+/// memory.
+const WRITTEN: usize = 1 + 16 + 4 + 1 + 8 + 8;
 /// The length of the abilities and of NCCL's name.
 const NAME: usize = 1 + size_of::<UniqueId>();
 const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
-const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of the longest");
+const _: () = assert!(ipc::WRITTEN + 1 < NAME, "names are read up to the length of the longest");
 
 impl Card {
     fn write(&self) -> Vec<u8> {
         let (version, neighbours) = (self.version.to_le_bytes(), self.neighbours.to_le_bytes());
-        [&[1][..], &self.uuid, &version, &[self.abilities], &neighbours].concat()
+        let memory = self.memory.to_le_bytes();
+        [&[1][..], &self.uuid, &version, &[self.abilities], &neighbours, &memory].concat()
     }
 
     fn read(bytes: &[u8]) -> Option<Self> {
@@ -303,9 +310,11 @@ impl Card {
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
         let (version, rest) = rest.split_first_chunk::<4>()?;
         let (abilities, rest) = rest.split_first()?;
-        let neighbours = u64::from_le_bytes(*rest.first_chunk()?);
-        let version = i32::from_le_bytes(*version);
-        let card = Self { uuid: *uuid, version, abilities: *abilities, neighbours };
+        let (neighbours, rest) = rest.split_first_chunk::<8>()?;
+        let (neighbours, memory) =
+            (u64::from_le_bytes(*neighbours), u64::from_le_bytes(*rest.first_chunk()?));
+        let (version, abilities) = (i32::from_le_bytes(*version), *abilities);
+        let card = Self { uuid: *uuid, version, abilities, neighbours, memory };
         (*mark == 1).then_some(card)
     }
 }
@@ -445,6 +454,11 @@ mod tests {
         let name = padded(&gpus.name(&cards).unwrap());
         let card = ipc::read(&name[1..]).unwrap();
         assert_eq!(gpus.mailboxes.lock().first().map(|region| *region.card()), Some(card));
+        let told = |bytes| Card { memory: bytes, ..Card::read(&own).unwrap() }.write();
+        let name_of = |first: u64, second: u64| gpus.name(&[&told(first), &told(second)]).unwrap();
+        let piece = |first, second| name_of(first, second)[1 + ipc::WRITTEN];
+        assert_eq!((piece(80 << 30, 80 << 30), piece(80 << 30, 24 << 30)), (64, 24));
+        gpus.mailboxes.lock().truncate(1);
         let formed = |place| gpus.form(1, &name, (place, 2), Duration::from_secs(1)).unwrap();
         let first = formed(0);
         assert!(gpus.mailboxes.lock().is_empty(), "the communicator has it");

@@ -32,7 +32,7 @@ use sha2::{Digest as _, Sha256};
 
 pub(crate) use communicator::IpcCommunicator;
 pub(crate) use mailbox::Mailbox;
-pub(crate) use site::GpuSite;
+pub(crate) use site::{GpuSite, piece_of};
 
 /// Bytes of a written [`RegionCard`].
 pub(crate) const WRITTEN: usize = 32;

@@ -18,19 +18,18 @@ use crate::{Cache, Error, GpuLane, Kernels, Lane as _, Nvrtc, Offer, Places};
 
 /// Pieces that a window holds.
 pub(crate) const SLOTS: u64 = 2;
-/// Smallest and largest bytes of a piece. Processes take turns on a GPU, and a turn takes a fifth of
+/// Smallest and largest size of a piece, in MiB. Processes take turns on a GPU, and a turn takes a fifth of
 /// a millisecond, so pieces are large: on an H100, 64 MiB among two processes take 1.2 ms in pieces
 /// of 16 MiB and 0.7 ms in one.
-const PIECES: (usize, usize) = (16 << 20, 64 << 20);
+const PIECES: (u8, u8) = (16, 64);
 /// A piece takes one in so many bytes of the GPU, and a window three pieces: the third is for
 /// results on the way to many tensors.
 const SHARE: u64 = 1024;
 
-/// Returns the bytes of a piece on a GPU with so much memory; whole MiB.
-fn piece_of(memory: u64) -> usize {
+/// Returns the size of a piece on a GPU with so many bytes of memory, in MiB.
+pub(crate) fn piece_of(memory: u64) -> u8 {
     let (least, most) = PIECES;
-    let bytes = usize::try_from(memory / SHARE).unwrap_or(most).clamp(least, most);
-    bytes >> 20 << 20
+    u8::try_from((memory / SHARE) >> 20).unwrap_or(most).clamp(least, most)
 }
 
 /// The reduction of a piece.
@@ -105,14 +104,14 @@ pub(crate) struct GpuSite {
 
 impl GpuSite {
     /// Begins to compile the kernels, or to read them from the cache, and takes memory for the
-    /// window, on a thread of its own: that may take seconds. `memory` is the GPU's, in bytes, so
-    /// all members cut alike.
+    /// window, on a thread of its own: that may take seconds. `piece` is the size of a piece in
+    /// MiB, the same for all members.
     ///
     /// # Errors
     /// `Device`.
-    pub(crate) fn new(lane: GpuLane, memory: u64, places: Places, cache: Cache) -> Result<Self> {
+    pub(crate) fn new(lane: GpuLane, piece: u8, places: Places, cache: Cache) -> Result<Self> {
         let context = lane.context();
-        let piece = piece_of(memory);
+        let piece = usize::from(piece) << 20;
         let make = move || -> Result<Tools, Error> {
             let kernels = Kernels::load(Arc::clone(&context), &Nvrtc::load(&places)?, &cache)?;
             let slots = usize::try_from(SLOTS).unwrap_or(1) + 1;
@@ -299,6 +298,6 @@ mod tests {
     #[test]
     fn pieces_grow_with_the_memory_of_the_gpu() {
         let pieces = [4 << 30, 16 << 30, 24 << 30, 40 << 30, 81_559 << 20, u64::MAX].map(piece_of);
-        assert_eq!(pieces.map(|bytes| bytes >> 20), [16, 16, 24, 40, 64, 64]);
+        assert_eq!(pieces, [16, 16, 24, 40, 64, 64]);
     }
 }
