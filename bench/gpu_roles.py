@@ -132,9 +132,9 @@ def engine(device: str, folder: Path) -> dict[str, Any]:
     for turn in range(6):
         call = lambda: hvd.allreduce_(tensor, name="engine", op=hvd.Sum)  # noqa: E731
         for name, one in (("ours", call), ("theirs", lambda: dist.all_reduce(tensor))):
-            us = median(one, device, 100)
+            ms = median(one, device, 100)
             if turn:
-                both[name].append(us)
+                both[name].append(ms)
     ours, theirs = (statistics.median(times) for times in both.values())
     dist.destroy_process_group()
     calls: dict[str, Callable[[], torch.Tensor]] = {

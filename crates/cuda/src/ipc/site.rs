@@ -18,9 +18,9 @@ use crate::{Cache, Error, GpuLane, Kernels, Lane as _, Nvrtc, Offer, Places};
 
 /// Pieces that a window holds.
 pub(crate) const SLOTS: u64 = 2;
-/// Smallest and largest size of a piece, in MiB. Processes take turns on a GPU, and a turn takes a fifth of
-/// a millisecond, so pieces are large: on an H100, 64 MiB among two processes take 1.2 ms in pieces
-/// of 16 MiB and 0.7 ms in one.
+/// Smallest and largest size of a piece, in MiB. Processes take turns on a GPU, which takes some
+/// tenths of a millisecond, so pieces are large: on an H100, 64 MiB among two processes take 1.2 ms
+/// in pieces of 16 MiB and 0.7 ms in one.
 const PIECES: (u8, u8) = (16, 64);
 /// A piece takes one in so many bytes of the GPU, and a window three pieces: the third is for
 /// results on the way to many tensors.
