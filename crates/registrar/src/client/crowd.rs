@@ -7,6 +7,8 @@
 
 use std::sync::atomic::AtomicUsize;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::*;
 use crate::server::{Options, Registrar};
 
@@ -60,10 +62,20 @@ async fn join(caller: Caller, ended: Arc<AtomicUsize>) -> std::result::Result<bo
     Ok(bytes > 0)
 }
 
+/// Raises this process's limit of open files, also beyond the hard limit, as root may. Where that is
+/// refused, the registrar says how many it lacks.
+fn allow_files(count: u64) {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let raised = |limit: Option<u64>| limit.map(|limit| limit.max(count));
+    let limits = Rlimit { current: raised(current), maximum: raised(maximum) };
+    let _refused = setrlimit(Resource::Nofile, limits).is_err();
+}
+
 #[test]
 fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_little_memory() {
     let tasks: u32 = farandole_config::environment("FARANDOLE_CROWD")
         .map_or(1_000, |text| text.parse().unwrap());
+    allow_files(u64::from(tasks) * 3 + 1_000);
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
     // One thread plays all of them: where they are many, it may be late with a beat.
     let silence = Duration::from_secs(if tasks > 1_000 { 15 } else { 5 });
