@@ -14,9 +14,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_fuzz::{Random, cases};
+use farandole_transport::contract::{Diverted, PATIENCE, address};
 use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions};
 use farandole_world::{HostHash, Rank};
-use proxy::{Diverted, Harm, PATIENCE, Plan, Proxy, Way, address};
+use proxy::{Harm, Plan, Proxy, Way};
 
 const TOTAL: usize = 40_000;
 
@@ -103,7 +104,7 @@ fn no_action_of_a_relay_makes_a_rank_accept_its_bytes() {
         let plan = Plan { connection, way, offset, harm: harm(random) };
         let meeting = MemoryRendezvous::default();
         let target = meeting.clone();
-        let proxy = Proxy::start(move || address(&target), Some(plan));
+        let proxy = Proxy::start(move || address(&target, 0), Some(plan));
         let diverted = Diverted { meeting: meeting.clone(), to: proxy.address };
         let (zero, one) = thread::scope(|scope| {
             let zero = scope.spawn(|| Mesh::join(options(0, streams), &meeting).unwrap());
