@@ -62,7 +62,7 @@ async fn join(caller: Caller, ended: Arc<AtomicUsize>) -> std::result::Result<bo
     Ok(bytes > 0)
 }
 
-/// Raises this process's limit of open files, also beyond the hard limit, as root may. Where that is
+/// Raises this process's limit of open files, as root may also beyond the hard limit. Where that is
 /// refused, the registrar says how many it lacks.
 fn allow_files(count: u64) {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
