@@ -16,8 +16,8 @@ use crate::set::{Finished, ProcessSet, Step, answer_questions};
 
 /// Interval at which the clock is compared with deadlines while driving.
 const TICK: Duration = Duration::from_millis(20);
-/// Shortest and longest sleep between looks at a device, whose end wakes no thread. A sleep takes an
-/// eighth of the time waited so far.
+/// Shortest and longest sleep between looks at a device, whose end wakes no thread. A sleep takes
+/// an eighth of the time waited so far.
 const GLANCES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(500));
 /// Longest sleep while a lost peer may yet turn out to have left in order.
 const DOUBT: Duration = Duration::from_millis(5);
