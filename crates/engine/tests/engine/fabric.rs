@@ -13,7 +13,7 @@ use farandole_collectives::{
     Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Memory, Operation, Place,
     ReduceOp, Result, Room, Segment, Stream, Token,
 };
-use farandole_engine::{Completion, Error, Kind, Observer, Request, StallReport};
+use farandole_engine::{Completion, Engine, Error, Kind, Observer, Request, StallReport};
 use farandole_testkit::{HostDevice, contents};
 use farandole_transport::{Link, loopback};
 use farandole_world::Rank;
@@ -334,19 +334,26 @@ fn where_members_find_out_while_forming_that_there_is_none_all_go_through_the_ho
     );
 }
 
-#[test]
-fn progress_that_peers_wait_for_is_published_soon_also_if_this_rank_calls_nothing() {
-    let fabric = Arc::new(Loops { owed: 40, ..Loops::new(2, true) });
+/// Two ranks sum a tensor of a device, and then each does something.
+fn after_a_sum(fabric: &Arc<Loops>, then: impl Fn(&Engine) + Sync) {
     let device = HostDevice::new(0, 1);
     let cluster = Cluster {
         devices: vec![Arc::new(device.clone())],
-        fabric: Some(Arc::clone(&fabric) as _),
+        fabric: Some(Arc::clone(fabric) as _),
         ..Cluster::new(&[2])
     };
     cluster.run(|_, engine| {
         let (_kept, buffer) = device.upload(&bytes(&[1.0]));
         let base = request("last", SUM, &[1], &[1.0]);
         call(&engine, Request { input: buffer.clone(), output: Some(buffer), ..base }).unwrap();
+        then(&engine);
+    });
+}
+
+#[test]
+fn progress_that_peers_wait_for_is_published_soon_also_if_this_rank_calls_nothing() {
+    let fabric = Arc::new(Loops { owed: 40, ..Loops::new(2, true) });
+    after_a_sum(&fabric, |_| {
         // At a look each 250 ms this would take 10 s.
         let limit = Instant::now() + Duration::from_secs(4);
         while fabric.left.load(Ordering::Relaxed) > 0 {
@@ -368,18 +375,8 @@ fn fetched(device: &HostDevice, result: Completion) -> Vec<f32> {
 
 #[test]
 fn no_communicator_among_devices_ends_before_all_members_are_done() {
-    let (fabric, device) = (Arc::new(Loops::new(2, true)), HostDevice::new(0, 1));
-    let cluster = Cluster {
-        devices: vec![Arc::new(device.clone())],
-        fabric: Some(Arc::clone(&fabric) as _),
-        ..Cluster::new(&[2])
-    };
-    cluster.run(|_, engine| {
-        let (_kept, buffer) = device.upload(&bytes(&[1.0]));
-        let base = request("last", SUM, &[1], &[1.0]);
-        call(&engine, Request { input: buffer.clone(), output: Some(buffer), ..base }).unwrap();
-        engine.shutdown();
-    });
+    let fabric = Arc::new(Loops::new(2, true));
+    after_a_sum(&fabric, Engine::shutdown);
     let ends = fabric.ends.lock().clone();
     assert_eq!(ends.len(), 4, "{ends:?}");
     assert!(ends[..2].iter().all(|end| end.ends_with("is done")), "{ends:?}");
