@@ -40,22 +40,26 @@ impl Flat {
         });
     }
 
-    /// Writes `from` from position `at` on.
-    pub(crate) fn write(&self, at: usize, from: &[u8]) {
-        self.pieces(at, from.len(), |offset, buffer| {
+    /// Gives `len` bytes from position `at` on for writing, piece by piece, each with its offset
+    /// from `at`.
+    pub(crate) fn fill(&self, at: usize, len: usize, mut fill: impl FnMut(usize, &mut [u8])) {
+        self.pieces(at, len, |offset, buffer| {
             // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends
             // here.
-            let bytes = unsafe { buffer.bytes_mut() };
+            fill(offset, unsafe { buffer.bytes_mut() });
+        });
+    }
+
+    /// Writes `from` from position `at` on.
+    pub(crate) fn write(&self, at: usize, from: &[u8]) {
+        self.fill(at, from.len(), |offset, bytes| {
             bytes.copy_from_slice(&from[offset..offset + bytes.len()]);
         });
     }
 
     /// Like [`Flat::write`], past the caches.
     pub(crate) fn write_past_caches(&self, at: usize, from: &[u8]) {
-        self.pieces(at, from.len(), |offset, buffer| {
-            // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends
-            // here.
-            let bytes = unsafe { buffer.bytes_mut() };
+        self.fill(at, from.len(), |offset, bytes| {
             copy_past_caches(&from[offset..offset + bytes.len()], bytes);
         });
     }

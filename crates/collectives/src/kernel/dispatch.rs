@@ -3,19 +3,20 @@
 
 //! Selects the function of a reduction.
 
-use super::native::{And, Direct, Join, Max, Min, Native, Or, Product, Sum};
-use super::wide::{Factors, Format, Same, Staged, Stages, Truth, Wider};
+use super::native::{And, Direct, Join, Max, Mean, Min, Native, Or, Product, Sum};
+use super::wide::{Factors, Float, Format, Same, Staged, Stages, Wider};
 use super::{Form, Order, Path, Reduction, float8, half};
 use crate::{DataType, ReduceOp};
 
 type Run = unsafe fn(&[&[u8]], &mut [u8], f64);
+type RunTree = unsafe fn(&Order, &[&[u8]], &mut [u8], f64);
 type RunInPlace = unsafe fn(&mut [&mut [u8]], f64) -> bool;
 
 /// A chosen kernel.
 pub(super) enum Kernel {
-    /// One loop over inputs in a line, accumulators are elements; the factor multiplies the result
-    /// of a Sum of floats.
-    Direct { run: Run, in_place: RunInPlace, factor: f64 },
+    /// One loop over inputs in a line, or a tree of such loops; accumulators are elements. The
+    /// factor finishes the result of a Sum or a mean of floats.
+    Direct { run: Run, tree: RunTree, in_place: RunInPlace, factor: f64 },
     /// Through accumulators.
     Staged(Box<dyn Staged>),
 }
@@ -42,10 +43,16 @@ impl Kernel {
         out: &mut [u8],
     ) {
         match self {
-            // SAFETY: the caller's promise.
-            Self::Direct { run, factor, .. } => unsafe {
-                run(inputs, out, if to == Form::Element { *factor } else { 1.0 });
-            },
+            Self::Direct { run, tree, factor, .. } => {
+                let factor = if to == Form::Element { *factor } else { 1.0 };
+                // SAFETY: the caller's promise.
+                unsafe {
+                    match order {
+                        Some(order) if !order.is_line() => tree(order, inputs, out, factor),
+                        _ => run(inputs, out, factor),
+                    }
+                }
+            }
             // SAFETY: the caller's promise.
             Self::Staged(stages) => unsafe { stages.run(from, to, order, inputs, out) },
         }
@@ -67,11 +74,21 @@ impl Kernel {
 macro_rules! compiled_for {
     ($name:ident, $($features:literal)?) => {
         mod $name {
-            use super::{Direct, Join, Native};
+            use super::{Direct, Join, Native, Order};
 
             $(#[target_feature(enable = $features)])?
             pub(super) fn run<T: Native, J: Join<T>>(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
                 Direct::<T, J>::run(inputs, out, factor);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn tree<T: Native, J: Join<T>>(
+                order: &Order,
+                inputs: &[&[u8]],
+                out: &mut [u8],
+                factor: f64,
+            ) {
+                Direct::<T, J>::run_tree(order, inputs, out, factor);
             }
 
             $(#[target_feature(enable = $features)])?
@@ -89,14 +106,14 @@ compiled_for!(avx2, "avx2");
 compiled_for!(avx512, "avx2,avx512f,avx512bw,avx512dq,avx512vl");
 
 fn direct<T: Native, J: Join<T>>(path: Path, factor: f64) -> Kernel {
-    let (run, in_place): (Run, RunInPlace) = match path {
+    let (run, tree, in_place): (Run, RunTree, RunInPlace) = match path {
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => (avx2::run::<T, J>, avx2::in_place::<T, J>),
+        Path::Avx2 => (avx2::run::<T, J>, avx2::tree::<T, J>, avx2::in_place::<T, J>),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 => (avx512::run::<T, J>, avx512::in_place::<T, J>),
-        _ => (baseline::run::<T, J>, baseline::in_place::<T, J>),
+        Path::Avx512 => (avx512::run::<T, J>, avx512::tree::<T, J>, avx512::in_place::<T, J>),
+        _ => (baseline::run::<T, J>, baseline::tree::<T, J>, baseline::in_place::<T, J>),
     };
-    Kernel::Direct { run, in_place, factor }
+    Kernel::Direct { run, tree, in_place, factor }
 }
 
 fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {
@@ -104,10 +121,9 @@ fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {
 }
 
 /// Returns the kernel of a reduction without rounding between hosts, or nothing where it is not
-/// defined. Only kernels in stages join in other orders than a line.
-pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option<Kernel> {
-    let kind =
-        Kind { plain: in_line && reduction.prescale == 1.0 && reduction.postscale == 1.0, path };
+/// defined.
+pub(super) fn choose(reduction: &Reduction, path: Path) -> Option<Kernel> {
+    let kind = Kind { plain: reduction.prescale == 1.0 && reduction.postscale == 1.0, path };
     match reduction.dtype {
         DataType::U8 => integer::<u8, u8, i64>(reduction, kind),
         DataType::I8 => integer::<i8, u8, i64>(reduction, kind),
@@ -124,12 +140,8 @@ pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option
         DataType::F32 => native_float::<f32>(reduction, kind),
         DataType::F64 => native_float::<f64>(reduction, kind),
         DataType::Bool => match reduction.op {
-            ReduceOp::Sum | ReduceOp::Max if in_line => Some(direct::<u8, Or>(path, 1.0)),
-            ReduceOp::Product | ReduceOp::Min if in_line => Some(direct::<u8, And>(path, 1.0)),
-            ReduceOp::Sum | ReduceOp::Max => Some(staged::<Truth, Or>(path, factors(reduction))),
-            ReduceOp::Product | ReduceOp::Min => {
-                Some(staged::<Truth, And>(path, factors(reduction)))
-            }
+            ReduceOp::Sum | ReduceOp::Max => Some(direct::<u8, Or>(path, 1.0)),
+            ReduceOp::Product | ReduceOp::Min => Some(direct::<u8, And>(path, 1.0)),
             ReduceOp::Average
             | ReduceOp::Adasum
             | ReduceOp::RoundedAverage
@@ -182,7 +194,7 @@ where
     })
 }
 
-fn native_float<T: Native>(reduction: &Reduction, kind: Kind) -> Option<Kernel>
+fn native_float<T: Native + Float>(reduction: &Reduction, kind: Kind) -> Option<Kernel>
 where
     Same<T>: Format<Acc = T>,
 {
@@ -193,6 +205,7 @@ where
         ReduceOp::Average if kind.plain && reduction.members.is_power_of_two() => {
             direct::<T, Sum>(path, inverse)
         }
+        ReduceOp::Average if kind.plain => direct::<T, Mean>(path, reduction.members as f64),
         ReduceOp::Product if kind.plain => direct::<T, Product>(path, 1.0),
         ReduceOp::Min if kind.plain => direct::<T, Min>(path, 1.0),
         ReduceOp::Max if kind.plain => direct::<T, Max>(path, 1.0),

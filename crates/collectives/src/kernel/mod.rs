@@ -195,7 +195,7 @@ impl Reducer {
         if scaled && reduction.dtype == DataType::Bool {
             return Err(refuse("booleans take no scale factors"));
         }
-        let kernel = dispatch::choose(&reduction, path, orders.is_none())
+        let kernel = dispatch::choose(&reduction, path)
             .ok_or(Error::Unsupported { op: reduction.op, dtype: reduction.dtype })?;
         Ok(Self { reduction, kernel, orders, rounding })
     }

@@ -8,6 +8,9 @@
 
 use std::marker::PhantomData;
 
+use super::Order;
+use super::wide::Float;
+
 /// A type the processor computes with.
 pub(super) trait Native: Copy + Default + 'static {
     /// Its bytes in memory.
@@ -144,11 +147,14 @@ fn single(value: f64) -> f32 {
 
 /// Combines two values into one.
 pub(super) trait Join<T>: 'static {
-    /// Whether the finished value is multiplied by a factor: an Average over a power of two is a
-    /// scaled Sum.
-    const SCALES: bool = false;
-
     fn join(a: T, b: T) -> T;
+
+    /// Makes the result of the joined value. A Sum is multiplied by the factor: an Average over a
+    /// power of two is a scaled Sum.
+    #[inline(always)]
+    fn finish(value: T, _factor: T) -> T {
+        value
+    }
 
     /// Returns the result when there is only one input.
     #[inline(always)]
@@ -158,12 +164,10 @@ pub(super) trait Join<T>: 'static {
 }
 
 macro_rules! join {
-    ($($name:ident, $method:ident, $scales:literal;)+) => { $(
+    ($($name:ident, $method:ident;)+) => { $(
         pub(super) struct $name;
 
         impl<T: Native> Join<T> for $name {
-            const SCALES: bool = $scales;
-
             #[inline(always)]
             fn join(a: T, b: T) -> T {
                 a.$method(b)
@@ -172,7 +176,36 @@ macro_rules! join {
     )+ };
 }
 
-join! { Sum, sum, true; Product, product, false; Min, min, false; Max, max, false; }
+join! { Product, product; Min, min; Max, max; }
+
+pub(super) struct Sum;
+
+impl<T: Native> Join<T> for Sum {
+    #[inline(always)]
+    fn join(a: T, b: T) -> T {
+        a.sum(b)
+    }
+
+    #[inline(always)]
+    fn finish(value: T, factor: T) -> T {
+        value.finish(factor)
+    }
+}
+
+/// A sum that is divided by the factor.
+pub(super) struct Mean;
+
+impl<T: Native + Float> Join<T> for Mean {
+    #[inline(always)]
+    fn join(a: T, b: T) -> T {
+        a.sum(b)
+    }
+
+    #[inline(always)]
+    fn finish(value: T, factor: T) -> T {
+        value.over(factor)
+    }
+}
 
 /// Bytes that are false when 0 and true otherwise; results are 0 or 1.
 pub(super) struct Or;
@@ -218,12 +251,12 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
             [] => {}
             [a] => {
                 for (o, a) in T::cells_mut(out).iter_mut().zip(T::cells(a)) {
-                    *o = Self::last(J::lone(T::get(*a)), factor).put();
+                    *o = J::finish(J::lone(T::get(*a)), factor).put();
                 }
             }
             [a, b] => {
                 for ((o, a), b) in T::cells_mut(out).iter_mut().zip(T::cells(a)).zip(T::cells(b)) {
-                    *o = Self::last(J::join(T::get(*a), T::get(*b)), factor).put();
+                    *o = J::finish(J::join(T::get(*a), T::get(*b)), factor).put();
                 }
             }
             [a, b, c, d] => {
@@ -231,7 +264,7 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
                 for (o, (((a, b), c), d)) in T::cells_mut(out).iter_mut().zip(inputs) {
                     let joined =
                         J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
-                    *o = Self::last(joined, factor).put();
+                    *o = J::finish(joined, factor).put();
                 }
             }
             [a, b, ref others @ ..] => {
@@ -248,10 +281,61 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
                         let factor = if k + 1 == others.len() { factor } else { one };
                         let range = here(x);
                         for (o, x) in T::cells_mut(block).iter_mut().zip(T::cells(&x[range])) {
-                            *o = Self::last(J::join(T::get(*o), T::get(*x)), factor).put();
+                            *o = J::finish(J::join(T::get(*o), T::get(*x)), factor).put();
                         }
                     }
                     at = end;
+                }
+            }
+        }
+    }
+
+    /// Like [`run`](Self::run), in an order that is no line: a stack of inputs and of blocks in
+    /// which some are joined.
+    #[inline(always)]
+    pub(super) fn run_tree(order: &Order, inputs: &[&[u8]], out: &mut [u8], factor: f64) {
+        let (factor, one) = (T::factor(factor), T::factor(1.0));
+        let bytes = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len());
+        let mut blocks = vec![[0; BLOCK]; order.depth()];
+        // The inputs in the places of the stack. The other places are their blocks.
+        let mut held: Vec<Option<&[u8]>> = vec![None; order.depth()];
+        for start in (0..bytes).step_by(BLOCK) {
+            let here = start..bytes.min(start + BLOCK);
+            let out = &mut out[here.clone()];
+            let mut height = 0;
+            for (k, input) in inputs.iter().enumerate() {
+                held[height] = Some(&input[here.clone()]);
+                height += 1;
+                for left in (0..order.merges(k)).rev() {
+                    height -= 1;
+                    let (below, above) = blocks.split_at_mut(height);
+                    let (first, second) = (held[height - 1].take(), held[height].take());
+                    let second = second.unwrap_or(&above[0][..out.len()]);
+                    let block = &mut below[height - 1][..out.len()];
+                    if k + 1 == inputs.len() && left == 0 {
+                        Self::pair(Some(first.unwrap_or(block)), second, out, factor);
+                    } else {
+                        Self::pair(first, second, block, one);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Joins `first`, or what is in `out`, with `second`.
+    #[inline(always)]
+    fn pair(first: Option<&[u8]>, second: &[u8], out: &mut [u8], factor: T) {
+        let second = T::cells(second).iter();
+        let finish = |a, b: &T::Bytes| J::finish(J::join(T::get(a), T::get(*b)), factor).put();
+        match first {
+            Some(first) => {
+                for ((o, a), b) in T::cells_mut(out).iter_mut().zip(T::cells(first)).zip(second) {
+                    *o = finish(*a, b);
+                }
+            }
+            None => {
+                for (o, b) in T::cells_mut(out).iter_mut().zip(second) {
+                    *o = finish(*o, b);
                 }
             }
         }
@@ -265,7 +349,7 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         match all {
             [a, b] => {
                 for (a, b) in T::cells_mut(a).iter_mut().zip(T::cells_mut(b)) {
-                    let result = Self::last(J::join(T::get(*a), T::get(*b)), factor).put();
+                    let result = J::finish(J::join(T::get(*a), T::get(*b)), factor).put();
                     (*a, *b) = (result, result);
                 }
             }
@@ -275,7 +359,7 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
                 for ((a, b), (c, d)) in first.zip(second) {
                     let joined =
                         J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
-                    let result = Self::last(joined, factor).put();
+                    let result = J::finish(joined, factor).put();
                     (*a, *b, *c, *d) = (result, result, result, result);
                 }
             }
@@ -284,8 +368,4 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         true
     }
 
-    #[inline(always)]
-    fn last(value: T, factor: T) -> T {
-        if J::SCALES { value.finish(factor) } else { value }
-    }
 }

@@ -10,6 +10,7 @@
 pub struct Order {
     merges: Vec<usize>,
     depth: usize,
+    line: bool,
 }
 
 impl Order {
@@ -45,7 +46,8 @@ impl Order {
             Some(top)
         });
         let depth = heights.max().unwrap_or(0);
-        Self { merges, depth }
+        let line = merges.iter().enumerate().all(|(k, merges)| *merges == usize::from(k > 0));
+        Self { merges, depth, line }
     }
 
     /// Inputs it is for.
@@ -55,7 +57,7 @@ impl Order {
 
     /// Returns whether it is what [`Order::line`] makes.
     pub fn is_line(&self) -> bool {
-        self.merges.iter().enumerate().all(|(k, merges)| *merges == usize::from(k > 0))
+        self.line
     }
 
     /// Joins after input `k` was pushed.

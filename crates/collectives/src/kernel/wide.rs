@@ -26,38 +26,14 @@ pub(super) trait Format: 'static {
 
 /// Scaling and averaging of floats.
 pub(super) trait Float: Sized {
+    /// Divides.
+    fn over(self, divisor: Self) -> Self;
     fn scale(acc: &mut [Self], factor: f64);
     fn mean(acc: &mut [Self], members: usize);
 }
 
 /// Elements that accumulate as themselves.
 pub(super) struct Same<T>(PhantomData<T>);
-
-/// Bytes that are false when 0 and true otherwise.
-pub(super) struct Truth;
-
-impl Format for Truth {
-    const SIZE: usize = 1;
-    type Acc = u8;
-
-    #[inline(always)]
-    fn widen(bytes: &[u8], acc: &mut [u8]) {
-        for (a, b) in acc.iter_mut().zip(bytes) {
-            *a = u8::from(*b != 0);
-        }
-    }
-
-    #[inline(always)]
-    fn narrow(acc: &[u8], bytes: &mut [u8]) {
-        bytes.copy_from_slice(acc);
-    }
-
-    /// Booleans take no factors.
-    fn scale(_acc: &mut [u8], _factor: f64) {}
-
-    /// Booleans have no mean.
-    fn mean(_acc: &mut [u8], _members: usize) {}
-}
 
 /// Integers that accumulate in a wider one, so that a sum of members cannot overflow before it is
 /// divided.
@@ -66,6 +42,11 @@ pub(super) struct Wider<T, A>(PhantomData<(T, A)>);
 macro_rules! float {
     ($($type:ty, $size:literal;)+) => { $(
         impl Float for $type {
+            #[inline(always)]
+            fn over(self, divisor: Self) -> Self {
+                self / divisor
+            }
+
             #[inline(always)]
             fn scale(acc: &mut [Self], factor: f64) {
                 let factor = <$type as Native>::factor(factor);

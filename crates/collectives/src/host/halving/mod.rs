@@ -255,7 +255,7 @@ impl Halving {
             any = true;
             work.step += 1;
             if is_up && work.step == work.stages {
-                self.conclude(work, &stage.keep, peers);
+                self.conclude(work, &stage.keep);
             }
         }
         Ok(any)
@@ -317,15 +317,12 @@ impl Halving {
     }
 
     /// Makes the results of the own part, and gives the memory back.
-    fn conclude(&mut self, work: &mut Work, own: &Range<usize>, peers: &mut Peers) {
+    fn conclude(&mut self, work: &mut Work, own: &Range<usize>) {
         let (width, start) = (self.schedule.width(), self.schedule.chunk(work.chunk).0);
-        let scratch = &mut peers.scratch.result;
-        scratch.resize(scratch.len().max(BLOCK), 0);
-        for at in own.clone().step_by(BLOCK) {
-            let result = &mut scratch[..BLOCK.min(own.end - at)];
-            self.reducer.conclude(&work.partials[at * width..(at + result.len()) * width], result);
-            self.outputs.write(start + at, result);
-        }
+        self.outputs.fill(start + own.start, own.len(), |offset, out| {
+            let at = own.start + offset;
+            self.reducer.conclude(&work.partials[at * width..(at + out.len()) * width], out);
+        });
         self.spare.push(std::mem::take(&mut work.partials));
     }
 

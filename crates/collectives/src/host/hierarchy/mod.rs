@@ -59,9 +59,6 @@ use crate::buffer::Flat;
 use crate::kernel::Reducer;
 use schedule::{Course, Schedule};
 
-/// Bytes of elements worked on at a time: they are still in the cache when they are written on.
-const BLOCK: usize = 16 << 10;
-
 /// Progress of something through the chunks that this member carries.
 #[derive(Clone, Copy, Debug)]
 struct Cursor {
@@ -333,16 +330,12 @@ impl Hierarchy {
         }
         partials.insert(self.host, own);
         let start = self.schedule.chunk(chunk).0 + part + at;
-        let scratch = &mut peers.scratch.result;
-        scratch.resize(scratch.len().max(BLOCK), 0);
-        for from in (0..bytes).step_by(BLOCK) {
-            let block = &mut scratch[..BLOCK.min(bytes - from)];
-            let range = from * expansion..(from + block.len()) * expansion;
+        self.outputs.fill(start, bytes, |from, out| {
+            let range = from * expansion..(from + out.len()) * expansion;
             let partials: Vec<&[u8]> =
                 partials.iter().map(|partial| &partial[range.clone()]).collect();
-            self.reducer.finish(&partials, block);
-            self.outputs.write(start + from, block);
-        }
+            self.reducer.finish(&partials, out);
+        });
         let wire = (bytes * expansion).next_multiple_of(UNIT);
         for index in &carriers {
             peers.links[self.routes[*index].link].receiver.release(wire)?;

@@ -28,7 +28,7 @@ use super::super::hierarchy::{arrived, join_blocks};
 use super::super::hosts::Hosts;
 use super::super::message::Message;
 use super::super::peers::{Job, Moved, Peers};
-use super::{BLOCK, PIECE, parts};
+use super::{PIECE, parts};
 use crate::buffer::Flat;
 use crate::kernel::Reducer;
 use crate::{Algorithm, Crossover, Result, Segment};
@@ -243,16 +243,12 @@ impl Across {
         let windows = links.map(|(_, link)| link.receiver.window());
         let mut partials = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         partials.insert(self.host, &self.store);
-        let scratch = &mut peers.scratch.result;
-        scratch.resize(scratch.len().max(BLOCK), 0);
-        for from in (0..bytes).step_by(BLOCK) {
-            let block = &mut scratch[..BLOCK.min(bytes - from)];
-            let range = from * expansion..(from + block.len()) * expansion;
+        self.output.fill(self.reduced, bytes, |from, out| {
+            let range = from * expansion..(from + out.len()) * expansion;
             let partials: Vec<&[u8]> =
                 partials.iter().map(|partial| &partial[range.clone()]).collect();
-            self.reducer.finish(&partials, block);
-            self.output.write(self.reduced + from, block);
-        }
+            self.reducer.finish(&partials, out);
+        });
         for index in carriers {
             let wire = (bytes * expansion).next_multiple_of(UNIT);
             peers.links[index].receiver.release(wire)?;
