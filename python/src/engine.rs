@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use farandole::collectives::LARGE;
 use farandole::config::Gradients;
 use farandole::engine::{Handle, Kind, Request};
 use farandole::registrar::Error as RegistrarError;
@@ -22,7 +23,7 @@ use crate::device::{DeviceMemory, Given, Reached, Spot, Spots, device_memory, op
 use crate::error::{WorkerDismissed, raise};
 use crate::registrar::configuration;
 use crate::runtime;
-use crate::tensor::{Gathered, Mapped, buffer, copy_memory, dtype, reduce_op};
+use crate::tensor::{Gathered, Mapped, buffer, copy_memory, dtype, prepare_memory, reduce_op};
 
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -59,6 +60,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(mapped, module)?)?;
     module.add_function(wrap_pyfunction!(copy_memory, module)?)?;
+    module.add("LARGE_MEMORY", LARGE)?;
+    module.add_function(wrap_pyfunction!(prepare_memory, module)?)?;
     module.add_function(wrap_pyfunction!(device_memory, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use farandole::collectives::{
     Buffer, DataType, Event, Memory, Place, ReduceOp, Room, Stream, copy_past_caches,
+    prefer_large_pages,
 };
 use farandole::engine::Completion;
 use farandole::session::Session;
@@ -307,6 +308,13 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
         }
     });
     Ok(())
+}
+
+/// Asks the system for large pages in memory of so many bytes that is not used yet.
+#[pyfunction]
+#[pyo3(signature = (address, bytes, /))]
+pub(crate) fn prepare_memory(address: usize, bytes: usize) {
+    prefer_large_pages(address, bytes);
 }
 
 /// Fills a view of memory.

@@ -125,6 +125,28 @@ def test_groups_reduce_together(world):
     world.run(groups_reduce_together)
 
 
+def compressed_operations_leave_their_inputs_alone():
+    # The last is so large that its memory is new and prepared.
+    for shape in [(3, 7), (300_001,), (33, 1 << 19)]:
+        for layout in (torch.clone, torch.t if len(shape) == 2 else torch.clone):
+            tensor = layout(inputs(shape, torch.float32, hvd.size())[hvd.rank()])
+            before = tensor.clone()
+            expected = sum(inputs(shape, torch.float32, hvd.size()))
+            expected = layout(expected)
+            for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+                options = {"op": hvd.Sum, "compression": compression}
+                one = hvd.allreduce(tensor, **options)
+                several = hvd.grouped_allreduce([tensor, tensor], **options)
+                for result in (one, *several):
+                    assert result.dtype == torch.float32
+                    assert torch.equal(result, expected)
+                assert torch.equal(tensor, before)
+
+
+def test_compressed_operations_leave_their_inputs_alone(world):
+    world.run(compressed_operations_leave_their_inputs_alone)
+
+
 def results_are_the_same_bits_everywhere():
     torch.manual_seed(hvd.rank())
     return [hvd.allreduce(torch.randn(size)).numpy().tobytes() for size in (1, 1000, 100_000)]

@@ -62,7 +62,7 @@ mod error;
 mod host;
 pub mod kernel;
 
-pub use buffer::{Buffer, Memory, Place, Stream, copy_past_caches};
+pub use buffer::{Buffer, LARGE, Memory, Place, Stream, copy_past_caches, prefer_large_pages};
 pub use communicator::{
     CARD, Communicator, Device, Event, Fabric, Operation, Room, Segment, Token,
 };

@@ -49,6 +49,7 @@ mod sync;
 pub use bell::Bell;
 pub use error::{Error, Result};
 pub use fork::Guard;
+pub use memory::{Pages, prefer_large_pages};
 pub use region::{Region, RegionCard};
 pub use ring::{Consumer, Producer, private, rewind};
 pub use segment::Segment;

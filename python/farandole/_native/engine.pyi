@@ -128,6 +128,12 @@ def copy_memory(copies: list[tuple[int, int, int]], /) -> None:
     and the bytes.
     """
 
+LARGE_MEMORY: int
+"""Bytes from which on memory comes from the system, and is new."""
+
+def prepare_memory(address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
+    """Asks the system for large pages in memory of so many bytes that is not used yet."""
+
 def allreduce(
     name: str,
     dtype: int,

@@ -10,7 +10,7 @@ from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import choose_op, rounds_sums
 from farandole.torch._handles import synchronize
 from farandole.torch._reduce import Reduction, reduce_group, reduce_one, start_group, start_one
-from farandole.torch.compression import Compression, Compressor
+from farandole.torch.compression import Compression, Compressor, is_private
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,8 @@ def allreduce(
         choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     compressed, ctx = compression.compress(tensor)
-    return compression.decompress(reduce_one(compressed, name, reduction), ctx)
+    reduced = reduce_one(compressed, name, reduction, is_private(compression, ctx))
+    return compression.decompress(reduced, ctx)
 
 
 def allreduce_(
@@ -179,7 +180,8 @@ def grouped_allreduce(
         choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = reduce_group([compressed for compressed, _ in pairs], name, reduction)
+    are_private = all(is_private(compression, ctx) for _, ctx in pairs)
+    reduced = reduce_group([compressed for compressed, _ in pairs], name, reduction, are_private)
     return [
         compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)
     ]

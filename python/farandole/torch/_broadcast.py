@@ -14,6 +14,7 @@ from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
+from farandole.torch import _memory
 from farandole.torch._device import spot
 from farandole.torch._handles import (
     MOVED,
@@ -49,7 +50,7 @@ def _start(
         )
     source = usable(tensor, MOVED)
     # A private copy serves as its own result.
-    target = torch.empty_like(source) if source is tensor and not in_place else source
+    target = _memory.empty_like(source) if source is tensor and not in_place else source
     described = describe(table.name("broadcast", name, process_set), source)
     submission = (
         engine.broadcast,

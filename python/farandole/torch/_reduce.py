@@ -17,6 +17,7 @@ from farandole.common import convention
 from farandole.common.handles import set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum, rounded
+from farandole.torch import _memory
 from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
     DTYPES,
@@ -61,7 +62,7 @@ def start_one(
     if in_place and source is not tensor:
         require_in_place(tensor)
     # A private copy serves as its own result.
-    target = torch.empty_like(source) if source is tensor and not in_place else source
+    target = _memory.empty_like(source) if source is tensor and not in_place else source
     return table.submit(
         (source, target),
         (lambda _: copy_back(tensor, source)) if in_place else (lambda _: target.to(tensor.device)),
@@ -90,7 +91,7 @@ def start_group(
     arguments = reduction.arguments
     sources = [usable(tensor) for tensor in tensors]
     targets = [
-        torch.empty_like(source) if source is tensor and not in_place else source
+        _memory.empty_like(source) if source is tensor and not in_place else source
         for source, tensor in zip(sources, tensors, strict=True)
     ]
     names = table.names("grouped_allreduce", name, len(tensors), reduction.process_set)
@@ -111,20 +112,31 @@ def start_group(
     )
 
 
-def reduce_one(tensor: torch.Tensor, name: str | None, reduction: Reduction) -> torch.Tensor:
-    """Combines all ranks' tensors into a new one; differentiable."""
+def reduce_one(
+    tensor: torch.Tensor, name: str | None, reduction: Reduction, is_private: bool = False
+) -> torch.Tensor:
+    """Combines all ranks' tensors into a new one, or into one that nobody else uses;
+    differentiable.
+    """
     if wants_grad(tensor):
         return _differentiable([tensor], name, reduction, grouped=False)[0]
-    return synchronize(start_one(tensor, name, reduction, in_place=False, attended=True))
+    in_place = is_private and tensor.is_contiguous()
+    return synchronize(start_one(tensor, name, reduction, in_place, attended=True))
 
 
 def reduce_group(
-    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    reduction: Reduction,
+    is_private: bool = False,
 ) -> list[torch.Tensor]:
-    """Combines several tensors over all ranks as one unit into new ones; differentiable."""
+    """Combines several tensors over all ranks as one unit into new ones, or into those if nobody
+    else uses them; differentiable.
+    """
     if wants_grad(*tensors):
         return _differentiable(tensors, name, reduction, grouped=True)
-    return synchronize(start_group(tensors, name, reduction, in_place=False))
+    in_place = is_private and all(tensor.is_contiguous() for tensor in tensors)
+    return synchronize(start_group(tensors, name, reduction, in_place))
 
 
 def _differentiable(

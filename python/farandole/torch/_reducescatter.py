@@ -14,6 +14,7 @@ from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import members_of
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum, rounds_sums
+from farandole.torch import _memory
 from farandole.torch._allgather import grouped_allgather
 from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
@@ -45,7 +46,7 @@ def _prepare(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tenso
     rows, left = divmod(tensor.shape[0], len(members_of(process_set)))
     source = usable(tensor)
     mine = rows + ((process_set.rank() or 0) < left)
-    return source, torch.empty((mine, *source.shape[1:]), dtype=source.dtype, device=source.device)
+    return source, _memory.empty((mine, *source.shape[1:]), source.dtype, source.device)
 
 
 def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, attended: bool) -> int:

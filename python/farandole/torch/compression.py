@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import torch
 
+from farandole.torch import _memory
+
 
 class Compressor:
     """Makes a tensor smaller before a reduction and restores it afterwards."""
@@ -46,12 +48,19 @@ class NoneCompressor(Compressor):
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
     """Casts floating tensors wider than `dtype`; others stay as they are."""
     if tensor.is_floating_point() and tensor.element_size() > dtype.itemsize:
-        return tensor.to(dtype), tensor.dtype
+        return _memory.cast(tensor, dtype), tensor.dtype
     return tensor, None
 
 
+def is_private(compression: type[Compressor], ctx: torch.dtype | None) -> bool:
+    """Returns whether nobody else uses a tensor that was compressed, so that its reduction may
+    overwrite it.
+    """
+    return compression in (FP16Compressor, BF16Compressor) and ctx is not None
+
+
 def _uncast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
+    return tensor if dtype is None else _memory.cast(tensor, dtype)
 
 
 class FP16Compressor(Compressor):

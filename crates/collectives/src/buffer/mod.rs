@@ -12,9 +12,10 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use farandole_shm::Region;
+use farandole_shm::{Pages, Region};
 
 pub(crate) use flat::Flat;
+pub use farandole_shm::prefer_large_pages;
 pub use past::copy_past_caches;
 pub(crate) use shared::home;
 
@@ -147,6 +148,10 @@ impl Buffer {
     }
 }
 
+/// Bytes from which on memory comes from the system and goes back to it, as with the allocator of
+/// glibc.
+pub const LARGE: usize = 32 << 20;
+
 /// Host memory of ours or of a peer, aligned to a cache line, shared by reference counting.
 #[derive(Clone, Debug)]
 pub struct Memory(Arc<Allocation>);
@@ -161,6 +166,7 @@ struct Allocation {
 #[derive(Debug)]
 enum Store {
     Heap(Layout),
+    Pages(#[expect(dead_code, reason = "held, and unmapped by its drop")] Pages),
     Region(Region),
 }
 
@@ -176,7 +182,7 @@ impl Drop for Allocation {
             Store::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
             // A forked child might wait for ever for the table, and does not need it.
             Store::Region(region) if region.is_intact() => shared::forget(self.address),
-            Store::Region(_) => {}
+            Store::Pages(_) | Store::Region(_) => {}
         }
     }
 }
@@ -188,8 +194,8 @@ fn layout(bytes: usize) -> Option<Layout> {
 }
 
 impl Memory {
-    /// Zeroed memory: uninitialised bytes would be unsound to read, and large
-    /// allocations come from fresh zero pages anyway.
+    /// Zeroed memory: uninitialised bytes would be unsound to read. Large memory consists of fresh
+    /// pages, which are zero anyway.
     ///
     /// Ends the process where there is none, as every allocation does.
     pub fn new(bytes: usize) -> Self {
@@ -201,6 +207,11 @@ impl Memory {
     /// Like [`Memory::new`]; `None` where there is no such memory.
     pub fn try_new(bytes: usize) -> Option<Self> {
         let layout = layout(bytes)?;
+        if bytes >= LARGE {
+            let pages = Pages::new(bytes).ok()?;
+            let address = pages.address();
+            return Some(Self(Arc::new(Allocation { address, bytes, store: Store::Pages(pages) })));
+        }
         // SAFETY: the layout's size is not zero.
         let address = unsafe { alloc_zeroed(layout) };
         let address = NonNull::new(address)?;
@@ -273,6 +284,10 @@ mod tests {
             assert!(Memory::try_new(bytes).is_none(), "{bytes} bytes");
             assert!(Memory::shareable(bytes).is_none(), "{bytes} bytes");
         }
-        assert_eq!(Memory::try_new(1000).unwrap().len(), 1000);
+        for bytes in [1000, LARGE, LARGE + 1] {
+            let memory = Memory::try_new(bytes).unwrap();
+            assert_eq!(memory.len(), bytes);
+            assert!(memory.to_vec().unwrap().iter().all(|byte| *byte == 0), "{bytes} bytes");
+        }
     }
 }

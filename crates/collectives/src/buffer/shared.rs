@@ -52,7 +52,7 @@ impl Memory {
     pub(crate) fn region(&self) -> Option<&Region> {
         match &self.0.store {
             Store::Region(region) => Some(region),
-            Store::Heap(_) => None,
+            Store::Heap(_) | Store::Pages(_) => None,
         }
     }
 }
