@@ -77,5 +77,6 @@ pub use gateway::Gateway;
 pub use link::{ALIGNMENT, Link, LinkKind, LinkReceiver, LinkSender};
 pub use mesh::{Mesh, MeshOptions, dials_at_once};
 pub use parker::{Parker, Unparker, Wake};
+pub use record::PACKET;
 pub use rendezvous::{MemoryRendezvous, Place, Rendezvous};
 pub use watch::hearsay;

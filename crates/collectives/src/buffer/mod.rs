@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use farandole_shm::{Pages, Region};
 
-pub(crate) use flat::Flat;
 pub use farandole_shm::prefer_large_pages;
+pub(crate) use flat::Flat;
 pub use past::copy_past_caches;
 pub(crate) use shared::home;
 

@@ -14,6 +14,8 @@
 
 use std::collections::VecDeque;
 
+use farandole_transport::PACKET;
+
 use super::UNIT;
 use super::hosts::Hosts;
 use super::message::Message;
@@ -22,7 +24,7 @@ use crate::buffer::Flat;
 use crate::{Result, Segment};
 
 /// Bytes sent to one member before turning to the next: they are still in the cache.
-const PIECE: usize = 64 << 10;
+const PIECE: usize = PACKET;
 
 pub(super) struct Allgather {
     /// Every member's places in all outputs.

@@ -12,13 +12,15 @@
 //! **No deadlock.** On every link lies one message each way, and whatever arrives can be stored at
 //! once: no ring stays full while its reader is polled.
 
+use farandole_transport::PACKET;
+
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
 use crate::buffer::Flat;
 use crate::{Buffer, Result, Segment};
 
 /// Bytes sent to one member before turning to the next.
-const PIECE: usize = 64 << 10;
+const PIECE: usize = PACKET;
 
 pub(super) struct Alltoall {
     streams: Vec<Stream>,

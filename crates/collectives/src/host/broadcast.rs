@@ -10,6 +10,8 @@
 //! time. Between hosts a large message goes down a chain if there are more than two: the root's
 //! network would carry it several times otherwise.
 
+use farandole_transport::PACKET;
+
 use super::hosts::Hosts;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
@@ -23,7 +25,7 @@ const FEW_HOSTS: usize = 2;
 /// Bytes from which a chain is faster than a tree.
 const CHAIN: usize = 64 << 10;
 /// Bytes handed to all children before the next are read: they are still in the cache.
-const PIECE: usize = 64 << 10;
+const PIECE: usize = PACKET;
 
 pub(super) struct Broadcast {
     /// Link towards the root; none at the root.

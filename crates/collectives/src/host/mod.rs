@@ -36,7 +36,7 @@ mod reducescatter;
 
 use std::collections::VecDeque;
 
-use farandole_transport::{ALIGNMENT, Link};
+use farandole_transport::{ALIGNMENT, Link, PACKET};
 use farandole_world::Rank;
 
 use crate::buffer::Flat;
@@ -50,8 +50,8 @@ use peers::{Job, Peers};
 /// Parts, chunks and messages are multiples of this: no element is ever cut.
 const UNIT: usize = ALIGNMENT;
 
-/// Chunks stay in the second-level cache.
-const LARGEST_CHUNK: usize = 256 << 10;
+/// Chunks stay in the second-level cache, and fill packets.
+const LARGEST_CHUNK: usize = 4 * PACKET;
 /// Below, a chunk costs more in messages than it gains in overlap.
 const SMALLEST_CHUNK: usize = 16 << 10;
 

@@ -367,5 +367,4 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         }
         true
     }
-
 }

@@ -40,9 +40,14 @@ const fn in_clear() -> bool {
 /// As long as a tag: the kernel copies bytes that follow a header of 4 bytes at half the speed.
 pub(crate) const HEADER: usize = 16;
 pub(crate) const TAG: usize = 16;
+/// Bytes that fill a packet with their record, as far as Linux fills one: up to 64 KiB of whole
+/// segments, of 1,500 or 9,000 bytes on the network. 64 KiB of payload need a second packet for the
+/// last few hundred bytes. Those cost as much as a full one, and an early acknowledgement: with them
+/// an allreduce of 64 MiB among 4 hosts with 2 ranks took 243 ms, without them 182 ms.
+pub const PACKET: usize = 61 << 10;
 /// Largest payload of a record: what a core keeps near while it seals it and hands it to the
 /// kernel.
-pub(crate) const MOST: usize = 256 << 10;
+pub(crate) const MOST: usize = 4 * PACKET;
 /// Payload of a word of heartbeats.
 pub(crate) const WORD: usize = 128;
 

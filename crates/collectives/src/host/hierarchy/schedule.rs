@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::super::hosts::Hosts;
 use super::super::position::Position;
 use super::super::program::Carried;
-use super::super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT, start_of};
+use super::super::{LARGEST_CHUNK, PACKET, SMALLEST_CHUNK, UNIT, start_of};
 
 /// Chunks of which partials are sent before the result of the first, of those that a member
 /// carries.
@@ -218,6 +218,8 @@ fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> 
     let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
     let largest = LARGEST_CHUNK.max(sizes.len() * SMALLEST_PART);
     let chunk = share.clamp(SMALLEST_CHUNK, largest).min(part * sizes.len());
+    let packets = chunk / sizes.len() / PACKET;
+    let chunk = if packets > 0 { packets * PACKET * sizes.len() } else { chunk };
     (chunk > 0).then_some(chunk)
 }
 

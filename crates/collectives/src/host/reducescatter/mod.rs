@@ -16,7 +16,7 @@
 
 pub(super) mod across;
 
-use farandole_transport::Link;
+use farandole_transport::{Link, PACKET};
 
 use super::message::Message;
 use super::peers::{Job, Moved, Peers, reduce_in_order, whole_units, with_incoming};
@@ -25,7 +25,7 @@ use crate::kernel::Reducer;
 use crate::{Result, Segment};
 
 /// Bytes sent to one member before turning to the next: the first of them are reduced meanwhile.
-const PIECE: usize = 64 << 10;
+const PIECE: usize = PACKET;
 /// Bytes reduced before they are copied to the output, which may be the input: they are still in
 /// the cache.
 const BLOCK: usize = 16 << 10;
