@@ -17,6 +17,7 @@ mod alone;
 mod barrier;
 mod broadcast;
 mod check;
+mod copies;
 mod direct;
 mod doubling;
 mod exchange;
@@ -57,6 +58,14 @@ const SMALLEST_CHUNK: usize = 16 << 10;
 
 /// Passes of one call to `progress`, so that a caller can look at its deadline.
 const PASSES: usize = 64;
+
+/// Returns the bytes of chunks that are no longer than `longest`, a multiple of the unit, such that
+/// all `carriers` get equally many.
+fn even_chunk(bytes: usize, longest: usize, carriers: usize) -> usize {
+    let carriers = carriers.max(1);
+    let rounds = bytes.div_ceil(longest.saturating_mul(carriers)).max(1);
+    bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT).min(longest)
+}
 
 /// Returns the start of a part of `bytes` that are cut in `parts`. Parts differ by one unit at
 /// most; the longer ones come first.

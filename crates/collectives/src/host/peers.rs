@@ -10,6 +10,7 @@ use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
 use super::UNIT;
+use super::copies::Copies;
 use super::halving::Lane;
 use super::hierarchy::Route;
 use super::hosts::Hosts;
@@ -25,6 +26,8 @@ pub(super) struct Peers {
     pub(super) rank: Rank,
     /// In rank order.
     pub(super) links: Vec<Link>,
+    /// By link.
+    pub(super) copies: Vec<Copies>,
     pub(super) hosts: Hosts,
     /// The shape of the group, for the choice of algorithms.
     pub(super) shape: Shape,
@@ -109,6 +112,7 @@ impl Peers {
         Ok(Self {
             member,
             rank,
+            copies: links.iter().map(|link| Copies::new(link.kind)).collect(),
             links,
             hosts,
             shape,

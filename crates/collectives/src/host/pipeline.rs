@@ -30,6 +30,7 @@ pub(super) mod program;
 
 use farandole_transport::Link;
 
+use super::copies::Copies;
 use super::peers::{Job, Moved, Peers, reduce_in_order, whole_units, with_windows};
 use super::position::Position;
 use super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT, start_of};
@@ -134,11 +135,12 @@ impl Pipeline {
     }
 
     /// Sends what the link can take of the peer's part.
-    fn post(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+    fn post(&mut self, index: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
         let Stream { peer, writing, .. } = &mut self.streams[index];
         let Some(t) = writing.early() else { return Ok(false) };
         let (start, inputs) = (self.cut.chunk_of(*peer, t).0, &self.inputs);
-        let any = writing.message.put(&mut *link.sender, |at, to| inputs.read(start + at, to))?;
+        let put = |at, to: &mut [u8]| copies.read(inputs, start + at, to);
+        let any = writing.message.put(&mut *link.sender, put)?;
         if writing.message.is_finished() {
             *writing = self.cut.seek(writing.after(), *peer, self.member);
         }
@@ -161,7 +163,8 @@ impl Pipeline {
     }
 
     /// Reduces the values that have arrived from all members into all members' windows.
-    fn reduce(&mut self, links: &mut [Link]) -> Result<bool> {
+    fn reduce(&mut self, peers: &mut Peers) -> Result<bool> {
+        let Peers { links, copies, scratch, .. } = peers;
         let Some(first) = self.streams.first() else { return Ok(false) };
         let Some(t) = first.writing.late(LOOKAHEAD) else { return Ok(false) };
         let message = first.writing.message;
@@ -173,6 +176,9 @@ impl Pipeline {
         }
         let start = self.cut.chunk_of(self.member, t).0 + message.done();
         let Self { reducer, inputs, outputs, member, .. } = &*self;
+        // The first link's ring then does not serve as memory for the result.
+        let past = copies.iter().any(Copies::are_past_caches);
+        scratch.result.resize(scratch.result.len().max(BLOCK), 0);
         let store = if self.past_caches { Flat::write_past_caches } else { Flat::write };
         let wire = with_windows(links, |incoming, outgoing| {
             let lengths = incoming.iter().map(|window| window.len());
@@ -182,16 +188,20 @@ impl Pipeline {
             let payload = message.payload(wire);
             for from in (0..payload).step_by(BLOCK) {
                 let block = from..payload.min(from + BLOCK);
-                let Some((first, others)) = outgoing.split_first_mut() else { return 0 };
-                let result = &mut first[block.clone()];
+                let (result, others) = match &mut *outgoing {
+                    [] => return 0,
+                    all if past => (&mut scratch.result[..block.len()], all),
+                    [first, others @ ..] => (&mut first[block.clone()], others),
+                };
                 inputs.visit(start + from, block.len(), |offset, own| {
                     let here = from + offset..from + offset + own.len();
                     let out = &mut result[offset..offset + own.len()];
                     reduce_in_order(reducer, *member, incoming, here, own, out);
                 });
                 store(outputs, start + from, result);
-                for other in others {
-                    other[block.clone()].copy_from_slice(result);
+                let copies = &copies[copies.len() - others.len()..];
+                for (other, copies) in others.iter_mut().zip(copies) {
+                    copies.repeat(result, &mut other[block.clone()]);
                 }
             }
             for window in outgoing {
@@ -227,7 +237,7 @@ impl Pipeline {
         // ring.
         for k in 0..links.len() {
             let index = (self.member + k) % links.len();
-            any |= self.post(index, &mut links[index])?;
+            any |= self.post(index, &mut links[index], &mut peers.copies[index])?;
         }
         Ok(any)
     }
@@ -236,8 +246,8 @@ impl Pipeline {
 impl Job for Pipeline {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
         let mut any = self.post_all(peers)?;
+        any |= self.reduce(peers)?;
         let links = &mut peers.links;
-        any |= self.reduce(links)?;
         for k in 0..links.len() {
             let index = (self.member + k) % links.len();
             any |= self.fetch(index, &mut links[index])?;

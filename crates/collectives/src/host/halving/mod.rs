@@ -48,6 +48,7 @@ use std::sync::Arc;
 use farandole_transport::Link;
 
 use super::UNIT;
+use super::copies::Copies;
 use super::hierarchy::{Inputs, arrived};
 use super::peers::{Job, Moved, Peers};
 use super::position::{Position, Stream};
@@ -163,11 +164,12 @@ impl Halving {
     }
 
     /// Sends a carrier on this host what the link takes of this member's input.
-    fn post(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
+    fn post(&mut self, lane: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[lane];
         let Some(chunk) = writing.early() else { return Ok(false) };
         let (start, inputs) = (self.schedule.chunk(chunk).0, &self.inputs);
-        let any = writing.message.put(&mut *link.sender, |at, to| inputs.read(start + at, to))?;
+        let put = |at, to: &mut [u8]| copies.read(inputs, start + at, to);
+        let any = writing.message.put(&mut *link.sender, put)?;
         self.wrote(lane);
         Ok(any)
     }
@@ -365,14 +367,15 @@ impl Halving {
     }
 
     /// Sends a member of this host the result of a chunk that is complete.
-    fn hand_out(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
+    fn hand_out(&mut self, lane: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[lane];
         let Some(chunk) = writing.late(self.lanes[lane].ahead) else { return Ok(false) };
         if chunk >= self.next || self.works.iter().any(|work| work.chunk == chunk) {
             return Ok(false);
         }
         let (start, outputs) = (self.schedule.chunk(chunk).0, &self.outputs);
-        let any = writing.message.put(&mut *link.sender, |at, to| outputs.read(start + at, to))?;
+        let put = |at, to: &mut [u8]| copies.read(outputs, start + at, to);
+        let any = writing.message.put(&mut *link.sender, put)?;
         self.wrote(lane);
         Ok(any)
     }
@@ -406,7 +409,8 @@ impl Job for Halving {
         let Range { start, end } = self.near;
         let near = || (first..end).chain(start..first);
         for lane in near() {
-            any |= self.post(lane, &mut peers.links[self.lanes[lane].link])?;
+            let link = self.lanes[lane].link;
+            any |= self.post(lane, &mut peers.links[link], &mut peers.copies[link])?;
         }
         any |= self.join(peers)?;
         let mut works = std::mem::take(&mut self.works);
@@ -416,9 +420,9 @@ impl Job for Halving {
         works.retain(|work| !work.is_over());
         self.works = works;
         for lane in near() {
-            let link = &mut peers.links[self.lanes[lane].link];
-            any |= self.fetch(lane, link)?;
-            any |= self.hand_out(lane, link)?;
+            let link = self.lanes[lane].link;
+            any |= self.fetch(lane, &mut peers.links[link])?;
+            any |= self.hand_out(lane, &mut peers.links[link], &mut peers.copies[link])?;
         }
         let done = self.next >= self.schedule.chunks()
             && self.works.is_empty()

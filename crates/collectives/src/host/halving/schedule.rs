@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::super::hosts::Hosts;
 use super::super::position::{Found, Position};
 use super::super::program::Carried;
-use super::super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT};
+use super::super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT, even_chunk};
 
 /// Chunks in each step at the same time, of those that a member carries.
 const LOOKAHEAD: usize = 2;
@@ -114,7 +114,8 @@ impl Schedule {
         capacity: usize,
     ) -> Option<Self> {
         let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
-        let chunk = share.clamp(SMALLEST_CHUNK, LARGEST_CHUNK);
+        let longest = share.clamp(SMALLEST_CHUNK, LARGEST_CHUNK);
+        let chunk = even_chunk(bytes, longest, hosts.largest()).max(UNIT);
         let (count, hosts) = (hosts.count(), hosts.clone());
         let full = 1 << count.checked_ilog2().unwrap_or(0);
         let (chunks, folded) = (bytes.div_ceil(chunk), 2 * (count - full));

@@ -51,6 +51,7 @@ use std::sync::Arc;
 use farandole_transport::Link;
 
 use super::UNIT;
+use super::copies::Copies;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
 use super::position::Stream;
@@ -182,11 +183,12 @@ impl Hierarchy {
     }
 
     /// Sends a carrier on this host what the link takes of this member's input.
-    fn post(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+    fn post(&mut self, index: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[index];
         let Some(chunk) = writing.early() else { return Ok(false) };
         let (start, inputs) = (self.schedule.chunk(chunk).0, &self.inputs);
-        let any = writing.message.put(&mut *link.sender, |at, to| inputs.read(start + at, to))?;
+        let put = |at, to: &mut [u8]| copies.read(inputs, start + at, to);
+        let any = writing.message.put(&mut *link.sender, put)?;
         self.wrote(index);
         Ok(any)
     }
@@ -386,7 +388,7 @@ impl Hierarchy {
     }
 
     /// Sends results: the own parts to the other hosts' carriers, whole chunks within the host.
-    fn send(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+    fn send(&mut self, index: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
         let ahead = self.routes[index].out.ahead;
         let Some(chunk) = self.streams[index].writing.late(ahead) else { return Ok(false) };
         let start = self.schedule.chunk(chunk).0;
@@ -404,9 +406,14 @@ impl Hierarchy {
             (ready / UNIT * UNIT).saturating_sub(writing.message.done())
         };
         let outputs = &self.outputs;
-        let any = writing
-            .message
-            .put_some(most, &mut *link.sender, |at, to| outputs.read(start + at, to))?;
+        let is_near = self.near.contains(&index);
+        let any = writing.message.put_some(most, &mut *link.sender, |at, to| {
+            if is_near {
+                copies.read(outputs, start + at, to);
+            } else {
+                outputs.read(start + at, to);
+            }
+        })?;
         self.wrote(index);
         Ok(any)
     }
@@ -514,7 +521,8 @@ impl Job for Hierarchy {
         // ring.
         let first = self.routes.partition_point(|route| route.link < self.member);
         for index in (first..self.near.end).chain(self.near.start..first) {
-            any |= self.post(index, &mut peers.links[self.routes[index].link])?;
+            let link = self.routes[index].link;
+            any |= self.post(index, &mut peers.links[link], &mut peers.copies[link])?;
         }
         for _ in 0..self.schedule.hosts().count() {
             if !self.join(peers)? {
@@ -524,9 +532,9 @@ impl Job for Hierarchy {
         }
         any |= self.reduce(peers)?;
         for index in (first..self.routes.len()).chain(0..first) {
-            let link = &mut peers.links[self.routes[index].link];
-            any |= self.fetch(index, link)?;
-            any |= self.send(index, link)?;
+            let link = self.routes[index].link;
+            any |= self.fetch(index, &mut peers.links[link])?;
+            any |= self.send(index, &mut peers.links[link], &mut peers.copies[link])?;
         }
         self.forget();
         let done = self.reducing.chunk >= self.schedule.chunks()

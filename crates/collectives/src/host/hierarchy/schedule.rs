@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::super::hosts::Hosts;
 use super::super::position::Position;
 use super::super::program::Carried;
-use super::super::{LARGEST_CHUNK, PACKET, SMALLEST_CHUNK, UNIT, start_of};
+use super::super::{LARGEST_CHUNK, PACKET, SMALLEST_CHUNK, UNIT, even_chunk, start_of};
 
 /// Chunks of which partials are sent before the result of the first, of those that a member
 /// carries.
@@ -219,7 +219,10 @@ fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> 
     let largest = LARGEST_CHUNK.max(sizes.len() * SMALLEST_PART);
     let chunk = share.clamp(SMALLEST_CHUNK, largest).min(part * sizes.len());
     let packets = chunk / sizes.len() / PACKET;
-    let chunk = if packets > 0 { packets * PACKET * sizes.len() } else { chunk };
+    let chunk = match packets {
+        0 => chunk,
+        _ => even_chunk(bytes, packets * PACKET * sizes.len(), hosts.largest()),
+    };
     (chunk > 0).then_some(chunk)
 }
 
