@@ -129,7 +129,7 @@ def copy_memory(copies: list[tuple[int, int, int]], /) -> None:
     """
 
 LARGE_MEMORY: int
-"""Bytes from which on memory comes from the system, and is new."""
+"""Bytes from which on glibc and the engine take memory from the system anew."""
 
 def prepare_memory(address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
     """Asks the system for large pages in memory of so many bytes that is not used yet."""

@@ -8,6 +8,7 @@ took 33 ms with small pages and 8 ms with large ones.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,14 +31,26 @@ def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of this dtype, as `Tensor.to` gives it; `tensor` has another one."""
-    if tensor.device.type != "cpu" or (torch.is_grad_enabled() and tensor.requires_grad):
+    wants_grad = torch.is_grad_enabled() and tensor.requires_grad
+    if wants_grad or not _is_large(tensor):
         return tensor.to(dtype)
     return empty_like(tensor.detach(), dtype).copy_(tensor.detach())
 
 
+def _is_large(tensor: torch.Tensor) -> bool:
+    # Tensors that a compiler traces are of a subclass, or seen by it, and have no memory.
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.nbytes >= engine.LARGE_MEMORY
+        and not torch.compiler.is_compiling()
+    )
+
+
 def _prepared(tensor: torch.Tensor) -> torch.Tensor:
-    is_large = tensor.device.type == "cpu" and tensor.nbytes >= engine.LARGE_MEMORY
-    # Tensors of a tracer are of a subclass, or seen by a compiler, and have no memory.
-    if is_large and type(tensor) is torch.Tensor and not torch.compiler.is_compiling():
-        engine.prepare_memory(tensor.data_ptr(), tensor.nbytes)
+    if _is_large(tensor):
+        # Nor have those that a function transformation wraps.
+        with suppress(RuntimeError):
+            engine.prepare_memory(tensor.data_ptr(), tensor.nbytes)
     return tensor

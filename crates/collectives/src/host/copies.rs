@@ -7,10 +7,10 @@
 //! them has to fetch them from there. How long that takes depends on where the system runs the two
 //! processes, and that may change at any time. Measured with two cores of an EPYC: 10 to 25 GB/s,
 //! and minutes later 2.4 GB/s. Past the caches it is 25 to 35 GB/s in both cases; then the reader
-//! gets 17 GB/s from memory instead of 20 to 37 GB/s. So a link measures its copies, and goes past
-//! the caches while copies through them are slow.
+//! gets 17 GB/s from memory instead of 20 to 37 GB/s. So a link measures its copies. While
+//! they are slow and copies past the caches are much faster, it makes those.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use farandole_transport::LinkKind;
 
@@ -18,32 +18,46 @@ use crate::buffer::{Flat, copy_past_caches};
 
 /// Bytes from which on a copy is measured.
 const WORTH: usize = 16 << 10;
-/// Bytes in a nanosecond of which a slow copy makes less.
-const SLOW: u32 = 5;
-/// Slow copies in a row before the next go past the caches: one alone may have been interrupted.
+/// Copies of fewer bytes in a nanosecond are slow.
+const SLOW: f32 = 5.0;
+/// Slow copies in a row before the next go past the caches: one alone may have been interrupted. As
+/// many go past them before it is clear whether that is faster.
 const PATIENCE: u32 = 8;
-/// Copies past the caches until one goes through them again, to see whether that is still slow.
+/// How many times as fast copies past the caches have to be: their reader is slower.
+const FASTER: f32 = 2.0;
+/// Copies until the other way is tried again.
 const PROBE: u32 = 256;
+
+/// The way that copies take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Way {
+    /// Through the caches. So many in a row were slow, the fastest with this speed.
+    Through { slow: u32, fastest: f32 },
+    /// Past them, for so many more copies; those through the caches had this speed. The first are
+    /// measured.
+    Past { left: u32, through: f32, fastest: f32 },
+    /// Through the caches for so many more copies, slow or not: past them is no faster.
+    Settled { left: u32 },
+}
+
+const BEGIN: Way = Way::Through { slow: 0, fastest: 0.0 };
 
 /// The copies of one link.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Copies {
     /// Whether another process reads the ring.
     is_shared: bool,
-    /// Slow copies in a row.
-    slow: u32,
-    /// Copies still to go past the caches.
-    past: u32,
+    way: Way,
 }
 
 impl Copies {
     pub(super) fn new(kind: LinkKind) -> Self {
-        Self { is_shared: kind == LinkKind::SharedMemory, slow: 0, past: 0 }
+        Self { is_shared: kind == LinkKind::SharedMemory, way: BEGIN }
     }
 
     /// Returns whether copies go past the caches now.
     pub(super) fn are_past_caches(&self) -> bool {
-        self.past > 0
+        matches!(self.way, Way::Past { .. })
     }
 
     /// Copies `into.len()` bytes of a list, from position `at` on.
@@ -53,32 +67,45 @@ impl Copies {
         });
     }
 
-    /// Copies `from` to `to`, of the same length, like the copies before.
-    pub(super) fn repeat(&self, from: &[u8], to: &mut [u8]) {
-        if self.past > 0 { copy_past_caches(from, to) } else { to.copy_from_slice(from) }
-    }
-
     /// Copies `from` to `to`, of the same length.
-    fn copy(&mut self, from: &[u8], to: &mut [u8]) {
+    pub(super) fn copy(&mut self, from: &[u8], to: &mut [u8]) {
         if from.len() < WORTH || !self.is_shared {
             return to.copy_from_slice(from);
         }
-        if self.past > 0 {
-            self.past -= 1;
-            return copy_past_caches(from, to);
-        }
         let began = Instant::now();
-        to.copy_from_slice(from);
-        self.measured(from.len(), began.elapsed());
+        if self.are_past_caches() {
+            copy_past_caches(from, to);
+        } else {
+            to.copy_from_slice(from);
+        }
+        let nanoseconds = began.elapsed().as_nanos().max(1);
+        self.measured(from.len() as f32 / nanoseconds as f32);
     }
 
-    /// Notes how long a copy through the caches took.
-    fn measured(&mut self, bytes: usize, took: Duration) {
-        let is_slow = took.as_nanos() * u128::from(SLOW) > bytes as u128;
-        self.slow = if is_slow { (self.slow + 1).min(PATIENCE) } else { 0 };
-        if self.slow == PATIENCE {
-            self.past = PROBE;
-        }
+    /// Notes the speed of a copy, in bytes in a nanosecond.
+    fn measured(&mut self, speed: f32) {
+        self.way = match self.way {
+            Way::Through { .. } if speed >= SLOW => BEGIN,
+            Way::Through { slow, fastest } if slow + 1 < PATIENCE => {
+                Way::Through { slow: slow + 1, fastest: fastest.max(speed) }
+            }
+            Way::Through { fastest, .. } => {
+                Way::Past { left: PROBE, through: fastest.max(speed), fastest: 0.0 }
+            }
+            Way::Past { left: 0 | 1, through, .. } => {
+                Way::Through { slow: PATIENCE - 1, fastest: through.min(SLOW) }
+            }
+            Way::Past { left, through, fastest } => {
+                let (left, fastest) = (left - 1, fastest.max(speed));
+                if left == PROBE - PATIENCE && fastest < FASTER * through {
+                    Way::Settled { left: PROBE }
+                } else {
+                    Way::Past { left, through, fastest }
+                }
+            }
+            Way::Settled { left: 0 | 1 } => BEGIN,
+            Way::Settled { left } => Way::Settled { left: left - 1 },
+        };
     }
 }
 
@@ -95,45 +122,56 @@ mod tests {
         (memory, flat)
     }
 
-    #[test]
-    fn after_slow_copies_they_go_past_the_caches_until_one_is_fast() {
-        let (_memory, from) = flat();
-        let mut to = vec![0; BYTES];
-        let mut copies = Copies::new(LinkKind::SharedMemory);
-        let (slow, fast) = (Duration::from_micros(50), Duration::from_micros(10));
-        for _ in 1..PATIENCE {
-            copies.measured(BYTES, slow);
-        }
-        copies.measured(BYTES, fast);
-        for _ in 1..PATIENCE {
-            copies.measured(BYTES, slow);
-            assert!(!copies.are_past_caches());
-        }
-        copies.measured(BYTES, slow);
-        assert!(copies.are_past_caches());
-        for _ in 0..PROBE {
-            assert!(copies.are_past_caches());
-            to.fill(0);
-            copies.read(&from, 0, &mut to);
-            assert_eq!(to[BYTES - 3..], [2, 3, 1][..], "every byte arrives");
-        }
-        assert!(!copies.are_past_caches(), "one copy is measured again");
-        copies.measured(BYTES, slow);
-        assert!(copies.are_past_caches(), "one is enough to go on");
-        for _ in 0..PROBE {
-            copies.read(&from, 0, &mut to);
-        }
-        copies.measured(BYTES, fast);
-        copies.measured(BYTES, slow);
-        assert!(!copies.are_past_caches());
+    fn after(copies: &mut Copies, count: u32, speed: f32) -> bool {
+        (0..count).for_each(|_| copies.measured(speed));
+        copies.are_past_caches()
     }
 
     #[test]
-    fn short_copies_are_not_measured() {
+    fn after_slow_copies_they_go_past_the_caches_until_one_is_fast() {
+        let mut copies = Copies::new(LinkKind::SharedMemory);
+        assert!(!after(&mut copies, PATIENCE - 1, 2.0));
+        assert!(!after(&mut copies, 1, 10.0));
+        assert!(!after(&mut copies, PATIENCE - 1, 2.0));
+        assert!(after(&mut copies, 1, 2.0));
+        assert!(after(&mut copies, PROBE - 1, 20.0));
+        assert!(!after(&mut copies, 1, 20.0), "one copy goes through them again");
+        assert!(after(&mut copies, 1, 2.0), "it is slow");
+        assert!(!after(&mut copies, PROBE, 20.0));
+        assert!(!after(&mut copies, 1, 10.0), "it is fast");
+        assert!(!after(&mut copies, PATIENCE - 1, 2.0));
+    }
+
+    #[test]
+    fn where_copies_past_the_caches_are_not_faster_they_go_through_them() {
+        let mut copies = Copies::new(LinkKind::SharedMemory);
+        assert!(after(&mut copies, PATIENCE, 4.0));
+        assert!(after(&mut copies, PATIENCE - 1, 7.0));
+        assert!(!after(&mut copies, 1, 7.0));
+        assert!(!after(&mut copies, PROBE + PATIENCE - 1, 4.0));
+        assert!(after(&mut copies, 1, 4.0), "it is tried again");
+    }
+
+    #[test]
+    fn every_byte_arrives_either_way() {
         let (_memory, from) = flat();
-        let mut copies = Copies { is_shared: true, slow: PATIENCE, past: 3 };
-        let mut to = vec![0; WORTH - 1];
-        copies.read(&from, 1, &mut to);
-        assert_eq!((to[0], copies.past), (2, 3));
+        for way in [BEGIN, Way::Past { left: 9, through: 2.0, fastest: 0.0 }] {
+            let mut copies = Copies { is_shared: true, way };
+            let mut to = vec![0; BYTES - 1];
+            copies.read(&from, 1, &mut to);
+            assert!(to.iter().zip([2, 3, 1].iter().cycle()).all(|(byte, right)| byte == right));
+        }
+    }
+
+    #[test]
+    fn short_copies_and_those_of_other_links_are_not_measured() {
+        let (_memory, from) = flat();
+        let way = Way::Past { left: 9, through: 2.0, fastest: 0.0 };
+        for (is_shared, bytes) in [(true, WORTH - 1), (false, BYTES)] {
+            let mut copies = Copies { is_shared, way };
+            let mut to = vec![0; bytes];
+            copies.read(&from, 0, &mut to);
+            assert_eq!((to[0], copies.way), (1, way));
+        }
     }
 }

@@ -18,7 +18,7 @@ use super::peers::{Job, Moved, Peers};
 use crate::{Crossover, Result};
 
 /// Counts incompatible changes of the protocol on links.
-const PROTOCOL: u32 = 4;
+const PROTOCOL: u32 = 5;
 const MAGIC: u32 = u32::from_le_bytes(*b"frdl");
 
 /// `magic, protocol, size, rank, topology, algorithms: u32; capacity: u64`, little endian, in one

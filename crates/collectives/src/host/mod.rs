@@ -64,7 +64,7 @@ const PASSES: usize = 64;
 fn even_chunk(bytes: usize, longest: usize, carriers: usize) -> usize {
     let carriers = carriers.max(1);
     let rounds = bytes.div_ceil(longest.saturating_mul(carriers)).max(1);
-    bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT).min(longest)
+    bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT).max(SMALLEST_CHUNK).min(longest)
 }
 
 /// Returns the start of a part of `bytes` that are cut in `parts`. Parts differ by one unit at

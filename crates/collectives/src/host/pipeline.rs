@@ -199,9 +199,9 @@ impl Pipeline {
                     reduce_in_order(reducer, *member, incoming, here, own, out);
                 });
                 store(outputs, start + from, result);
-                let copies = &copies[copies.len() - others.len()..];
-                for (other, copies) in others.iter_mut().zip(copies) {
-                    copies.repeat(result, &mut other[block.clone()]);
+                let first = copies.len() - others.len();
+                for (other, copies) in others.iter_mut().zip(&mut copies[first..]) {
+                    copies.copy(result, &mut other[block.clone()]);
                 }
             }
             for window in outgoing {

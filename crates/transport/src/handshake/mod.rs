@@ -35,7 +35,7 @@ use crate::record::Suite;
 use crate::{Error, Result};
 use exchange::{Half, Keys, PUBLIC, Secret, Side};
 
-pub(crate) const VERSION: u16 = 5;
+pub(crate) const VERSION: u16 = 6;
 /// The channel of heartbeats; not for users.
 pub(crate) const CONTROL: u32 = u32::MAX;
 

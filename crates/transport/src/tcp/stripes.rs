@@ -14,13 +14,13 @@
 
 use std::ops::Range;
 
-use crate::record::MOST as MOST_OF_RECORD;
+use crate::record;
 
 /// Most connections of one link.
 pub(crate) const MOST: u16 = 16;
 
-/// Bytes of a block where there are several connections: both ends must agree.
-const BLOCK: u64 = MOST_OF_RECORD as u64;
+/// Bytes of a block where there are several connections, a whole record: both ends must agree.
+const BLOCK: u64 = record::MOST as u64;
 /// One connection takes all there is.
 const ENDLESS: u64 = 1 << 63;
 

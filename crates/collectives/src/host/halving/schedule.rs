@@ -115,7 +115,7 @@ impl Schedule {
     ) -> Option<Self> {
         let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
         let longest = share.clamp(SMALLEST_CHUNK, LARGEST_CHUNK);
-        let chunk = even_chunk(bytes, longest, hosts.largest()).max(UNIT);
+        let chunk = even_chunk(bytes, longest, hosts.largest());
         let (count, hosts) = (hosts.count(), hosts.clone());
         let full = 1 << count.checked_ilog2().unwrap_or(0);
         let (chunks, folded) = (bytes.div_ceil(chunk), 2 * (count - full));
