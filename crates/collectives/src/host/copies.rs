@@ -23,7 +23,7 @@ const SLOW: f32 = 5.0;
 /// Slow copies in a row before the next go past the caches: one alone may have been interrupted. As
 /// many go past them before it is clear whether that is faster.
 const PATIENCE: u32 = 8;
-/// How many times as fast copies past the caches have to be: their reader is slower.
+/// Ratio of both speeds from which on copies go past the caches: their reader is slower.
 const FASTER: f32 = 2.0;
 /// Copies until the other way is tried again.
 const PROBE: u32 = 256;
