@@ -33,8 +33,8 @@ const PROBE: u32 = 256;
 enum Way {
     /// Through the caches. So many in a row were slow, the fastest with this speed.
     Through { slow: u32, fastest: f32 },
-    /// Past them, for so many more copies; those through the caches had this speed. The first are
-    /// measured.
+    /// Past them, for so many more copies; those through the caches had this speed. The first ones
+    /// decide whether it goes on.
     Past { left: u32, through: f32, fastest: f32 },
     /// Through the caches for so many more copies, slow or not: past them is no faster.
     Settled { left: u32 },

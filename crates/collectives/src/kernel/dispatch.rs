@@ -194,7 +194,7 @@ where
     })
 }
 
-fn native_float<T: Native + Float>(reduction: &Reduction, kind: Kind) -> Option<Kernel>
+fn native_float<T: Float>(reduction: &Reduction, kind: Kind) -> Option<Kernel>
 where
     Same<T>: Format<Acc = T>,
 {

@@ -164,47 +164,33 @@ pub(super) trait Join<T>: 'static {
 }
 
 macro_rules! join {
-    ($($name:ident, $method:ident;)+) => { $(
+    ($($(#[$doc:meta])* $name:ident, $bound:ident, $method:ident $(, $finish:ident)?;)+) => { $(
+        $(#[$doc])*
         pub(super) struct $name;
 
-        impl<T: Native> Join<T> for $name {
+        impl<T: $bound> Join<T> for $name {
             #[inline(always)]
             fn join(a: T, b: T) -> T {
                 a.$method(b)
             }
+
+            $(
+                #[inline(always)]
+                fn finish(value: T, factor: T) -> T {
+                    value.$finish(factor)
+                }
+            )?
         }
     )+ };
 }
 
-join! { Product, product; Min, min; Max, max; }
-
-pub(super) struct Sum;
-
-impl<T: Native> Join<T> for Sum {
-    #[inline(always)]
-    fn join(a: T, b: T) -> T {
-        a.sum(b)
-    }
-
-    #[inline(always)]
-    fn finish(value: T, factor: T) -> T {
-        value.finish(factor)
-    }
-}
-
-/// A sum that is divided by the factor.
-pub(super) struct Mean;
-
-impl<T: Native + Float> Join<T> for Mean {
-    #[inline(always)]
-    fn join(a: T, b: T) -> T {
-        a.sum(b)
-    }
-
-    #[inline(always)]
-    fn finish(value: T, factor: T) -> T {
-        value.over(factor)
-    }
+join! {
+    Sum, Native, sum, finish;
+    /// A sum that is divided by the factor.
+    Mean, Float, sum, over;
+    Product, Native, product;
+    Min, Native, min;
+    Max, Native, max;
 }
 
 /// Bytes that are false when 0 and true otherwise; results are 0 or 1.

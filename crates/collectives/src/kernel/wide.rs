@@ -25,7 +25,7 @@ pub(super) trait Format: 'static {
 }
 
 /// Scaling and averaging of floats.
-pub(super) trait Float: Sized {
+pub(super) trait Float: Native {
     /// Divides.
     fn over(self, divisor: Self) -> Self;
     fn scale(acc: &mut [Self], factor: f64);

@@ -406,14 +406,8 @@ impl Hierarchy {
             (ready / UNIT * UNIT).saturating_sub(writing.message.done())
         };
         let outputs = &self.outputs;
-        let is_near = self.near.contains(&index);
-        let any = writing.message.put_some(most, &mut *link.sender, |at, to| {
-            if is_near {
-                copies.read(outputs, start + at, to);
-            } else {
-                outputs.read(start + at, to);
-            }
-        })?;
+        let put = |at, to: &mut [u8]| copies.read(outputs, start + at, to);
+        let any = writing.message.put_some(most, &mut *link.sender, put)?;
         self.wrote(index);
         Ok(any)
     }
