@@ -14,7 +14,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use farandole_config::environment;
+use farandole_config::environment_variable;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -89,7 +89,8 @@ impl Random {
 
 /// Runs `case` with fresh numbers until the budget is spent; prints the seed of a case that panics.
 pub fn cases(mut case: impl FnMut(&mut Random)) {
-    let number = |name: &str| environment(name).and_then(|text| text.trim().parse::<u64>().ok());
+    let number =
+        |name: &str| environment_variable(name).and_then(|text| text.trim().parse::<u64>().ok());
     let asked = number("FARANDOLE_FUZZ_SECONDS");
     let budget = Duration::from_secs(asked.unwrap_or(QUICK));
     // Without a budget, the same few cases run every time.

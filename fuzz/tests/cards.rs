@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use farandole_config::Config;
 use farandole_fuzz::{Limit, Random, cases};
-use farandole_registrar::{Options, Registrar, Ticket};
+use farandole_registrar::{Registrar, RegistrarOptions, Ticket};
 use farandole_transport::{Error, MemoryRendezvous, Mesh, MeshOptions};
 use farandole_world::{HostHash, Rank};
 
@@ -21,7 +21,7 @@ const LONGEST: Duration = Duration::from_secs(5);
 
 fn options(rank: u32, size: u32) -> MeshOptions {
     MeshOptions {
-        patience: PATIENCE,
+        setup_timeout: PATIENCE,
         bind: vec![IpAddr::from([127, 0, 0, 1]).into()],
         ..MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [5; 32])
     }
@@ -31,7 +31,7 @@ fn options(rank: u32, size: u32) -> MeshOptions {
 fn sound() -> Vec<u8> {
     let meeting = MemoryRendezvous::default();
     drop(Mesh::join(options(0, 1), &meeting).unwrap());
-    meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap()
+    meeting.await_value("mesh/0/0", Instant::now() + PATIENCE).unwrap()
 }
 
 fn hostile(sound: &[u8], random: &mut Random) -> Vec<u8> {
@@ -64,7 +64,7 @@ fn a_damaged_card_is_an_error_that_names_it() {
     cases(|random| {
         let meeting = MemoryRendezvous::default();
         let card = if random.below(8) == 0 { sound.clone() } else { hostile(&sound, random) };
-        meeting.put("mesh/0/1", &card);
+        meeting.publish_value("mesh/0/1", &card);
         let limit = Limit::of(LONGEST);
         match Mesh::join(options(0, 2), &meeting) {
             Ok(mesh) => {
@@ -85,14 +85,14 @@ fn a_damaged_card_is_an_error_that_names_it() {
 #[test]
 fn a_damaged_ticket_is_an_error() {
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-    let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
-    let sound = registrar.ticket().encode();
-    assert_eq!(sound.parse::<Ticket>().unwrap().encode(), sound);
+    let registrar = Registrar::start_job(RegistrarOptions::from_config(1, &config)).unwrap();
+    let sound = registrar.ticket().encode_text();
+    assert_eq!(sound.parse::<Ticket>().unwrap().encode_text(), sound);
     cases(|random| {
         let damaged = random.mutated(sound.as_bytes());
         let text = String::from_utf8_lossy(&damaged);
         if let Ok(ticket) = text.parse::<Ticket>() {
-            assert_eq!(ticket.encode(), sound, "blanks around it are allowed");
+            assert_eq!(ticket.encode_text(), sound, "blanks around it are allowed");
         }
     });
 }

@@ -4,19 +4,19 @@
 //! Frames: what was sent arrives, and garbage ends in an error or in waiting, with little memory.
 
 use farandole_fuzz::cases;
-use farandole_transport::{Error, Frame, frames, loopback};
+use farandole_transport::{Error, LinkFrame, into_frame_halves, loopback};
 use farandole_world::Rank;
 
 #[test]
 fn frames_of_any_size_cross_rings_of_any_size() {
     cases(|random| {
-        let (a, b) = loopback::pair(Rank(0), Rank(1), 1 + random.below(20_000)).unwrap();
-        let (mut sender, mut receiver) = (frames(a).0, frames(b).1);
-        let sent: Vec<Frame> = (0..random.below(20))
-            .map(|_| Frame { kind: random.byte(), payload: random.bytes(30_000) })
+        let (a, b) = loopback::link_pair(Rank(0), Rank(1), 1 + random.below(20_000)).unwrap();
+        let (mut sender, mut receiver) = (into_frame_halves(a).0, into_frame_halves(b).1);
+        let sent: Vec<LinkFrame> = (0..random.below(20))
+            .map(|_| LinkFrame { kind: random.byte(), payload: random.bytes(30_000) })
             .collect();
         for frame in &sent {
-            sender.queue(frame.kind, &frame.payload).unwrap();
+            sender.queue_frame(frame.kind, &frame.payload).unwrap();
         }
         let mut seen = Vec::new();
         while seen.len() < sent.len() {
@@ -30,8 +30,8 @@ fn frames_of_any_size_cross_rings_of_any_size() {
 #[test]
 fn garbage_is_an_error_or_waits_for_more() {
     cases(|random| {
-        let (mut a, b) = loopback::pair(Rank(0), Rank(1), 4096).unwrap();
-        let mut receiver = frames(b).1;
+        let (mut a, b) = loopback::link_pair(Rank(0), Rank(1), 4096).unwrap();
+        let mut receiver = into_frame_halves(b).1;
         for _ in 0..random.below(30) {
             let bytes = random.bytes(64);
             let window = a.sender.window().unwrap();

@@ -8,7 +8,9 @@
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use farandole_fuzz::{Limit, Random, apart, cases, confine};
-use farandole_images::{Decoder, Error, Fit, Mode, Scale, Slot, Steps};
+use farandole_images::{
+    ChannelScale, ColorMode, Error, ImageDecoder, ImageOutput, ImageTransform, ResizeMode,
+};
 
 /// Addresses that a decoder may take: what the largest image has that is not refused, as it is
 /// stored and turned, and what PNG may take beside.
@@ -82,21 +84,21 @@ fn hostile(sound: &[u8], random: &mut Random) -> Vec<u8> {
     file
 }
 
-fn steps(random: &mut Random) -> Steps {
-    Steps {
+fn steps(random: &mut Random) -> ImageTransform {
+    ImageTransform {
         height: 1 + u32::from(random.byte()) % 40,
         width: 1 + u32::from(random.byte()) % 40,
-        mode: if random.below(2) == 0 { Mode::Rgb } else { Mode::Gray },
-        fit: [Fit::Stretch, Fit::Crop, Fit::Pad][random.below(3)],
+        mode: if random.below(2) == 0 { ColorMode::Rgb } else { ColorMode::Gray },
+        fit: [ResizeMode::Stretch, ResizeMode::Crop, ResizeMode::Pad][random.below(3)],
         channels_last: random.below(2) == 0,
-        scales: vec![Scale { factor: 1.0 / 255.0, shift: 0.5 }],
+        scales: vec![ChannelScale { factor: 1.0 / 255.0, shift: 0.5 }],
     }
 }
 
-fn decode(file: &[u8], steps: Steps) -> Result<(), Error> {
+fn decode(file: &[u8], steps: ImageTransform) -> Result<(), Error> {
     let limit = Limit::of(LONGEST);
-    let mut out = vec![0.0; steps.values()];
-    let done = Decoder::new(steps).decode(file, Slot::Floats(&mut out));
+    let mut out = vec![0.0; steps.value_count()];
+    let done = ImageDecoder::new(steps).decode_file(file, ImageOutput::Floats(&mut out));
     limit.check();
     done
 }
@@ -113,7 +115,7 @@ fn child() {
     }));
     let files = files();
     for file in &files {
-        let whole = Steps { height: 12, width: 16, ..steps(&mut Random::new(0)) };
+        let whole = ImageTransform { height: 12, width: 16, ..steps(&mut Random::new(0)) };
         decode(file, whole).unwrap();
     }
     confine(ROOM).unwrap();

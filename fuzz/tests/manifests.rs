@@ -10,7 +10,9 @@ mod reading;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, Float32Array, Int64Array, RecordBatch, StringArray};
-use farandole_dataset::{Column, DataFile, Element, MANIFEST, Manifest, Role, RowGroup};
+use farandole_dataset::{
+    ColumnRole, DataFile, ElementType, MANIFEST_FILE_NAME, Manifest, ManifestColumn, RowGroup,
+};
 use farandole_fuzz::{Random, apart, cases, confine};
 use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
@@ -40,9 +42,9 @@ fn sound(store: &Store) -> Value {
     let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
     writer.write(&batch).unwrap();
     let bytes = writer.into_inner().unwrap();
-    let column = |name: &str, element, source: &str| Column {
+    let column = |name: &str, element, source: &str| ManifestColumn {
         name: name.to_owned(),
-        role: Role::Feature,
+        role: ColumnRole::Feature,
         element,
         shape: Vec::new(),
         source: source.to_owned(),
@@ -51,9 +53,12 @@ fn sound(store: &Store) -> Value {
         max: None,
         unreadable: None,
     };
-    let kinds = [Element::Int64, Element::Float32, Element::Utf8];
-    let columns =
-        COLUMNS.iter().zip(kinds).map(|(name, kind)| column(name, kind, kind.name())).collect();
+    let kinds = [ElementType::Int64, ElementType::Float32, ElementType::Utf8];
+    let columns = COLUMNS
+        .iter()
+        .zip(kinds)
+        .map(|(name, kind)| column(name, kind, kind.numpy_name()))
+        .collect();
     let groups = vec![RowGroup { rows: ROWS.into(), bytes: 16 * u64::from(ROWS) }];
     let file = DataFile::new("part.parquet".to_owned(), bytes.len() as u64, groups);
     store.write("part.parquet", bytes.into()).unwrap();
@@ -132,13 +137,13 @@ fn child() {
     hush();
     let store = Store::open(URL).unwrap();
     let sound = sound(&store);
-    store.write(MANIFEST, sound.to_string().into()).unwrap();
+    store.write(MANIFEST_FILE_NAME, sound.to_string().into()).unwrap();
     assert_eq!(read(URL, &COLUMNS, &mut Random::new(0)).unwrap(), usize::from(ROWS));
     confine(ROOM).unwrap();
     let (mut fine, mut wrong) = (0, 0);
     cases(|random| {
         println!("\ncase {random:?}");
-        store.write(MANIFEST, hostile(&sound, random).into()).unwrap();
+        store.write(MANIFEST_FILE_NAME, hostile(&sound, random).into()).unwrap();
         match read(URL, &COLUMNS, random) {
             Ok(_) => fine += 1,
             Err(error) => {

@@ -4,7 +4,7 @@
 //! A communicator among peers that send garbage: it fails or waits, and never completes an
 //! operation by it.
 
-use farandole_collectives::{Communicator, HostCommunicator, Operation, Token};
+use farandole_collectives::{CollectiveOperation, Communicator, HostCommunicator, OperationToken};
 use farandole_fuzz::cases;
 use farandole_transport::loopback;
 use farandole_world::Rank;
@@ -12,9 +12,9 @@ use farandole_world::Rank;
 #[test]
 fn a_greeting_of_garbage_is_refused() {
     cases(|random| {
-        let (a, mut b) = loopback::pair(Rank(0), Rank(1), 4096).unwrap();
+        let (a, mut b) = loopback::link_pair(Rank(0), Rank(1), 4096).unwrap();
         let mut communicator = HostCommunicator::new(Rank(0), vec![a]).unwrap();
-        communicator.submit(Token(1), Operation::Barrier).unwrap();
+        communicator.submit_operation(OperationToken(1), CollectiveOperation::Barrier).unwrap();
         let mut completed = Vec::new();
         for _ in 0..random.below(20) {
             let bytes = random.bytes(128);
@@ -22,9 +22,11 @@ fn a_greeting_of_garbage_is_refused() {
             let fits = bytes.len().min(window.len());
             window[..fits].copy_from_slice(&bytes[..fits]);
             b.sender.commit(fits).unwrap();
-            if communicator.progress(&mut completed).is_err() {
+            if communicator.make_progress(&mut completed).is_err() {
                 assert!(
-                    communicator.submit(Token(2), Operation::Barrier).is_err(),
+                    communicator
+                        .submit_operation(OperationToken(2), CollectiveOperation::Barrier)
+                        .is_err(),
                     "a failure lasts"
                 );
                 break;

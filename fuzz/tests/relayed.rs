@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_fuzz::{Random, cases};
-use farandole_transport::contract::{Diverted, PATIENCE, address};
+use farandole_transport::contract::{DivertingRendezvous, TEST_WAIT_LIMIT, rank_zero_address};
 use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions};
 use farandole_world::{HostHash, Rank};
 use proxy::{Harm, Plan, Proxy, Way};
@@ -23,7 +23,7 @@ const TOTAL: usize = 40_000;
 
 fn options(rank: u32, streams: u16) -> MeshOptions {
     MeshOptions {
-        patience: PATIENCE,
+        setup_timeout: TEST_WAIT_LIMIT,
         peer_timeout: Duration::from_secs(2),
         use_shared_memory: false,
         streams,
@@ -49,7 +49,7 @@ fn pattern(at: usize) -> u8 {
 }
 
 fn send(mut link: Link) {
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     let mut sent = 0;
     while sent < TOTAL {
         let Ok(window) = link.sender.window() else { return };
@@ -71,7 +71,7 @@ fn send(mut link: Link) {
 /// Receives bytes until the link ends, and returns their number; each must be the one that was
 /// sent.
 fn receive(link: &mut Link) -> (usize, Error) {
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     let mut seen = 0;
     loop {
         let window = match link.receiver.window() {
@@ -104,17 +104,17 @@ fn no_action_of_a_relay_makes_a_rank_accept_its_bytes() {
         let plan = Plan { connection, way, offset, harm: harm(random) };
         let meeting = MemoryRendezvous::default();
         let target = meeting.clone();
-        let proxy = Proxy::start(move || address(&target, 0), Some(plan));
-        let diverted = Diverted { meeting: meeting.clone(), to: proxy.address };
+        let proxy = Proxy::start(move || rank_zero_address(&target, 0), Some(plan));
+        let diverted = DivertingRendezvous { meeting: meeting.clone(), to: proxy.address };
         let (zero, one) = thread::scope(|scope| {
             let zero = scope.spawn(|| Mesh::join(options(0, streams), &meeting).unwrap());
             let one = Mesh::join(options(1, streams), &diverted).unwrap();
             (zero.join().unwrap(), one)
         });
         let (zeros, ones) = thread::scope(|scope| {
-            let zeros =
-                scope.spawn(|| zero.open(1, &[Rank(1)], 1 << 16).map(|mut links| links.remove(0)));
-            let ones = one.open(1, &[Rank(0)], 1 << 16).map(|mut links| links.remove(0));
+            let zeros = scope
+                .spawn(|| zero.open_links(1, &[Rank(1)], 1 << 16).map(|mut links| links.remove(0)));
+            let ones = one.open_links(1, &[Rank(0)], 1 << 16).map(|mut links| links.remove(0));
             (zeros.join().unwrap(), ones)
         });
         let (zeros, ones) = match (zeros, ones) {

@@ -24,13 +24,13 @@ const KEY: [u8; 32] = [5; 32];
 
 fn options(rank: u32, key: [u8; 32], shared: bool) -> MeshOptions {
     let mut options = MeshOptions::new(Rank(rank), 2, HostHash("here".to_owned()), key);
-    options.patience = PATIENCE;
+    options.setup_timeout = PATIENCE;
     options.use_shared_memory = shared;
     options
 }
 
 fn card(meeting: &MemoryRendezvous, rank: u32) -> String {
-    let bytes = meeting.get(&format!("mesh/0/{rank}"), Instant::now() + PATIENCE).unwrap();
+    let bytes = meeting.await_value(&format!("mesh/0/{rank}"), Instant::now() + PATIENCE).unwrap();
     String::from_utf8(bytes).unwrap()
 }
 
@@ -44,7 +44,7 @@ fn hello(key: [u8; 32]) -> Vec<u8> {
     let meeting = MemoryRendezvous::default();
     let version = {
         let sample = MemoryRendezvous::default();
-        sample.put("mesh/0/1", b"");
+        sample.publish_value("mesh/0/1", b"");
         drop(Mesh::join(MeshOptions { size: 1, ..options(0, key, false) }, &sample).unwrap());
         card(&sample, 0).lines().next().unwrap().to_owned()
     };
@@ -52,7 +52,7 @@ fn hello(key: [u8; 32]) -> Vec<u8> {
         "{version}\nhost elsewhere\npid 1\nlocal \naddress {}\n",
         listener.local_addr().unwrap()
     );
-    meeting.put("mesh/0/0", fake.as_bytes());
+    meeting.publish_value("mesh/0/0", fake.as_bytes());
     let mesh = Mesh::join(options(1, key, false), &meeting).unwrap();
     let mut hello = vec![0; 144];
     let heard = AtomicBool::new(false);
@@ -61,7 +61,7 @@ fn hello(key: [u8; 32]) -> Vec<u8> {
         scope.spawn(move || {
             let limit = Instant::now() + PATIENCE;
             let mut enough = || heard.load(Ordering::Acquire);
-            drop(mesh.open_until(1, &[Rank(0)], 4096, limit, &mut enough).unwrap_err());
+            drop(mesh.open_links_until(1, &[Rank(0)], 4096, limit, &mut enough).unwrap_err());
         });
         let read = listener.accept().unwrap().0.read_exact(&mut hello);
         // Set before the test can fail: the dialing thread waits for it.
@@ -140,7 +140,7 @@ fn besieged(kind: LinkKind, strange: [u8; 32]) {
     let mut links: Vec<(Link, Link)> = Vec::new();
     let mut channel = 0;
     cases(|random| {
-        let before = zero.refused();
+        let before = zero.refused_connections();
         for _ in 0..random.below(5) {
             if shared && random.below(2) == 0 {
                 let address = UnixAddr::from_abstract_name(&name).unwrap();
@@ -152,8 +152,9 @@ fn besieged(kind: LinkKind, strange: [u8; 32]) {
         // New links form, old ones continue.
         if links.len() < 8 {
             channel += 1;
-            let open =
-                |mesh: &Mesh, peer| mesh.open(channel, &[Rank(peer)], 4096).unwrap().remove(0);
+            let open = |mesh: &Mesh, peer| {
+                mesh.open_links(channel, &[Rank(peer)], 4096).unwrap().remove(0)
+            };
             links.push(thread::scope(|scope| {
                 let there = scope.spawn(|| open(&zero, 1));
                 (open(&one, 0), there.join().unwrap())
@@ -164,11 +165,11 @@ fn besieged(kind: LinkKind, strange: [u8; 32]) {
         assert_eq!((here.kind, there.kind), (kind, kind));
         echo(here, there, random);
         echo(there, here, random);
-        assert!(zero.refused() >= before);
-        zero.check().unwrap();
-        one.check().unwrap();
+        assert!(zero.refused_connections() >= before);
+        zero.check_peers().unwrap();
+        one.check_peers().unwrap();
     });
-    assert!(zero.refused() > 0, "no stranger was turned away");
+    assert!(zero.refused_connections() > 0, "no stranger was turned away");
 }
 
 #[test]

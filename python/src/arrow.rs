@@ -21,7 +21,7 @@ use pyo3::types::{PyCapsule, PyCapsuleMethods, PyMemoryView, PyTuple};
 ///
 /// # Errors
 /// `TypeError` for other objects, `ValueError` for data that is no record batch.
-pub(crate) fn record_batch(object: &Bound<'_, PyAny>) -> PyResult<RecordBatch> {
+pub(crate) fn import_record_batch(object: &Bound<'_, PyAny>) -> PyResult<RecordBatch> {
     let wrong = |what: String| PyValueError::new_err(format!("not an Arrow record batch: {what}"));
     let export = object.getattr("__arrow_c_array__").map_err(|_| {
         let kind = object.get_type();
@@ -51,22 +51,22 @@ pub(crate) fn record_batch(object: &Bound<'_, PyAny>) -> PyResult<RecordBatch> {
 
 /// Bytes of a batch.
 #[derive(Clone, Copy)]
-struct Span {
+struct ByteRange {
     /// Address of the first byte, taken while the batch was ours alone.
     address: usize,
     length: usize,
 }
 
-impl Span {
-    fn of(bytes: &mut [u8]) -> Self {
+impl ByteRange {
+    fn from_slice(bytes: &mut [u8]) -> Self {
         Self { address: bytes.as_mut_ptr().expose_provenance(), length: bytes.len() }
     }
 
-    /// `length` bytes from byte `start` on.
+    /// Returns `length` bytes from byte `start` on.
     ///
     /// # Errors
     /// `BufferError` for bytes outside of the span.
-    fn part(self, start: usize, length: usize) -> PyResult<Self> {
+    fn subrange(self, start: usize, length: usize) -> PyResult<Self> {
         let inside = start.checked_add(length).is_some_and(|end| end <= self.length);
         let address = inside.then(|| self.address + start);
         let address =
@@ -76,27 +76,30 @@ impl Span {
 }
 
 /// A batch whose bytes Python may read and write.
-struct Shared {
+struct SharedBatch {
     batch: reader::Batch,
     /// Columns of one width, and weights.
-    whole: Span,
+    whole: ByteRange,
     /// The ends of values and the values, for columns of any length.
-    texts: Vec<Option<[Span; 2]>>,
+    texts: Vec<Option<[ByteRange; 2]>>,
 }
 
-impl Shared {
+impl SharedBatch {
     /// Gives the bytes away: from now on only Python touches them.
     fn new(mut batch: reader::Batch) -> Self {
-        let whole = Span::of(batch.slab_mut());
+        let whole = ByteRange::from_slice(batch.buffer_mut());
         let columns = 0..batch.fields().len();
-        let texts = columns
-            .map(|index| batch.texts_mut(index).map(|(ends, values)| [ends, values].map(Span::of)));
+        let texts = columns.map(|index| {
+            batch
+                .variable_length_values_mut(index)
+                .map(|(ends, values)| [ends, values].map(ByteRange::from_slice))
+        });
         let texts = texts.collect();
         Self { batch, whole, texts }
     }
 
     /// Returns the batch in Rust.
-    fn batch(&self) -> &reader::Batch {
+    fn reader_batch(&self) -> &reader::Batch {
         &self.batch
     }
 }
@@ -109,9 +112,9 @@ impl Shared {
 /// # Safety
 /// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds the memory of `span`,
 /// which nothing in Rust reads or writes any more.
-unsafe fn export(
+unsafe fn fill_buffer_view(
     owner: &Bound<'_, PyAny>,
-    span: Span,
+    span: ByteRange,
     view: *mut ffi::Py_buffer,
     flags: c_int,
 ) -> PyResult<()> {
@@ -126,16 +129,16 @@ unsafe fn export(
 
 /// Rows of all columns: one buffer, or one for each column.
 #[pyclass(frozen, module = "farandole._native.reader")]
-pub(crate) struct Batch(Arc<Shared>);
+pub(crate) struct Batch(Arc<SharedBatch>);
 
 impl Batch {
     /// Gives a batch away to Python.
     pub(crate) fn new(batch: reader::Batch) -> Self {
-        Self(Arc::new(Shared::new(batch)))
+        Self(Arc::new(SharedBatch::new(batch)))
     }
 
-    fn index(&self, name: &str) -> PyResult<usize> {
-        let found = self.0.batch().fields().iter().position(|field| field.name == name);
+    fn column_index(&self, name: &str) -> PyResult<usize> {
+        let found = self.0.reader_batch().fields().iter().position(|field| field.name == name);
         found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))
     }
 }
@@ -144,53 +147,53 @@ impl Batch {
 impl Batch {
     #[getter]
     fn rows(&self) -> usize {
-        self.0.batch().rows()
+        self.0.reader_batch().row_count()
     }
 
     #[getter]
     fn valid_rows(&self) -> usize {
-        self.0.batch().valid_rows()
+        self.0.reader_batch().valid_rows()
     }
 
     #[getter]
     fn names(&self) -> Vec<String> {
-        self.0.batch().fields().iter().map(|field| field.name.clone()).collect()
+        self.0.reader_batch().fields().iter().map(|field| field.name.clone()).collect()
     }
 
     #[getter]
-    fn offsets(&self) -> Vec<usize> {
-        let batch = self.0.batch();
+    fn column_offsets(&self) -> Vec<usize> {
+        let batch = self.0.reader_batch();
         (0..batch.fields().len())
-            .filter_map(|index| batch.held(index))
+            .filter_map(|index| batch.column_extent(index))
             .map(|held| held.start)
             .collect()
     }
 
-    fn weights(&self) -> Column {
-        Column { shared: Arc::clone(&self.0), index: self.0.batch().fields().len() }
+    fn row_weights(&self) -> BatchColumn {
+        BatchColumn { shared: Arc::clone(&self.0), index: self.0.reader_batch().fields().len() }
     }
 
-    fn column(&self, name: &str) -> PyResult<Column> {
-        Ok(Column { shared: Arc::clone(&self.0), index: self.index(name)? })
+    fn column(&self, name: &str) -> PyResult<BatchColumn> {
+        Ok(BatchColumn { shared: Arc::clone(&self.0), index: self.column_index(name)? })
     }
 
-    fn texts<'py>(
+    fn text_buffers<'py>(
         &self,
         py: Python<'py>,
         name: &str,
     ) -> PyResult<(Bound<'py, PyMemoryView>, Bound<'py, PyMemoryView>)> {
-        let index = self.index(name)?;
+        let index = self.column_index(name)?;
         let spans = self.0.texts.get(index).copied().flatten();
         let [ends, values] = spans.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
         let view = |span| {
-            let owner = Bound::new(py, Values { span, _shared: Arc::clone(&self.0) })?;
+            let owner = Bound::new(py, ColumnTextBuffer { span, _shared: Arc::clone(&self.0) })?;
             PyMemoryView::from(owner.as_any())
         };
         Ok((view(ends)?, view(values)?))
     }
 
-    fn length(&self, name: &str) -> PyResult<Option<usize>> {
-        Ok(self.0.batch().length(self.index(name)?))
+    fn padded_length(&self, name: &str) -> PyResult<Option<usize>> {
+        Ok(self.0.reader_batch().padded_length(self.column_index(name)?))
     }
 
     /// # Safety
@@ -202,35 +205,38 @@ impl Batch {
     ) -> PyResult<()> {
         let shared = Arc::clone(&slf.get().0);
         // SAFETY: the view is Python's own, and `slf` holds the batch.
-        unsafe { export(slf.as_any(), shared.whole, view, flags) }
+        unsafe { fill_buffer_view(slf.as_any(), shared.whole, view, flags) }
     }
 }
 
 /// One column of a batch; the one after the last are the weights.
 #[pyclass(frozen, module = "farandole._native.reader")]
-pub(crate) struct Column {
-    shared: Arc<Shared>,
+pub(crate) struct BatchColumn {
+    shared: Arc<SharedBatch>,
     index: usize,
 }
 
 #[pymethods]
-impl Column {
+impl BatchColumn {
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.shared.batch().held(self.index).map_or("", |held| held.element.name())
+        self.shared
+            .reader_batch()
+            .column_extent(self.index)
+            .map_or("", |held| held.element.numpy_name())
     }
 
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let batch = self.shared.batch();
+        let batch = self.shared.reader_batch();
         let row =
             batch.fields().get(self.index).map(|field| field.shape.clone()).unwrap_or_default();
-        PyTuple::new(py, std::iter::once(batch.rows() as u64).chain(row).collect::<Vec<_>>())
+        PyTuple::new(py, std::iter::once(batch.row_count() as u64).chain(row).collect::<Vec<_>>())
     }
 
     #[getter]
     fn nbytes(&self) -> usize {
-        self.shared.batch().held(self.index).map_or(0, |held| held.bytes)
+        self.shared.reader_batch().column_extent(self.index).map_or(0, |held| held.bytes)
     }
 
     /// # Safety
@@ -241,23 +247,25 @@ impl Column {
         flags: c_int,
     ) -> PyResult<()> {
         let (shared, index) = (Arc::clone(&slf.get().shared), slf.get().index);
-        let (start, bytes) =
-            shared.batch().held(index).map_or((0, 0), |held| (held.start, held.bytes));
-        let span = shared.whole.part(start, bytes)?;
+        let (start, bytes) = shared
+            .reader_batch()
+            .column_extent(index)
+            .map_or((0, 0), |held| (held.start, held.bytes));
+        let span = shared.whole.subrange(start, bytes)?;
         // SAFETY: the view is Python's own, and `slf` holds the batch.
-        unsafe { export(slf.as_any(), span, view, flags) }
+        unsafe { fill_buffer_view(slf.as_any(), span, view, flags) }
     }
 }
 
 /// Values of a column of any length, or where they end: the owner of a memory view.
 #[pyclass(frozen)]
-struct Values {
-    span: Span,
-    _shared: Arc<Shared>,
+struct ColumnTextBuffer {
+    span: ByteRange,
+    _shared: Arc<SharedBatch>,
 }
 
 #[pymethods]
-impl Values {
+impl ColumnTextBuffer {
     /// # Safety
     /// Python calls it with a view to fill.
     unsafe fn __getbuffer__(
@@ -267,33 +275,33 @@ impl Values {
     ) -> PyResult<()> {
         let span = slf.get().span;
         // SAFETY: the view is Python's own, and `slf` holds the batch.
-        unsafe { export(slf.as_any(), span, view, flags) }
+        unsafe { fill_buffer_view(slf.as_any(), span, view, flags) }
     }
 }
 
 /// Decoded images, one after the other.
 #[pyclass(frozen, module = "farandole._native.images")]
-pub(crate) struct Pixels {
-    span: Span,
+pub(crate) struct DecodedPixels {
+    span: ByteRange,
     _memory: Box<dyn Any + Send + Sync>,
 }
 
-impl Pixels {
+impl DecodedPixels {
     /// Gives bytes away to Python.
-    pub(crate) fn bytes(mut values: Vec<u8>) -> Self {
-        Self { span: Span::of(&mut values), _memory: Box::new(values) }
+    pub(crate) fn from_bytes(mut values: Vec<u8>) -> Self {
+        Self { span: ByteRange::from_slice(&mut values), _memory: Box::new(values) }
     }
 
     /// Gives floats away to Python.
-    pub(crate) fn floats(mut values: Vec<f32>) -> Self {
+    pub(crate) fn from_floats(mut values: Vec<f32>) -> Self {
         let (address, length) =
             (values.as_mut_ptr().expose_provenance(), size_of_val(values.as_slice()));
-        Self { span: Span { address, length }, _memory: Box::new(values) }
+        Self { span: ByteRange { address, length }, _memory: Box::new(values) }
     }
 }
 
 #[pymethods]
-impl Pixels {
+impl DecodedPixels {
     /// # Safety
     /// Python calls it with a view to fill.
     unsafe fn __getbuffer__(
@@ -303,6 +311,6 @@ impl Pixels {
     ) -> PyResult<()> {
         let span = slf.get().span;
         // SAFETY: the view is Python's own, and `slf` holds the memory.
-        unsafe { export(slf.as_any(), span, view, flags) }
+        unsafe { fill_buffer_view(slf.as_any(), span, view, flags) }
     }
 }

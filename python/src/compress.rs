@@ -3,43 +3,46 @@
 
 //! `farandole._native.compress`: lossy forms of vectors given by address.
 
-use farandole::collectives::compress::{Bf16, Compressor, Fp16, Int8, TopK, encode_with_residual};
+use farandole::collectives::compress::{
+    Bf16Compressor, Compressor, Fp16Compressor, Int8Compressor, TopKCompressor,
+    encode_with_residual,
+};
 use pyo3::prelude::*;
 
-use crate::error::raise;
-use crate::tensor::{slice, slice_mut};
+use crate::error::to_exception;
+use crate::tensor::{slice_at, slice_at_mut};
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Codec>()
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<VectorCodec>()
 }
 
 /// A compressor.
 #[pyclass(frozen, module = "farandole._native.compress")]
-struct Codec(Box<dyn Compressor>);
+struct VectorCodec(Box<dyn Compressor>);
 
 #[pymethods]
-impl Codec {
+impl VectorCodec {
     #[staticmethod]
     fn fp16() -> Self {
-        Self(Box::new(Fp16))
+        Self(Box::new(Fp16Compressor))
     }
 
     #[staticmethod]
     fn bf16() -> Self {
-        Self(Box::new(Bf16))
+        Self(Box::new(Bf16Compressor))
     }
 
     #[staticmethod]
     #[pyo3(signature = (block, /))]
     fn int8(block: usize) -> Self {
-        Self(Box::new(Int8::new(block)))
+        Self(Box::new(Int8Compressor::new(block)))
     }
 
     #[staticmethod]
     #[pyo3(signature = (share, /))]
     fn top_k(share: f64) -> Self {
-        Self(Box::new(TopK::new(share)))
+        Self(Box::new(TopKCompressor::new(share)))
     }
 
     #[pyo3(signature = (values, /))]
@@ -57,17 +60,17 @@ impl Codec {
         residual: Option<usize>,
         payload: usize,
     ) -> PyResult<()> {
-        let values = slice(values, count)?;
-        let residual = residual.map(|residual| slice_mut(residual, count)).transpose()?;
-        let payload = slice_mut(payload, self.0.payload_bytes(count))?;
+        let values = slice_at(values, count)?;
+        let residual = residual.map(|residual| slice_at_mut(residual, count)).transpose()?;
+        let payload = slice_at_mut(payload, self.0.payload_bytes(count))?;
         py.detach(|| match residual {
             Some(residual) => encode_with_residual(&*self.0, values, residual, payload),
             None => self.0.encode(values, payload),
         })
-        .map_err(|error| raise(error.fault(), &error))
+        .map_err(|error| to_exception(error.fault(), &error))
     }
 
-    /// Adds what a payload says to `count` numbers.
+    /// Adds the decoded payload to `count` numbers.
     #[pyo3(signature = (payload, length, into, count, /))]
     fn accumulate(
         &self,
@@ -77,7 +80,8 @@ impl Codec {
         into: usize,
         count: usize,
     ) -> PyResult<()> {
-        let (payload, into) = (slice(payload, length)?, slice_mut(into, count)?);
-        py.detach(|| self.0.accumulate(payload, into)).map_err(|error| raise(error.fault(), &error))
+        let (payload, into) = (slice_at(payload, length)?, slice_at_mut(into, count)?);
+        py.detach(|| self.0.accumulate(payload, into))
+            .map_err(|error| to_exception(error.fault(), &error))
     }
 }

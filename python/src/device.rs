@@ -8,56 +8,59 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use farandole::collectives::{Event, Place, Stream};
+use farandole::collectives::{DeviceEvent, DeviceStream, MemoryKind};
 use farandole::cuda::NcclMemory;
 use farandole::session::{self, Session};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::error::raise;
-use crate::tensor::Gathered;
+use crate::error::to_exception;
+use crate::tensor::GatheredTensor;
 
 /// A GPU's number and a stream's handle; nothing for host memory.
 pub(crate) type Given = Option<(u32, usize)>;
 
 /// The memory of a tensor, and the work that its values wait for.
 #[derive(Clone)]
-pub(crate) struct Spot {
-    pub(crate) place: Place,
-    pub(crate) ready: Option<Arc<dyn Event>>,
+pub(crate) struct TensorPlacement {
+    pub(crate) place: MemoryKind,
+    pub(crate) ready: Option<Arc<dyn DeviceEvent>>,
 }
 
-impl Spot {
+impl TensorPlacement {
     /// In host memory.
-    pub(crate) const HOST: Self = Self { place: Place::Host, ready: None };
+    pub(crate) const HOST_MEMORY: Self = Self { place: MemoryKind::Host, ready: None };
 }
 
 /// The spots of one call: tensors of one stream share an event.
 #[derive(Default)]
-pub(crate) struct Spots(Vec<((u32, usize), Spot)>);
+pub(crate) struct TensorPlacements(Vec<((u32, usize), TensorPlacement)>);
 
-impl Spots {
+impl TensorPlacements {
     /// Returns the spot of a tensor.
     ///
     /// # Errors
     /// `FarandoleEnvironmentError` when there is no such GPU.
-    pub(crate) fn of(&mut self, given: Given) -> PyResult<Spot> {
-        let Some((ordinal, stream)) = given else { return Ok(Spot::HOST) };
+    pub(crate) fn placement_of(&mut self, given: Given) -> PyResult<TensorPlacement> {
+        let Some((ordinal, stream)) = given else { return Ok(TensorPlacement::HOST_MEMORY) };
         if let Some((_, spot)) = self.0.iter().find(|(known, _)| *known == (ordinal, stream)) {
             return Ok(spot.clone());
         }
-        let gpu = session()?.gpu(ordinal, &[]).map_err(|error| raise(error.fault(), &error))?;
+        let gpu = current_session()?
+            .open_gpu(ordinal, &[])
+            .map_err(|error| to_exception(error.fault(), &error))?;
         // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives
         // for ever.
-        let ready = unsafe { gpu.after(stream) }.map_err(|error| raise(error.fault(), &error))?;
-        let spot = Spot { place: Place::Device(ordinal), ready: Some(ready) };
+        let ready = unsafe { gpu.record_event_after(stream) }
+            .map_err(|error| to_exception(error.fault(), &error))?;
+        let spot = TensorPlacement { place: MemoryKind::Device(ordinal), ready: Some(ready) };
         self.0.push(((ordinal, stream), spot.clone()));
         Ok(spot)
     }
 }
 
-fn session() -> PyResult<Arc<Session>> {
-    session::current().map_err(|error| raise(error.fault(), &error))
+fn current_session() -> PyResult<Arc<Session>> {
+    session::current_session().map_err(|error| to_exception(error.fault(), &error))
 }
 
 /// Takes up a GPU, so that operations may name its memory; false when the configuration says not
@@ -65,11 +68,12 @@ fn session() -> PyResult<Arc<Session>> {
 #[pyfunction]
 #[pyo3(signature = (ordinal, packages, /))]
 pub(crate) fn open_device(py: Python<'_>, ordinal: u32, packages: Vec<PathBuf>) -> PyResult<bool> {
-    let session = session()?;
-    if !session.takes_devices() {
+    let session = current_session()?;
+    if !session.supports_device_memory() {
         return Ok(false);
     }
-    py.detach(|| session.gpu(ordinal, &packages)).map_err(|error| raise(error.fault(), &error))?;
+    py.detach(|| session.open_gpu(ordinal, &packages))
+        .map_err(|error| to_exception(error.fault(), &error))?;
     Ok(true)
 }
 
@@ -87,7 +91,7 @@ impl DeviceMemory {
         described.set_item("version", 2)?;
         described.set_item("shape", (self.0.len(),))?;
         described.set_item("typestr", "|u1")?;
-        described.set_item("data", (self.0.address(), false))?;
+        described.set_item("data", (self.0.start_address(), false))?;
         Ok(described)
     }
 }
@@ -102,47 +106,49 @@ pub(crate) fn device_memory(
     stream: usize,
     bytes: usize,
 ) -> PyResult<Option<DeviceMemory>> {
-    let session = session()?;
-    let memory = py.detach(|| session.device_memory(ordinal, stream, bytes));
-    memory.map(|memory| memory.map(DeviceMemory)).map_err(|error| raise(error.fault(), &error))
+    let session = current_session()?;
+    let memory = py.detach(|| session.allocate_device_memory(ordinal, stream, bytes));
+    memory
+        .map(|memory| memory.map(DeviceMemory))
+        .map_err(|error| to_exception(error.fault(), &error))
 }
 
 /// A result that a GPU is still at work on.
 #[pyclass(frozen, module = "farandole._native.engine")]
-pub(crate) struct Reached {
-    event: Arc<dyn Event>,
-    outcome: Option<Py<Gathered>>,
+pub(crate) struct PendingDeviceResult {
+    event: Arc<dyn DeviceEvent>,
+    outcome: Option<Py<GatheredTensor>>,
 }
 
-impl Reached {
-    pub(crate) fn new(event: Arc<dyn Event>, outcome: Option<Py<Gathered>>) -> Self {
+impl PendingDeviceResult {
+    pub(crate) fn new(event: Arc<dyn DeviceEvent>, outcome: Option<Py<GatheredTensor>>) -> Self {
         Self { event, outcome }
     }
 }
 
 #[pymethods]
-impl Reached {
+impl PendingDeviceResult {
     /// Returns the GPU.
     #[getter]
     fn ordinal(&self) -> u32 {
-        self.event.ordinal()
+        self.event.device_ordinal()
     }
 
     #[getter]
-    fn outcome(&self, py: Python<'_>) -> Option<Py<Gathered>> {
+    fn outcome(&self, py: Python<'_>) -> Option<Py<GatheredTensor>> {
         self.outcome.as_ref().map(|outcome| outcome.clone_ref(py))
     }
 
     /// Makes later work on this stream of the GPU wait for the result. Returns at once.
     #[pyo3(signature = (stream, /))]
-    fn hold(&self, stream: usize) -> PyResult<()> {
-        // SAFETY: as in `Spots::of`.
-        let stream = unsafe { Stream::from_raw(stream) };
-        self.event.hold(stream).map_err(|error| raise(error.fault(), &error))
+    fn hold_stream(&self, stream: usize) -> PyResult<()> {
+        // SAFETY: as in `TensorPlacements::placement_of`.
+        let stream = unsafe { DeviceStream::from_raw(stream) };
+        self.event.make_stream_wait(stream).map_err(|error| to_exception(error.fault(), &error))
     }
 
     /// Returns whether the result is there.
     fn is_ready(&self) -> PyResult<bool> {
-        self.event.is_ready().map_err(|error| raise(error.fault(), &error))
+        self.event.is_ready().map_err(|error| to_exception(error.fault(), &error))
     }
 }

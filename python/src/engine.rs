@@ -10,39 +10,45 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole::collectives::LARGE;
-use farandole::config::Gradients;
-use farandole::engine::{Handle, Kind, Request};
+use farandole::collectives::LARGE_MEMORY_BYTES;
+use farandole::config::GradientConvention;
+use farandole::engine::{CollectiveRequest, RequestHandle, RequestKind};
 use farandole::registrar::Error as RegistrarError;
-use farandole::session::{self, Session, Told, Wishes};
+use farandole::session::{self, AssignedRank, InitOptions, Session};
 use farandole::world::{self, ProcessSetId, Rank};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::device::{DeviceMemory, Given, Reached, Spot, Spots, device_memory, open_device};
-use crate::error::{WorkerDismissed, raise};
-use crate::registrar::configuration;
+use crate::device::{
+    DeviceMemory, Given, PendingDeviceResult, TensorPlacement, TensorPlacements, device_memory,
+    open_device,
+};
+use crate::error::{WorkerDismissed, to_exception};
+use crate::registrar::read_configuration;
 use crate::runtime;
-use crate::tensor::{Gathered, Mapped, buffer, copy_memory, dtype, prepare_memory, reduce_op};
+use crate::tensor::{
+    GatheredTensor, SharedTensorMemory, copy_memory, dtype_from_number, prepare_memory,
+    reduce_op_from_number, tensor_buffer,
+};
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<World>()?;
-    module.add_class::<Gathered>()?;
-    module.add_class::<Mapped>()?;
-    module.add_class::<Reached>()?;
+    module.add_class::<GatheredTensor>()?;
+    module.add_class::<SharedTensorMemory>()?;
+    module.add_class::<PendingDeviceResult>()?;
     module.add_class::<DeviceMemory>()?;
     module.add_function(wrap_pyfunction!(open_device, module)?)?;
     module.add_function(wrap_pyfunction!(init, module)?)?;
-    module.add_function(wrap_pyfunction!(host, module)?)?;
-    module.add_function(wrap_pyfunction!(here, module)?)?;
-    module.add_function(wrap_pyfunction!(holder, module)?)?;
+    module.add_function(wrap_pyfunction!(host_registrar, module)?)?;
+    module.add_function(wrap_pyfunction!(memory_identity, module)?)?;
+    module.add_function(wrap_pyfunction!(rank_holder_variable, module)?)?;
     module.add_function(wrap_pyfunction!(host_changes, module)?)?;
-    module.add_function(wrap_pyfunction!(resign, module)?)?;
+    module.add_function(wrap_pyfunction!(announce_leave, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
-    module.add_function(wrap_pyfunction!(leave, module)?)?;
+    module.add_function(wrap_pyfunction!(announce_clean_exit, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
-    module.add_function(wrap_pyfunction!(has_horovods_gradients, module)?)?;
+    module.add_function(wrap_pyfunction!(uses_horovod_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(world_of_session, module)?)?;
     module.add_function(wrap_pyfunction!(allreduce, module)?)?;
     module.add_function(wrap_pyfunction!(grouped_allreduce, module)?)?;
@@ -58,9 +64,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(carried_process_sets, module)?)?;
     module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
-    module.add_function(wrap_pyfunction!(mapped, module)?)?;
+    module.add_function(wrap_pyfunction!(allocate_shared_memory, module)?)?;
     module.add_function(wrap_pyfunction!(copy_memory, module)?)?;
-    module.add("LARGE_MEMORY", LARGE)?;
+    module.add("LARGE_MEMORY", LARGE_MEMORY_BYTES)?;
     module.add_function(wrap_pyfunction!(prepare_memory, module)?)?;
     module.add_function(wrap_pyfunction!(device_memory, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
@@ -70,8 +76,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Returns whether the gradients of collectives are Horovod's, by this process's configuration.
 #[pyfunction]
-fn has_horovods_gradients() -> PyResult<bool> {
-    Ok(configuration(&[])?.gradient_convention == Gradients::Horovod)
+fn uses_horovod_gradients() -> PyResult<bool> {
+    Ok(read_configuration(&[])?.gradient_convention == GradientConvention::Horovod)
 }
 
 /// The place of this process in the world.
@@ -92,22 +98,22 @@ impl World {
 
     #[getter]
     fn local_rank(&self) -> u32 {
-        self.0.seat().local_rank.0
+        self.0.own_placement().local_rank.0
     }
 
     #[getter]
     fn local_size(&self) -> u32 {
-        self.0.seat().local_size
+        self.0.own_placement().local_size
     }
 
     #[getter]
     fn cross_rank(&self) -> u32 {
-        self.0.seat().cross_rank.0
+        self.0.own_placement().cross_rank.0
     }
 
     #[getter]
     fn cross_size(&self) -> u32 {
-        self.0.seat().cross_size
+        self.0.own_placement().cross_size
     }
 
     #[getter]
@@ -121,8 +127,8 @@ impl World {
     }
 }
 
-/// Joins the world; true when this call began the session. `told`: the ticket of [`host`] and this
-/// process's rank, where the environment does not tell them.
+/// Joins the world; returns true if this call began the session. If the environment does not set
+/// the ticket of [`host`] and this process's rank, the fourth argument contains them.
 #[pyfunction]
 #[pyo3(signature = (comm, process_sets, dynamic, told=None, /))]
 fn init(
@@ -132,9 +138,9 @@ fn init(
     dynamic: bool,
     told: Option<(String, u32)>,
 ) -> PyResult<bool> {
-    let told = told.map(|(ticket, rank)| Told { ticket, rank });
-    let wishes = Wishes { ranks: comm, process_sets, dynamic, told };
-    interruptible(py, |interrupted| session::begin(&wishes, interrupted))
+    let told = told.map(|(ticket, rank)| AssignedRank { ticket, rank });
+    let wishes = InitOptions { ranks: comm, process_sets, dynamic, assigned_rank: told };
+    run_interruptibly(py, |interrupted| session::init_with_options(&wishes, interrupted))
 }
 
 /// Changes of hosts that workers of an elastic job have not asked for yet: seconds since the epoch,
@@ -142,43 +148,45 @@ fn init(
 #[pyfunction]
 fn host_changes() -> Vec<(f64, u8)> {
     let bits = |removed: bool, added: bool| u8::from(removed) | u8::from(added) << 1;
-    session::host_changes()
+    session::take_host_changes()
         .into_iter()
         .map(|change| (change.at, bits(change.removed, change.added)))
         .collect()
 }
 
-/// Tells the registrar of an elastic job that this worker ends at its next chance; false where the
-/// job is not elastic.
+/// Announces to the registrar of an elastic job that this worker ends at its next chance. Returns
+/// false if the job is not elastic.
 #[pyfunction]
 #[pyo3(signature = (reason, timeout, /))]
-fn resign(py: Python<'_>, reason: &str, timeout: f64) -> PyResult<bool> {
+fn announce_leave(py: Python<'_>, reason: &str, timeout: f64) -> PyResult<bool> {
     let deadline = Instant::now() + Duration::try_from_secs_f64(timeout).unwrap_or_default();
-    py.detach(|| session::resign(reason, deadline)).map_err(|error| raise(error.fault(), &error))
+    py.detach(|| session::resign_worker(reason, deadline))
+        .map_err(|error| to_exception(error.fault(), &error))
 }
 
 /// Holds the registrar of a world of `size`, in the process that is its rank 0; the ticket that its
 /// ranks need, a secret.
 #[pyfunction]
 #[pyo3(signature = (size, one_host, /))]
-fn host(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String> {
-    py.detach(|| session::host(size, one_host)).map_err(|error| raise(error.fault(), &error))
+fn host_registrar(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String> {
+    py.detach(|| session::host_registrar(size, one_host))
+        .map_err(|error| to_exception(error.fault(), &error))
 }
 
 /// Returns the identity of this machine's memory: equal in processes that may share memory.
 #[pyfunction]
-fn here() -> String {
-    farandole::registrar::host::facts().hash().0
+fn memory_identity() -> String {
+    farandole::registrar::host::host_facts().host_hash().0
 }
 
 /// Returns a variable and its value for the processes that this one starts: they have not its rank.
 #[pyfunction]
-fn holder() -> Option<(&'static str, String)> {
-    session::holder()
+fn rank_holder_variable() -> Option<(&'static str, String)> {
+    session::rank_holder_variable()
 }
 
-/// Runs `wait` without the GIL; what a signal handler raises meanwhile is the result.
-fn interruptible<T: Send>(
+/// Runs `wait` without the GIL. If a signal handler raises an exception meanwhile, returns it.
+fn run_interruptibly<T: Send>(
     py: Python<'_>,
     wait: impl FnOnce(&mut (dyn FnMut() -> bool + Send)) -> session::Result<T> + Send,
 ) -> PyResult<T> {
@@ -194,34 +202,35 @@ fn interruptible<T: Send>(
         (Err(session::Error::Registrar(RegistrarError::Dismissed { reason, .. })), _) => {
             Err(WorkerDismissed::new_err(reason))
         }
-        (waited, _) => waited.map_err(|error| raise(error.fault(), &error)),
+        (waited, _) => waited.map_err(|error| to_exception(error.fault(), &error)),
     }
 }
 
 /// Returns every process set: its number and its ranks.
 #[pyfunction]
 fn process_sets() -> PyResult<BTreeMap<u32, Vec<u32>>> {
-    let sets = current()?.process_sets();
+    let sets = current_session()?.process_sets();
     Ok(sets
         .into_iter()
         .map(|(set, ranks)| (set.0, ranks.into_iter().map(|rank| rank.0).collect()))
         .collect())
 }
 
-/// Returns the numbers of the process sets that this world has taken over from the world before, of
-/// those that `init` was asked for when the job began; `None` if it has begun with those that
-/// `init` was asked for.
+/// Returns the numbers of the process sets that this world has taken over from the previous world,
+/// among the sets that `init` created when the job began; `None` if the world has begun with the
+/// sets of `init`.
 #[pyfunction]
 fn carried_process_sets() -> PyResult<Option<Vec<u32>>> {
-    Ok(current()?.carried_sets().map(|sets| sets.into_iter().map(|set| set.0).collect()))
+    Ok(current_session()?.carried_sets().map(|sets| sets.into_iter().map(|set| set.0).collect()))
 }
 
 /// Makes a process set together with all ranks; its number.
 #[pyfunction]
 #[pyo3(signature = (ranks, /))]
 fn add_process_set(py: Python<'_>, ranks: Vec<u32>) -> PyResult<u32> {
-    let session = current()?;
-    interruptible(py, |interrupted| session.add_process_set(&ranks, interrupted)).map(|set| set.0)
+    let session = current_session()?;
+    run_interruptibly(py, |interrupted| session.add_process_set(&ranks, interrupted))
+        .map(|set| set.0)
 }
 
 /// Ends a process set together with all ranks; false, at once, when there is no such set or it is
@@ -229,8 +238,8 @@ fn add_process_set(py: Python<'_>, ranks: Vec<u32>) -> PyResult<u32> {
 #[pyfunction]
 #[pyo3(signature = (id, /))]
 fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
-    let session = current()?;
-    interruptible(py, |interrupted| {
+    let session = current_session()?;
+    run_interruptibly(py, |interrupted| {
         match session.remove_process_set(ProcessSetId(id), interrupted) {
             Err(session::Error::NoSuchSet(_)) => Ok(false),
             removed => removed.map(|()| true),
@@ -244,10 +253,10 @@ fn shutdown(py: Python<'_>) {
     py.detach(session::shutdown);
 }
 
-/// Tells the others, as far as they can be told, that this process ends well.
+/// Announces to all reachable ranks that this process ends without a failure.
 #[pyfunction]
-fn leave(py: Python<'_>) {
-    py.detach(session::leave);
+fn announce_clean_exit(py: Python<'_>) {
+    py.detach(session::report_leaving);
 }
 
 #[pyfunction]
@@ -258,7 +267,7 @@ fn is_initialized() -> bool {
 #[pyfunction]
 #[pyo3(name = "world")]
 fn world_of_session() -> PyResult<World> {
-    Ok(World(Arc::clone(current()?.world())))
+    Ok(World(Arc::clone(current_session()?.world())))
 }
 
 #[expect(
@@ -280,9 +289,9 @@ fn allreduce(
     attended: bool,
     device: Given,
 ) -> PyResult<u64> {
-    let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
-    submit(
-        request(
+    let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
+    submit_request(
+        build_request(
             name,
             kind,
             dtype,
@@ -290,7 +299,7 @@ fn allreduce(
             source,
             Some(target),
             process_set,
-            Spots::default().of(device)?,
+            TensorPlacements::default().placement_of(device)?,
         )?,
         attended,
     )
@@ -307,9 +316,9 @@ fn grouped_allreduce(
     process_set: u32,
     devices: Option<Vec<Given>>,
 ) -> PyResult<Vec<u64>> {
-    let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
+    let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
     submit_group(tensors, devices, |(name, dtype, shape, source, target), spot| {
-        request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
+        build_request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
     })
 }
 
@@ -327,9 +336,9 @@ fn broadcast(
     attended: bool,
     device: Given,
 ) -> PyResult<u64> {
-    let kind = Kind::Broadcast { root: Rank(root) };
-    submit(
-        request(
+    let kind = RequestKind::Broadcast { root: Rank(root) };
+    submit_request(
+        build_request(
             name,
             kind,
             dtype,
@@ -337,7 +346,7 @@ fn broadcast(
             source,
             Some(target),
             process_set,
-            Spots::default().of(device)?,
+            TensorPlacements::default().placement_of(device)?,
         )?,
         attended,
     )
@@ -354,16 +363,16 @@ fn allgather(
     attended: bool,
     device: Given,
 ) -> PyResult<u64> {
-    submit(
-        request(
+    submit_request(
+        build_request(
             name,
-            Kind::Allgather,
+            RequestKind::Allgather,
             dtype,
             shape,
             source,
             None,
             process_set,
-            Spots::default().of(device)?,
+            TensorPlacements::default().placement_of(device)?,
         )?,
         attended,
     )
@@ -378,7 +387,7 @@ fn grouped_allgather(
     devices: Option<Vec<Given>>,
 ) -> PyResult<Vec<u64>> {
     submit_group(tensors, devices, |(name, dtype, shape, source), spot| {
-        request(name, Kind::Allgather, dtype, shape, source, None, process_set, spot)
+        build_request(name, RequestKind::Allgather, dtype, shape, source, None, process_set, spot)
     })
 }
 
@@ -401,9 +410,18 @@ fn alltoall(
             |_| PyValueError::new_err(format!("splits must not be negative: {splits:?}"));
         splits.iter().map(|rows| u64::try_from(*rows).map_err(negative)).collect()
     };
-    let kind = Kind::Alltoall { splits: splits.map(rows).transpose()? };
-    submit(
-        request(name, kind, dtype, shape, source, None, process_set, Spots::default().of(device)?)?,
+    let kind = RequestKind::Alltoall { splits: splits.map(rows).transpose()? };
+    submit_request(
+        build_request(
+            name,
+            kind,
+            dtype,
+            shape,
+            source,
+            None,
+            process_set,
+            TensorPlacements::default().placement_of(device)?,
+        )?,
         attended,
     )
 }
@@ -425,9 +443,9 @@ fn reducescatter(
     attended: bool,
     device: Given,
 ) -> PyResult<u64> {
-    let kind = Kind::Reducescatter { op: reduce_op(op)?, prescale, postscale };
-    submit(
-        request(
+    let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
+    submit_request(
+        build_request(
             name,
             kind,
             dtype,
@@ -435,7 +453,7 @@ fn reducescatter(
             source,
             Some(target),
             process_set,
-            Spots::default().of(device)?,
+            TensorPlacements::default().placement_of(device)?,
         )?,
         attended,
     )
@@ -452,89 +470,99 @@ fn grouped_reducescatter(
     process_set: u32,
     devices: Option<Vec<Given>>,
 ) -> PyResult<Vec<u64>> {
-    let kind = Kind::Reducescatter { op: reduce_op(op)?, prescale, postscale };
+    let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
     submit_group(tensors, devices, |(name, dtype, shape, source, target), spot| {
-        request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
+        build_request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
     })
 }
 
 #[pyfunction]
 #[pyo3(signature = (name, process_set, /))]
 fn barrier(name: String, process_set: u32) -> PyResult<u64> {
-    submit(Request::barrier(name, ProcessSetId(process_set)), true)
+    submit_request(CollectiveRequest::barrier(name, ProcessSetId(process_set)), true)
 }
 
 /// Returns whether the handle's result can still be waited for.
 #[pyfunction]
 #[pyo3(signature = (handle, /))]
 fn is_pending(handle: u64) -> bool {
-    session::current().is_ok_and(|session| session.engine().poll(Handle(handle)).is_ok())
+    session::current_session()
+        .is_ok_and(|session| session.engine().poll(RequestHandle(handle)).is_ok())
 }
 
 #[pyfunction]
 #[pyo3(signature = (handle, /))]
 fn poll(handle: u64) -> PyResult<bool> {
-    current()?.engine().poll(Handle(handle)).map_err(|error| raise(error.fault(), &error))
+    current_session()?
+        .engine()
+        .poll(RequestHandle(handle))
+        .map_err(|error| to_exception(error.fault(), &error))
 }
 
 /// This rank has no more data; the handle's result is the rank that joins last.
 #[pyfunction]
 #[pyo3(signature = (allow_gather, /))]
 fn join(allow_gather: bool) -> PyResult<u64> {
-    submit(Request::join("join.noname", allow_gather), true)
+    submit_request(CollectiveRequest::join("join.noname", allow_gather), true)
 }
 
-/// Waits for a result and takes it: memory the engine filled, the rank that joined last, or
-/// nothing; what a GPU is still at work on comes as `Reached`.
+/// Waits for a result and takes it: memory that the engine filled, the rank that joined last, or
+/// nothing. If a GPU has not finished the result, returns a `PendingDeviceResult`.
 #[pyfunction]
 #[pyo3(signature = (handle, /))]
 fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Py<PyAny>>> {
-    let session = current()?;
-    let completion = runtime::wait(py, None, |slice| {
-        session.engine().wait(Handle(handle), slice).map_err(|error| raise(error.fault(), &error))
+    let session = current_session()?;
+    let completion = runtime::wait_interruptibly(py, None, |slice| {
+        session
+            .engine()
+            .wait(RequestHandle(handle), slice)
+            .map_err(|error| to_exception(error.fault(), &error))
     })?;
     let Some(completion) = completion else { return Ok(None) };
     if let Some(last) = completion.last {
         return Ok(Some(last.0.into_pyobject(py)?.into_any().unbind()));
     }
     let reached = completion.reached.clone();
-    let gathered = Gathered::of(completion).map(|gathered| Py::new(py, gathered)).transpose()?;
+    let gathered = GatheredTensor::from_completion(completion)
+        .map(|gathered| Py::new(py, gathered))
+        .transpose()?;
     match reached {
         None => Ok(gathered.map(Py::into_any)),
-        Some(event) => Ok(Some(Py::new(py, Reached::new(event, gathered))?.into_any())),
+        Some(event) => Ok(Some(Py::new(py, PendingDeviceResult::new(event, gathered))?.into_any())),
     }
 }
 
-fn current() -> PyResult<Arc<Session>> {
-    session::current().map_err(|error| raise(error.fault(), &error))
+fn current_session() -> PyResult<Arc<Session>> {
+    session::current_session().map_err(|error| to_exception(error.fault(), &error))
 }
 
 #[expect(clippy::too_many_arguments, reason = "as for allreduce")]
-fn request(
+fn build_request(
     name: String,
-    kind: Kind,
+    kind: RequestKind,
     number: u8,
     shape: Vec<u64>,
     source: usize,
     target: Option<usize>,
     process_set: u32,
-    spot: Spot,
-) -> PyResult<Request> {
-    let dtype = dtype(number)?;
-    let input = buffer(source, dtype, &shape, spot.place)?;
+    spot: TensorPlacement,
+) -> PyResult<CollectiveRequest> {
+    let dtype = dtype_from_number(number)?;
+    let input = tensor_buffer(source, dtype, &shape, spot.place)?;
     let written = match (&kind, shape.first()) {
-        (Kind::Reducescatter { .. }, Some(rows)) => {
+        (RequestKind::Reducescatter { .. }, Some(rows)) => {
             let set = ProcessSetId(process_set);
-            let own = current()?
+            let own = current_session()?
                 .engine()
-                .own_rows(*rows, set)
-                .map_err(|error| raise(error.fault(), &error))?;
+                .reducescatter_rows(*rows, set)
+                .map_err(|error| to_exception(error.fault(), &error))?;
             &[&[own], &shape[1..]].concat()
         }
         _ => &shape,
     };
-    let output = target.map(|target| buffer(target, dtype, written, spot.place)).transpose()?;
-    Ok(Request {
+    let output =
+        target.map(|target| tensor_buffer(target, dtype, written, spot.place)).transpose()?;
+    Ok(CollectiveRequest {
         name,
         kind,
         dtype,
@@ -546,24 +574,28 @@ fn request(
     })
 }
 
-fn submit(request: Request, attended: bool) -> PyResult<u64> {
-    let session = current()?;
+fn submit_request(request: CollectiveRequest, attended: bool) -> PyResult<u64> {
+    let session = current_session()?;
     let engine = session.engine();
-    let handle = if attended { engine.submit_attended(request) } else { engine.submit(request) };
-    handle.map(|handle| handle.0).map_err(|error| raise(error.fault(), &error))
+    let handle = if attended { engine.submit_before_wait(request) } else { engine.submit(request) };
+    handle.map(|handle| handle.0).map_err(|error| to_exception(error.fault(), &error))
 }
 
 fn submit_group<T>(
     tensors: Vec<T>,
     devices: Option<Vec<Given>>,
-    request: impl Fn(T, Spot) -> PyResult<Request>,
+    request: impl Fn(T, TensorPlacement) -> PyResult<CollectiveRequest>,
 ) -> PyResult<Vec<u64>> {
-    let (mut spots, mut devices) = (Spots::default(), devices.unwrap_or_default().into_iter());
-    let spotted =
-        |tensor| spots.of(devices.next().flatten()).and_then(|spot| request(tensor, spot));
+    let (mut spots, mut devices) =
+        (TensorPlacements::default(), devices.unwrap_or_default().into_iter());
+    let spotted = |tensor| {
+        spots.placement_of(devices.next().flatten()).and_then(|spot| request(tensor, spot))
+    };
     let requests = tensors.into_iter().map(spotted).collect::<PyResult<Vec<_>>>()?;
-    let handles =
-        current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
+    let handles = current_session()?
+        .engine()
+        .submit_group(requests)
+        .map_err(|error| to_exception(error.fault(), &error))?;
     Ok(handles.into_iter().map(|handle| handle.0).collect())
 }
 
@@ -571,6 +603,6 @@ fn submit_group<T>(
 /// work in it, too.
 #[pyfunction]
 #[pyo3(signature = (bytes, /))]
-fn mapped(bytes: usize) -> PyResult<Mapped> {
-    Mapped::new(bytes, session::current().ok().as_deref())
+fn allocate_shared_memory(bytes: usize) -> PyResult<SharedTensorMemory> {
+    SharedTensorMemory::new(bytes, session::current_session().ok().as_deref())
 }

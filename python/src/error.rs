@@ -6,7 +6,7 @@
 
 use std::error::Error;
 
-use farandole::world::Fault;
+use farandole::world::FaultOrigin;
 use pyo3::import_exception;
 use pyo3::prelude::*;
 
@@ -17,19 +17,19 @@ import_exception!(farandole.common.exceptions, FarandoleUsageError);
 import_exception!(farandole.common.exceptions, WorkerDismissed);
 
 /// Returns the exception for `error`.
-pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {
-    let message = chain(error);
+pub(crate) fn to_exception(fault: FaultOrigin, error: &dyn Error) -> PyErr {
+    let message = error_chain_message(error);
     match fault {
-        Fault::Usage => FarandoleUsageError::new_err(message),
-        Fault::Peer | Fault::Membership => FarandoleInternalError::new_err(message),
-        Fault::Environment => FarandoleEnvironmentError::new_err(message),
-        Fault::Bug => FarandoleBugError::new_err(message),
+        FaultOrigin::Usage => FarandoleUsageError::new_err(message),
+        FaultOrigin::Peer | FaultOrigin::Membership => FarandoleInternalError::new_err(message),
+        FaultOrigin::Environment => FarandoleEnvironmentError::new_err(message),
+        FaultOrigin::Bug => FarandoleBugError::new_err(message),
     }
 }
 
-/// Returns the message of `error` followed by those of its sources, leaving out what a wrapper
-/// already said.
-pub(crate) fn chain(error: &dyn Error) -> String {
+/// Returns the message of `error` followed by the messages of its sources, without the parts that a
+/// wrapper already contains.
+pub(crate) fn error_chain_message(error: &dyn Error) -> String {
     let mut message = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

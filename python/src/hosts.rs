@@ -9,52 +9,53 @@ use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use farandole::launcher::allocation::{Here, allocation};
+use farandole::launcher::allocation::{LocalEnvironment, detect_allocation};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
 use farandole::launcher::{
-    Error, HostSlots, Notice, Remote, RemoteTasks, Shell, forwarded_environment, placements,
+    AgentNotice, Error, HostSlots, RemoteAgent, RemoteShell, RemoteTasks, forwarded_environment,
+    split_local_tasks,
 };
 use farandole::registrar::Ticket;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-use crate::error::raise;
+use crate::error::to_exception;
 use crate::launcher::PyOutcome;
-use crate::registrar::{configuration, error as registrar_error};
+use crate::registrar::{read_configuration, registrar_exception as registrar_error};
 
 /// This host's tasks, and every other host with its first task and the one after its last.
 type Placed = (Vec<u32>, Vec<(String, u32, u32)>);
-/// A notice: its kind, its task, and what it tells.
+/// A notice: its kind, its task, and its value.
 type News = (&'static str, Option<u32>, Py<PyAny>);
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyRemote>()?;
-    module.add_function(wrap_pyfunction!(networks_of, module)?)?;
-    module.add_function(wrap_pyfunction!(listening, module)?)?;
-    module.add_function(wrap_pyfunction!(slots, module)?)?;
-    module.add_function(wrap_pyfunction!(place, module)?)
+    module.add_function(wrap_pyfunction!(networks_of_interfaces, module)?)?;
+    module.add_function(wrap_pyfunction!(listen_address_and_ports, module)?)?;
+    module.add_function(wrap_pyfunction!(host_slots, module)?)?;
+    module.add_function(wrap_pyfunction!(place_tasks, module)?)
 }
 
-pub(crate) fn error(failure: &Error) -> PyErr {
-    raise(failure.fault(), failure)
+pub(crate) fn launcher_exception(failure: &Error) -> PyErr {
+    to_exception(failure.fault(), failure)
 }
 
 /// Returns the networks of these interfaces, and a warning if this host lacks some.
 #[pyfunction]
-fn networks_of(interfaces: Vec<String>) -> PyResult<(String, Option<String>)> {
-    let networks = farandole::registrar::host::networks_of(&interfaces)
+fn networks_of_interfaces(interfaces: Vec<String>) -> PyResult<(String, Option<String>)> {
+    let networks = farandole::registrar::host::interface_networks(&interfaces)
         .map_err(|failure| registrar_error(&failure))?;
-    let warning = networks.warning();
-    Ok((networks.wish, warning))
+    let warning = networks.missing_warning();
+    Ok((networks.bind_list, warning))
 }
 
 /// Returns the address and the ports on which this process may listen, by its configuration: an
 /// address of this host, if one is named, and the first and the last port.
 #[pyfunction]
-fn listening() -> PyResult<(Option<String>, u16, u16)> {
-    let config = configuration(&[])?;
-    let address = farandole::registrar::host::bound(&config.bind_address);
+fn listen_address_and_ports() -> PyResult<(Option<String>, u16, u16)> {
+    let config = read_configuration(&[])?;
+    let address = farandole::registrar::host::resolve_bind_address(&config.bind_address);
     let address = address.map_err(|failure| registrar_error(&failure))?;
     Ok((
         address.map(|address| address.to_string()),
@@ -67,7 +68,7 @@ fn listening() -> PyResult<(Option<String>, u16, u16)> {
 /// host alone.
 #[pyfunction]
 #[pyo3(signature = (hosts=None, hostfile=None))]
-fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String, u32)>> {
+fn host_slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String, u32)>> {
     let found = match (hosts, hostfile) {
         (Some(text), _) => parse_hosts(text),
         (None, Some(path)) => {
@@ -77,30 +78,30 @@ fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String
             })?;
             parse_hostfile(&name, &text)
         }
-        (None, None) => {
-            allocation(&Here).map(|found| found.map(|found| found.hosts).unwrap_or_default())
-        }
+        (None, None) => detect_allocation(&LocalEnvironment)
+            .map(|found| found.map(|found| found.hosts).unwrap_or_default()),
     };
-    let found = found.map_err(|failure| error(&failure))?;
+    let found = found.map_err(|failure| launcher_exception(&failure))?;
     Ok(found.into_iter().map(|host| (host.host, host.slots)).collect())
 }
 
 /// Returns the tasks of this host, and `(host, first task, task after the last)` of every other
 /// one.
 #[pyfunction]
-fn place(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<Placed> {
+fn place_tasks(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<Placed> {
     let hosts: Vec<HostSlots> =
         hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
-    let (here, there) =
-        py.detach(|| placements(&hosts, num_proc)).map_err(|failure| error(&failure))?;
+    let (here, there) = py
+        .detach(|| split_local_tasks(&hosts, num_proc))
+        .map_err(|failure| launcher_exception(&failure))?;
     Ok((here, there.into_iter().map(|one| (one.host, one.tasks.start, one.tasks.end)).collect()))
 }
 
 /// The agent of another host.
 #[pyclass(frozen, name = "Remote", module = "farandole._native.hosts")]
 struct PyRemote {
-    remote: Remote,
-    notices: Mutex<mpsc::Receiver<Notice>>,
+    remote: RemoteAgent,
+    notices: Mutex<mpsc::Receiver<AgentNotice>>,
 }
 
 #[pymethods]
@@ -123,11 +124,13 @@ impl PyRemote {
         ssh_identity_file: Option<PathBuf>,
         start_timeout: Option<f64>,
     ) -> PyResult<Self> {
-        let config =
-            configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
+        let config = read_configuration(&[(
+            "start_timeout",
+            start_timeout.map(|seconds| seconds.to_string()),
+        )])?;
         let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
-        let shell = shell(ssh_command, ssh_port, ssh_identity_file, config.start_timeout)
-            .map_err(|failure| error(&failure))?;
+        let shell = remote_shell(ssh_command, ssh_port, ssh_identity_file, config.start_timeout)
+            .map_err(|failure| launcher_exception(&failure))?;
         let mut environment = forwarded_environment();
         environment.extend(env);
         let python_path = environment.get("PYTHONPATH").cloned().flatten();
@@ -151,62 +154,69 @@ impl PyRemote {
             start_timeout: config.start_timeout,
             peer_timeout: config.peer_timeout,
             outage: Duration::ZERO,
-            lasting: false,
+            detached: false,
         };
         let (sender, notices) = mpsc::channel();
         // Notices without a receiver belong to a job that is over.
-        let remote = Remote::start(tasks, move |notice| drop(sender.send(notice)))
-            .map_err(|failure| error(&failure))?;
+        let remote = RemoteAgent::connect_agent(tasks, move |notice| drop(sender.send(notice)))
+            .map_err(|failure| launcher_exception(&failure))?;
         Ok(Self { remote, notices: Mutex::new(notices) })
     }
 
     /// Returns the events since the last call, oldest first: `("ready", None, None)`, `("ended",
     /// task, outcome)`, `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
-    fn news(&self, py: Python<'_>) -> PyResult<Vec<News>> {
-        let notices: Vec<Notice> = self.notices.lock().try_iter().collect();
+    fn take_notices(&self, py: Python<'_>) -> PyResult<Vec<News>> {
+        let notices: Vec<AgentNotice> = self.notices.lock().try_iter().collect();
         notices
             .into_iter()
             .map(|notice| {
                 Ok(match notice {
-                    Notice::Ready => ("ready", None, py.None()),
-                    Notice::Done => ("done", None, py.None()),
-                    Notice::Gone { error, .. } => {
-                        ("gone", None, error.told().into_pyobject(py)?.into())
+                    AgentNotice::Ready => ("ready", None, py.None()),
+                    AgentNotice::AllReported => ("done", None, py.None()),
+                    AgentNotice::HostLost { error, .. } => {
+                        ("gone", None, error.message_with_causes().into_pyobject(py)?.into())
                     }
-                    Notice::Ended { task, outcome: Ok(outcome) } => (
+                    AgentNotice::WorkerEnded { task, outcome: Ok(outcome) } => (
                         "ended",
                         Some(task.0),
                         Py::new(py, PyOutcome::new(py, outcome))?.into_any(),
                     ),
-                    Notice::Ended { task, outcome: Err(failure) } => {
-                        ("refused", Some(task.0), failure.told().into_pyobject(py)?.into())
-                    }
+                    AgentNotice::WorkerEnded { task, outcome: Err(failure) } => (
+                        "refused",
+                        Some(task.0),
+                        failure.message_with_causes().into_pyobject(py)?.into(),
+                    ),
                 })
             })
             .collect()
     }
 
     /// Ends the connection, and with it the workers there.
-    fn hang_up(&self) {
-        self.remote.hang_up();
+    fn close_connection(&self) {
+        self.remote.close_connection();
     }
 }
 
 /// Returns the program that was asked for, else the batch system's own, else ssh.
-pub(crate) fn shell(
+pub(crate) fn remote_shell(
     command: Option<&str>,
     port: Option<u16>,
     identity: Option<PathBuf>,
     connect: std::time::Duration,
-) -> farandole::launcher::Result<Shell> {
+) -> farandole::launcher::Result<RemoteShell> {
     let own = if command.is_none() && port.is_none() && identity.is_none() {
-        allocation(&Here)?.and_then(|found| found.shell)
+        detect_allocation(&LocalEnvironment)?.and_then(|found| found.shell)
     } else {
         None
     };
     match own {
         Some(shell) => Ok(shell),
-        None => Shell::of(command.unwrap_or("ssh"), port, identity.as_deref(), connect),
+        None => RemoteShell::from_ssh_option(
+            command.unwrap_or("ssh"),
+            port,
+            identity.as_deref(),
+            connect,
+        ),
     }
 }

@@ -3,21 +3,23 @@
 
 //! `farandole._native.images`: PNG and JPEG as the arrays of a batch.
 
-use farandole::images::{Decoder, Fit, Mode, Scale, Slot, Steps};
+use farandole::images::{
+    ChannelScale, ColorMode, ImageDecoder, ImageOutput, ImageTransform, ResizeMode,
+};
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 
-use crate::arrow::Pixels;
+use crate::arrow::DecodedPixels;
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Pixels>()?;
-    module.add_function(wrap_pyfunction!(decode, module)?)
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<DecodedPixels>()?;
+    module.add_function(wrap_pyfunction!(decode_images, module)?)
 }
 
-/// Memory of `values` zeros, which is taken when it is written.
-fn zeros<T: Clone + Default>(values: usize) -> PyResult<Vec<T>> {
+/// Allocates memory of zeros, which the system provides when it is written.
+fn zeroed_values<T: Clone + Default>(values: usize) -> PyResult<Vec<T>> {
     let mut memory: Vec<T> = Vec::new();
     let reserved = memory.try_reserve_exact(values);
     reserved.map_err(|_| {
@@ -29,7 +31,7 @@ fn zeros<T: Clone + Default>(values: usize) -> PyResult<Vec<T>> {
 
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "fields of Image")]
-fn decode(
+fn decode_images(
     py: Python<'_>,
     files: Vec<PyBackedBytes>,
     height: u32,
@@ -38,16 +40,16 @@ fn decode(
     fit: &str,
     channels_last: bool,
     scales: Option<Vec<(f32, f32)>>,
-) -> PyResult<(Pixels, Vec<(usize, String)>)> {
+) -> PyResult<(DecodedPixels, Vec<(usize, String)>)> {
     let mode = match mode {
-        "RGB" => Mode::Rgb,
-        "L" => Mode::Gray,
+        "RGB" => ColorMode::Rgb,
+        "L" => ColorMode::Gray,
         other => return Err(PyValueError::new_err(format!("mode must be RGB or L: {other}"))),
     };
     let fit = match fit {
-        "stretch" => Fit::Stretch,
-        "crop" => Fit::Crop,
-        "pad" => Fit::Pad,
+        "stretch" => ResizeMode::Stretch,
+        "crop" => ResizeMode::Crop,
+        "pad" => ResizeMode::Pad,
         other => {
             return Err(PyValueError::new_err(format!(
                 "fit must be stretch, crop or pad: {other}"
@@ -55,12 +57,12 @@ fn decode(
         }
     };
     let are_floats = scales.is_some();
-    let scale = |(factor, shift)| Scale { factor, shift };
+    let scale = |(factor, shift)| ChannelScale { factor, shift };
     let scales = scales.unwrap_or_default().into_iter().map(scale).collect();
-    let steps = Steps { height, width, mode, fit, channels_last, scales };
-    let each = steps.values().max(1);
+    let steps = ImageTransform { height, width, mode, fit, channels_last, scales };
+    let each = steps.value_count().max(1);
     let values = each.saturating_mul(files.len());
-    let mut decoder = Decoder::new(steps);
+    let mut decoder = ImageDecoder::new(steps);
     let mut left = Vec::new();
     let mut note = |row: usize, done: farandole::images::Result<()>| {
         if let Err(error) = done {
@@ -68,21 +70,21 @@ fn decode(
         }
     };
     let pixels = if are_floats {
-        let mut out = zeros::<f32>(values)?;
+        let mut out = zeroed_values::<f32>(values)?;
         py.detach(|| {
             for ((row, file), slot) in files.iter().enumerate().zip(out.chunks_exact_mut(each)) {
-                note(row, decoder.decode(file, Slot::Floats(slot)));
+                note(row, decoder.decode_file(file, ImageOutput::Floats(slot)));
             }
         });
-        Pixels::floats(out)
+        DecodedPixels::from_floats(out)
     } else {
-        let mut out = zeros::<u8>(values)?;
+        let mut out = zeroed_values::<u8>(values)?;
         py.detach(|| {
             for ((row, file), slot) in files.iter().enumerate().zip(out.chunks_exact_mut(each)) {
-                note(row, decoder.decode(file, Slot::Bytes(slot)));
+                note(row, decoder.decode_file(file, ImageOutput::Bytes(slot)));
             }
         });
-        Pixels::bytes(out)
+        DecodedPixels::from_bytes(out)
     };
     Ok((pixels, left))
 }

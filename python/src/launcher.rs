@@ -9,33 +9,35 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use farandole::launcher::{ALLOCATOR, Agent, Error, Outcome, Output, Task};
-use farandole::registrar::{Client, Ticket, signal_name};
-use farandole::telemetry::{LogLine, Record, Sink, Stream};
+use farandole::launcher::{
+    ALLOCATOR_VARIABLES, Agent, AgentTask, Error, OutputTarget, WorkerOutcome,
+};
+use farandole::registrar::{TaskClient, Ticket, signal_name};
+use farandole::telemetry::{LogLine, OutputStream, RecordSink, WorkerRecord};
 use farandole::world::TaskId;
 use pyo3::exceptions::PyFileNotFoundError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::error::raise;
-use crate::registrar::{configuration, error as registrar_error, numbers};
-use crate::runtime::wait;
+use crate::error::to_exception;
+use crate::registrar::{exit_numbers, read_configuration, registrar_exception as registrar_error};
+use crate::runtime::wait_interruptibly;
 
 /// Longest time in which a worker's first report must reach the registrar, and its last ones at
 /// exit.
-const REPORT: Duration = Duration::from_secs(10);
+const REPORT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time in which an interrupted agent must end its worker.
-const ENDING: Duration = Duration::from_secs(30);
+const WORKER_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Whether the interpreter's exit waits for the last records.
-static FLUSHED_AT_EXIT: AtomicBool = AtomicBool::new(false);
+static FLUSH_REGISTERED_AT_EXIT: AtomicBool = AtomicBool::new(false);
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyOutcome>()?;
-    module.add("ALLOCATOR", BTreeMap::from(ALLOCATOR))?;
+    module.add("ALLOCATOR", BTreeMap::from(ALLOCATOR_VARIABLES))?;
     module.add_function(wrap_pyfunction!(run_agent, module)?)?;
-    module.add_function(wrap_pyfunction!(report, module)?)?;
+    module.add_function(wrap_pyfunction!(report_record, module)?)?;
     module.add_function(wrap_pyfunction!(flush_reports, module)?)
 }
 
@@ -55,8 +57,8 @@ pub(crate) struct PyOutcome {
 }
 
 impl PyOutcome {
-    pub(crate) fn new(py: Python<'_>, outcome: Outcome) -> Self {
-        let (exit_code, signal) = outcome.how.as_ref().map_or((None, None), numbers);
+    pub(crate) fn new(py: Python<'_>, outcome: WorkerOutcome) -> Self {
+        let (exit_code, signal) = outcome.exit_kind.as_ref().map_or((None, None), exit_numbers);
         Self {
             rank: outcome.rank.map(|rank| rank.0),
             size: outcome.size,
@@ -88,15 +90,15 @@ impl PyOutcome {
 }
 
 /// Lines to this process's own streams, as they are.
-struct Own;
+struct OwnStreamsSink;
 
-impl Sink for Own {
-    fn accept(&self, record: Record) {
-        if let Record::Log(LogLine { stream, text, .. }) = record {
+impl RecordSink for OwnStreamsSink {
+    fn accept_record(&self, record: WorkerRecord) {
+        if let WorkerRecord::Log(LogLine { stream, text, .. }) = record {
             // A reader that went away does not end the worker.
             drop(match stream {
-                Stream::Stdout => writeln!(io::stdout(), "{text}"),
-                Stream::Stderr => writeln!(io::stderr(), "{text}"),
+                OutputStream::Stdout => writeln!(io::stdout(), "{text}"),
+                OutputStream::Stderr => writeln!(io::stderr(), "{text}"),
             });
         }
     }
@@ -120,10 +122,14 @@ fn run_agent(
     elastic: bool,
 ) -> PyResult<PyOutcome> {
     let config =
-        configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
+        read_configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
     let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
-    let output = if stream_output { Output::Registrar } else { Output::Sink(Arc::new(Own)) };
-    let agent = Agent::start(Task {
+    let output = if stream_output {
+        OutputTarget::Registrar
+    } else {
+        OutputTarget::Sink(Arc::new(OwnStreamsSink))
+    };
+    let agent = Agent::spawn_thread(AgentTask {
         ticket,
         task: TaskId(task),
         host,
@@ -133,42 +139,43 @@ fn run_agent(
         payload: (!payload.is_empty()).then_some(payload),
         collect_result: true,
         elastic,
-        together,
+        wait_for_peers: together,
         output,
         start_timeout: config.start_timeout,
         peer_timeout: config.peer_timeout,
         outage: Duration::ZERO,
     })
-    .map_err(|failure| error(&failure))?;
-    let waited =
-        wait(py, None, |slice| agent.wait(slice).transpose().map_err(|failure| error(&failure)));
+    .map_err(|failure| agent_exception(&failure))?;
+    let waited = wait_interruptibly(py, None, |slice| {
+        agent.wait_for_outcome(slice).transpose().map_err(|failure| agent_exception(&failure))
+    });
     let outcome = match waited {
         Ok(Some(outcome)) => outcome,
-        Ok(None) => return Err(error(&Error::Vanished { task: TaskId(task) })),
+        Ok(None) => return Err(agent_exception(&Error::ThreadEnded { task: TaskId(task) })),
         Err(interrupt) => {
-            agent.cancel("interrupted");
-            // The interrupt is what the caller hears of; how the worker ended adds nothing.
-            drop(py.detach(|| agent.wait(ENDING)));
+            agent.cancel_worker("interrupted");
+            // The caller gets the interrupt; the worker's outcome adds nothing.
+            drop(py.detach(|| agent.wait_for_outcome(WORKER_END_TIMEOUT)));
             return Err(interrupt);
         }
     };
     Ok(PyOutcome::new(py, outcome))
 }
 
-fn client() -> PyResult<Option<Client>> {
-    let config = configuration(&[])?;
-    Client::of_process(&config, Instant::now() + REPORT)
+fn registrar_client() -> PyResult<Option<TaskClient>> {
+    let config = read_configuration(&[])?;
+    TaskClient::for_this_process(&config, Instant::now() + REPORT_TIMEOUT)
         .map_err(|failure| registrar_error(&failure))
 }
 
 #[pyfunction]
-fn report(py: Python<'_>, kind: &str, data: Vec<u8>) -> PyResult<bool> {
+fn report_record(py: Python<'_>, kind: &str, data: Vec<u8>) -> PyResult<bool> {
     let sent = py.detach(|| {
-        let Some(client) = client()? else { return Ok(false) };
-        client.metric(kind, &data).map_err(|failure| registrar_error(&failure))?;
+        let Some(client) = registrar_client()? else { return Ok(false) };
+        client.send_metric(kind, &data).map_err(|failure| registrar_error(&failure))?;
         Ok::<_, PyErr>(true)
     })?;
-    if sent && !FLUSHED_AT_EXIT.swap(true, Ordering::Relaxed) {
+    if sent && !FLUSH_REGISTERED_AT_EXIT.swap(true, Ordering::Relaxed) {
         let flush = py.import("farandole._native.launcher")?.getattr("flush_reports")?;
         py.import("atexit")?.call_method1("register", (flush,))?;
     }
@@ -179,18 +186,18 @@ fn report(py: Python<'_>, kind: &str, data: Vec<u8>) -> PyResult<bool> {
 #[pyo3(signature = (timeout=5.0))]
 fn flush_reports(py: Python<'_>, timeout: f64) -> PyResult<bool> {
     py.detach(|| {
-        let Some(client) = client()? else { return Ok(false) };
-        let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(REPORT);
+        let Some(client) = registrar_client()? else { return Ok(false) };
+        let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(REPORT_TIMEOUT);
         // A worker that ends does not fail because its last words were lost.
-        Ok(client.flush(Instant::now() + timeout).is_ok())
+        Ok(client.flush_records(Instant::now() + timeout).is_ok())
     })
 }
 
-fn error(failure: &Error) -> PyErr {
+fn agent_exception(failure: &Error) -> PyErr {
     match failure {
         Error::Spawn { program, source } if source.kind() == io::ErrorKind::NotFound => {
             PyFileNotFoundError::new_err(format!("cannot start {program}: {source}"))
         }
-        other => raise(other.fault(), other),
+        other => to_exception(other.fault(), other),
     }
 }

@@ -40,27 +40,27 @@ type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 
 /// Every submodule: its name below `farandole._native`, and the function that fills it. Append
 /// yours.
-const SUBMODULES: &[(&str, Register)] = &[
-    ("cli", cli::register),
-    ("compress", compress::register),
-    ("cuda", cuda::register),
-    ("door", door::register),
-    ("elastic", elastic::register),
-    ("engine", engine::register),
-    ("hosts", hosts::register),
-    ("images", images::register),
-    ("launcher", launcher::register),
-    ("logging", logging::register),
-    ("prepare", prepare::register),
-    ("reader", reader::register),
-    ("registrar", registrar::register),
-    ("store", store::register),
-    ("timeline", timeline::register),
-    ("ui", ui::register),
-    ("values", values::register),
+const NATIVE_SUBMODULES: &[(&str, Register)] = &[
+    ("cli", cli::register_submodule),
+    ("compress", compress::register_submodule),
+    ("cuda", cuda::register_submodule),
+    ("door", door::register_submodule),
+    ("elastic", elastic::register_submodule),
+    ("engine", engine::register_submodule),
+    ("hosts", hosts::register_submodule),
+    ("images", images::register_submodule),
+    ("launcher", launcher::register_submodule),
+    ("logging", logging::register_submodule),
+    ("prepare", prepare::register_submodule),
+    ("reader", reader::register_submodule),
+    ("registrar", registrar::register_submodule),
+    ("store", store::register_submodule),
+    ("timeline", timeline::register_submodule),
+    ("ui", ui::register_submodule),
+    ("values", values::register_submodule),
 ];
 
-/// The extension module.
+/// Fills the extension module.
 #[pymodule(gil_used = false)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
@@ -68,7 +68,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Submodules of an extension are not importable by their dotted name unless they are listed
     // here.
     let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
-    for (name, register) in SUBMODULES {
+    for (name, register) in NATIVE_SUBMODULES {
         let full = format!("farandole._native.{name}");
         let submodule = PyModule::new(py, &full)?;
         register(&submodule)?;

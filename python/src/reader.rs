@@ -6,46 +6,48 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use farandole::dataset::Tail;
-use farandole::reader::{self, Error, Fault, Next, Options, Padding};
+use farandole::dataset::TailPolicy;
+use farandole::reader::{self, Error, NextBatch, ReadFault, ReaderOptions, RowPadding};
 use farandole::world::Rank;
 use pyo3::exceptions::{PyFileNotFoundError, PyMemoryError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrow::{Batch, Column};
-use crate::error::chain;
+use crate::arrow::{Batch, BatchColumn};
+use crate::error::error_chain_message;
 use crate::{runtime, store};
 
 /// The fill, the greatest length, the step of lengths and whether all batches have the greatest
-/// length; see [`Padding`].
+/// length; see [`RowPadding`].
 type Pad = (Vec<u8>, usize, usize, bool);
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Field>()?;
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<DatasetField>()?;
     module.add_class::<Dataset>()?;
     module.add_class::<Reader>()?;
-    module.add_class::<Epoch>()?;
+    module.add_class::<EpochBatches>()?;
     module.add_class::<Batch>()?;
-    module.add_class::<Column>()
+    module.add_class::<BatchColumn>()
 }
 
-fn refuse(error: Error) -> PyErr {
+fn reader_exception(error: Error) -> PyErr {
     match (error.fault(), error) {
-        (_, Error::Store(error)) => store::refuse(error),
-        (_, error @ Error::NotADataset { .. }) => PyFileNotFoundError::new_err(chain(&error)),
-        (_, error @ Error::Memory { .. }) => PyMemoryError::new_err(chain(&error)),
-        (Fault::Usage, error) => PyValueError::new_err(chain(&error)),
-        (Fault::Environment, error) => PyOSError::new_err(chain(&error)),
+        (_, Error::Store(error)) => store::store_exception(error),
+        (_, error @ Error::NotADataset { .. }) => {
+            PyFileNotFoundError::new_err(error_chain_message(&error))
+        }
+        (_, error @ Error::Memory { .. }) => PyMemoryError::new_err(error_chain_message(&error)),
+        (ReadFault::Usage, error) => PyValueError::new_err(error_chain_message(&error)),
+        (ReadFault::Environment, error) => PyOSError::new_err(error_chain_message(&error)),
     }
 }
 
 #[pyclass(frozen, module = "farandole._native.reader")]
-struct Field(reader::Field);
+struct DatasetField(reader::BatchField);
 
 #[pymethods]
-impl Field {
+impl DatasetField {
     #[getter]
     fn name(&self) -> &str {
         &self.0.name
@@ -53,7 +55,7 @@ impl Field {
 
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.0.element.name()
+        self.0.element.numpy_name()
     }
 
     #[getter]
@@ -67,20 +69,20 @@ impl Field {
     }
 
     fn __repr__(&self) -> String {
-        format!("Field({:?}, {}, {:?})", self.0.name, self.0.element.name(), self.0.shape)
+        format!("Field({:?}, {}, {:?})", self.0.name, self.0.element.numpy_name(), self.0.shape)
     }
 }
 
 #[pyclass(frozen, module = "farandole._native.reader")]
-struct Dataset(Arc<reader::Dataset>);
+struct Dataset(Arc<reader::ParquetDataset>);
 
 #[pymethods]
 impl Dataset {
     #[staticmethod]
-    fn open(py: Python<'_>, url: &str) -> PyResult<Self> {
-        py.detach(|| reader::Dataset::open(url))
+    fn open_url(py: Python<'_>, url: &str) -> PyResult<Self> {
+        py.detach(|| reader::ParquetDataset::open_directory(url))
             .map(|dataset| Self(Arc::new(dataset)))
-            .map_err(refuse)
+            .map_err(reader_exception)
     }
 
     #[staticmethod]
@@ -89,12 +91,12 @@ impl Dataset {
         url: &str,
         files: Vec<(String, BTreeMap<String, String>)>,
     ) -> PyResult<Self> {
-        let opened = py.detach(|| reader::Dataset::open_files(url, files));
-        opened.map(|dataset| Self(Arc::new(dataset))).map_err(refuse)
+        let opened = py.detach(|| reader::ParquetDataset::open_files(url, files));
+        opened.map(|dataset| Self(Arc::new(dataset))).map_err(reader_exception)
     }
 
-    fn link(&self, py: Python<'_>, at: &str) -> PyResult<()> {
-        py.detach(|| self.0.link(at)).map_err(refuse)
+    fn write_link_manifest(&self, py: Python<'_>, at: &str) -> PyResult<()> {
+        py.detach(|| self.0.write_linked_manifest(at)).map_err(reader_exception)
     }
 
     #[getter]
@@ -108,8 +110,8 @@ impl Dataset {
     }
 
     #[getter]
-    fn columns(&self) -> Vec<Field> {
-        self.0.fields().into_iter().map(Field).collect()
+    fn columns(&self) -> Vec<DatasetField> {
+        self.0.fields().into_iter().map(DatasetField).collect()
     }
 
     #[getter]
@@ -118,7 +120,7 @@ impl Dataset {
     }
 
     #[getter]
-    fn prepared(&self) -> bool {
+    fn is_prepared(&self) -> bool {
         self.0.is_prepared()
     }
 }
@@ -153,10 +155,10 @@ impl Reader {
         cache: Option<String>,
     ) -> PyResult<Self> {
         let tail = match tail {
-            "keep" => Tail::Keep,
-            "pad" => Tail::Pad,
-            "drop" => Tail::Drop,
-            "join" => Tail::Join,
+            "keep" => TailPolicy::Keep,
+            "pad" => TailPolicy::Pad,
+            "drop" => TailPolicy::Drop,
+            "join" => TailPolicy::Join,
             other => {
                 return Err(PyValueError::new_err(format!(
                     "tail must be keep, pad, drop or join: {other}"
@@ -165,10 +167,11 @@ impl Reader {
         };
         let (rank, threads, cast) = (Rank(rank), threads.unwrap_or(2), cast.unwrap_or_default());
         let fill = fill.unwrap_or_default();
-        let padding =
-            |(name, (fill, most, step, fixed))| (name, Padding { fill, most, step, fixed });
+        let padding = |(name, (fill, most, step, fixed))| {
+            (name, RowPadding { fill, max_values: most, step, fixed })
+        };
         let pad = pad.unwrap_or_default().into_iter().map(padding).collect();
-        let options = Options {
+        let options = ReaderOptions {
             columns,
             batch_size,
             rank,
@@ -184,34 +187,34 @@ impl Reader {
             pad,
             cache,
         };
-        reader::Reader::new(Arc::clone(&dataset.0), options).map(Self).map_err(refuse)
+        reader::Reader::new(Arc::clone(&dataset.0), options).map(Self).map_err(reader_exception)
     }
 
     #[getter]
-    fn columns(&self) -> Vec<Field> {
-        self.0.fields().into_iter().map(Field).collect()
+    fn columns(&self) -> Vec<DatasetField> {
+        self.0.fields().into_iter().map(DatasetField).collect()
     }
 
     #[pyo3(signature = (start_row = 0))]
-    fn steps(&self, start_row: u64) -> u64 {
-        self.0.steps(start_row)
+    fn step_count(&self, start_row: u64) -> u64 {
+        self.0.step_count(start_row)
     }
 
     #[pyo3(signature = (epoch, start_row = 0))]
-    fn epoch(&self, py: Python<'_>, epoch: u64, start_row: u64) -> PyResult<Epoch> {
-        let epoch = py.detach(|| self.0.epoch(epoch, start_row)).map_err(refuse)?;
-        Ok(Epoch { steps: epoch.steps(), inner: Mutex::new(Some(epoch)) })
+    fn read_epoch(&self, py: Python<'_>, epoch: u64, start_row: u64) -> PyResult<EpochBatches> {
+        let epoch = py.detach(|| self.0.start_epoch(epoch, start_row)).map_err(reader_exception)?;
+        Ok(EpochBatches { steps: epoch.step_count(), inner: Mutex::new(Some(epoch)) })
     }
 }
 
 #[pyclass(frozen, module = "farandole._native.reader")]
-struct Epoch {
+struct EpochBatches {
     steps: u64,
-    inner: Mutex<Option<reader::Epoch>>,
+    inner: Mutex<Option<reader::EpochReader>>,
 }
 
 #[pymethods]
-impl Epoch {
+impl EpochBatches {
     fn __iter__(slf: Py<Self>) -> Py<Self> {
         slf
     }
@@ -221,16 +224,16 @@ impl Epoch {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Batch>> {
-        let next = runtime::wait(py, None, |patience| {
+        let next = runtime::wait_interruptibly(py, None, |patience| {
             let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
             match inner
                 .as_ref()
-                .map_or(Ok(Next::End), |epoch| epoch.next(patience))
-                .map_err(refuse)?
+                .map_or(Ok(NextBatch::End), |epoch| epoch.next_batch(patience))
+                .map_err(reader_exception)?
             {
-                Next::Pending => Ok(None),
-                Next::Batch(batch) => Ok(Some(Some(batch))),
-                Next::End => Ok(Some(None)),
+                NextBatch::Pending => Ok(None),
+                NextBatch::Batch(batch) => Ok(Some(Some(batch))),
+                NextBatch::End => Ok(Some(None)),
             }
         })?;
         let batch = next.flatten();

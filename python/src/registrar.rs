@@ -6,41 +6,42 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use farandole::config::{Config, Error as ConfigError, environment};
-use farandole::registrar::{self, Elastic, How, Options};
-use farandole::telemetry::Record;
-use farandole::world::{Fault, TaskId, World};
+use farandole::config::{Config, KnobError as ConfigError, environment_variable};
+use farandole::registrar::{self, ElasticOptions, ExitKind, RegistrarOptions};
+use farandole::telemetry::WorkerRecord;
+use farandole::world::{FaultOrigin, TaskId, World};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-use crate::error::raise;
-use crate::runtime::wait;
+use crate::error::to_exception;
+use crate::runtime::wait_interruptibly;
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyRegistrar>()?;
     module.add_class::<PyEvent>()?;
     module.add_function(wrap_pyfunction!(host_hash, module)?)
 }
 
-/// By what ranks are grouped into hosts.
+/// Returns the hash by which ranks are grouped into hosts.
 #[pyfunction]
 fn host_hash() -> String {
-    registrar::host::facts().hash().0
+    registrar::host::host_facts().host_hash().0
 }
 
-pub(crate) fn error(error: &registrar::Error) -> PyErr {
-    raise(error.fault(), error)
+pub(crate) fn registrar_exception(error: &registrar::Error) -> PyErr {
+    to_exception(error.fault(), error)
 }
 
-/// Returns the configuration of this process, changed by what the caller gave.
-pub(crate) fn configuration(given: &[(&str, Option<String>)]) -> PyResult<Config> {
+/// Returns the configuration of this process, changed by the caller's settings.
+pub(crate) fn read_configuration(given: &[(&str, Option<String>)]) -> PyResult<Config> {
     let arguments: BTreeMap<String, String> = given
         .iter()
         .filter_map(|(key, value)| value.as_ref().map(|value| ((*key).to_owned(), value.clone())))
         .collect();
-    Config::read(environment, &arguments).map_err(|error: ConfigError| raise(Fault::Usage, &error))
+    Config::read(environment_variable, &arguments)
+        .map_err(|error: ConfigError| to_exception(FaultOrigin::Usage, &error))
 }
 
 /// Something that happened in the job.
@@ -74,21 +75,21 @@ impl PyEvent {
 }
 
 impl PyEvent {
-    fn from(py: Python<'_>, event: registrar::Event) -> Self {
+    fn from_registrar_event(py: Python<'_>, event: registrar::JobEvent) -> Self {
         let bytes = |data: &[u8]| Some(PyBytes::new(py, data).unbind());
         match event {
-            registrar::Event::Registered { task } => {
+            registrar::JobEvent::Registered { task } => {
                 Self { kind: "registered", task: Some(task.0), ..Self::default() }
             }
-            registrar::Event::Record(Record::Log(line)) => Self {
+            registrar::JobEvent::Record(WorkerRecord::Log(line)) => Self {
                 kind: "log",
                 task: Some(line.task),
                 rank: line.rank,
-                stream: Some(line.stream.name()),
+                stream: Some(line.stream.as_str()),
                 text: Some(line.text),
                 ..Self::default()
             },
-            registrar::Event::Record(Record::Metric(metric)) => Self {
+            registrar::JobEvent::Record(WorkerRecord::Metric(metric)) => Self {
                 kind: "metric",
                 task: Some(metric.task),
                 rank: metric.rank,
@@ -96,8 +97,8 @@ impl PyEvent {
                 data: bytes(&metric.data),
                 ..Self::default()
             },
-            registrar::Event::Exited { task, rank, exit } => {
-                let (exit_code, signal) = numbers(&exit.how);
+            registrar::JobEvent::Exited { task, rank, exit } => {
+                let (exit_code, signal) = exit_numbers(&exit.how);
                 let text = Some(format!("rank {rank} {}", exit.how));
                 let (task, rank) = (Some(task.0), Some(rank.0));
                 let stderr_tail = Some(exit.stderr_tail.join("\n"));
@@ -112,31 +113,31 @@ impl PyEvent {
                     ..Self::default()
                 }
             }
-            registrar::Event::Result { task, rank, data } => {
+            registrar::JobEvent::Result { task, rank, data } => {
                 let (task, rank) = (Some(task.0), Some(rank.0));
                 Self { kind: "result", task, rank, data: bytes(&data), ..Self::default() }
             }
-            registrar::Event::Lost { task, rank, reason } => {
+            registrar::JobEvent::Lost { task, rank, reason } => {
                 let (task, rank) = (Some(task.0), rank.map(|rank| rank.0));
                 Self { kind: "lost", task, rank, text: Some(reason), ..Self::default() }
             }
-            registrar::Event::Aborted { verdict, rank } => Self {
+            registrar::JobEvent::Aborted { verdict, rank } => Self {
                 kind: "aborted",
                 task: verdict.cause.map(|task| task.0),
                 rank: rank.map(|rank| rank.0),
                 text: Some(verdict.reason),
                 ..Self::default()
             },
-            registrar::Event::Stop { task, reason } => {
+            registrar::JobEvent::Stop { task, reason } => {
                 Self { kind: "stop", task: Some(task.0), text: Some(reason), ..Self::default() }
             }
-            registrar::Event::Dismissed { task, reason } => Self {
+            registrar::JobEvent::Dismissed { task, reason } => Self {
                 kind: "dismissed",
                 task: Some(task.0),
                 text: Some(reason),
                 ..Self::default()
             },
-            registrar::Event::Finished { .. } => Self { kind: "finished", ..Self::default() },
+            registrar::JobEvent::Finished { .. } => Self { kind: "finished", ..Self::default() },
             // The enum is non-exhaustive, "assigned" is the one kind left that a driver in Python
             // meets.
             _ => Self { kind: "assigned", ..Self::default() },
@@ -144,16 +145,16 @@ impl PyEvent {
     }
 }
 
-/// Exit code and signal of an end.
-pub(crate) fn numbers(how: &How) -> (Option<i32>, Option<i32>) {
+/// Returns the exit code and the signal of an end.
+pub(crate) fn exit_numbers(how: &ExitKind) -> (Option<i32>, Option<i32>) {
     match how {
-        How::Code(code) => (Some(*code), None),
-        How::Signal(signal) => (None, Some(*signal)),
-        How::NotStarted(_) => (None, None),
+        ExitKind::Code(code) => (Some(*code), None),
+        ExitKind::Signal(signal) => (None, Some(*signal)),
+        ExitKind::NotStarted(_) => (None, None),
     }
 }
 
-/// A gRPC server over TLS with a certificate and a token of its own, for one job.
+/// A gRPC server over TLS for one job, with a new certificate and token.
 #[pyclass(frozen, name = "Registrar", module = "farandole._native.registrar")]
 struct PyRegistrar {
     inner: registrar::Registrar,
@@ -172,24 +173,24 @@ impl PyRegistrar {
         start_timeout: Option<f64>,
         bind: Option<String>,
     ) -> PyResult<Self> {
-        let config = configuration(&[
+        let config = read_configuration(&[
             ("bind_address", bind),
             ("driver_host", host),
             ("port_range", port_range),
             ("start_timeout", start_timeout.map(|seconds| seconds.to_string())),
         ])?;
-        let options = Options { job_id, ..Options::from_config(tasks, &config) };
+        let options = RegistrarOptions { job_id, ..RegistrarOptions::from_config(tasks, &config) };
         let inner = py
-            .detach(|| registrar::Registrar::start(options))
-            .map_err(|failure| error(&failure))?;
+            .detach(|| registrar::Registrar::start_job(options))
+            .map_err(|failure| registrar_exception(&failure))?;
         Ok(Self { inner })
     }
 
-    /// Returns the meeting point of a job whose workers come by themselves, and go.
+    /// Returns the registrar of a job whose workers join and leave by themselves.
     #[staticmethod]
     #[pyo3(signature = (first, least, most, *, timeout, reset_limit=None, start_timeout=None, host=None, bind=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
-    fn elastic(
+    fn start_elastic(
         py: Python<'_>,
         first: u32,
         least: u32,
@@ -200,7 +201,7 @@ impl PyRegistrar {
         host: Option<String>,
         bind: Option<String>,
     ) -> PyResult<Self> {
-        let config = configuration(&[
+        let config = read_configuration(&[
             ("bind_address", bind),
             ("driver_host", host),
             ("start_timeout", start_timeout.map(|seconds| seconds.to_string())),
@@ -209,25 +210,28 @@ impl PyRegistrar {
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
         // If workers come by themselves, no host is excluded.
         let cooldown = (Duration::ZERO, Duration::ZERO);
-        let elastic = Elastic { first, least, most, spares: 0, timeout, reset_limit, cooldown };
-        let options = Options::from_config(most, &config);
+        let elastic =
+            ElasticOptions { first, least, most, spares: 0, timeout, reset_limit, cooldown };
+        let options = RegistrarOptions::from_config(most, &config);
         let inner = py
             .detach(|| registrar::Registrar::start_elastic(options, &elastic))
-            .map_err(|failure| error(&failure))?;
+            .map_err(|failure| registrar_exception(&failure))?;
         Ok(Self { inner })
     }
 
-    fn dismiss(&self, py: Python<'_>, task: u32, reason: &str) -> PyResult<()> {
-        py.detach(|| self.inner.dismiss(TaskId(task), reason)).map_err(|failure| error(&failure))
+    fn dismiss_task(&self, py: Python<'_>, task: u32, reason: &str) -> PyResult<()> {
+        py.detach(|| self.inner.dismiss_worker(TaskId(task), reason))
+            .map_err(|failure| registrar_exception(&failure))
     }
 
     fn publish(&self, py: Python<'_>, key: &str, value: &[u8]) -> PyResult<()> {
-        py.detach(|| self.inner.publish(key, value)).map_err(|failure| error(&failure))
+        py.detach(|| self.inner.publish_value(key, value))
+            .map_err(|failure| registrar_exception(&failure))
     }
 
     #[getter]
     fn ticket(&self) -> String {
-        self.inner.ticket().encode()
+        self.inner.ticket().encode_text()
     }
 
     #[getter]
@@ -237,21 +241,26 @@ impl PyRegistrar {
 
     #[getter]
     fn addresses(&self) -> Vec<String> {
-        self.inner.ticket().addresses().to_vec()
+        self.inner.ticket().registrar_addresses().to_vec()
     }
 
     fn events(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<PyEvent>> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
-        let drained = wait(py, Some(Instant::now() + timeout), |slice| {
-            let drained =
-                self.inner.events(Instant::now() + slice).map_err(|failure| error(&failure))?;
+        let drained = wait_interruptibly(py, Some(Instant::now() + timeout), |slice| {
+            let drained = self
+                .inner
+                .drain_events(Instant::now() + slice)
+                .map_err(|failure| registrar_exception(&failure))?;
             let over = !drained.records.is_empty() || self.inner.is_finished();
             Ok(over.then_some(drained))
         })?;
         let Some(drained) = drained else { return Ok(Vec::new()) };
-        let mut events: Vec<PyEvent> =
-            drained.records.into_iter().map(|event| PyEvent::from(py, event)).collect();
+        let mut events: Vec<PyEvent> = drained
+            .records
+            .into_iter()
+            .map(|event| PyEvent::from_registrar_event(py, event))
+            .collect();
         let first = events.iter_mut().find(|event| matches!(event.kind, "log" | "metric"));
         if let Some(first) = first {
             first.dropped = drained.dropped;
@@ -259,12 +268,12 @@ impl PyRegistrar {
         Ok(events)
     }
 
-    fn assignment<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
-        self.inner.assignment().map(|world| seats(py, &world)).transpose()
+    fn rank_assignment<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
+        self.inner.current_world().map(|world| seat_entries(py, &world)).transpose()
     }
 
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        py.detach(|| self.inner.abort(reason)).map_err(|failure| error(&failure))
+        py.detach(|| self.inner.abort_job(reason)).map_err(|failure| registrar_exception(&failure))
     }
 
     fn close(&self, py: Python<'_>) {
@@ -289,12 +298,12 @@ impl PyRegistrar {
         format!(
             "Registrar(job_id={:?}, addresses={:?})",
             self.inner.job_id().0,
-            self.inner.ticket().addresses()
+            self.inner.ticket().registrar_addresses()
         )
     }
 }
 
-fn seats<'py>(py: Python<'py>, world: &World) -> PyResult<Bound<'py, PyList>> {
+fn seat_entries<'py>(py: Python<'py>, world: &World) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for (rank, seat) in world.seats.iter().enumerate() {
         let entry = PyDict::new(py);

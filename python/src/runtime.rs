@@ -9,25 +9,27 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 
 /// The longest time between two looks at Python's signals.
-const SLICE: Duration = Duration::from_millis(100);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Calls `wait` with slices of time, the GIL released, until it has something or `deadline` passes
-/// (then `None`).
+/// Calls `wait` with slices of time, the GIL released, until `wait` returns a value or `deadline`
+/// passes (then `None`).
 ///
-/// `wait` blocks for at most the time it is given and returns `None` when that was not enough.
+/// `wait` blocks at most for the given time and returns `None` if that was not enough.
 ///
 /// # Errors
-/// `KeyboardInterrupt`, or whatever else a signal handler raises, between two slices; `wait`'s own
-/// error at once.
-pub(crate) fn wait<T: Send>(
+/// `KeyboardInterrupt`, or another exception of a signal handler, between two slices; an error of
+/// `wait` at once.
+pub(crate) fn wait_interruptibly<T: Send>(
     py: Python<'_>,
     deadline: Option<Instant>,
     mut wait: impl FnMut(Duration) -> PyResult<Option<T>> + Send,
 ) -> PyResult<Option<T>> {
     loop {
         let slice = match deadline {
-            Some(deadline) => SLICE.min(deadline.saturating_duration_since(Instant::now())),
-            None => SLICE,
+            Some(deadline) => {
+                SIGNAL_CHECK_INTERVAL.min(deadline.saturating_duration_since(Instant::now()))
+            }
+            None => SIGNAL_CHECK_INTERVAL,
         };
         if let Some(value) = py.detach(|| wait(slice))? {
             return Ok(Some(value));

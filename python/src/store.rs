@@ -6,28 +6,28 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
-use farandole::store::{self, Error, Fault, Places};
+use farandole::store::{self, Error, Fault, LayoutOverrides};
 use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::error::chain;
+use crate::error::error_chain_message;
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()?;
-    module.add_class::<Layout>()?;
-    module.add_function(wrap_pyfunction!(configure, module)?)?;
-    module.add_function(wrap_pyfunction!(options_of, module)?)?;
+    module.add_class::<StoreLayout>()?;
+    module.add_function(wrap_pyfunction!(configure_options, module)?)?;
+    module.add_function(wrap_pyfunction!(object_store_options, module)?)?;
     module.add_function(wrap_pyfunction!(full_path, module)?)?;
     module.add_function(wrap_pyfunction!(localized_path, module)?)
 }
 
-/// Returns the exception for what a store said: the builtin ones, since that is what callers of
-/// files expect.
+/// Returns the exception for an error of a store: a builtin one, because callers of file functions
+/// expect those.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
-pub(crate) fn refuse(error: Error) -> PyErr {
-    let message = chain(&error);
+pub(crate) fn store_exception(error: Error) -> PyErr {
+    let message = error_chain_message(&error);
     match (&error, error.fault()) {
         (Error::Missing { .. }, _) => PyFileNotFoundError::new_err(message),
         (Error::Refused { .. }, _) => PyPermissionError::new_err(message),
@@ -39,7 +39,7 @@ pub(crate) fn refuse(error: Error) -> PyErr {
 /// Name, bytes, seconds since the epoch, whether it is a directory.
 type Item = (String, u64, Option<f64>, bool);
 
-fn item(item: store::Item) -> Item {
+fn item_to_python(item: store::DirectoryItem) -> Item {
     let seconds = item.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
     (item.name, item.bytes, seconds.map(|time| time.as_secs_f64()), item.is_directory)
 }
@@ -51,7 +51,7 @@ struct Store(store::Store);
 impl Store {
     #[new]
     fn new(url: &str) -> PyResult<Self> {
-        store::Store::open(url).map(Self).map_err(refuse)
+        store::Store::open(url).map(Self).map_err(store_exception)
     }
 
     #[getter]
@@ -64,65 +64,67 @@ impl Store {
         self.0.local_path().map(|path| path.display().to_string())
     }
 
-    fn child(&self, path: &str) -> PyResult<Self> {
-        self.0.child(path).map(Self).map_err(refuse)
+    fn open_child(&self, path: &str) -> PyResult<Self> {
+        self.0.open_child(path).map(Self).map_err(store_exception)
     }
 
     fn read<'py>(&self, py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let bytes = py.detach(|| self.0.read(path)).map_err(refuse)?;
+        let bytes = py.detach(|| self.0.read(path)).map_err(store_exception)?;
         Ok(PyBytes::new(py, &bytes))
     }
 
-    fn create(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<bool> {
+    fn create_if_absent(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<bool> {
         let data = data.to_vec().into();
-        py.detach(|| self.0.create(path, data)).map_err(refuse)
+        py.detach(|| self.0.create_if_absent(path, data)).map_err(store_exception)
     }
 
     #[pyo3(signature = (lasts = None, job = None))]
-    fn take(
+    fn acquire_lease(
         &self,
         py: Python<'_>,
         lasts: Option<f64>,
         job: Option<&str>,
     ) -> PyResult<Option<String>> {
-        let lasts = lasts.map(duration).transpose()?;
-        py.detach(|| store::take(&self.0, SystemTime::now(), lasts, job)).map_err(refuse)
+        let lasts = lasts.map(duration_from_seconds).transpose()?;
+        py.detach(|| store::acquire_lease(&self.0, SystemTime::now(), lasts, job))
+            .map_err(store_exception)
     }
 
     #[pyo3(signature = (lasts = None))]
-    fn share(&self, py: Python<'_>, lasts: Option<f64>) -> PyResult<Option<String>> {
-        let lasts = lasts.map(duration).transpose()?;
-        py.detach(|| store::share(&self.0, SystemTime::now(), lasts)).map_err(refuse)
+    fn mark_in_use(&self, py: Python<'_>, lasts: Option<f64>) -> PyResult<Option<String>> {
+        let lasts = lasts.map(duration_from_seconds).transpose()?;
+        py.detach(|| store::mark_in_use(&self.0, SystemTime::now(), lasts)).map_err(store_exception)
     }
 
-    fn renew(&self, py: Python<'_>, mark: &str) -> PyResult<bool> {
-        py.detach(|| store::renew(&self.0, mark, SystemTime::now())).map_err(refuse)
+    fn renew_mark(&self, py: Python<'_>, mark: &str) -> PyResult<bool> {
+        py.detach(|| store::renew_mark(&self.0, mark, SystemTime::now())).map_err(store_exception)
     }
 
-    fn settle(&self, py: Python<'_>, lease: &str) -> PyResult<String> {
-        py.detach(|| store::settle(&self.0, lease, SystemTime::now())).map_err(refuse)
+    fn downgrade_lease(&self, py: Python<'_>, lease: &str) -> PyResult<String> {
+        py.detach(|| store::downgrade_lease(&self.0, lease, SystemTime::now()))
+            .map_err(store_exception)
     }
 
-    fn clear(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
-        py.detach(|| store::clear(&self.0, lease)).map_err(refuse)
+    fn clear_directory(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
+        py.detach(|| store::clear_directory(&self.0, lease)).map_err(store_exception)
     }
 
     fn is_free(&self, py: Python<'_>) -> PyResult<bool> {
-        py.detach(|| store::is_free(&self.0, SystemTime::now())).map_err(refuse)
+        py.detach(|| store::is_free(&self.0, SystemTime::now())).map_err(store_exception)
     }
 
-    fn tidy(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.tidy()).map_err(refuse)
+    fn remove_partial_uploads(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.remove_partial_uploads()).map_err(store_exception)
     }
 
     fn write(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<()> {
         let data = data.to_vec().into();
-        py.detach(|| self.0.write(path, data)).map_err(refuse)
+        py.detach(|| self.0.write(path, data)).map_err(store_exception)
     }
 
     #[pyo3(signature = (path = ""))]
     fn exists(&self, py: Python<'_>, path: &str) -> PyResult<bool> {
-        py.detach(|| self.0.exists(path)).map_err(refuse)
+        py.detach(|| self.0.exists(path)).map_err(store_exception)
     }
 
     fn read_range<'py>(
@@ -133,22 +135,22 @@ impl Store {
         end: u64,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let range = std::slice::from_ref(&(start..end)).to_vec();
-        let bytes = py.detach(|| self.0.read_ranges(path, &range)).map_err(refuse)?;
+        let bytes = py.detach(|| self.0.read_ranges(path, &range)).map_err(store_exception)?;
         Ok(PyBytes::new(py, bytes.first().map_or(&[][..], |bytes| bytes)))
     }
 
     fn stat(&self, py: Python<'_>, path: &str) -> PyResult<Item> {
-        py.detach(|| self.0.stat(path)).map(item).map_err(refuse)
+        py.detach(|| self.0.stat(path)).map(item_to_python).map_err(store_exception)
     }
 
     #[pyo3(signature = (path = ""))]
-    fn look(&self, py: Python<'_>, path: &str) -> PyResult<Vec<Item>> {
-        let items = py.detach(|| self.0.look(path)).map_err(refuse)?;
-        Ok(items.into_iter().map(item).collect())
+    fn list_directory(&self, py: Python<'_>, path: &str) -> PyResult<Vec<Item>> {
+        let items = py.detach(|| self.0.list_directory(path)).map_err(store_exception)?;
+        Ok(items.into_iter().map(item_to_python).collect())
     }
 
     #[pyo3(signature = (older_than = None, max_size = None))]
-    fn sweep(
+    fn sweep_stale_data(
         &self,
         py: Python<'_>,
         older_than: Option<f64>,
@@ -158,38 +160,39 @@ impl Store {
             Duration::try_from_secs_f64(seconds)
                 .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {seconds}")))
         };
-        let limits = store::Limits { older_than: older_than.map(age).transpose()?, max_size };
-        let swept =
-            py.detach(|| store::sweep(&self.0, limits, SystemTime::now())).map_err(refuse)?;
+        let limits = store::SweepLimits { older_than: older_than.map(age).transpose()?, max_size };
+        let swept = py
+            .detach(|| store::sweep_stale_data(&self.0, limits, SystemTime::now()))
+            .map_err(store_exception)?;
         Ok(swept.into_iter().map(|one| (one.path, one.files, one.bytes)).collect())
     }
 
     fn size(&self, py: Python<'_>, path: &str) -> PyResult<u64> {
-        py.detach(|| self.0.size(path)).map_err(refuse)
+        py.detach(|| self.0.size(path)).map_err(store_exception)
     }
 
     #[pyo3(signature = (path = ""))]
     fn list(&self, py: Python<'_>, path: &str) -> PyResult<Vec<(String, u64)>> {
-        let entries = py.detach(|| self.0.list(path)).map_err(refuse)?;
+        let entries = py.detach(|| self.0.list(path)).map_err(store_exception)?;
         Ok(entries.into_iter().map(|entry| (entry.path, entry.bytes)).collect())
     }
 
     #[pyo3(signature = (path, patience = None))]
     fn delete(&self, py: Python<'_>, path: &str, patience: Option<f64>) -> PyResult<()> {
         let Some(seconds) = patience else {
-            return py.detach(|| self.0.delete(path)).map_err(refuse);
+            return py.detach(|| self.0.delete(path)).map_err(store_exception);
         };
-        let patience = duration(seconds)?;
-        py.detach(|| self.0.delete_within(path, patience)).map_err(refuse)
+        let patience = duration_from_seconds(seconds)?;
+        py.detach(|| self.0.delete_within(path, patience)).map_err(store_exception)
     }
 
     #[pyo3(signature = (path = ""))]
     fn delete_all(&self, py: Python<'_>, path: &str) -> PyResult<usize> {
-        py.detach(|| self.0.delete_all(path)).map_err(refuse)
+        py.detach(|| self.0.delete_all(path)).map_err(store_exception)
     }
 
     fn check_writable(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.check_writable()).map_err(refuse)
+        py.detach(|| self.0.check_writable()).map_err(store_exception)
     }
 
     fn __repr__(&self) -> String {
@@ -197,16 +200,16 @@ impl Store {
     }
 }
 
-fn duration(seconds: f64) -> PyResult<Duration> {
+fn duration_from_seconds(seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| PyValueError::new_err(format!("not a number of seconds: {seconds}")))
 }
 
 #[pyclass(frozen, module = "farandole._native.store")]
-struct Layout(store::Layout);
+struct StoreLayout(store::StoreLayout);
 
 #[pymethods]
-impl Layout {
+impl StoreLayout {
     #[new]
     #[pyo3(signature = (prefix, *, train_path = None, val_path = None, test_path = None, runs_path = None, checkpoint_filename = None))]
     fn new(
@@ -217,14 +220,14 @@ impl Layout {
         runs_path: Option<String>,
         checkpoint_filename: Option<String>,
     ) -> Self {
-        let places = Places {
+        let places = LayoutOverrides {
             train: train_path,
             val: val_path,
             test: test_path,
             runs: runs_path,
             checkpoint: checkpoint_filename,
         };
-        Self(store::Layout::new(prefix, places))
+        Self(store::StoreLayout::new(prefix, places))
     }
 
     #[getter]
@@ -239,12 +242,12 @@ impl Layout {
 
     #[getter]
     fn logs_subdir(&self) -> &'static str {
-        store::Layout::LOGS
+        store::StoreLayout::LOGS_SUBDIRECTORY
     }
 
     #[getter]
-    fn runs(&self) -> &str {
-        self.0.runs()
+    fn runs_path(&self) -> &str {
+        self.0.runs_path()
     }
 
     #[pyo3(signature = (idx = None))]
@@ -262,37 +265,37 @@ impl Layout {
         self.0.test_data(idx)
     }
 
-    fn run(&self, run_id: &str) -> String {
-        self.0.run(run_id)
+    fn run_path(&self, run_id: &str) -> String {
+        self.0.run_path(run_id)
     }
 
-    fn checkpoint(&self, run_id: &str) -> String {
-        self.0.checkpoint(run_id)
+    fn checkpoint_path(&self, run_id: &str) -> String {
+        self.0.checkpoint_path(run_id)
     }
 
-    fn logs(&self, run_id: &str) -> String {
-        self.0.logs(run_id)
+    fn logs_path(&self, run_id: &str) -> String {
+        self.0.logs_path(run_id)
     }
 }
 
 /// Opens stores at or below a URL with these options from now on, in this process.
 #[pyfunction]
-fn configure(prefix: &str, options: BTreeMap<String, String>) {
-    store::configure(prefix, store::Options(options));
+fn configure_options(prefix: &str, options: BTreeMap<String, String>) {
+    store::configure_options(prefix, store::BackendOptions(options));
 }
 
 /// Returns the options of a URL, by the names that other readers over `object_store` know.
 #[pyfunction]
-fn options_of(url: &str) -> PyResult<BTreeMap<String, String>> {
-    store::options_of(url).map_err(refuse)
+fn object_store_options(url: &str) -> PyResult<BTreeMap<String, String>> {
+    store::object_store_options(url).map_err(store_exception)
 }
 
 #[pyfunction]
 fn full_path(path: &str) -> PyResult<String> {
-    store::full(path).map_err(refuse)
+    store::full_path(path).map_err(store_exception)
 }
 
 #[pyfunction]
 fn localized_path(url: &str) -> PyResult<String> {
-    store::localized(url).map_err(refuse)
+    store::localized_path(url).map_err(store_exception)
 }

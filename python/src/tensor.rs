@@ -9,31 +9,31 @@ use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
 use farandole::collectives::{
-    Buffer, DataType, Event, Memory, Place, ReduceOp, Room, Stream, copy_past_caches,
-    prefer_large_pages,
+    Buffer, DataType, DeviceEvent, DeviceStream, HostMemory, MemoryKind, ReduceOp, ResultMemory,
+    copy_nontemporal, prefer_large_pages,
 };
-use farandole::engine::Completion;
+use farandole::engine::RequestCompletion;
 use farandole::session::Session;
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::error::raise;
+use crate::error::to_exception;
 
 /// Returns memory of a contiguous tensor. The caller on the Python side keeps it valid until the
 /// operation is consumed; that is the contract of the whole module `engine`.
 ///
 /// # Errors
 /// `ValueError` when the shape is larger than any memory, or nothing is at the address.
-pub(crate) fn buffer(
+pub(crate) fn tensor_buffer(
     address: usize,
     dtype: DataType,
     shape: &[u64],
-    place: Place,
+    place: MemoryKind,
 ) -> PyResult<Buffer> {
     let bytes = shape
         .iter()
-        .try_fold(dtype.size() as u64, |bytes, dimension| bytes.checked_mul(*dimension))
+        .try_fold(dtype.element_size() as u64, |bytes, dimension| bytes.checked_mul(*dimension))
         .and_then(|bytes| usize::try_from(bytes).ok())
         .ok_or_else(|| {
             PyValueError::new_err(format!("shape is larger than any memory: {shape:?}"))
@@ -48,39 +48,42 @@ pub(crate) fn buffer(
     Ok(unsafe { Buffer::from_raw(address, bytes, place) })
 }
 
-/// Values to read, under the contract of [`buffer`] for the time of a call.
+/// Returns values to read, under the contract of [`tensor_buffer`] for the time of a call.
 ///
 /// # Errors
 /// `ValueError` when nothing is at the address, or it is not aligned.
-pub(crate) fn slice<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a [T]> {
+pub(crate) fn slice_at<'a, T: AnyBitPattern>(address: usize, count: usize) -> PyResult<&'a [T]> {
     if count == 0 {
         return Ok(&[]);
     }
     // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths;
     // any bits are a `T`; no argument overlaps one that is written, and no other code writes to it
     // during the call.
-    Ok(unsafe { std::slice::from_raw_parts(place(address, count)?, count) })
+    Ok(unsafe { std::slice::from_raw_parts(aligned_pointer(address, count)?, count) })
 }
 
-/// Like [`slice`], to write to.
+/// Returns values to write to, like [`slice_at`].
 ///
 /// # Errors
-/// Like [`slice`].
-pub(crate) fn slice_mut<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a mut [T]> {
+/// Like [`slice_at`].
+pub(crate) fn slice_at_mut<'a, T: AnyBitPattern>(
+    address: usize,
+    count: usize,
+) -> PyResult<&'a mut [T]> {
     if count == 0 {
         return Ok(&mut []);
     }
-    // SAFETY: as in `slice`, and no two arguments of a call overlap.
-    Ok(unsafe { std::slice::from_raw_parts_mut(place(address, count)?, count) })
+    // SAFETY: as in `slice_at`, and no two arguments of a call overlap.
+    Ok(unsafe { std::slice::from_raw_parts_mut(aligned_pointer(address, count)?, count) })
 }
 
-/// Types of which any bits are a value.
-pub(crate) trait Plain {}
+/// Types for which any bits are a valid value.
+pub(crate) trait AnyBitPattern {}
 
-impl Plain for f32 {}
-impl Plain for u8 {}
+impl AnyBitPattern for f32 {}
+impl AnyBitPattern for u8 {}
 
-fn place<T>(address: usize, count: usize) -> PyResult<*mut T> {
+fn aligned_pointer<T>(address: usize, count: usize) -> PyResult<*mut T> {
     let pointer = std::ptr::with_exposed_provenance_mut::<T>(address);
     if pointer.is_null() || !pointer.is_aligned() {
         return Err(PyValueError::new_err(format!(
@@ -94,7 +97,7 @@ fn place<T>(address: usize, count: usize) -> PyResult<*mut T> {
 ///
 /// # Errors
 /// `ValueError` when there is none.
-pub(crate) fn dtype(number: u8) -> PyResult<DataType> {
+pub(crate) fn dtype_from_number(number: u8) -> PyResult<DataType> {
     DataType::from_wire(number)
         .ok_or_else(|| PyValueError::new_err(format!("no such dtype: {number}")))
 }
@@ -103,73 +106,80 @@ pub(crate) fn dtype(number: u8) -> PyResult<DataType> {
 ///
 /// # Errors
 /// `ValueError` when there is none.
-pub(crate) fn reduce_op(number: u8) -> PyResult<ReduceOp> {
+pub(crate) fn reduce_op_from_number(number: u8) -> PyResult<ReduceOp> {
     ReduceOp::from_wire(number)
         .ok_or_else(|| PyValueError::new_err(format!("no such reduction: {number}")))
 }
 
 /// The result of an allgather or an all-to-all.
 #[pyclass(frozen, module = "farandole._native.engine")]
-pub(crate) struct Gathered {
-    store: Store,
+pub(crate) struct GatheredTensor {
+    memory: GatheredMemory,
     rows: Vec<u64>,
 }
 
-enum Store {
-    Host(Memory),
+enum GatheredMemory {
+    Host(HostMemory),
     /// On a GPU, once the event is reached.
-    Device(Arc<dyn Room>, Option<Arc<dyn Event>>),
+    Device(Arc<dyn ResultMemory>, Option<Arc<dyn DeviceEvent>>),
 }
 
-impl Gathered {
+impl GatheredTensor {
     /// Returns the engine's memory, if the operation brought any.
-    pub(crate) fn of(completion: Completion) -> Option<Self> {
+    pub(crate) fn from_completion(completion: RequestCompletion) -> Option<Self> {
         let store = match (completion.output, completion.room) {
-            (Some(memory), _) => Store::Host(memory),
-            (None, room) => Store::Device(room?, completion.reached),
+            (Some(memory), _) => GatheredMemory::Host(memory),
+            (None, room) => GatheredMemory::Device(room?, completion.reached),
         };
-        Some(Self { store, rows: completion.rows })
+        Some(Self { memory: store, rows: completion.rows })
     }
 }
 
 #[pymethods]
-impl Gathered {
+impl GatheredTensor {
     #[getter]
     fn rows(&self) -> Vec<u64> {
         self.rows.clone()
     }
 
     fn __len__(&self) -> usize {
-        match &self.store {
-            Store::Host(memory) => memory.len(),
-            Store::Device(room, _) => room.buffer().len(),
+        match &self.memory {
+            GatheredMemory::Host(memory) => memory.len(),
+            GatheredMemory::Device(room, _) => room.as_buffer().len(),
         }
     }
 
     /// Returns the GPU that the memory is on, if it is on one.
     #[getter]
     fn ordinal(&self) -> Option<u32> {
-        match &self.store {
-            Store::Device(room, _) => match room.buffer().place() {
-                Place::Device(ordinal) => Some(ordinal),
-                Place::Host => None,
+        match &self.memory {
+            GatheredMemory::Device(room, _) => match room.as_buffer().memory_kind() {
+                MemoryKind::Device(ordinal) => Some(ordinal),
+                MemoryKind::Host => None,
             },
-            Store::Host(_) => None,
+            GatheredMemory::Host(_) => None,
         }
     }
 
     /// Lets a stream of the GPU move all bytes to an address there, once they exist, and frees the
     /// memory behind that. Once only; returns at once.
     #[pyo3(signature = (address, stream, /))]
-    fn fetch(&self, address: usize, stream: usize) -> PyResult<()> {
-        let (Store::Device(room, reached), Some(ordinal)) = (&self.store, self.ordinal()) else {
+    fn fetch_into(&self, address: usize, stream: usize) -> PyResult<()> {
+        let (GatheredMemory::Device(room, reached), Some(ordinal)) = (&self.memory, self.ordinal())
+        else {
             return Err(PyValueError::new_err("the gathered tensor is in host memory"));
         };
-        let to = buffer(address, DataType::U8, &[self.__len__() as u64], Place::Device(ordinal))?;
+        let to = tensor_buffer(
+            address,
+            DataType::U8,
+            &[self.__len__() as u64],
+            MemoryKind::Device(ordinal),
+        )?;
         // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives
         // for ever.
-        let stream = unsafe { Stream::from_raw(stream) };
-        room.fetch(&to, reached.as_ref(), stream).map_err(|error| raise(error.fault(), &error))
+        let stream = unsafe { DeviceStream::from_raw(stream) };
+        room.fetch_on_stream(&to, reached.as_ref(), stream)
+            .map_err(|error| to_exception(error.fault(), &error))
     }
 
     /// Exports the memory, writable: its one user is the holder of this object.
@@ -181,22 +191,22 @@ impl Gathered {
         view: *mut ffi::Py_buffer,
         flags: c_int,
     ) -> PyResult<()> {
-        let Store::Host(memory) = &slf.get().store else {
+        let GatheredMemory::Host(memory) = &slf.get().memory else {
             return Err(PyBufferError::new_err("the gathered tensor is on a GPU"));
         };
         // SAFETY: the view comes from Python, and the object keeps its memory.
-        unsafe { export(memory, slf.as_any(), view, flags) }
+        unsafe { fill_memory_view(memory, slf.as_any(), view, flags) }
     }
 }
 
 /// Memory whose place never changes while it lives, and which other ranks of this host can work in.
 #[pyclass(frozen, module = "farandole._native.engine")]
-pub(crate) struct Mapped {
-    memory: Memory,
+pub(crate) struct SharedTensorMemory {
+    memory: HostMemory,
 }
 
-impl Mapped {
-    /// Zeroed memory of this session, or of none.
+impl SharedTensorMemory {
+    /// Allocates zeroed memory of this session, or of none.
     ///
     /// # Errors
     /// `ValueError` when no memory is that large, `MemoryError` when there is none left.
@@ -204,8 +214,8 @@ impl Mapped {
         if isize::try_from(bytes).is_err() {
             return Err(PyValueError::new_err(format!("no memory is that large: {bytes} bytes")));
         }
-        let memory =
-            session.map_or_else(|| Memory::try_new(bytes), |session| session.memory(bytes));
+        let memory = session
+            .map_or_else(|| HostMemory::try_new(bytes), |session| session.allocate_memory(bytes));
         match memory {
             Some(memory) => Ok(Self { memory }),
             None => Err(PyMemoryError::new_err(format!("no memory is left for {bytes} bytes"))),
@@ -214,7 +224,7 @@ impl Mapped {
 }
 
 #[pymethods]
-impl Mapped {
+impl SharedTensorMemory {
     #[getter]
     fn address(&self) -> usize {
         self.memory.address().expose_provenance()
@@ -229,7 +239,13 @@ impl Mapped {
     /// Raises:
     ///     `ValueError`: The memory ends before, or the bytes lie nowhere or in this memory.
     #[pyo3(signature = (offset, address, bytes, /))]
-    fn store(&self, py: Python<'_>, offset: usize, address: usize, bytes: usize) -> PyResult<()> {
+    fn copy_into(
+        &self,
+        py: Python<'_>,
+        offset: usize,
+        address: usize,
+        bytes: usize,
+    ) -> PyResult<()> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.memory.len()) {
             let (length, reason) = (self.memory.len(), "do not fit");
             return Err(PyValueError::new_err(format!(
@@ -247,16 +263,16 @@ impl Mapped {
                 "no bytes outside this memory: {bytes} at {address:#x}"
             )));
         }
-        let target = self.memory.buffer().slice(offset, bytes);
+        let target = self.memory.as_buffer().slice(offset, bytes);
         // SAFETY: the caller passes a live tensor's address with its own length, and waits for this
         // call; it was seen not to lie in this memory, where no operation is under way.
         let (source, target) = unsafe {
             (
                 std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), bytes),
-                target.bytes_mut(),
+                target.as_bytes_mut(),
             )
         };
-        py.detach(|| copy_past_caches(source, target));
+        py.detach(|| copy_nontemporal(source, target));
         Ok(())
     }
 
@@ -270,7 +286,7 @@ impl Mapped {
         flags: c_int,
     ) -> PyResult<()> {
         // SAFETY: the view comes from Python, and the object keeps its memory.
-        unsafe { export(&slf.get().memory, slf.as_any(), view, flags) }
+        unsafe { fill_memory_view(&slf.get().memory, slf.as_any(), view, flags) }
     }
 }
 
@@ -304,7 +320,7 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
                     ),
                 )
             };
-            copy_past_caches(from, to);
+            copy_nontemporal(from, to);
         }
     });
     Ok(())
@@ -321,8 +337,8 @@ pub(crate) fn prepare_memory(address: usize, bytes: usize) {
 ///
 /// # Safety
 /// `view` comes from Python, and `owner` keeps `memory` for as long as it lives.
-unsafe fn export(
-    memory: &Memory,
+unsafe fn fill_memory_view(
+    memory: &HostMemory,
     owner: &Bound<'_, PyAny>,
     view: *mut ffi::Py_buffer,
     flags: c_int,

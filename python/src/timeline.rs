@@ -10,54 +10,55 @@ use farandole::session::{self, Session};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 
-use crate::error::raise;
+use crate::error::to_exception;
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(start_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(stop_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(has_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(enter_phase, module)?)?;
     module.add_function(wrap_pyfunction!(leave_phase, module)?)?;
-    module.add_function(wrap_pyfunction!(listen_for_stacks, module)?)?;
-    module.add_function(wrap_pyfunction!(give_stacks, module)?)
+    module.add_function(wrap_pyfunction!(stack_request_descriptor, module)?)?;
+    module.add_function(wrap_pyfunction!(answer_stack_request, module)?)
 }
 
 /// Writes a timeline from now on.
 #[pyfunction]
 #[pyo3(signature = (path, mark_cycles, /))]
 fn start_timeline(py: Python<'_>, path: &str, mark_cycles: bool) -> PyResult<()> {
-    let session = current()?;
+    let session = current_session()?;
     py.detach(|| session.engine().start_timeline(path, mark_cycles))
-        .map_err(|error| raise(error.fault(), &error))
+        .map_err(|error| to_exception(error.fault(), &error))
 }
 
 /// Ends the timeline.
 #[pyfunction]
 fn stop_timeline(py: Python<'_>) -> PyResult<()> {
-    let session = current()?;
-    py.detach(|| session.engine().stop_timeline()).map_err(|error| raise(error.fault(), &error))
+    let session = current_session()?;
+    py.detach(|| session.engine().stop_timeline())
+        .map_err(|error| to_exception(error.fault(), &error))
 }
 
 /// Returns whether a timeline is written here.
 #[pyfunction]
 fn has_timeline() -> bool {
-    session::current().is_ok_and(|session| session.engine().has_timeline())
+    session::current_session().is_ok_and(|session| session.engine().has_timeline())
 }
 
-/// A phase of a step begins; nothing where no timeline is written.
+/// Begins a phase of a step, if a timeline is written.
 #[pyfunction]
 #[pyo3(signature = (name, /))]
 fn enter_phase(name: &str) {
-    if let Ok(session) = session::current() {
+    if let Ok(session) = session::current_session() {
         session.engine().enter_phase(name);
     }
 }
 
-/// The phase that began last ends.
+/// Ends the phase that began last.
 #[pyfunction]
 fn leave_phase() {
-    if let Ok(session) = session::current() {
+    if let Ok(session) = session::current_session() {
         session.engine().leave_phase();
     }
 }
@@ -65,20 +66,20 @@ fn leave_phase() {
 /// Returns a descriptor, the caller's to close, with a byte for every question; see `Stacks` of the
 /// session.
 #[pyfunction]
-fn listen_for_stacks() -> PyResult<i32> {
-    let reader = current()?.stacks().listen().map_err(PyOSError::new_err)?;
+fn stack_request_descriptor() -> PyResult<i32> {
+    let reader = current_session()?.stack_requests().open_listener().map_err(PyOSError::new_err)?;
     Ok(OwnedFd::from(reader).into_raw_fd())
 }
 
 /// Answers the question.
 #[pyfunction]
 #[pyo3(signature = (text, /))]
-fn give_stacks(text: &str) {
-    if let Ok(session) = session::current() {
-        session.stacks().answer(text);
+fn answer_stack_request(text: &str) {
+    if let Ok(session) = session::current_session() {
+        session.stack_requests().answer_pending(text);
     }
 }
 
-fn current() -> PyResult<Arc<Session>> {
-    session::current().map_err(|error| raise(error.fault(), &error))
+fn current_session() -> PyResult<Arc<Session>> {
+    session::current_session().map_err(|error| to_exception(error.fault(), &error))
 }

@@ -6,23 +6,23 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use farandole::ui::timeline::{Pieces, Summary, merge};
-use farandole::ui::{self, Error, Fault, Settings};
+use farandole::ui::timeline::{TimelinePieces, TimelineSummary, merge_timeline_files};
+use farandole::ui::{self, Error, Fault, ViewerSettings};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::error::chain;
+use crate::error::error_chain_message;
 
 /// Fills the submodule.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(merge_timelines, module)?)?;
-    module.add_class::<Timelines>()?;
-    module.add_class::<Viewer>()
+    module.add_class::<TimelineMerger>()?;
+    module.add_class::<ViewerServer>()
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
-fn refuse(error: Error) -> PyErr {
-    let message = chain(&error);
+fn ui_exception(error: Error) -> PyErr {
+    let message = error_chain_message(&error);
     match error.fault() {
         Fault::Usage => PyValueError::new_err(message),
         Fault::Environment => PyOSError::new_err(message),
@@ -30,19 +30,19 @@ fn refuse(error: Error) -> PyErr {
 }
 
 #[pyclass(frozen, module = "farandole._native.ui")]
-struct Viewer {
+struct ViewerServer {
     url: String,
     path: String,
     port: u16,
-    server: Mutex<Option<ui::Viewer>>,
+    server: Mutex<Option<ui::RunViewer>>,
 }
 
 #[pymethods]
-impl Viewer {
+impl ViewerServer {
     #[new]
     fn new(py: Python<'_>, stores: Vec<String>, page: PathBuf, port: u16) -> PyResult<Self> {
-        let settings = Settings { stores, page, port };
-        let server = py.detach(|| ui::Viewer::start(&settings)).map_err(refuse)?;
+        let settings = ViewerSettings { stores, page, port };
+        let server = py.detach(|| ui::RunViewer::start_server(&settings)).map_err(ui_exception)?;
         Ok(Self {
             url: server.url(),
             path: server.path(),
@@ -72,8 +72,8 @@ impl Viewer {
 }
 
 /// Returns a summary as Python has it: JSON for its fields, and lines for people.
-fn told(summary: &Summary) -> (String, Vec<String>) {
-    (summary.json(), summary.lines())
+fn summary_to_python(summary: &TimelineSummary) -> (String, Vec<String>) {
+    (summary.to_json(), summary.summary_lines())
 }
 
 /// Merges files or folders into one trace.
@@ -84,30 +84,37 @@ fn merge_timelines(
     inputs: Vec<PathBuf>,
     output: PathBuf,
 ) -> PyResult<(String, Vec<String>)> {
-    Ok(told(&py.detach(|| merge(&inputs, &output)).map_err(refuse)?))
+    Ok(summary_to_python(
+        &py.detach(|| merge_timeline_files(&inputs, &output)).map_err(ui_exception)?,
+    ))
 }
 
 /// Timelines that come in pieces.
 #[pyclass(frozen, module = "farandole._native.ui")]
-struct Timelines {
-    pieces: Mutex<Pieces>,
+struct TimelineMerger {
+    pieces: Mutex<TimelinePieces>,
 }
 
 #[pymethods]
-impl Timelines {
+impl TimelineMerger {
     #[new]
     fn new() -> PyResult<Self> {
-        Ok(Self { pieces: Mutex::new(Pieces::new().map_err(refuse)?) })
+        Ok(Self { pieces: Mutex::new(TimelinePieces::new().map_err(ui_exception)?) })
     }
 
-    fn take(&self, task: u32, piece: &[u8]) -> PyResult<()> {
-        self.pieces.lock().unwrap_or_else(PoisonError::into_inner).take(task, piece).map_err(refuse)
+    fn add_piece(&self, task: u32, piece: &[u8]) -> PyResult<()> {
+        self.pieces
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .add_piece(task, piece)
+            .map_err(ui_exception)
     }
 
     #[pyo3(signature = (output, /))]
-    fn merge(&self, py: Python<'_>, output: PathBuf) -> PyResult<(String, Vec<String>)> {
-        let merged =
-            py.detach(|| self.pieces.lock().unwrap_or_else(PoisonError::into_inner).merge(&output));
-        Ok(told(&merged.map_err(refuse)?))
+    fn merge_pieces(&self, py: Python<'_>, output: PathBuf) -> PyResult<(String, Vec<String>)> {
+        let merged = py.detach(|| {
+            self.pieces.lock().unwrap_or_else(PoisonError::into_inner).merge_pieces(&output)
+        });
+        Ok(summary_to_python(&merged.map_err(ui_exception)?))
     }
 }

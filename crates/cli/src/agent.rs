@@ -7,11 +7,11 @@ use std::io;
 
 use anyhow::Result;
 use clap::Command;
-use farandole::launcher::{Hello, serve_host};
+use farandole::launcher::{AgentHello, serve_host};
 
-use crate::surroundings::Surroundings;
+use crate::host_interpreter::HostInterpreter;
 
-pub(crate) fn command() -> Command {
+pub(crate) fn build_command() -> Command {
     Command::new("agent")
         .about(
             "Serves a launcher on another host through standard input and output; `farandole run` \
@@ -21,8 +21,8 @@ pub(crate) fn command() -> Command {
 }
 
 /// Serves until the launcher is gone or all workers have ended.
-pub(crate) fn agent(surroundings: &dyn Surroundings) -> Result<i32> {
-    let python = surroundings.python();
-    serve_host(&Hello::new(python.version, python.executable), io::stdin(), io::stdout())?;
+pub(crate) fn run_agent(surroundings: &dyn HostInterpreter) -> Result<i32> {
+    let python = surroundings.installation();
+    serve_host(&AgentHello::new(python.version, python.executable), io::stdin(), io::stdout())?;
     Ok(0)
 }

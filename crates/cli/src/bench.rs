@@ -10,19 +10,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
-use farandole::config::{Config, environment};
-use farandole::launcher::Job;
-use farandole::telemetry::{Record, Sink, Stream};
+use farandole::config::{Config, environment_variable};
+use farandole::launcher::StaticJob;
+use farandole::telemetry::{OutputStream, RecordSink, WorkerRecord};
 
-use crate::surroundings::Surroundings;
+use crate::host_interpreter::HostInterpreter;
 
 /// The module that a rank runs.
-const WORKER: [&str; 2] = ["-m", "farandole.runner.bench"];
-/// Begins the line that rank 0 prints for each size; seconds follow.
-const ROW: &str = "bench-row ";
+const WORKER_ARGUMENTS: [&str; 2] = ["-m", "farandole.runner.bench"];
+/// Beginning of the line that rank 0 prints for each size; the times in seconds follow.
+const ROW_PREFIX: &str = "bench-row ";
 
-const OPERATIONS: [&str; 5] = ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"];
-const DTYPES: [&str; 10] = [
+const BENCH_OPERATIONS: [&str; 5] =
+    ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"];
+const BENCH_DTYPES: [&str; 10] = [
     "uint8",
     "int8",
     "int32",
@@ -34,17 +35,22 @@ const DTYPES: [&str; 10] = [
     "float8_e4m3fn",
     "float8_e5m2",
 ];
-const SIZES: &str = "4,1K,64K,256K,4M,64M";
+const DEFAULT_SIZES: &str = "4,1K,64K,256K,4M,64M";
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
+pub(crate) fn build_command() -> Command {
     Command::new("bench")
         .about(
             "Measures a collective on several processes of this host; `-np N` is the same as \
                 `--num-proc N`.",
         )
         .override_usage("farandole bench <OPERATION> -np <N> [OPTIONS]")
-        .arg(Arg::new("operation").required(true).value_parser(OPERATIONS).help("What to time"))
+        .arg(
+            Arg::new("operation")
+                .required(true)
+                .value_parser(BENCH_OPERATIONS)
+                .help("What to time"),
+        )
         .arg(
             Arg::new("num_proc")
                 .long("num-proc")
@@ -57,9 +63,9 @@ pub(crate) fn command() -> Command {
         .arg(
             Arg::new("sizes")
                 .long("sizes")
-                .default_value(SIZES)
+                .default_value(DEFAULT_SIZES)
                 .value_delimiter(',')
-                .value_parser(bytes)
+                .value_parser(parse_bytes)
                 .help(
                     "Bytes of the whole tensor, such as 4,1K,4M: what every rank ends with, or for \
                      reducescatter and alltoall begins with",
@@ -69,7 +75,7 @@ pub(crate) fn command() -> Command {
             Arg::new("dtype")
                 .long("dtype")
                 .default_value("float32")
-                .value_parser(DTYPES)
+                .value_parser(BENCH_DTYPES)
                 .help("Type of the elements"),
         )
         .arg(
@@ -91,14 +97,14 @@ pub(crate) fn command() -> Command {
         ))
 }
 
-/// Runs it; the exit status is that of the first failure.
-pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+/// Runs the command; returns the exit status of the first failure.
+pub(crate) fn run_bench(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
     let text = |name: &str| matches.get_one::<String>(name).cloned().unwrap_or_default();
     let num_proc = matches.get_one("num_proc").copied().unwrap_or_default();
     let iterations: u32 = matches.get_one("iterations").copied().unwrap_or_default();
     let sizes = matches.get_many::<u64>("sizes").unwrap_or_default();
-    let mut command = vec![surroundings.python().executable];
-    command.extend(WORKER.map(str::to_owned));
+    let mut command = vec![surroundings.installation().executable];
+    command.extend(WORKER_ARGUMENTS.map(str::to_owned));
     command.extend([text("operation"), text("dtype"), iterations.to_string()]);
     command.extend(sizes.map(u64::to_string));
     if let Some(file) = matches.get_one::<String>("write") {
@@ -109,19 +115,19 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
         }
         command.extend(["--write".to_owned(), file.clone()]);
     }
-    let config = Config::read(environment, &BTreeMap::new())?;
-    let job = Job::here(num_proc, command, BTreeMap::new(), config);
-    let table = Arc::new(Table {
+    let config = Config::read(environment_variable, &BTreeMap::new())?;
+    let job = StaticJob::on_this_host(num_proc, command, BTreeMap::new(), config);
+    let table = Arc::new(BenchTable {
         operation: text("operation"),
         dtype: text("dtype"),
         ranks: num_proc,
         json: matches.get_flag("json"),
         rows: AtomicUsize::new(0),
     });
-    table.head();
-    let sink: Arc<dyn Sink> = Arc::clone(&table) as Arc<dyn Sink>;
-    let report = job.run(&sink, &|| surroundings.wish())?;
-    if let Some(reason) = report.reason() {
+    table.print_header();
+    let sink: Arc<dyn RecordSink> = Arc::clone(&table) as Arc<dyn RecordSink>;
+    let report = job.run(&sink, &|| surroundings.requested_stop())?;
+    if let Some(reason) = report.failure_reason() {
         bail!("{reason}");
     }
     if table.rows.load(Ordering::Relaxed) == 0 {
@@ -130,8 +136,8 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
     Ok(report.exit_code())
 }
 
-/// Returns the bytes with `K`, `M` or `G` for powers of 1024.
-pub(crate) fn bytes(text: &str) -> Result<u64> {
+/// Parses a number of bytes, with `K`, `M` or `G` for powers of 1024.
+pub(crate) fn parse_bytes(text: &str) -> Result<u64> {
     let text = text.trim();
     let upper = text.to_ascii_uppercase();
     let (digits, shift) = [("K", 10), ("M", 20), ("G", 30)]
@@ -147,17 +153,17 @@ pub(crate) fn bytes(text: &str) -> Result<u64> {
 
 /// Rank 0's measurement at one size.
 #[derive(Debug, PartialEq)]
-struct Row {
+struct BenchMeasurement {
     bytes: u64,
     iterations: u64,
-    /// Seconds.
+    /// Median and 90th percentile, in seconds.
     p50: f64,
     p90: f64,
 }
 
-impl Row {
-    fn parse(line: &str) -> Option<Self> {
-        let mut fields = line.strip_prefix(ROW)?.split(' ');
+impl BenchMeasurement {
+    fn parse_line(line: &str) -> Option<Self> {
+        let mut fields = line.strip_prefix(ROW_PREFIX)?.split(' ');
         Some(Self {
             bytes: fields.next()?.parse().ok()?,
             iterations: fields.next()?.parse().ok()?,
@@ -167,8 +173,8 @@ impl Row {
     }
 }
 
-/// Prints rows as they come, and what ranks complain of.
-struct Table {
+/// Prints rows as they arrive, and the errors of ranks.
+struct BenchTable {
     operation: String,
     dtype: String,
     ranks: u32,
@@ -176,18 +182,21 @@ struct Table {
     rows: AtomicUsize,
 }
 
-impl Table {
-    fn head(&self) {
+impl BenchTable {
+    fn print_header(&self) {
         if !self.json {
-            out(&format!("{} of {} on {} processes", self.operation, self.dtype, self.ranks));
-            out(&format!(
+            print_line(&format!(
+                "{} of {} on {} processes",
+                self.operation, self.dtype, self.ranks
+            ));
+            print_line(&format!(
                 "{:>12} {:>7} {:>12} {:>12} {:>10} {:>10}",
                 "bytes", "calls", "median us", "p90 us", "alg GB/s", "bus GB/s"
             ));
         }
     }
 
-    /// Returns the bytes that cross each rank's slowest link, for one byte of the tensor.
+    /// Returns the bytes on each rank's slowest link, per byte of the tensor.
     fn bus_factor(&self) -> f64 {
         let ranks = f64::from(self.ranks);
         match self.operation.as_str() {
@@ -197,12 +206,12 @@ impl Table {
         }
     }
 
-    fn row(&self, row: &Row) {
+    fn print_row(&self, row: &BenchMeasurement) {
         #[expect(clippy::cast_precision_loss, reason = "a bandwidth of three digits")]
         let speed = row.bytes as f64 / row.p50.max(1e-12) / 1e9;
         let (p50, p90, bus) = (row.p50 * 1e6, row.p90 * 1e6, speed * self.bus_factor());
-        let Row { bytes, iterations, .. } = row;
-        out(&if self.json {
+        let BenchMeasurement { bytes, iterations, .. } = row;
+        print_line(&if self.json {
             let Self { operation, dtype, ranks, .. } = self;
             format!(
                 "{{\"operation\": \"{operation}\", \"dtype\": \"{dtype}\", \"ranks\": \
@@ -215,21 +224,23 @@ impl Table {
     }
 }
 
-impl Sink for Table {
-    fn accept(&self, record: Record) {
-        let Record::Log(line) = record else { return };
-        match Row::parse(&line.text).filter(|_| line.stream == Stream::Stdout) {
+impl RecordSink for BenchTable {
+    fn accept_record(&self, record: WorkerRecord) {
+        let WorkerRecord::Log(line) = record else { return };
+        match BenchMeasurement::parse_line(&line.text)
+            .filter(|_| line.stream == OutputStream::Stdout)
+        {
             Some(row) => {
                 self.rows.fetch_add(1, Ordering::Relaxed);
-                self.row(&row);
+                self.print_row(&row);
             }
             None => drop(writeln!(std::io::stderr(), "{}", line.text)),
         }
     }
 }
 
-fn out(line: &str) {
-    // A reader that went away (`| head`) does not end the measurement.
+fn print_line(line: &str) {
+    // A closed stdout (`| head`) does not end the measurement.
     drop(writeln!(std::io::stdout(), "{line}"));
 }
 
@@ -237,28 +248,28 @@ fn out(line: &str) {
 mod tests {
     use super::*;
 
-    fn table(operation: &str, ranks: u32) -> Table {
+    fn table(operation: &str, ranks: u32) -> BenchTable {
         let (operation, dtype) = (operation.to_owned(), "float32".to_owned());
-        Table { operation, dtype, ranks, json: false, rows: AtomicUsize::new(0) }
+        BenchTable { operation, dtype, ranks, json: false, rows: AtomicUsize::new(0) }
     }
 
     #[test]
     fn sizes_have_units_of_1024() {
         assert_eq!(
-            ["4", "1K", "4m", "2G"].map(|text| bytes(text).unwrap()),
+            ["4", "1K", "4m", "2G"].map(|text| parse_bytes(text).unwrap()),
             [4, 1024, 4 << 20, 2 << 30]
         );
         for wrong in ["", "K", "0", "-4", "1T", "99999999999999999999", "18446744073709551615K"] {
-            assert!(bytes(wrong).is_err(), "{wrong}");
+            assert!(parse_bytes(wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn only_rank_zeros_own_line_is_a_row() {
-        let row = Row { bytes: 4, iterations: 7, p50: 0.5, p90: 1.5 };
-        assert_eq!(Row::parse("bench-row 4 7 0.5 1.5"), Some(row));
-        assert_eq!(Row::parse("bench-row 4 7 0.5"), None);
-        assert_eq!(Row::parse("4 7 0.5 1.5"), None);
+        let row = BenchMeasurement { bytes: 4, iterations: 7, p50: 0.5, p90: 1.5 };
+        assert_eq!(BenchMeasurement::parse_line("bench-row 4 7 0.5 1.5"), Some(row));
+        assert_eq!(BenchMeasurement::parse_line("bench-row 4 7 0.5"), None);
+        assert_eq!(BenchMeasurement::parse_line("4 7 0.5 1.5"), None);
     }
 
     #[test]

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `--check-build`, in the form that Horovod's scripts read.
+//! `--check-build`, in the format that Horovod's scripts parse.
 
 use std::collections::BTreeMap;
 
 use farandole::config::Config;
-use farandole::cuda::{Places, built};
+use farandole::cuda::{LibrarySearchPath, detect_driver_and_nccl};
 
-use crate::surroundings::{Distribution, Python};
+use crate::host_interpreter::{PythonDistribution, PythonInstallation};
 
-/// Returns the abilities of this installation; `modules` has the package of each module.
+/// Returns the features of this installation; `modules` has the distributions of each module.
 pub(crate) fn check_build(
-    python: &Python,
-    modules: &BTreeMap<String, Vec<Distribution>>,
+    python: &PythonInstallation,
+    modules: &BTreeMap<String, Vec<PythonDistribution>>,
 ) -> String {
     let installed = |module: &str| modules.contains_key(module);
     let mut page = format!("Farandole v{}:\n", env!("CARGO_PKG_VERSION"));
-    section(
+    append_section(
         &mut page,
         "Frameworks",
         &[
@@ -28,8 +28,12 @@ pub(crate) fn check_build(
             ("MXNet", installed("mxnet")),
         ],
     );
-    section(&mut page, "Controllers", &[("Farandole", true), ("MPI", false), ("Gloo", false)]);
-    section(
+    append_section(
+        &mut page,
+        "Controllers",
+        &[("Farandole", true), ("MPI", false), ("Gloo", false)],
+    );
+    append_section(
         &mut page,
         "Tensor Operations",
         &[
@@ -45,14 +49,14 @@ pub(crate) fn check_build(
     page
 }
 
-fn has_nccl(python: &Python) -> bool {
+fn has_nccl(python: &PythonInstallation) -> bool {
     let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
-    let mut places = Places::of(&named);
+    let mut places = LibrarySearchPath::from_knob(&named);
     places.packages.extend(python.folders.iter().cloned());
-    built(&places).1 > 0
+    detect_driver_and_nccl(&places).1 > 0
 }
 
-fn section(page: &mut String, title: &str, rows: &[(&str, bool)]) {
+fn append_section(page: &mut String, title: &str, rows: &[(&str, bool)]) {
     page.push_str(&format!("\nAvailable {title}:\n"));
     for (name, is_there) in rows {
         page.push_str(&format!("    [{}] {name}\n", if *is_there { "X" } else { " " }));
@@ -65,8 +69,8 @@ mod tests {
 
     #[test]
     fn installed_frameworks_have_a_cross() {
-        let modules = [("tensorflow".to_owned(), vec![Distribution::default()])].into();
-        let page = check_build(&Python::default(), &modules);
+        let modules = [("tensorflow".to_owned(), vec![PythonDistribution::default()])].into();
+        let page = check_build(&PythonInstallation::default(), &modules);
         for row in [
             "Available Frameworks:\n    [X] TensorFlow\n",
             "    [ ] PyTorch\n",

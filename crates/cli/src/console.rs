@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Output of the workers: to this process's own streams, and to files of each rank.
+//! Output of the workers: to this process's own streams, and to files for each rank.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -11,21 +11,22 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, Result};
 use chrono::Local;
-use farandole::telemetry::{LogLine, Record, Sink, Stream};
+use farandole::telemetry::{LogLine, OutputStream, RecordSink, WorkerRecord};
 
-/// Writes `[rank]<stream>:line`, line by line.
+/// Writes `[rank]<stream>:line`, one line at a time.
 #[derive(Default)]
-pub(crate) struct Console {
+pub(crate) struct ConsoleSink {
     timestamps: bool,
     files: Option<RankFiles>,
 }
 
-impl Console {
-    /// Lines with the time before them, where `timestamps`, and the bare ones in `folder` too, for
-    /// ranks below `ranks`. Files that are there are emptied, unless `continued`.
+impl ConsoleSink {
+    /// Returns a sink that puts the time before each line if `timestamps` is set, and also writes
+    /// the bare lines of ranks below `ranks` to `folder`. Existing files are emptied, unless
+    /// `continued`.
     ///
     /// # Errors
-    /// The folder cannot be written to.
+    /// The folder is not writable.
     pub(crate) fn new(
         timestamps: bool,
         folder: Option<&Path>,
@@ -37,45 +38,45 @@ impl Console {
     }
 }
 
-impl Sink for Console {
-    fn accept(&self, record: Record) {
-        let Record::Log(line) = record else { return };
+impl RecordSink for ConsoleSink {
+    fn accept_record(&self, record: WorkerRecord) {
+        let WorkerRecord::Log(line) = record else { return };
         let rank = line.rank.map_or_else(|| "?".to_owned(), |rank| rank.to_string());
-        let time = if self.timestamps { asctime() } else { String::new() };
+        let time = if self.timestamps { format_asctime() } else { String::new() };
         let text = format!("{time}[{rank}]<{}>:{}\n", line.stream, line.text);
         if let Some(files) = &self.files {
-            files.write(&line);
+            files.write_line(&line);
         }
-        // A reader that went away (`| head`) does not end the job.
+        // A closed stdout (`| head`) does not end the job.
         drop(match line.stream {
-            Stream::Stdout => {
+            OutputStream::Stdout => {
                 let mut out = io::stdout().lock();
                 out.write_all(text.as_bytes()).and_then(|()| out.flush())
             }
-            Stream::Stderr => io::stderr().lock().write_all(text.as_bytes()),
+            OutputStream::Stderr => io::stderr().lock().write_all(text.as_bytes()),
         });
     }
 }
 
-/// Returns the time as Horovod writes it: `Thu Aug  5 14:38:47 2021`.
-fn asctime() -> String {
+/// Formats the current time like Horovod: `Thu Aug  5 14:38:47 2021`.
+fn format_asctime() -> String {
     Local::now().format("%a %b %e %H:%M:%S %Y").to_string()
 }
 
-/// `rank.<N>/stdout` and `rank.<N>/stderr` of a folder; `N` has as many digits as the highest rank.
+/// The files `rank.<N>/stdout` and `rank.<N>/stderr`; `N` has as many digits as the highest rank.
 struct RankFiles {
     folder: PathBuf,
     width: usize,
-    open: Mutex<HashMap<(u32, Stream), File>>,
+    open_files: Mutex<HashMap<(u32, OutputStream), File>>,
 }
 
 impl RankFiles {
     fn new(folder: &Path, ranks: u32, continued: bool) -> Result<Self> {
         let width = ranks.saturating_sub(1).to_string().len();
-        let files = Self { folder: folder.to_owned(), width, open: Mutex::default() };
+        let files = Self { folder: folder.to_owned(), width, open_files: Mutex::default() };
         for rank in 0..ranks {
-            for stream in [Stream::Stdout, Stream::Stderr] {
-                let path = files.path(rank, stream);
+            for stream in [OutputStream::Stdout, OutputStream::Stderr] {
+                let path = files.file_path(rank, stream);
                 let made = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| {
                     File::options().write(true).create(true).truncate(!continued).open(&path)
                 });
@@ -87,20 +88,20 @@ impl RankFiles {
         Ok(files)
     }
 
-    fn path(&self, rank: u32, stream: Stream) -> PathBuf {
-        self.folder.join(format!("rank.{rank:0width$}", width = self.width)).join(stream.name())
+    fn file_path(&self, rank: u32, stream: OutputStream) -> PathBuf {
+        self.folder.join(format!("rank.{rank:0width$}", width = self.width)).join(stream.as_str())
     }
 
-    fn write(&self, line: &LogLine) {
+    fn write_line(&self, line: &LogLine) {
         let Some(rank) = line.rank else { return };
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open_files.lock().unwrap_or_else(PoisonError::into_inner);
         let written = match open.entry((rank, line.stream)) {
             std::collections::hash_map::Entry::Occupied(entry) => {
                 writeln!(entry.into_mut(), "{}", line.text)
             }
             std::collections::hash_map::Entry::Vacant(entry) => {
-                let path = self.path(rank, line.stream);
-                // The world of an elastic job may grow beyond the ranks of its beginning.
+                let path = self.file_path(rank, line.stream);
+                // The world of an elastic job may grow beyond its initial ranks.
                 path.parent()
                     .map_or(Ok(()), fs::create_dir_all)
                     .and_then(|()| File::options().append(true).create(true).open(path))
@@ -109,16 +110,19 @@ impl RankFiles {
         };
         if let Err(error) = written {
             // A full disk does not end the job: the line is on the console.
-            tracing_once(&error);
+            warn_incomplete_once(&error);
         }
     }
 }
 
-/// Says once that files are incomplete.
-fn tracing_once(error: &io::Error) {
-    static SAID: std::sync::Once = std::sync::Once::new();
-    SAID.call_once(|| {
-        crate::say("farandole", &format!("the files of the ranks' output are incomplete: {error}"))
+/// Warns once that files are incomplete.
+fn warn_incomplete_once(error: &io::Error) {
+    static INCOMPLETE_WARNING: std::sync::Once = std::sync::Once::new();
+    INCOMPLETE_WARNING.call_once(|| {
+        crate::print_message(
+            "farandole",
+            &format!("the files of the ranks' output are incomplete: {error}"),
+        )
     });
 }
 
@@ -126,24 +130,24 @@ fn tracing_once(error: &io::Error) {
 mod tests {
     use super::*;
 
-    fn line(rank: u32, stream: Stream, text: &str) -> Record {
-        Record::Log(LogLine { task: rank, rank: Some(rank), stream, text: text.to_owned() })
+    fn line(rank: u32, stream: OutputStream, text: &str) -> WorkerRecord {
+        WorkerRecord::Log(LogLine { task: rank, rank: Some(rank), stream, text: text.to_owned() })
     }
 
     #[test]
     fn every_rank_has_its_files_and_the_highest_sets_the_width() {
         let folder = tempfile::tempdir().unwrap();
-        let console = Console::new(true, Some(folder.path()), 11, false).unwrap();
-        console.accept(line(3, Stream::Stdout, "a"));
-        console.accept(line(3, Stream::Stdout, "b"));
-        console.accept(line(10, Stream::Stderr, "c"));
+        let console = ConsoleSink::new(true, Some(folder.path()), 11, false).unwrap();
+        console.accept_record(line(3, OutputStream::Stdout, "a"));
+        console.accept_record(line(3, OutputStream::Stdout, "b"));
+        console.accept_record(line(10, OutputStream::Stderr, "c"));
         let read = |path: &str| fs::read_to_string(folder.path().join(path)).unwrap();
         assert_eq!(
             (read("rank.03/stdout").as_str(), read("rank.10/stderr").as_str()),
             ("a\nb\n", "c\n")
         );
         assert_eq!(read("rank.00/stdout"), "");
-        drop(Console::new(false, Some(&folder.path().join("one")), 1, false).unwrap());
+        drop(ConsoleSink::new(false, Some(&folder.path().join("one")), 1, false).unwrap());
         assert!(folder.path().join("one/rank.0/stderr").is_file());
     }
 
@@ -154,8 +158,8 @@ mod tests {
         for (continued, text, all) in
             [(false, "a", "a\n"), (true, "b", "a\nb\n"), (false, "c", "c\n")]
         {
-            let console = Console::new(false, Some(folder.path()), 1, continued).unwrap();
-            console.accept(line(0, Stream::Stdout, text));
+            let console = ConsoleSink::new(false, Some(folder.path()), 1, continued).unwrap();
+            console.accept_record(line(0, OutputStream::Stdout, text));
             assert_eq!(read(), all);
         }
     }
@@ -165,7 +169,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
-        let error = Console::new(false, Some(&file), 1, false).err().unwrap().to_string();
+        let error = ConsoleSink::new(false, Some(&file), 1, false).err().unwrap().to_string();
         assert!(
             error.starts_with("cannot write the output of rank 0 to ")
                 && error.contains("file/rank.0"),
@@ -175,7 +179,7 @@ mod tests {
 
     #[test]
     fn the_time_has_the_form_of_asctime() {
-        let time = asctime();
+        let time = format_asctime();
         assert!(
             time.len() == 24 && time.as_bytes()[13] == b':' && time.as_bytes()[19] == b' ',
             "{time}"

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole data`: prepares and inspects data. The Python package, which has pyarrow, does the
-//! work.
+//! `farandole data`: prepares and inspects data. The Python package does the work, because it has
+//! pyarrow.
 
 use std::io::Write as _;
 
 use anyhow::Result;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
-use crate::surroundings::Surroundings;
+use crate::host_interpreter::HostInterpreter;
 
-/// Does the work: its `main` takes the name of the command and its arguments.
-const MODULE: &str = "farandole.data.command";
+/// Module that does the work: its `main` takes the name of the subcommand and its arguments.
+const DATA_MODULE: &str = "farandole.data.command";
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
+pub(crate) fn build_command() -> Command {
     let text = |name: &'static str, value: &'static str, help: &'static str| {
         Arg::new(name).long(name).value_name(value).help(help)
     };
@@ -188,8 +188,8 @@ pub(crate) fn command() -> Command {
         )
 }
 
-/// Runs it.
-pub(crate) fn data(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+/// Runs the command.
+pub(crate) fn run_data(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
     let Some((name, matches)) = matches.subcommand() else { anyhow::bail!("no such command") };
     let mut words = vec![name.to_owned()];
     for id in matches.ids().map(clap::Id::as_str) {
@@ -206,7 +206,7 @@ pub(crate) fn data(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Res
             words.push(format!("{id}="));
         }
     }
-    match surroundings.call(MODULE, &words) {
+    match surroundings.call_main(DATA_MODULE, &words) {
         Ok(status) => Ok(status),
         Err(message) => {
             drop(writeln!(std::io::stderr(), "farandole: {message}"));
@@ -220,33 +220,33 @@ mod tests {
     use std::cell::RefCell;
     use std::collections::BTreeMap;
 
-    use farandole::launcher::Wish;
+    use farandole::launcher::StopLevel;
 
     use super::*;
-    use crate::surroundings::{Distribution, Python};
+    use crate::host_interpreter::{PythonDistribution, PythonInstallation};
 
     #[derive(Default)]
     struct Told(RefCell<Vec<String>>);
 
-    impl Surroundings for Told {
-        fn package(&self) -> std::path::PathBuf {
+    impl HostInterpreter for Told {
+        fn package_folder(&self) -> std::path::PathBuf {
             std::path::PathBuf::new()
         }
 
-        fn wish(&self) -> Wish {
-            Wish::GoOn
+        fn requested_stop(&self) -> StopLevel {
+            StopLevel::Continue
         }
 
-        fn modules(&self) -> BTreeMap<String, Vec<Distribution>> {
+        fn module_distributions(&self) -> BTreeMap<String, Vec<PythonDistribution>> {
             BTreeMap::new()
         }
 
-        fn python(&self) -> Python {
-            Python::default()
+        fn installation(&self) -> PythonInstallation {
+            PythonInstallation::default()
         }
 
-        fn call(&self, module: &str, words: &[String]) -> Result<i32, String> {
-            assert_eq!(module, MODULE);
+        fn call_main(&self, module: &str, words: &[String]) -> Result<i32, String> {
+            assert_eq!(module, DATA_MODULE);
             self.0.replace(words.to_vec());
             if words.len() > 3 { Ok(0) } else { Err("no".to_owned()) }
         }
@@ -258,8 +258,8 @@ mod tests {
                     --statistics --row-group-rows 7";
         let told = Told::default();
         let status = |line: &str| {
-            let matches = command().try_get_matches_from(line.split(' ')).unwrap();
-            data(&matches, &told).unwrap()
+            let matches = build_command().try_get_matches_from(line.split(' ')).unwrap();
+            run_data(&matches, &told).unwrap()
         };
         assert_eq!(status(line), 0);
         let mut words = told.0.borrow().clone();
@@ -289,7 +289,7 @@ mod tests {
         for line in
             ["data", "data prepare a.csv", "data head", "data prepare a --to s --format xml"]
         {
-            assert!(command().try_get_matches_from(line.split(' ')).is_err(), "{line}");
+            assert!(build_command().try_get_matches_from(line.split(' ')).is_err(), "{line}");
         }
     }
 }

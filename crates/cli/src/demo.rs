@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole demo`: a first fit with what is installed. The Python package, which has the
-//! estimators, does the work.
+//! `farandole demo`: a first fit with the installed frameworks. The Python package does the work,
+//! because it has the estimators.
 
 use anyhow::Result;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
-use crate::surroundings::Surroundings;
+use crate::host_interpreter::HostInterpreter;
 
-/// Does the work: its `main` takes the store, then `local` if Spark shall not be started.
-const MODULE: &str = "farandole.spark.demo";
+/// Module that does the work: its `main` takes the store, then `local` to run without Spark.
+const DEMO_MODULE: &str = "farandole.spark.demo";
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
+pub(crate) fn build_command() -> Command {
     Command::new("demo")
         .about(
             "Trains a small PyTorch network on generated data with two processes: on Spark \
@@ -29,12 +29,12 @@ pub(crate) fn command() -> Command {
         .arg(Arg::new("local").long("local").action(ArgAction::SetTrue).help("Train without Spark"))
 }
 
-/// Runs it.
-pub(crate) fn demo(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+/// Runs the command.
+pub(crate) fn run_demo(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
     let store = matches.get_one::<String>("store").cloned().unwrap_or_default();
     let local = matches.get_flag("local").then(|| "local".to_owned());
     let words: Vec<String> = std::iter::once(store).chain(local).collect();
-    surroundings.call(MODULE, &words).map_err(anyhow::Error::msg)
+    surroundings.call_main(DEMO_MODULE, &words).map_err(anyhow::Error::msg)
 }
 
 #[cfg(test)]
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn the_store_has_a_default_and_spark_can_be_left_out() {
-        let read = |words: &[&str]| command().try_get_matches_from(words).unwrap();
+        let read = |words: &[&str]| build_command().try_get_matches_from(words).unwrap();
         let plain = read(&["demo"]);
         assert_eq!(plain.get_one::<String>("store").map(String::as_str), Some("farandole-demo"));
         assert!(!plain.get_flag("local"));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole doctor`: reports what is installed, what works (by trying it), what is wrong, and how
-//! to fix it.
+//! `farandole doctor`: reports the installed software, the features that work (by trials), the
+//! problems, and how to fix them.
 
 mod launcher;
 
@@ -14,78 +14,78 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use farandole::config::{Config, PortRange, environment};
-use farandole::cuda::{Finding, Kind, Places, inventory};
-use farandole::launcher::allocation::Here;
-use farandole::launcher::{Job, Wish};
-use farandole::registrar::{Client, Options, PROTOCOL_VERSION, Registrar, host};
+use farandole::config::{Config, PortRange, environment_variable};
+use farandole::cuda::{CudaFinding, CudaLibrary, LibrarySearchPath, collect_inventory};
+use farandole::launcher::allocation::LocalEnvironment;
+use farandole::launcher::{StaticJob, StopLevel};
+use farandole::registrar::{PROTOCOL_VERSION, Registrar, RegistrarOptions, TaskClient, host};
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole::world::{Rank, TaskId};
 
-use crate::console::Console;
-use crate::surroundings::{Distribution, Python, Surroundings};
+use crate::console::ConsoleSink;
+use crate::host_interpreter::{HostInterpreter, PythonDistribution, PythonInstallation};
 
-/// Longest time that one try may take.
-const LIMIT: Duration = Duration::from_secs(20);
-/// Bytes of a trial link.
-const TRIAL: usize = 64 << 10;
+/// Longest time for one trial.
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Bytes in each ring of a trial link.
+const TRIAL_LINK_BYTES: usize = 64 << 10;
 
 /// Modules and the distributions that provide them.
-type Modules = BTreeMap<String, Vec<Distribution>>;
+type Modules = BTreeMap<String, Vec<PythonDistribution>>;
 
-/// A package that enables something: its module, what it is, the extra that installs it.
-const FRAMEWORKS: &[(&str, &str, &str)] = &[
+/// A package that enables a feature: its module, its name, and the extra that installs it.
+const FRAMEWORK_PACKAGES: &[(&str, &str, &str)] = &[
     ("torch", "PyTorch", "torch"),
     ("tensorflow", "TensorFlow", "tensorflow"),
     ("keras", "Keras", "tensorflow"),
     ("jax", "JAX", "jax"),
 ];
-const SPARK: &[(&str, &str, &str)] = &[
+const SPARK_PACKAGES: &[(&str, &str, &str)] = &[
     ("pyspark", "PySpark", "spark"),
     ("pyarrow", "PyArrow", "spark"),
     ("pandas", "pandas", "spark"),
 ];
 
-/// One page, section by section, with the problems at its end.
+/// The page: its sections, with the problems at the end.
 #[derive(Default)]
-struct Page {
+struct DoctorPage {
     text: String,
     problems: Vec<String>,
 }
 
-impl Page {
-    fn section(&mut self, title: &str) {
+impl DoctorPage {
+    fn add_section(&mut self, title: &str) {
         self.text.push_str(&format!("\n{title}\n"));
     }
 
-    fn line(&mut self, name: &str, value: &str) {
+    fn add_line(&mut self, name: &str, value: &str) {
         self.text.push_str(&format!("    {name:<16}{value}\n"));
     }
 
-    fn check(&mut self, works: bool, name: &str, detail: &str) {
+    fn add_check(&mut self, works: bool, name: &str, detail: &str) {
         let mark = if works { 'X' } else { ' ' };
         self.text.push_str(&format!("    [{mark}] {name:<24}{detail}\n"));
     }
 
-    /// Tries something, and notes how to mend it if it fails.
-    fn attempt(&mut self, name: &str, advice: &str, trial: impl FnOnce() -> Result<String>) {
+    /// Runs a trial, and records the advice as a problem if the trial fails.
+    fn add_trial(&mut self, name: &str, advice: &str, trial: impl FnOnce() -> Result<String>) {
         let started = Instant::now();
         match trial() {
             Ok(detail) => {
                 let took = format!("{detail} ({:.1} ms)", started.elapsed().as_secs_f64() * 1e3);
-                self.check(true, name, &took);
+                self.add_check(true, name, &took);
             }
             Err(error) => {
-                self.check(false, name, &format!("{error:#}"));
+                self.add_check(false, name, &format!("{error:#}"));
                 self.problems.push(format!("{name}: {error:#}. {advice}"));
             }
         }
     }
 }
 
-/// Prints the page; the exit status is 1 when something is wrong.
-pub(crate) fn doctor(surroundings: &dyn Surroundings) -> Result<i32> {
-    let page = examine(&surroundings.python(), &surroundings.modules());
+/// Prints the page; returns the exit status, 1 if there are problems.
+pub(crate) fn run_doctor(surroundings: &dyn HostInterpreter) -> Result<i32> {
+    let page = examine_host(&surroundings.installation(), &surroundings.module_distributions());
     let mut out = std::io::stdout().lock();
     write!(out, "{}", page.text).context("write to stdout")?;
     writeln!(out, "\nProblems")?;
@@ -98,71 +98,77 @@ pub(crate) fn doctor(surroundings: &dyn Surroundings) -> Result<i32> {
     Ok(i32::from(!page.problems.is_empty()))
 }
 
-fn examine(python: &Python, modules: &Modules) -> Page {
-    let mut page = Page::default();
-    versions(&mut page, python);
-    packages(&mut page, "Frameworks", FRAMEWORKS, modules);
-    if !FRAMEWORKS.iter().any(|(module, ..)| modules.contains_key(*module)) {
+fn examine_host(python: &PythonInstallation, modules: &Modules) -> DoctorPage {
+    let mut page = DoctorPage::default();
+    add_versions(&mut page, python);
+    add_packages(&mut page, "Frameworks", FRAMEWORK_PACKAGES, modules);
+    if !FRAMEWORK_PACKAGES.iter().any(|(module, ..)| modules.contains_key(*module)) {
         page.problems
             .push("no framework is installed: pip install \"farandole[torch]\"".to_owned());
     }
-    packages(&mut page, "Spark", SPARK, modules);
-    java(&mut page, modules.contains_key("pyspark"));
-    links(&mut page);
-    devices(&mut page, python);
-    launcher::section(&mut page, &Here);
-    // What cannot be read is a problem already, and everything that is started would fail by it.
+    add_packages(&mut page, "Spark", SPARK_PACKAGES, modules);
+    check_java(&mut page, modules.contains_key("pyspark"));
+    try_links(&mut page);
+    check_devices(&mut page, python);
+    launcher::add_launcher_section(&mut page, &LocalEnvironment);
+    // An invalid configuration is already a problem, and every launched process would fail because
+    // of it.
     if Config::from_env().is_ok() {
-        launching(&mut page);
+        try_launching(&mut page);
     }
     page
 }
 
-fn versions(page: &mut Page, python: &Python) {
+fn add_versions(page: &mut DoctorPage, python: &PythonInstallation) {
     page.text.push_str(&format!(
         "Farandole {} (protocol {PROTOCOL_VERSION})\n",
         env!("CARGO_PKG_VERSION")
     ));
-    page.section("This host");
-    page.line("python", &format!("{} at {}", python.version, python.executable));
+    page.add_section("This host");
+    page.add_line("python", &format!("{} at {}", python.version, python.executable));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    page.line("system", &format!("Linux {} on {}", kernel.trim(), std::env::consts::ARCH));
+    page.add_line("system", &format!("Linux {} on {}", kernel.trim(), std::env::consts::ARCH));
     let cores =
         thread::available_parallelism().map_or_else(|_| "?".to_owned(), |cores| cores.to_string());
-    page.line("cores", &cores);
-    page.line("host hash", &host::facts().hash().0);
-    let addresses: Vec<String> = host::addresses().iter().map(ToString::to_string).collect();
-    page.line("addresses", &addresses.join(", "));
+    page.add_line("cores", &cores);
+    page.add_line("host hash", &host::host_facts().host_hash().0);
+    let addresses: Vec<String> = host::local_addresses().iter().map(ToString::to_string).collect();
+    page.add_line("addresses", &addresses.join(", "));
     match Config::from_env() {
-        Ok(_) => page.line("configuration", "the environment parses"),
+        Ok(_) => page.add_line("configuration", "the environment parses"),
         Err(error) => {
-            page.line("configuration", &error.to_string());
+            page.add_line("configuration", &error.to_string());
             page.problems.push(format!("{error}: correct or unset the variable"));
         }
     }
 }
 
-fn packages(page: &mut Page, title: &str, wanted: &[(&str, &str, &str)], modules: &Modules) {
-    page.section(title);
+fn add_packages(
+    page: &mut DoctorPage,
+    title: &str,
+    wanted: &[(&str, &str, &str)],
+    modules: &Modules,
+) {
+    page.add_section(title);
     for (module, what, extra) in wanted {
         match modules.get(*module) {
-            Some(providers) => page.check(true, what, &provided(module, providers)),
-            None => page.check(false, what, &format!("pip install \"farandole[{extra}]\"")),
+            Some(providers) => page.add_check(true, what, &provided_versions(module, providers)),
+            None => page.add_check(false, what, &format!("pip install \"farandole[{extra}]\"")),
         }
     }
 }
 
-/// Returns the version, and whose it is where that is not clear from the module's name.
-fn provided(module: &str, providers: &[Distribution]) -> String {
-    let one = |Distribution { name, version }: &Distribution| match name == module {
+/// Returns the version, with the distribution's name if it differs from the module's.
+fn provided_versions(module: &str, providers: &[PythonDistribution]) -> String {
+    let one = |PythonDistribution { name, version }: &PythonDistribution| match name == module {
         true => version.clone(),
         false => format!("{version} ({name})"),
     };
     providers.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-fn java(page: &mut Page, needed: bool) {
-    let program = environment("JAVA_HOME")
+fn check_java(page: &mut DoctorPage, needed: bool) {
+    let program = environment_variable("JAVA_HOME")
         .map_or_else(|| "java".to_owned(), |home| format!("{home}/bin/java"));
     // `java -version` writes to stderr.
     let version = Command::new(&program)
@@ -173,12 +179,12 @@ fn java(page: &mut Page, needed: bool) {
     match version {
         Some(output) => {
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
-            // Before it, the JVM names variables with options that it takes.
+            // Before the version, the JVM lists variables from which it takes options.
             let told = text.lines().find(|line| line.contains(" version "));
-            page.check(true, "Java", told.or(text.lines().next()).unwrap_or_default());
+            page.add_check(true, "Java", told.or(text.lines().next()).unwrap_or_default());
         }
         None => {
-            page.check(false, "Java", &format!("{program} does not run"));
+            page.add_check(false, "Java", &format!("{program} does not run"));
             if needed {
                 page.problems.push(format!(
                     "{program} does not run, and Spark needs it: install a JDK 17 or newer, or set \
@@ -189,41 +195,42 @@ fn java(page: &mut Page, needed: bool) {
     }
 }
 
-fn links(page: &mut Page) {
-    page.section("Links (tried between two ranks of this process)");
-    page.attempt(
+fn try_links(page: &mut DoctorPage) {
+    page.add_section("Links (tried between two ranks of this process)");
+    page.add_trial(
         "shared memory",
         "Ranks of this host will use TCP. A container needs memfd_create and Unix sockets: look at \
          its seccomp profile.",
-        || link(true, LinkKind::SharedMemory),
+        || try_link(true, LinkKind::SharedMemory),
     );
-    page.attempt("TCP", "Look at firewall rules for the loopback interface.", || {
-        link(false, LinkKind::Tcp)
+    page.add_trial("TCP", "Look at firewall rules for the loopback interface.", || {
+        try_link(false, LinkKind::Tcp)
     });
 }
 
-/// Joins two ranks, sends a byte there, and says what carried it.
-fn link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
+/// Links two ranks, sends a byte, and returns the kind of the link.
+fn try_link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
     let rendezvous = MemoryRendezvous::default();
     let options = |rank| MeshOptions {
         use_shared_memory,
-        patience: LIMIT,
+        setup_timeout: TRIAL_TIMEOUT,
         bind: vec![std::net::IpAddr::from(std::net::Ipv4Addr::LOCALHOST).into()],
         ports: PortRange { first: 0, last: 0 },
-        ..MeshOptions::new(Rank(rank), 2, host::facts().hash(), [7; 32])
+        ..MeshOptions::new(Rank(rank), 2, host::host_facts().host_hash(), [7; 32])
     };
     thread::scope(|scope| {
         let sender = scope.spawn(|| -> Result<()> {
             let mesh = Mesh::join(options(0), &rendezvous)?;
-            let mut link = mesh.open(1, &[Rank(1)], TRIAL)?.pop().context("no link")?;
+            let mut link =
+                mesh.open_links(1, &[Rank(1)], TRIAL_LINK_BYTES)?.pop().context("no link")?;
             link.sender.window()?.first_mut().context("no room in the link")?.clone_from(&42);
             link.sender.commit(1)?;
-            // The receiver answers with its own end: by then the byte was read.
-            let deadline = Instant::now() + LIMIT;
+            // The receiver answers when its end closes; by then it has read the byte.
+            let deadline = Instant::now() + TRIAL_TIMEOUT;
             while link.receiver.window()?.is_empty() {
                 link.sender.flush()?;
                 if Instant::now() > deadline {
-                    bail!("no answer within {LIMIT:?}");
+                    bail!("no answer within {TRIAL_TIMEOUT:?}");
                 }
                 thread::yield_now();
             }
@@ -231,11 +238,12 @@ fn link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
         });
         let receiver = scope.spawn(|| -> Result<LinkKind> {
             let mesh = Mesh::join(options(1), &rendezvous)?;
-            let mut link = mesh.open(1, &[Rank(0)], TRIAL)?.pop().context("no link")?;
-            let deadline = Instant::now() + LIMIT;
+            let mut link =
+                mesh.open_links(1, &[Rank(0)], TRIAL_LINK_BYTES)?.pop().context("no link")?;
+            let deadline = Instant::now() + TRIAL_TIMEOUT;
             while link.receiver.window()?.first() != Some(&42) {
                 if Instant::now() > deadline {
-                    bail!("nothing arrived within {LIMIT:?}");
+                    bail!("nothing arrived within {TRIAL_TIMEOUT:?}");
                 }
                 thread::yield_now();
             }
@@ -257,34 +265,37 @@ fn link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
     })
 }
 
-fn devices(page: &mut Page, python: &Python) {
-    page.section("Devices");
+fn check_devices(page: &mut DoctorPage, python: &PythonInstallation) {
+    page.add_section("Devices");
     let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
     let count = fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, Iterator::count);
     match driver.as_deref().and_then(|text| text.lines().next()) {
         Some(version) => {
             let version = version.trim_start_matches("NVRM version:").trim();
-            page.check(true, "NVIDIA driver", &format!("{count} devices, {version}"));
+            page.add_check(true, "NVIDIA driver", &format!("{count} devices, {version}"));
         }
-        None => page.check(false, "NVIDIA driver", "none; tensors are reduced on the CPU"),
+        None => page.add_check(false, "NVIDIA driver", "none; tensors are reduced on the CPU"),
     }
     let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
-    let mut places = Places::of(&named);
+    let mut places = LibrarySearchPath::from_knob(&named);
     places.packages.extend(python.folders.iter().cloned());
     // A missing library is no problem: without it, tensors on a GPU go through host memory.
-    let findings = inventory(&places);
-    for Finding { name, works, detail } in &findings {
-        page.check(*works, name, detail);
+    let findings = collect_inventory(&places);
+    for CudaFinding { name, works, detail } in &findings {
+        page.add_check(*works, name, detail);
     }
     let chosen = Config::from_env().map(|config| config.gpu_tensors).unwrap_or_default();
     let works = |name: &str| findings.iter().any(|finding| finding.name == name && finding.works);
-    let (by_nccl, way) =
-        tensors_on_gpus(&chosen, works(Kind::Driver.name()), works(Kind::Nccl.name()));
-    page.check(by_nccl, "tensors on GPUs", way);
+    let (by_nccl, way) = gpu_tensor_path(
+        &chosen,
+        works(CudaLibrary::Driver.library_name()),
+        works(CudaLibrary::Nccl.library_name()),
+    );
+    page.add_check(by_nccl, "tensors on GPUs", way);
 }
 
-/// Returns whether NCCL reduces them, and what becomes of them.
-fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static str) {
+/// Returns whether NCCL reduces tensors on GPUs, and a description of their path.
+fn gpu_tensor_path(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static str) {
     match chosen.to_lowercase().as_str() {
         _ if !driver => (false, "none: there is no driver"),
         "copied" => (false, "copied to host memory by torch: FARANDOLE_GPU_TENSORS=copied"),
@@ -301,26 +312,33 @@ fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static st
     }
 }
 
-fn launching(page: &mut Page) {
-    page.section("Launching (tried)");
-    page.attempt("registrar", "Look at firewall rules for the loopback interface.", || {
+fn try_launching(page: &mut DoctorPage) {
+    page.add_section("Launching (tried)");
+    page.add_trial("registrar", "Look at firewall rules for the loopback interface.", || {
         let config = Config::from_env()?;
-        let options =
-            Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
-        let registrar = Registrar::start(options)?;
-        let deadline = Instant::now() + LIMIT;
-        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline)?;
-        client.register(0, &host::facts(), deadline)?;
+        let options = RegistrarOptions {
+            host: Some("127.0.0.1".to_owned()),
+            ..RegistrarOptions::from_config(1, &config)
+        };
+        let registrar = Registrar::start_job(options)?;
+        let deadline = Instant::now() + TRIAL_TIMEOUT;
+        let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline)?;
+        client.register_task(0, &host::host_facts(), deadline)?;
         let world = client.await_assignment(deadline)?;
         Ok(format!("{} task was given a rank over TLS", world.size()))
     });
-    page.attempt("worker processes", "The message names what the system refused.", || {
+    page.add_trial("worker processes", "The message names what the system refused.", || {
         let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
-        let job = Job::here(2, command, std::collections::BTreeMap::new(), Config::from_env()?);
-        let sink = std::sync::Arc::new(Console::default())
-            as std::sync::Arc<dyn farandole::telemetry::Sink>;
-        let report = job.run(&sink, &|| Wish::GoOn)?;
-        match report.reason() {
+        let job = StaticJob::on_this_host(
+            2,
+            command,
+            std::collections::BTreeMap::new(),
+            Config::from_env()?,
+        );
+        let sink = std::sync::Arc::new(ConsoleSink::default())
+            as std::sync::Arc<dyn farandole::telemetry::RecordSink>;
+        let report = job.run(&sink, &|| StopLevel::Continue)?;
+        match report.failure_reason() {
             None => Ok("2 were started and ended".to_owned()),
             Some(reason) => bail!("{reason}"),
         }
@@ -334,7 +352,7 @@ mod tests {
     fn modules(provided: &[(&str, &str, &str)]) -> Modules {
         let one = |(module, name, version): &(&str, &str, &str)| {
             let provider =
-                Distribution { name: (*name).to_owned(), version: (*version).to_owned() };
+                PythonDistribution { name: (*name).to_owned(), version: (*version).to_owned() };
             ((*module).to_owned(), vec![provider])
         };
         provided.iter().map(one).collect()
@@ -342,10 +360,10 @@ mod tests {
 
     #[test]
     fn a_framework_is_found_whatever_its_distribution_is_called() {
-        let mut page = Page::default();
+        let mut page = DoctorPage::default();
         let mut found =
             modules(&[("tensorflow", "tf-nightly", "2.22"), ("torch", "torch", "2.15.0")]);
-        packages(&mut page, "Frameworks", FRAMEWORKS, &found);
+        add_packages(&mut page, "Frameworks", FRAMEWORK_PACKAGES, &found);
         assert!(
             page.text.contains("[X] TensorFlow              2.22 (tf-nightly)\n"),
             "{}",
@@ -353,17 +371,21 @@ mod tests {
         );
         assert!(page.text.contains("[X] PyTorch                 2.15.0\n"), "{}", page.text);
         assert!(page.text.contains("[ ] JAX                     pip install"), "{}", page.text);
-        let second = Distribution { name: "tensorflow".to_owned(), version: "2.21".to_owned() };
+        let second =
+            PythonDistribution { name: "tensorflow".to_owned(), version: "2.21".to_owned() };
         let both = found.get_mut("tensorflow").unwrap();
         both.push(second);
-        assert_eq!(provided("tensorflow", both), "2.22 (tf-nightly), 2.21");
+        assert_eq!(provided_versions("tensorflow", both), "2.22 (tf-nightly), 2.21");
     }
 
     #[test]
     fn a_healthy_host_with_a_framework_has_working_links_and_workers() {
-        let python =
-            Python { version: "3.11".into(), executable: "python".into(), ..Python::default() };
-        let page = examine(&python, &modules(&[("torch", "torch", "2.15.0")]));
+        let python = PythonInstallation {
+            version: "3.11".into(),
+            executable: "python".into(),
+            ..PythonInstallation::default()
+        };
+        let page = examine_host(&python, &modules(&[("torch", "torch", "2.15.0")]));
         for works in
             ["[X] PyTorch", "[X] shared memory", "[X] TCP", "[X] registrar", "[X] worker processes"]
         {
@@ -377,21 +399,21 @@ mod tests {
 
     #[test]
     fn the_way_of_tensors_on_gpus_follows_from_the_libraries() {
-        assert!(tensors_on_gpus("auto", true, true).0);
+        assert!(gpu_tensor_path("auto", true, true).0);
         for (chosen, driver, nccl, way) in [
             ("auto", false, true, "no driver"),
             ("auto", true, false, "no NCCL"),
             ("Staged", true, true, "through host memory"),
             ("copied", true, true, "by torch"),
         ] {
-            let (by_nccl, told) = tensors_on_gpus(chosen, driver, nccl);
+            let (by_nccl, told) = gpu_tensor_path(chosen, driver, nccl);
             assert!(!by_nccl && told.contains(way), "{told}");
         }
     }
 
     #[test]
     fn a_python_without_a_framework_gets_a_hint_what_to_install() {
-        let page = examine(&Python::default(), &Modules::new());
+        let page = examine_host(&PythonInstallation::default(), &Modules::new());
         assert!(
             page.text.contains("[ ] PyTorch                 pip install \"farandole[torch]\""),
             "{}",

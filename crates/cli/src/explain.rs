@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole explain`: what limits the speed of a run, in three lines.
+//! `farandole explain`: shows in three lines what limits the speed of a run.
 
 use std::io::Write as _;
 
 use anyhow::Result;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use farandole::ui::explain;
+use farandole::ui::explain_run;
 
 use crate::{store, ui};
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
-    store::with_options(Command::new("explain"))
+pub(crate) fn build_command() -> Command {
+    store::add_store_options(Command::new("explain"))
         .about(
             "Says what limits the speed of a run: a slow rank, the data, the reduction or the \
              computation. Prints a verdict, the numbers that it is based on, and what to try next. \
@@ -30,11 +30,11 @@ pub(crate) fn command() -> Command {
         ))
 }
 
-/// Runs it.
-pub(crate) fn explain_run(matches: &ArgMatches) -> Result<i32> {
-    let run = ui::absolute(matches.get_one::<String>("run").cloned().unwrap_or_default());
-    store::configure_by(matches, std::slice::from_ref(&run))?;
-    let told = explain(&run)?;
+/// Runs the command.
+pub(crate) fn run_explain(matches: &ArgMatches) -> Result<i32> {
+    let run = ui::absolute_location(matches.get_one::<String>("run").cloned().unwrap_or_default());
+    store::configure_stores(matches, std::slice::from_ref(&run))?;
+    let told = explain_run(&run)?;
     let mut out = std::io::stdout();
     if matches.get_flag("json") {
         writeln!(out, "{}", serde_json::to_string(&told)?)?;

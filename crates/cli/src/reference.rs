@@ -1,46 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `docs/reference/command-line.md`, written from the commands. Only a test uses it.
+//! `docs/reference/command-line.md`, generated from the commands. Only a test uses it.
 
 use clap::{Arg, ArgAction, Command};
-use farandole::config::{KNOBS, PREFIX};
+use farandole::config::{FARANDOLE_PREFIX, KNOBS};
 
-use crate::arguments::command;
-use crate::run::flags::{Does, FLAGS, IGNORED_VARIABLES, knob_flags};
+use crate::arguments::build_command;
+use crate::run::flags::{FlagEffect, IGNORED_VARIABLES, RUN_FLAGS, knob_flags};
 
-/// Returns the whole page: `run` with its keys and variables, then every other command that is not
-/// hidden.
-fn page() -> String {
+/// Returns the whole page: `run` with its keys and variables, then every other visible command.
+fn reference_page() -> String {
     let mut page = String::from(
         "# The command line\n\n<!-- Written by `FARANDOLE_WRITE=1 cargo test -p farandole-cli \
          reference`; do not edit. -->\n\n\
          The `farandole` command. `farandole COMMAND --help` prints the same.\n\n",
     );
-    let mut whole = command();
+    let mut whole = build_command();
     whole.build();
-    for one in whole.get_subcommands().filter(|one| shown(one)) {
+    for one in whole.get_subcommands().filter(|one| is_shown(one)) {
         let name = one.get_name();
         let link = format!("farandole-{name}");
         page.push_str(&format!(
             "- [`farandole {name}`](#{link}): {}\n",
-            first_sentence(&about(one))
+            first_sentence(&about_text(one))
         ));
     }
-    run(&mut page);
-    for one in whole.get_subcommands_mut().filter(|one| shown(one) && one.get_name() != "run") {
-        section(&mut page, one, &format!("farandole {}", one.get_name()), 2);
+    append_run_section(&mut page);
+    for one in whole.get_subcommands_mut().filter(|one| is_shown(one) && one.get_name() != "run") {
+        append_command(&mut page, one, &format!("farandole {}", one.get_name()), 2);
     }
     page
 }
 
 /// Returns whether a command is for users.
-fn shown(command: &Command) -> bool {
+fn is_shown(command: &Command) -> bool {
     !command.is_hide_set() && command.get_name() != "help"
 }
 
 /// Returns the description of a command.
-fn about(command: &Command) -> String {
+fn about_text(command: &Command) -> String {
     command.get_about().map(ToString::to_string).unwrap_or_default()
 }
 
@@ -49,14 +48,14 @@ fn first_sentence(text: &str) -> String {
     if rest.is_empty() { first.to_owned() } else { format!("{first}.") }
 }
 
-/// A command and its subcommands.
-fn section(page: &mut String, command: &mut Command, name: &str, level: usize) {
+/// Appends a command and its subcommands.
+fn append_command(page: &mut String, command: &mut Command, name: &str, level: usize) {
     let usage = command.render_usage().to_string();
     let usage = usage.trim_start_matches("Usage: ");
     let heading = "#".repeat(level);
     page.push_str(&format!(
         "\n{heading} `{name}`\n\n{}\n\n```text\n{usage}\n```\n",
-        escaped(&about(command))
+        escape_markdown(&about_text(command))
     ));
     let args: Vec<&Arg> = command
         .get_arguments()
@@ -72,15 +71,19 @@ fn section(page: &mut String, command: &mut Command, name: &str, level: usize) {
             .map(|value| format!("`{}`", value.to_string_lossy()))
             .collect();
         let shown = if arg.get_action().takes_values() { default.join(" ") } else { String::new() };
-        page.push_str(&format!("| {} | {} | {shown} |\n", spelled(arg), described(arg)));
+        page.push_str(&format!(
+            "| {} | {} | {shown} |\n",
+            argument_usage(arg),
+            argument_description(arg)
+        ));
     }
-    for inner in command.get_subcommands_mut().filter(|inner| shown(inner)) {
-        section(page, inner, &format!("{name} {}", inner.get_name()), level + 1);
+    for inner in command.get_subcommands_mut().filter(|inner| is_shown(inner)) {
+        append_command(page, inner, &format!("{name} {}", inner.get_name()), level + 1);
     }
 }
 
 /// Returns an argument as written on the command line.
-fn spelled(arg: &Arg) -> String {
+fn argument_usage(arg: &Arg) -> String {
     let named = arg.get_value_names().and_then(|names| names.first());
     let value = format!("<{}>", named.map_or(arg.get_id().as_str(), |name| name.as_str()));
     let short = arg.get_short().map(|short| format!("`-{short}`"));
@@ -94,23 +97,24 @@ fn spelled(arg: &Arg) -> String {
 }
 
 /// Returns the description of an argument, and its possible values.
-fn described(arg: &Arg) -> String {
+fn argument_description(arg: &Arg) -> String {
     let mut text = arg.get_help().map(ToString::to_string).unwrap_or_default();
     let possible: Vec<String> =
         arg.get_possible_values().iter().map(|value| format!("`{}`", value.get_name())).collect();
     if arg.get_action().takes_values() && !possible.is_empty() {
         text = format!("{text}. One of {}", possible.join(", "));
     }
-    escaped(&text)
+    escape_markdown(&text)
 }
 
-/// Text of a command in Markdown: a table has `|` between its columns, and `<` begins HTML.
-fn escaped(text: &str) -> String {
+/// Escapes the text of a command for Markdown: `|` separates columns of a table, and `<` begins
+/// HTML.
+fn escape_markdown(text: &str) -> String {
     text.trim().replace('|', "\\|").replace('<', "\\<")
 }
 
-/// `farandole run`, whose flags also have keys in a file and variables.
-fn run(page: &mut String) {
+/// Appends `farandole run`, whose flags also have keys in a file and variables.
+fn append_run_section(page: &mut String) {
     page.push_str(
         "\n## `farandole run`\n\n\
          `farandole run [FLAGS] COMMAND...`, and `horovodrun [FLAGS] COMMAND...` of the drop-in \
@@ -121,15 +125,16 @@ fn run(page: &mut String) {
          | flag | what it does | key in the file | variable |\n| --- | --- | --- | --- |\n",
     );
     let text = |text: &str| text.trim().replace('|', "\\|");
-    for flag in FLAGS {
-        let mut names: Vec<String> = flag.single.iter().map(|name| format!("`-{name}`")).collect();
+    for flag in RUN_FLAGS {
+        let mut names: Vec<String> =
+            flag.single_dash.iter().map(|name| format!("`-{name}`")).collect();
         names.extend(flag.short.map(|short| format!("`-{short}`")));
         names.push(format!("`--{}`", flag.name));
         names.extend(
             flag.aliases.iter().filter(|name| **name != "np").map(|name| format!("`--{name}`")),
         );
-        let effect = match flag.does {
-            Does::Nothing(why) => format!("accepted, means nothing here: {why}"),
+        let effect = match flag.effect {
+            FlagEffect::Ignored(why) => format!("accepted, means nothing here: {why}"),
             _ => flag.help.to_owned(),
         };
         let key = flag.key.map_or(String::new(), |(section, key)| format!("`{section}.{key}`"));
@@ -137,11 +142,11 @@ fn run(page: &mut String) {
             "| {} | {} | {key} | {} |\n",
             names.join(", "),
             text(&effect),
-            variable(flag.does)
+            knob_variable(flag.effect)
         ));
     }
     for (name, knob) in knob_flags() {
-        let variable = format!("`{PREFIX}{}`", knob.name);
+        let variable = format!("`{FARANDOLE_PREFIX}{}`", knob.name);
         page.push_str(&format!(
             "| `--{name}` | {} | `farandole.{}` | {variable} |\n",
             text(knob.doc),
@@ -163,21 +168,26 @@ fn run(page: &mut String) {
     );
 }
 
-fn variable(does: Does) -> String {
+fn knob_variable(does: FlagEffect) -> String {
     let key = match does {
-        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => key,
-        Does::Nothing(_) | Does::Own => return String::new(),
+        FlagEffect::SetKnob(key) | FlagEffect::SetKnobMib(key) | FlagEffect::SetKnobTo(key, _) => {
+            key
+        }
+        FlagEffect::Ignored(_) | FlagEffect::HandledByRun => return String::new(),
     };
     let knob = KNOBS.iter().find(|knob| knob.key == key);
-    knob.map_or(String::new(), |knob| format!("`{PREFIX}{}`", knob.name))
+    knob.map_or(String::new(), |knob| format!("`{FARANDOLE_PREFIX}{}`", knob.name))
 }
 
 #[test]
 fn the_reference_says_what_the_commands_do() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/command-line.md");
-    if farandole::config::environment("FARANDOLE_WRITE").is_some() {
-        std::fs::write(path, page()).unwrap();
+    if farandole::config::environment_variable("FARANDOLE_WRITE").is_some() {
+        std::fs::write(path, reference_page()).unwrap();
     }
     let found = std::fs::read_to_string(path).unwrap();
-    assert!(found == page(), "run FARANDOLE_WRITE=1 cargo test -p farandole-cli reference");
+    assert!(
+        found == reference_page(),
+        "run FARANDOLE_WRITE=1 cargo test -p farandole-cli reference"
+    );
 }

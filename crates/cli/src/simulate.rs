@@ -11,16 +11,17 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
-use farandole::config::{Config, environment};
+use farandole::config::{Config, environment_variable};
 use farandole::simulator::{
-    Allreduce, Cluster, Collective, Control, Forming, Model, PUBLISHED, Step, Timing, goal,
+    AllreduceEstimate, AllreduceSimulator, ControlRound, FormationEstimate, ModelProfile,
+    PUBLISHED_EFFICIENCIES, PassTiming, SimulatedCluster, StepEstimate, goal_format,
 };
 use serde_json::{Value, json};
 
-use crate::bench::bytes;
+use crate::bench::parse_bytes;
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
+pub(crate) fn build_command() -> Command {
     let number =
         |name: &'static str, value: &'static str, default: &'static str, help: &'static str| {
             Arg::new(name)
@@ -69,14 +70,14 @@ pub(crate) fn command() -> Command {
                 .long("bytes")
                 .value_name("BYTES")
                 .value_delimiter(',')
-                .value_parser(bytes)
+                .value_parser(parse_bytes)
                 .help("Sizes of allreduces of float32, such as 4,64K,64M"),
         )
         .arg(
             Arg::new("model")
                 .long("model")
                 .value_name("MODEL")
-                .value_parser(Model::NAMES)
+                .value_parser(ModelProfile::MODEL_NAMES)
                 .help("Model whose training step is simulated"),
         )
         .arg(pass(
@@ -99,53 +100,55 @@ pub(crate) fn command() -> Command {
         ))
 }
 
-/// The results.
-struct Report {
-    cluster: Cluster,
-    forming: Forming,
-    control: Control,
-    allreduces: Vec<Allreduce>,
-    step: Option<(Model, Timing, Step)>,
+/// The results of a simulation.
+struct SimulationReport {
+    cluster: SimulatedCluster,
+    forming: FormationEstimate,
+    control: ControlRound,
+    allreduces: Vec<AllreduceEstimate>,
+    step: Option<(ModelProfile, PassTiming, StepEstimate)>,
 }
 
-/// Runs it.
-pub(crate) fn simulate(matches: &ArgMatches) -> Result<i32> {
-    let report = answer(matches)?;
+/// Runs the command.
+pub(crate) fn run_simulate(matches: &ArgMatches) -> Result<i32> {
+    let report = simulate_cluster(matches)?;
     let mut out = std::io::stdout();
     if matches.get_flag("json") {
-        writeln!(out, "{}", report.json())?;
+        writeln!(out, "{}", report.to_json())?;
     } else {
-        writeln!(out, "{}", report.lines().join("\n"))?;
+        writeln!(out, "{}", report.text_lines().join("\n"))?;
     }
     Ok(0)
 }
 
-fn answer(matches: &ArgMatches) -> Result<Report> {
-    let cluster = cluster(matches)?;
-    let config = Config::read(environment, &BTreeMap::new())?;
-    let mut collective = Collective::new(&cluster, &config)?;
+fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
+    let cluster = read_cluster(matches)?;
+    let config = Config::read(environment_variable, &BTreeMap::new())?;
+    let mut collective = AllreduceSimulator::new(&cluster, &config)?;
     let sizes: Vec<u64> = matches.get_many::<u64>("bytes").unwrap_or_default().copied().collect();
     let allreduces =
         sizes.iter().map(|bytes| collective.simulate(*bytes)).collect::<Result<_, _>>()?;
     if let (Some(path), Some(bytes)) = (matches.get_one::<PathBuf>("goal"), sizes.first()) {
-        save(path, |out| goal::write(out, &collective, *bytes))?;
+        save_file(path, |out| goal_format::write_goal_schedule(out, &collective, *bytes))?;
     }
-    let control = Control::simulate(&cluster)?;
-    let step = match matches.get_one::<String>("model").and_then(|name| Model::named(name)) {
-        None => None,
-        Some(model) => {
-            let timing = timing(matches, &model)?;
-            let threshold = config.fusion_threshold;
-            let step = Step::simulate(&mut collective, &control, &model, timing, threshold)?;
-            Some((model, timing, step))
-        }
-    };
-    let forming = Forming::simulate(&cluster, &config)?;
-    Ok(Report { cluster, forming, control, allreduces, step })
+    let control = ControlRound::simulate(&cluster)?;
+    let step =
+        match matches.get_one::<String>("model").and_then(|name| ModelProfile::from_name(name)) {
+            None => None,
+            Some(model) => {
+                let timing = read_timing(matches, &model)?;
+                let threshold = config.fusion_threshold;
+                let step =
+                    StepEstimate::simulate(&mut collective, &control, &model, timing, threshold)?;
+                Some((model, timing, step))
+            }
+        };
+    let forming = FormationEstimate::simulate(&cluster, &config)?;
+    Ok(SimulationReport { cluster, forming, control, allreduces, step })
 }
 
-/// Writes a file beside, which takes the place of an existing one when it is whole.
-fn save(
+/// Writes a temporary file beside `path`, which replaces `path` when it is complete.
+fn save_file(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> farandole::simulator::Result<()>,
 ) -> Result<()> {
@@ -159,18 +162,19 @@ fn save(
         fs::rename(&part, path).with_context(cannot)
     });
     if saved.is_err() {
-        // The reason is returned; without the file there is nothing to clean up.
+        // The reason is returned. If the temporary file does not exist, there is nothing to clean
+        // up.
         drop(fs::remove_file(&part));
     }
     saved
 }
 
-fn cluster(matches: &ArgMatches) -> Result<Cluster> {
+fn read_cluster(matches: &ArgMatches) -> Result<SimulatedCluster> {
     let count = |name: &str| matches.get_one::<u32>(name).copied().unwrap_or_default();
     let number = |name: &str| matches.get_one::<f64>(name).copied().unwrap_or_default();
     let stragglers = count("stragglers");
-    let cluster = Cluster {
-        latency: duration(number("latency") / 1e6).context("--latency")?,
+    let cluster = SimulatedCluster {
+        latency: seconds_to_duration(number("latency") / 1e6).context("--latency")?,
         bandwidth: number("bandwidth") * 1e9 / 8.0,
         interfaces: count("interfaces"),
         mtu: count("mtu"),
@@ -180,23 +184,25 @@ fn cluster(matches: &ArgMatches) -> Result<Cluster> {
         copy_rate: number("copy-rate") * 1e9,
         socket_rate: number("socket-rate") * 1e9,
         memory_rate: number("memory-rate") * 1e9,
-        ..Cluster::new(count("hosts"), count("ranks"))?
+        ..SimulatedCluster::new(count("hosts"), count("ranks"))?
     };
-    cluster.check()?;
+    cluster.check_parameters()?;
     Ok(cluster)
 }
 
-fn timing(matches: &ArgMatches, model: &Model) -> Result<Timing> {
+fn read_timing(matches: &ArgMatches, model: &ModelProfile) -> Result<PassTiming> {
     let pass = |name: &'static str, default: Duration| match matches.get_one::<f64>(name) {
         None => Ok(default),
-        Some(milliseconds) => duration(milliseconds / 1e3).with_context(|| format!("--{name}")),
+        Some(milliseconds) => {
+            seconds_to_duration(milliseconds / 1e3).with_context(|| format!("--{name}"))
+        }
     };
-    let Timing { forward, backward } = model.timing;
-    Ok(Timing { forward: pass("forward", forward)?, backward: pass("backward", backward)? })
+    let PassTiming { forward, backward } = model.timing;
+    Ok(PassTiming { forward: pass("forward", forward)?, backward: pass("backward", backward)? })
 }
 
-/// At most a day.
-fn duration(seconds: f64) -> Result<Duration> {
+/// Converts a time of at most one day.
+fn seconds_to_duration(seconds: f64) -> Result<Duration> {
     let day = 86_400.0;
     if !(0.0..=day).contains(&seconds) {
         anyhow::bail!("must be a time of at least 0: {seconds} s");
@@ -204,16 +210,16 @@ fn duration(seconds: f64) -> Result<Duration> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
-fn name(allreduce: &Allreduce) -> String {
+fn algorithm_name(allreduce: &AllreduceEstimate) -> String {
     allreduce.algorithm.map_or_else(|| "none".to_owned(), |algorithm| algorithm.to_string())
 }
 
-fn milliseconds(time: Duration) -> f64 {
+fn to_milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-impl Report {
-    fn lines(&self) -> Vec<String> {
+impl SimulationReport {
+    fn text_lines(&self) -> Vec<String> {
         let Self { cluster, forming, control, .. } = self;
         let mut lines = vec![
             format!(
@@ -233,9 +239,9 @@ impl Report {
             ),
             format!(
                 "negotiation: {:.3} ms up and {:.3} ms down, {} messages at the busiest rank",
-                milliseconds(control.up),
-                milliseconds(control.down),
-                control.busiest
+                to_milliseconds(control.announce_time),
+                to_milliseconds(control.distribute_time),
+                control.busiest_rank_messages
             ),
         ];
         if !self.allreduces.is_empty() {
@@ -248,9 +254,9 @@ impl Report {
             lines.push(format!(
                 "{:>12} {:>12.3} {:>10.3}  {:<10} {:>14} {:>10}  {}",
                 found.bytes,
-                milliseconds(found.time),
-                found.rate() / 1e9,
-                name(found),
+                to_milliseconds(found.time),
+                found.tensor_bytes_per_second() / 1e9,
+                algorithm_name(found),
                 found.sent_by_host,
                 found.messages,
                 if found.folded { "one host for all" } else { "every rank" }
@@ -261,22 +267,22 @@ impl Report {
                 "{}: {} tensors, {:.1} MB; forward {:.1} ms, backward {:.1} ms",
                 model.name,
                 model.layers.len(),
-                megabytes(model.bytes()),
-                milliseconds(timing.forward),
-                milliseconds(timing.backward)
+                to_megabytes(model.gradient_bytes()),
+                to_milliseconds(timing.forward),
+                to_milliseconds(timing.backward)
             ));
             if *timing == model.timing {
                 lines.push(format!("  {}", model.source));
             }
             lines.push(format!(
                 "  step {:.1} ms, {:.1} ms of allreduces ({} in {} lists), efficiency {:.1} %",
-                milliseconds(step.time),
-                milliseconds(step.reducing),
+                to_milliseconds(step.time),
+                to_milliseconds(step.reduction_time),
                 step.operations,
                 step.lists,
-                step.efficiency() * 100.0
+                step.scaling_efficiency() * 100.0
             ));
-            let published = PUBLISHED.map(|published| {
+            let published = PUBLISHED_EFFICIENCIES.map(|published| {
                 format!(
                     "{} {:.0} % at {}",
                     published.model,
@@ -289,7 +295,7 @@ impl Report {
         lines
     }
 
-    fn json(&self) -> Value {
+    fn to_json(&self) -> Value {
         let Self { cluster, forming, control, .. } = self;
         let seconds = |time: Duration| time.as_secs_f64();
         let allreduces: Vec<Value> = self
@@ -297,17 +303,17 @@ impl Report {
             .iter()
             .map(|found| {
                 json!({
-                    "bytes": found.bytes, "seconds": seconds(found.time), "algorithm": name(found),
+                    "bytes": found.bytes, "seconds": seconds(found.time), "algorithm": algorithm_name(found),
                     "sent_by_host": found.sent_by_host, "messages": found.messages, "folded": found.folded,
                 })
             })
             .collect();
         let step = self.step.as_ref().map(|(model, timing, step)| {
             json!({
-                "model": model.name, "bytes": model.bytes(), "forward_seconds": seconds(timing.forward),
+                "model": model.name, "bytes": model.gradient_bytes(), "forward_seconds": seconds(timing.forward),
                 "backward_seconds": seconds(timing.backward), "seconds": seconds(step.time),
-                "allreduce_seconds": seconds(step.reducing), "operations": step.operations, "lists": step.lists,
-                "efficiency": step.efficiency(),
+                "allreduce_seconds": seconds(step.reduction_time), "operations": step.operations, "lists": step.lists,
+                "efficiency": step.scaling_efficiency(),
             })
         });
         json!({
@@ -316,12 +322,12 @@ impl Report {
             "loss": cluster.loss, "stragglers": cluster.stragglers, "slowdown": cluster.slowdown,
             "forming": {
                 "seconds": seconds(forming.time), "registered_seconds": seconds(forming.registered),
-                "assigned_seconds": seconds(forming.assigned), "met_seconds": seconds(forming.met),
+                "assigned_seconds": seconds(forming.assigned), "met_seconds": seconds(forming.addresses_exchanged),
                 "calls": forming.calls, "connections": forming.connections, "links": forming.links,
             },
             "negotiation": {
-                "up_seconds": seconds(control.up), "down_seconds": seconds(control.down),
-                "busiest": control.busiest, "messages": control.messages,
+                "up_seconds": seconds(control.announce_time), "down_seconds": seconds(control.distribute_time),
+                "busiest": control.busiest_rank_messages, "messages": control.messages,
             },
             "allreduces": allreduces, "step": step,
         })
@@ -329,7 +335,7 @@ impl Report {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "one digit behind the point")]
-fn megabytes(bytes: u64) -> f64 {
+fn to_megabytes(bytes: u64) -> f64 {
     bytes as f64 / 1e6
 }
 
@@ -341,24 +347,24 @@ mod tests {
     fn read(line: &str) -> Result<ArgMatches, clap::Error> {
         let words: Vec<String> =
             format!("farandole simulate {line}").split(' ').map(str::to_owned).collect();
-        arguments::matches(&words, false).map(|(_, matches)| matches)
+        arguments::parse_arguments(&words, false).map(|(_, matches)| matches)
     }
 
     #[test]
     fn arguments_become_a_cluster() {
         let line = "--ranks 16 --hosts 4 --bandwidth 100 --latency 5 --interfaces 2 --loss 0.01 \
                     --stragglers 1";
-        let found = cluster(&read(line).unwrap()).unwrap();
+        let found = read_cluster(&read(line).unwrap()).unwrap();
         assert_eq!((found.ranks, found.hosts, found.interfaces, found.stragglers), (16, 4, 2, 1));
         assert_eq!((found.bandwidth, found.latency), (12.5e9, Duration::from_micros(5)));
         assert_eq!((found.loss, found.slowdown), (0.01, 1.5));
-        let alike = cluster(&read("--ranks 2 --hosts 2").unwrap()).unwrap();
+        let alike = read_cluster(&read("--ranks 2 --hosts 2").unwrap()).unwrap();
         assert_eq!(alike.slowdown, 1.0, "nobody is slow");
     }
 
     #[test]
     fn an_invalid_argument_is_refused_by_name() {
-        let told = |line: &str| cluster(&read(line).unwrap()).unwrap_err().to_string();
+        let told = |line: &str| read_cluster(&read(line).unwrap()).unwrap_err().to_string();
         assert_eq!(
             told("--ranks 8 --hosts 3"),
             "the number of hosts must be a divisor of the number of ranks: 3"
@@ -379,8 +385,9 @@ mod tests {
         let path = folder.path().join("schedule.goal");
         let line = "--ranks 512 --hosts 64 --bandwidth 25 --latency 20 --model resnet50 --bytes \
                     4,1M,64M --goal";
-        let report = answer(&read(&format!("{line} {}", path.display())).unwrap()).unwrap();
-        let (lines, json) = (report.lines(), report.json());
+        let report =
+            simulate_cluster(&read(&format!("{line} {}", path.display())).unwrap()).unwrap();
+        let (lines, json) = (report.text_lines(), report.to_json());
         println!("{}", lines.join("\n"));
         assert_eq!(lines[0], "512 ranks on 64 hosts, 25 Gbit/s, 20 us");
         assert!(lines.iter().any(|line| line.contains("halving") && line.contains("67108864")));
@@ -395,7 +402,8 @@ mod tests {
         assert!(schedule.starts_with("num_ranks 512\n\nrank 0 {\nl0: "), "{}", &schedule[..80]);
 
         let line = "--ranks 4096 --hosts 512 --bandwidth 25 --latency 20 --bytes 1G --goal";
-        let error = answer(&read(&format!("{line} {}", path.display())).unwrap()).err().unwrap();
+        let error =
+            simulate_cluster(&read(&format!("{line} {}", path.display())).unwrap()).err().unwrap();
         assert!(error.to_string().contains("messages"), "{error}");
         assert_eq!(
             std::fs::read_to_string(&path).unwrap(),

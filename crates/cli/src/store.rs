@@ -10,11 +10,14 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context as _, Result, bail};
 use clap::builder::ArgPredicate;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use farandole::config::environment;
-use farandole::store::{Limits, Options, Store, configure, is_free, stale, sweep};
+use farandole::config::environment_variable;
+use farandole::store::{
+    BackendOptions, Store, SweepLimits, configure_options, find_stale_data, is_free,
+    sweep_stale_data,
+};
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
+pub(crate) fn build_command() -> Command {
     let url = || {
         Arg::new("url")
             .value_name("URL")
@@ -27,7 +30,7 @@ pub(crate) fn command() -> Command {
             .action(ArgAction::SetTrue)
             .help("Print one JSON object per line instead of a table")
     };
-    with_options(Command::new("store"))
+    add_store_options(Command::new("store"))
         .about("Lists and cleans up stores: local paths, s3://, gs://, abfss://, hdfs://, dbfs:/.")
         .subcommand_required(true)
         .arg_required_else_help(true)
@@ -59,7 +62,7 @@ pub(crate) fn command() -> Command {
                         .value_name("AGE")
                         .default_value("7d")
                         .default_value_if("max-size", ArgPredicate::IsPresent, None)
-                        .value_parser(age)
+                        .value_parser(parse_age)
                         .help("Age of a data set's newest file, such as 90s, 30m, 12h or 7d"),
                 )
                 .arg(
@@ -67,7 +70,7 @@ pub(crate) fn command() -> Command {
                         .long("max-size")
                         .value_name("SIZE")
                         .allow_hyphen_values(true)
-                        .value_parser(bytes)
+                        .value_parser(parse_size)
                         .help(
                             "Delete the oldest prepared data until all of it takes no more than \
                              this, such as 500MB, 20GiB or 1TB. Without --older-than, data of any \
@@ -84,8 +87,8 @@ pub(crate) fn command() -> Command {
         )
 }
 
-/// Returns the command with the options of stores.
-pub(crate) fn with_options(command: Command) -> Command {
+/// Adds the options of stores to the command.
+pub(crate) fn add_store_options(command: Command) -> Command {
     command
         .arg(
             Arg::new("option")
@@ -93,7 +96,7 @@ pub(crate) fn with_options(command: Command) -> Command {
                 .global(true)
                 .value_name("KEY=VALUE")
                 .action(ArgAction::Append)
-                .value_parser(pair)
+                .value_parser(parse_option)
                 .help(
                     "A storage option, such as endpoint_url=http://localhost:9000; may be \
                      repeated. Secrets do not belong on a command line, which other users can see: \
@@ -107,14 +110,14 @@ pub(crate) fn with_options(command: Command) -> Command {
         ))
 }
 
-fn pair(text: &str) -> Result<(String, String)> {
+fn parse_option(text: &str) -> Result<(String, String)> {
     // The value may be a secret, so it is not repeated.
     let (key, value) = text.split_once('=').context("a storage option must be KEY=VALUE")?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// Returns whether an option's name says that its value is a secret.
-fn is_secret(key: &str) -> bool {
+/// Returns whether an option's name suggests that its value is a secret.
+fn is_secret_option(key: &str) -> bool {
     let key = key.to_ascii_lowercase();
     let words = [
         "secret",
@@ -127,18 +130,18 @@ fn is_secret(key: &str) -> bool {
         "access_key",
         "sas",
     ];
-    // The name of an access key is public, its secret is not.
+    // The ID of an access key is public; only its secret is not.
     !key.ends_with("_id") && words.iter().any(|word| key.contains(word))
 }
 
-/// Returns whether a value says where the value is.
-fn is_elsewhere(value: &str) -> bool {
+/// Returns whether a value names the source of the real value.
+fn is_indirect_value(value: &str) -> bool {
     value == "-" || value.starts_with("env:") || value.starts_with("file:")
 }
 
-/// Returns the options of a file, and over them those of the command line, each with the value that
-/// it stands for.
-fn options(
+/// Returns the options of the file and of the command line, each with its real value. The command
+/// line has priority.
+fn read_options(
     given: Vec<(String, String)>,
     file: Option<&str>,
     input: &mut impl BufRead,
@@ -157,20 +160,20 @@ fn options(
         let lines = text.lines().map(str::trim).enumerate();
         for (index, line) in lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#')) {
             let (key, value) =
-                pair(line).with_context(|| format!("line {} of {path}", index + 1))?;
+                parse_option(line).with_context(|| format!("line {} of {path}", index + 1))?;
             options.insert(key.trim().to_owned(), value.trim().to_owned());
         }
     }
     for (key, value) in given {
-        let value = value_of(&key, value, input)?;
+        let value = resolve_value(&key, value, input)?;
         options.insert(key, value);
     }
     Ok(options)
 }
 
-fn value_of(key: &str, value: String, input: &mut impl BufRead) -> Result<String> {
+fn resolve_value(key: &str, value: String, input: &mut impl BufRead) -> Result<String> {
     let text = if let Some(name) = value.strip_prefix("env:") {
-        environment(name)
+        environment_variable(name)
             .with_context(|| format!("the variable for option {key} is not set: {name}"))?
     } else if let Some(path) = value.strip_prefix("file:") {
         std::fs::read_to_string(path)
@@ -191,7 +194,7 @@ fn value_of(key: &str, value: String, input: &mut impl BufRead) -> Result<String
     Ok(line.to_owned())
 }
 
-fn age(text: &str) -> Result<Duration> {
+fn parse_age(text: &str) -> Result<Duration> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 24 * 3600), ("w", 7 * 24 * 3600)];
     let unit = units.iter().find_map(|(unit, seconds)| Some((text.strip_suffix(unit)?, *seconds)));
     let (digits, seconds) =
@@ -203,7 +206,7 @@ fn age(text: &str) -> Result<Duration> {
         .with_context(|| format!("not an age: {text}"))
 }
 
-fn bytes(text: &str) -> Result<u64> {
+fn parse_size(text: &str) -> Result<u64> {
     let binary = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)]
         .map(|(unit, shift)| (unit, 1_u64 << shift));
     let decimal = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)]
@@ -216,11 +219,13 @@ fn bytes(text: &str) -> Result<u64> {
     count.checked_mul(unit).with_context(|| format!("not a size: {text}"))
 }
 
-/// Opens stores with the options of a command line from now on.
-pub(crate) fn configure_by(matches: &ArgMatches, urls: &[String]) -> Result<()> {
+/// Sets the options of the command line for all stores that are opened later.
+pub(crate) fn configure_stores(matches: &ArgMatches, urls: &[String]) -> Result<()> {
     let given: Vec<(String, String)> =
         matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
-    for (key, _) in given.iter().filter(|(key, value)| is_secret(key) && !is_elsewhere(value)) {
+    for (key, _) in
+        given.iter().filter(|(key, value)| is_secret_option(key) && !is_indirect_value(value))
+    {
         eprintln!(
             "warning: the value of {key} is on the command line, where other users of this host \
              can see it: use --option {key}=env:NAME, --option {key}=file:PATH, --option {key}=- \
@@ -228,34 +233,38 @@ pub(crate) fn configure_by(matches: &ArgMatches, urls: &[String]) -> Result<()> 
         );
     }
     let file = matches.get_one::<String>("option-file").map(String::as_str);
-    let options = options(given, file, &mut std::io::stdin().lock())?;
+    let options = read_options(given, file, &mut std::io::stdin().lock())?;
     if !options.is_empty() {
-        urls.iter().for_each(|url| configure(url, Options(options.clone())));
+        urls.iter().for_each(|url| configure_options(url, BackendOptions(options.clone())));
     }
     Ok(())
 }
 
-/// Runs it.
-pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
+/// Runs the command.
+pub(crate) fn run_store(matches: &ArgMatches) -> Result<i32> {
     let Some((action, matches)) = matches.subcommand() else { bail!("no such command") };
     let url = matches.get_one::<String>("url").cloned().unwrap_or_default();
-    configure_by(matches, std::slice::from_ref(&url))?;
+    configure_stores(matches, std::slice::from_ref(&url))?;
     let store = Store::open(&url)?;
     let json = matches.get_flag("json");
     let rows = match action {
-        "ls" => list(&store)?,
-        "du" => usage(&store)?,
+        "ls" => list_directory(&store)?,
+        "du" => directory_usage(&store)?,
         _ => {
-            let limits = Limits {
+            let limits = SweepLimits {
                 older_than: matches.get_one("older-than").copied(),
                 max_size: matches.get_one("max-size").copied(),
             };
             let now = SystemTime::now();
             let dry = matches.get_flag("dry-run");
-            let gone = if dry { stale(&store, limits, now)? } else { sweep(&store, limits, now)? };
+            let gone = if dry {
+                find_stale_data(&store, limits, now)?
+            } else {
+                sweep_stale_data(&store, limits, now)?
+            };
             let state = if dry { "would go" } else { "deleted" };
             gone.into_iter()
-                .map(|one| Row {
+                .map(|one| StoreRow {
                     path: one.path,
                     files: Some(one.files),
                     bytes: one.bytes,
@@ -264,40 +273,40 @@ pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
                 .collect()
         }
     };
-    print(&rows, json, action == "ls");
+    print_rows(&rows, json, action == "ls");
     Ok(0)
 }
 
 /// A line of output.
-struct Row {
+struct StoreRow {
     path: String,
     files: Option<usize>,
     bytes: u64,
     note: String,
 }
 
-fn list(store: &Store) -> Result<Vec<Row>> {
-    let items = store.look("")?;
+fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
+    let items = store.list_directory("")?;
     if items.is_empty() && !store.exists("")? {
         bail!("there is nothing here: {}", store.url());
     }
-    let row = |item: farandole::store::Item| Row {
+    let row = |item: farandole::store::DirectoryItem| StoreRow {
         path: if item.is_directory { format!("{}/", item.name) } else { item.name },
         files: None,
         bytes: item.bytes,
-        note: item.modified.map(timestamp).unwrap_or_default(),
+        note: item.modified.map(format_timestamp).unwrap_or_default(),
     };
     Ok(items.into_iter().map(row).collect())
 }
 
-fn usage(store: &Store) -> Result<Vec<Row>> {
+fn directory_usage(store: &Store) -> Result<Vec<StoreRow>> {
     let mut sums: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     for entry in store.list("")? {
         let mut parts = entry.path.split('/');
         let first = parts.next().unwrap_or_default();
         let name = match (parts.next(), parts.next()) {
             (None, _) => ".".to_owned(),
-            // Each run by itself.
+            // Each run is counted separately.
             (Some(run), Some(_)) if first == "runs" => format!("{first}/{run}/"),
             _ => format!("{first}/"),
         };
@@ -309,30 +318,38 @@ fn usage(store: &Store) -> Result<Vec<Row>> {
     }
     let mut rows = Vec::new();
     for (path, (files, bytes)) in sums {
-        let note =
-            if path.starts_with("intermediate_") { state(store, &path)? } else { String::new() };
-        rows.push(Row { path, files: Some(files), bytes, note });
+        let note = if path.starts_with("intermediate_") {
+            prepared_data_state(store, &path)?
+        } else {
+            String::new()
+        };
+        rows.push(StoreRow { path, files: Some(files), bytes, note });
     }
     let (files, bytes) =
         rows.iter().fold((0, 0), |sum, row| (sum.0 + row.files.unwrap_or(0), sum.1 + row.bytes));
-    rows.push(Row { path: "total".to_owned(), files: Some(files), bytes, note: String::new() });
+    rows.push(StoreRow {
+        path: "total".to_owned(),
+        files: Some(files),
+        bytes,
+        note: String::new(),
+    });
     Ok(rows)
 }
 
-/// Returns whether prepared data is complete, and whether it is in use.
-fn state(store: &Store, path: &str) -> Result<String> {
-    let directory = store.child(path.trim_end_matches('/'))?;
+/// Returns the state of prepared data: complete or unfinished, and whether it is in use.
+fn prepared_data_state(store: &Store, path: &str) -> Result<String> {
+    let directory = store.open_child(path.trim_end_matches('/'))?;
     let complete = directory.exists("_manifest.json")?;
     let used = !is_free(&directory, SystemTime::now())?;
     let state = if complete { "complete" } else { "unfinished" };
     Ok(if used { format!("{state}, in use") } else { state.to_owned() })
 }
 
-/// `2024-02-29T12:00:00Z`.
-fn timestamp(time: SystemTime) -> String {
+/// Formats a time as `2024-02-29T12:00:00Z`.
+fn format_timestamp(time: SystemTime) -> String {
     let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
     let (days, rest) = (seconds / 86400, seconds % 86400);
-    // Years begin in March here, so that the leap day is their last.
+    // Years begin in March here, so that the leap day is their last day.
     let day = days + 719_468;
     let era = day / 146_097;
     let of_era = day % 146_097;
@@ -346,8 +363,8 @@ fn timestamp(time: SystemTime) -> String {
     format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{second:02}Z")
 }
 
-/// `12.3 MiB`.
-fn size(bytes: u64) -> String {
+/// Formats a size as `12.3 MiB`.
+fn format_size(bytes: u64) -> String {
     let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match units.into_iter().find(|(_, shift)| bytes >> shift > 0) {
         None => format!("{bytes} B"),
@@ -357,7 +374,7 @@ fn size(bytes: u64) -> String {
     }
 }
 
-fn print(rows: &[Row], json: bool, plain: bool) {
+fn print_rows(rows: &[StoreRow], json: bool, plain: bool) {
     let mut out = std::io::stdout().lock();
     for row in rows {
         let line = if json {
@@ -368,12 +385,17 @@ fn print(rows: &[Row], json: bool, plain: bool) {
                 row.bytes, row.note
             )
         } else if plain {
-            format!("{:>20} {:>10}  {}", row.note, size(row.bytes), row.path)
+            format!("{:>20} {:>10}  {}", row.note, format_size(row.bytes), row.path)
         } else {
             let files = row.files.unwrap_or_default();
-            format!("{:>10} {files:>7} files  {:<18} {}", size(row.bytes), row.note, row.path)
+            format!(
+                "{:>10} {files:>7} files  {:<18} {}",
+                format_size(row.bytes),
+                row.note,
+                row.path
+            )
         };
-        // A reader that went away (`| head`) ends the listing.
+        // A closed stdout (`| head`) ends the listing.
         if writeln!(out, "{line}").is_err() {
             return;
         }
@@ -386,26 +408,28 @@ mod tests {
 
     #[test]
     fn ages_have_units() {
-        let seconds = ["90s", "2m", "1h", "7d", "1w"].map(|text| age(text).unwrap().as_secs());
+        let seconds =
+            ["90s", "2m", "1h", "7d", "1w"].map(|text| parse_age(text).unwrap().as_secs());
         assert_eq!(seconds, [90, 120, 3600, 604_800, 604_800]);
         for wrong in ["7", "d", "-1d", "1y", "99999999999999999999w"] {
-            assert!(age(wrong).is_err(), "{wrong}");
+            assert!(parse_age(wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn limits_of_size_have_units() {
-        let sizes = ["7B", "2KB", "2KiB", "3 MB", "20GiB", "1TB"].map(|text| bytes(text).unwrap());
+        let sizes =
+            ["7B", "2KB", "2KiB", "3 MB", "20GiB", "1TB"].map(|text| parse_size(text).unwrap());
         assert_eq!(sizes, [7, 2000, 2048, 3_000_000, 20 << 30, 1_000_000_000_000]);
         for wrong in ["7", "GB", "-1GB", "1.5GB", "1PB", "99999999TiB"] {
-            assert!(bytes(wrong).is_err(), "{wrong}");
+            assert!(parse_size(wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn a_wrong_option_is_not_repeated() {
-        assert!(!pair("hidden").unwrap_err().to_string().contains("hidden"));
-        assert_eq!(pair("a=b=c").unwrap(), ("a".to_owned(), "b=c".to_owned()));
+        assert!(!parse_option("hidden").unwrap_err().to_string().contains("hidden"));
+        assert_eq!(parse_option("a=b=c").unwrap(), ("a".to_owned(), "b=c".to_owned()));
     }
 
     #[test]
@@ -423,21 +447,24 @@ mod tests {
         let file = format!("file:{}", path("secret"));
         let asked =
             given(&[("secret", &file), ("token", "-"), ("path", "env:PATH"), ("region", "there")]);
-        let found = options(asked, Some(&path("all")), &mut "typed\nmore\n".as_bytes()).unwrap();
+        let found =
+            read_options(asked, Some(&path("all")), &mut "typed\nmore\n".as_bytes()).unwrap();
         let of = |name: &str| found.get(name).map(String::as_str).unwrap_or_default().to_owned();
         assert_eq!(
             [of("secret"), of("token"), of("region"), of("key")],
             ["from a file", "typed", "there", "a=b"]
         );
         assert!(!of("path").is_empty());
-        let all = options(Vec::new(), Some("-"), &mut "secret=s\ntoken=t\n".as_bytes()).unwrap();
+        let all =
+            read_options(Vec::new(), Some("-"), &mut "secret=s\ntoken=t\n".as_bytes()).unwrap();
         assert_eq!(all.len(), 2);
-        let error = options(Vec::new(), Some(&path("wrong")), &mut "".as_bytes()).unwrap_err();
+        let error = read_options(Vec::new(), Some(&path("wrong")), &mut "".as_bytes()).unwrap_err();
         assert!(
             error.to_string().starts_with("line 2 of") && !format!("{error:?}").contains("hidden")
         );
         for wrong in ["env:FARANDOLE_NO_SUCH_VARIABLE", "file:/nowhere/at/all", "-"] {
-            let error = options(given(&[("secret", wrong)]), None, &mut "".as_bytes()).unwrap_err();
+            let error =
+                read_options(given(&[("secret", wrong)]), None, &mut "".as_bytes()).unwrap_err();
             assert!(error.to_string().contains("option secret"), "{error}");
         }
         std::fs::remove_dir_all(&directory).unwrap();
@@ -453,21 +480,23 @@ mod tests {
             "password",
             "client_secret",
         ] {
-            assert!(is_secret(key), "{key}");
+            assert!(is_secret_option(key), "{key}");
         }
         for key in ["region", "endpoint_url", "aws_access_key_id", "account_name", "client_id"] {
-            assert!(!is_secret(key), "{key}");
+            assert!(!is_secret_option(key), "{key}");
         }
-        assert!(is_elsewhere("env:X") && is_elsewhere("-") && !is_elsewhere("hunter2"));
+        assert!(
+            is_indirect_value("env:X") && is_indirect_value("-") && !is_indirect_value("hunter2")
+        );
     }
 
     #[test]
     fn sizes_and_times_are_readable() {
         assert_eq!(
-            [0, 1023, 1024, 1536, 5 << 20, 3 << 30].map(size).join(" "),
+            [0, 1023, 1024, 1536, 5 << 20, 3 << 30].map(format_size).join(" "),
             "0 B 1023 B 1.0 KiB 1.5 KiB 5.0 MiB 3.0 GiB"
         );
-        let at = |seconds| timestamp(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        let at = |seconds| format_timestamp(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
         assert_eq!(at(0), "1970-01-01T00:00:00Z");
         assert_eq!(at(951_825_600), "2000-02-29T12:00:00Z");
         assert_eq!(at(1_767_225_599), "2025-12-31T23:59:59Z");

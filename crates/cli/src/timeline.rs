@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole timeline`, and `farandole run --timeline`: the timelines of all ranks as one trace.
+//! `farandole timeline` and `farandole run --timeline`: merge the timelines of all ranks into one
+//! trace.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -10,11 +11,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context as _, Result};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
-use farandole::telemetry::{Record, Sink};
-use farandole::ui::timeline::{KIND, Pieces, merge};
+use farandole::telemetry::{RecordSink, WorkerRecord};
+use farandole::ui::timeline::{TIMELINE_RECORD_KIND, TimelinePieces, merge_timeline_files};
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
+pub(crate) fn build_command() -> Command {
     Command::new("timeline")
         .about(
             "Merges the timelines of all ranks into one trace, which opens in Perfetto \
@@ -45,70 +46,73 @@ pub(crate) fn command() -> Command {
         ))
 }
 
-/// Runs it.
-pub(crate) fn timeline(matches: &ArgMatches) -> Result<i32> {
+/// Runs the command.
+pub(crate) fn run_timeline(matches: &ArgMatches) -> Result<i32> {
     let inputs: Vec<_> =
         matches.get_many::<PathBuf>("inputs").unwrap_or_default().cloned().collect();
     let output = matches.get_one::<PathBuf>("output").cloned().unwrap_or_default();
-    let summary = merge(&inputs, &output)?;
+    let summary = merge_timeline_files(&inputs, &output)?;
     let mut out = std::io::stdout();
     if matches.get_flag("json") {
-        writeln!(out, "{}", summary.json())?;
+        writeln!(out, "{}", summary.to_json())?;
     } else {
-        writeln!(out, "{}", summary.lines().join("\n"))?;
+        writeln!(out, "{}", summary.summary_lines().join("\n"))?;
     }
     Ok(0)
 }
 
-/// Keeps the timelines that agents send, and passes everything else to the console.
-pub(crate) struct Gathering {
+/// Stores the timelines that agents send, and passes all other records to the console.
+pub(crate) struct TimelineSink {
     path: PathBuf,
-    pieces: Mutex<Pieces>,
-    next: Arc<dyn Sink>,
+    pieces: Mutex<TimelinePieces>,
+    next: Arc<dyn RecordSink>,
 }
 
-impl Gathering {
-    /// For a trace at `path`, which must be writable.
+impl TimelineSink {
+    /// Returns a sink for a trace at `path`.
     ///
     /// # Errors
-    /// It cannot be written, or there is no room for a folder.
-    pub(crate) fn new(path: &Path, next: &Arc<dyn Sink>) -> Result<Arc<Self>> {
-        // Said before the job runs for hours. The present file stays until it can be replaced.
+    /// `path` is not writable, or there is no space for a temporary folder.
+    pub(crate) fn new(path: &Path, next: &Arc<dyn RecordSink>) -> Result<Arc<Self>> {
+        // Checked before the job runs for hours. An existing trace stays until it can be replaced.
         OpenOptions::new()
             .create(true)
             .append(true)
             .open(path)
             .with_context(|| format!("cannot write the timeline to {}", path.display()))?;
-        let pieces = Mutex::new(Pieces::new()?);
+        let pieces = Mutex::new(TimelinePieces::new()?);
         Ok(Arc::new(Self { path: path.to_owned(), pieces, next: Arc::clone(next) }))
     }
 
-    /// Merges the received timelines; returns a message.
+    /// Merges the received timelines; returns messages for the user.
     ///
     /// # Errors
-    /// Nothing has come, or the trace cannot be written.
-    pub(crate) fn merge(&self) -> Result<Vec<String>> {
+    /// No timeline was received, or the trace cannot be written.
+    pub(crate) fn merge_received(&self) -> Result<Vec<String>> {
         let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        let merged = pieces.merge(&self.path);
+        let merged = pieces.merge_pieces(&self.path);
         if merged.is_err() && std::fs::metadata(&self.path).is_ok_and(|told| told.len() == 0) {
             drop(std::fs::remove_file(&self.path)); // made by `new`
         }
-        let mut lines = merged?.lines();
+        let mut lines = merged?.summary_lines();
         lines.push(format!("the timeline of all ranks is in {}", self.path.display()));
         Ok(lines)
     }
 }
 
-impl Sink for Gathering {
-    fn accept(&self, record: Record) {
+impl RecordSink for TimelineSink {
+    fn accept_record(&self, record: WorkerRecord) {
         match record {
-            Record::Metric(metric) if metric.kind == KIND => {
+            WorkerRecord::Metric(metric) if metric.kind == TIMELINE_RECORD_KIND => {
                 let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Err(error) = pieces.take(metric.task, &metric.data) {
-                    crate::say("farandole", &format!("a piece of a timeline is lost: {error}"));
+                if let Err(error) = pieces.add_piece(metric.task, &metric.data) {
+                    crate::print_message(
+                        "farandole",
+                        &format!("a piece of a timeline is lost: {error}"),
+                    );
                 }
             }
-            record => self.next.accept(record),
+            record => self.next.accept_record(record),
         }
     }
 }
@@ -119,7 +123,7 @@ mod tests {
 
     #[test]
     fn inputs_and_an_output_are_needed() {
-        let read = |line: &str| command().try_get_matches_from(line.split(' '));
+        let read = |line: &str| build_command().try_get_matches_from(line.split(' '));
         let matches = read("timeline a b -o c").unwrap();
         assert_eq!(matches.get_many::<PathBuf>("inputs").unwrap().count(), 2);
         assert!(read("timeline a").is_err());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole ui`: the runs of stores as a page in the browser.
+//! `farandole ui`: shows the runs of stores in the browser.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -9,18 +9,18 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Arg, ArgMatches, Command, value_parser};
-use farandole::launcher::Wish;
-use farandole::ui::{Settings, Viewer};
+use farandole::launcher::StopLevel;
+use farandole::ui::{RunViewer, ViewerSettings};
 
+use crate::host_interpreter::HostInterpreter;
 use crate::store;
-use crate::surroundings::Surroundings;
 
-/// Interval at which signals are handled while the page is served.
-const LOOK: Duration = Duration::from_millis(100);
+/// Interval at which the command checks for signals while it serves the page.
+const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Returns the command line.
-pub(crate) fn command() -> Command {
-    store::with_options(Command::new("ui"))
+pub(crate) fn build_command() -> Command {
+    store::add_store_options(Command::new("ui"))
         .about(
             "Shows the runs of stores in the browser: what is training now, curves, parameters, \
              comparisons. The page is served on 127.0.0.1 until Ctrl-C; its link has a token. From \
@@ -41,32 +41,36 @@ pub(crate) fn command() -> Command {
         )
 }
 
-/// Runs it.
-pub(crate) fn ui(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
-    let stores: Vec<String> =
-        matches.get_many::<String>("stores").unwrap_or_default().cloned().map(absolute).collect();
-    store::configure_by(matches, &stores)?;
+/// Runs the command.
+pub(crate) fn run_ui(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
+    let stores: Vec<String> = matches
+        .get_many::<String>("stores")
+        .unwrap_or_default()
+        .cloned()
+        .map(absolute_location)
+        .collect();
+    store::configure_stores(matches, &stores)?;
     let port = matches.get_one("port").copied().unwrap_or_default();
-    let settings = Settings { stores, page: page(surroundings), port };
-    let mut viewer = Viewer::start(&settings)?;
-    // A closed stdout ends it, because no user can have the link.
+    let settings = ViewerSettings { stores, page: page_folder(surroundings), port };
+    let mut viewer = RunViewer::start_server(&settings)?;
+    // A closed stdout ends the command, because the user then cannot get the link.
     let mut out = std::io::stdout();
     writeln!(out, "the runs are at {} (Ctrl-C ends this)", viewer.url())?;
     out.flush()?;
-    while surroundings.wish() == Wish::GoOn {
-        std::thread::sleep(LOOK);
+    while surroundings.requested_stop() == StopLevel::Continue {
+        std::thread::sleep(SIGNAL_POLL_INTERVAL);
     }
     viewer.close();
     Ok(0)
 }
 
 /// Returns the folder of the page's script and style.
-fn page(surroundings: &dyn Surroundings) -> PathBuf {
-    surroundings.package().join("ui")
+fn page_folder(surroundings: &dyn HostInterpreter) -> PathBuf {
+    surroundings.package_folder().join("ui")
 }
 
-/// Returns a path of this host as it is from its root; a URL as it is.
-pub(crate) fn absolute(store: String) -> String {
+/// Returns a local path as an absolute path, and a URL unchanged.
+pub(crate) fn absolute_location(store: String) -> String {
     if store.contains(":/") {
         return store;
     }
@@ -79,7 +83,7 @@ mod tests {
 
     #[test]
     fn stores_and_a_port_are_read() {
-        let matches = command()
+        let matches = build_command()
             .try_get_matches_from(["ui", "a", "s3://b/c", "--port", "80", "--option", "k=v"])
             .unwrap();
         assert_eq!(
@@ -87,14 +91,14 @@ mod tests {
             ["a", "s3://b/c"]
         );
         assert_eq!(matches.get_one::<u16>("port"), Some(&80));
-        assert!(command().try_get_matches_from(["ui"]).is_err());
-        assert!(command().try_get_matches_from(["ui", "a", "--port", "70000"]).is_err());
+        assert!(build_command().try_get_matches_from(["ui"]).is_err());
+        assert!(build_command().try_get_matches_from(["ui", "a", "--port", "70000"]).is_err());
     }
 
     #[test]
     fn a_path_is_shown_from_its_root_and_a_url_unchanged() {
-        assert!(absolute("here".to_owned()).starts_with('/'));
-        assert_eq!(absolute("dbfs:/a".to_owned()), "dbfs:/a");
-        assert_eq!(absolute("s3://a".to_owned()), "s3://a");
+        assert!(absolute_location("here".to_owned()).starts_with('/'));
+        assert_eq!(absolute_location("dbfs:/a".to_owned()), "dbfs:/a");
+        assert_eq!(absolute_location("s3://a".to_owned()), "s3://a");
     }
 }

@@ -10,11 +10,12 @@ use std::hint::spin_loop;
 use std::time::Instant;
 
 use farandole_collectives::{
-    Communicator, DataType, HostCommunicator, Memory, Operation, ReduceOp, Result, Segment, Token,
+    CollectiveOperation, Communicator, DataType, HostCommunicator, HostMemory, OperationToken,
+    ReduceOp, Result, TensorSegment,
 };
 use farandole_testkit::Harness;
 
-const SIZES: [usize; 13] = [
+const TENSOR_SIZES: [usize; 13] = [
     4,
     128,
     1 << 10,
@@ -29,9 +30,9 @@ const SIZES: [usize; 13] = [
     32 << 20,
     64 << 20,
 ];
-/// Polls without progress before the processor is offered to somebody else, who may be the one
-/// waited for.
-const PATIENCE: u32 = 2000;
+/// Polls without progress before a thread yields the processor, because the thread for which it
+/// waits may need the same core.
+const MAX_IDLE_POLLS: u32 = 2000;
 
 fn main() {
     let argument = |k: usize, default: usize| {
@@ -39,15 +40,15 @@ fn main() {
     };
     let (ranks, ring, tensors) = (argument(1, 2), argument(2, 4096) << 10, argument(3, 1));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let patience = if ranks > cores { 0 } else { PATIENCE };
+    let patience = if ranks > cores { 0 } else { MAX_IDLE_POLLS };
     println!("{ranks} ranks, rings of {} KiB, {tensors} tensors", ring >> 10);
-    for bytes in SIZES {
+    for bytes in TENSOR_SIZES {
         let repeats = if bytes <= 512 << 10 { 2000 } else { (512 << 20) / bytes / 4 + 5 };
         let times = Harness::new(ranks).ring(ring).run(|_, mut communicator| {
             let each = (bytes / tensors).next_multiple_of(4);
-            let memory: Vec<Memory> = (0..tensors).map(|_| Memory::new(each)).collect();
+            let memory: Vec<HostMemory> = (0..tensors).map(|_| HostMemory::new(each)).collect();
             (0..repeats)
-                .map(|_| once(&mut communicator, &memory, patience))
+                .map(|_| time_allreduce(&mut communicator, &memory, patience))
                 .collect::<Result<Vec<f64>>>()
         });
         match times.into_iter().next() {
@@ -68,19 +69,24 @@ fn main() {
 }
 
 /// One allreduce, in seconds.
-fn once(communicator: &mut HostCommunicator, memory: &[Memory], patience: u32) -> Result<f64> {
+fn time_allreduce(
+    communicator: &mut HostCommunicator,
+    memory: &[HostMemory],
+    patience: u32,
+) -> Result<f64> {
     let start = Instant::now();
     let segments = memory
         .iter()
-        .map(|memory| Segment { input: memory.buffer(), output: memory.buffer() })
+        .map(|memory| TensorSegment { input: memory.as_buffer(), output: memory.as_buffer() })
         .collect();
     let (op, dtype) = (ReduceOp::Sum, DataType::F32);
-    let operation = Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments };
-    communicator.submit(Token(0), operation)?;
+    let operation =
+        CollectiveOperation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments };
+    communicator.submit_operation(OperationToken(0), operation)?;
     let mut completed = Vec::new();
     let mut idle = 0;
     while completed.is_empty() {
-        if communicator.progress(&mut completed)? {
+        if communicator.make_progress(&mut completed)? {
             idle = 0;
         } else if idle < patience {
             idle += 1;

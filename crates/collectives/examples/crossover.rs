@@ -13,18 +13,18 @@ use std::time::{Duration, Instant};
 use farandole_collectives::{DataType, ReduceOp};
 use farandole_testkit::{Harness, Links, Tensor, allreduce, complete};
 
-const SIZES: [usize; 9] =
+const TENSOR_SIZES: [usize; 9] =
     [4, 1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20];
-const ALGORITHMS: [&str; 5] = ["direct", "doubling", "pipeline", "hierarchy", "halving"];
+const ALGORITHM_NAMES: [&str; 5] = ["direct", "doubling", "pipeline", "hierarchy", "halving"];
 
 fn main() {
     let world = std::env::args().nth(1).unwrap_or_else(|| "2,2".to_owned());
     let world: Vec<usize> = world.split(',').map(|ranks| ranks.parse().unwrap()).collect();
     println!("ranks by host: {world:?}");
-    let names = ALGORITHMS.map(|name| format!("{name:>10}"));
+    let names = ALGORITHM_NAMES.map(|name| format!("{name:>10}"));
     println!("{:>10} {}", "bytes", names.join(" "));
-    let columns = ALGORITHMS.map(|algorithm| times(&world, algorithm));
-    for (k, bytes) in SIZES.iter().enumerate() {
+    let columns = ALGORITHM_NAMES.map(|algorithm| median_times(&world, algorithm));
+    for (k, bytes) in TENSOR_SIZES.iter().enumerate() {
         let cells =
             columns.each_ref().map(|column| format!("{:10.1}", column[k].as_secs_f64() * 1e6));
         println!("{bytes:>10} {}", cells.join(" "));
@@ -32,7 +32,7 @@ fn main() {
 }
 
 /// The median of each size on the first rank.
-fn times(world: &[usize], algorithm: &str) -> Vec<Duration> {
+fn median_times(world: &[usize], algorithm: &str) -> Vec<Duration> {
     let world = Harness::on_hosts(world).over(Links::TwoHosts).ring(4 << 20).algorithms(algorithm);
     let mut times = world.run(|_, mut communicator| {
         let mut time = |bytes: usize| {
@@ -50,7 +50,7 @@ fn times(world: &[usize], algorithm: &str) -> Vec<Duration> {
             taken.sort_unstable();
             taken[taken.len() / 2]
         };
-        SIZES.map(&mut time).to_vec()
+        TENSOR_SIZES.map(&mut time).to_vec()
     });
     times.swap_remove(0)
 }

@@ -8,27 +8,28 @@ use std::time::Duration;
 
 use farandole_world::Rank;
 
-use crate::{Buffer, DataType, Error, Memory, ReduceOp, Result, Stream};
+use crate::{Buffer, DataType, DeviceStream, Error, HostMemory, ReduceOp, Result};
 
-/// Names an operation between its submission and its completion.
+/// Identifier of an operation between its submission and its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Token(pub u64);
+pub struct OperationToken(pub u64);
 
-/// One tensor of an operation: read from `input`, written to `output`. They may be the same buffer.
+/// One tensor of an operation, which reads `input` and writes `output`. Both may be the same
+/// buffer.
 #[derive(Clone, Debug)]
-pub struct Segment {
-    /// Read only.
+pub struct TensorSegment {
+    /// Buffer that the operation reads.
     pub input: Buffer,
-    /// Written once the operation completes.
+    /// Buffer that holds the result when the operation completes.
     pub output: Buffer,
 }
 
-/// An operation of a communicator. Every member submits equal operations in the same order; sizes
-/// that may differ between members are spelled out for all of them. Member numbers are positions in
-/// the communicator.
+/// Operation of a communicator. Every member submits equal operations in the same order. If a size
+/// may differ between members, the operation holds this size for every member. Member numbers are
+/// positions in the communicator.
 #[derive(Clone, Debug)]
-pub enum Operation {
-    /// `output = post * reduce(pre * input)` per element; fused over all segments (a gather list,
+pub enum CollectiveOperation {
+    /// `output = post * reduce(pre * input)` per element, fused over all segments (a gather list,
     /// no packing).
     Allreduce {
         /// Element type of every segment.
@@ -40,240 +41,264 @@ pub enum Operation {
         /// Multiplies the result.
         postscale: f64,
         /// The tensors.
-        segments: Vec<Segment>,
+        segments: Vec<TensorSegment>,
     },
-    /// Copies the root's `input` to every `output`; the root's output is written too unless it is
-    /// its input.
+    /// Copies the root's `input` to every `output`. The root's output is also written, unless it is
+    /// the root's input.
     Broadcast {
-        /// Member that sends.
+        /// Sending member.
         root: usize,
         /// The tensors.
-        segments: Vec<Segment>,
+        segments: Vec<TensorSegment>,
     },
-    /// Concatenates every member's `input` in member order into every `output`, for each segment by
-    /// itself.
+    /// Concatenates every member's `input` in member order into every `output`, separately for each
+    /// segment.
     Allgather {
         /// The tensors; `output` holds the sum of the counts.
-        segments: Vec<Segment>,
+        segments: Vec<TensorSegment>,
         /// Bytes per member, for each segment.
         bytes: Vec<Vec<usize>>,
     },
-    /// Sends a block of `input` to every member and receives one of each, end to end in member
-    /// order.
+    /// Sends one block of `input` to every member and receives one block from each, end to end in
+    /// member order.
     Alltoall {
-        /// `input` holds the sum of `sends`, `output` the sum of `receives`; they must not overlap.
-        segment: Segment,
+        /// The tensor: `input` has as many bytes as the sum of `sends`, `output` as the sum of
+        /// `receives`. They must not overlap.
+        segment: TensorSegment,
         /// Bytes to each member.
         sends: Vec<usize>,
         /// Bytes from each member.
         receives: Vec<usize>,
     },
-    /// Like `Allreduce`, but every member gets its own part of each segment only. An output may be
-    /// the own part of its input; otherwise they must not overlap.
+    /// Like `Allreduce`, but every member gets only its own part of each segment. An output may be
+    /// this member's part of its input; otherwise input and output must not overlap.
     Reducescatter {
         /// Element type of every segment.
         dtype: DataType,
-        /// The operation that combines elements: anything but `Adasum`.
+        /// The operation that combines elements: any except `Adasum`.
         op: ReduceOp,
         /// Multiplies inputs before the reduction.
         prescale: f64,
         /// Multiplies the result.
         postscale: f64,
         /// The tensors; `input` holds all parts in member order, `output` this member's part.
-        segments: Vec<Segment>,
+        segments: Vec<TensorSegment>,
         /// Bytes of each member's part, for each segment.
         bytes: Vec<Vec<usize>>,
     },
-    /// Completes when every member has submitted it.
+    /// Completes when every member has submitted the barrier.
     Barrier,
 }
 
-/// Runs operations among a fixed set of members, in submission order. Nothing here blocks.
+/// Runs operations among a fixed set of members, in submission order. No method blocks, except
+/// `drain_launched`.
 pub trait Communicator: Send {
     /// Returns the number of members.
-    fn size(&self) -> usize;
+    fn member_count(&self) -> usize;
 
-    /// This process's position among them.
-    fn member(&self) -> usize;
+    /// Returns this process's position among the members.
+    fn member_index(&self) -> usize;
 
     /// Queues an operation.
     ///
     /// # Errors
-    /// `Unsupported` for a combination the implementation lacks, `Shape` for buffers that do not
-    /// fit it.
-    fn submit(&mut self, token: Token, operation: Operation) -> Result<()>;
+    /// `Unsupported` for a combination that the implementation lacks, `Shape` for buffers that do
+    /// not fit the operation.
+    fn submit_operation(
+        &mut self,
+        token: OperationToken,
+        operation: CollectiveOperation,
+    ) -> Result<()>;
 
-    /// Moves everything that can move; appends tokens of operations that completed. True when
-    /// anything moved.
+    /// Makes all progress that is possible and appends the tokens of the operations that completed.
+    /// Returns true when there was any progress.
     ///
     /// # Errors
     /// The first failure of a link; the communicator is unusable afterwards.
-    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool>;
+    fn make_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool>;
 
-    /// Like [`Communicator::submit`], for an operation whose work on the device comes after
-    /// `events`: the device waits for them, not the host.
+    /// Like [`Communicator::submit_operation`], for an operation whose work on the device must
+    /// follow `events`. The device waits for the events, not the host.
     ///
     /// # Errors
-    /// Like `submit`; `Device` where there is no device that could wait.
-    fn submit_after(
+    /// Like `submit_operation`; `Device` if there is no device that could wait.
+    fn submit_after_events(
         &mut self,
-        token: Token,
-        operation: Operation,
-        events: Vec<Arc<dyn Event>>,
+        token: OperationToken,
+        operation: CollectiveOperation,
+        events: Vec<Arc<dyn DeviceEvent>>,
     ) -> Result<()> {
         match events.is_empty() {
-            true => self.submit(token, operation),
+            true => self.submit_operation(token, operation),
             false => Err(Error::Shape {
                 reason: "an operation on the host waits for no device".to_owned(),
             }),
         }
     }
 
-    /// Returns whether members still find out whether they can have it; it counts as pending. Until
-    /// then no caller asks what it carries or submits an operation.
+    /// Returns whether members are still finding out whether they can form the communicator. The
+    /// communicator then counts as pending: no caller asks `can_execute` or submits an operation.
     fn is_forming(&self) -> bool {
         false
     }
 
-    /// Returns a remark for the user that is no failure; given once.
-    fn remark(&mut self) -> Option<String> {
+    /// Returns a notice for the user that is not a failure. Each notice is returned once.
+    fn take_notice(&mut self) -> Option<String> {
         None
     }
 
-    /// Returns whether an operation is done as it is defined: the same answer on every member.
-    fn carries(&self, _operation: &Operation) -> bool {
+    /// Returns whether the communicator can execute an operation as it is defined. The answer is
+    /// the same on every member.
+    fn can_execute(&self, _operation: &CollectiveOperation) -> bool {
         true
     }
 
-    /// Appends operations whose work was put on a device since, each with the event at which its
-    /// results are there. They complete later; until then nothing but their device touches their
-    /// buffers.
-    fn launched(&mut self, _launched: &mut Vec<(Token, Arc<dyn Event>)>) {}
+    /// Appends the operations that were launched on a device since the last call, each with the
+    /// event after which its results are available. These operations complete later; until then
+    /// only their device touches their buffers.
+    fn take_launched(&mut self, _launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>) {}
 
-    /// Returns whether peers wait for progress of the own device that only a call of `progress`
-    /// publishes. Operations may be complete here by then.
-    fn is_awaited(&self) -> bool {
+    /// Returns whether peers wait for progress of this device that only a call of `make_progress`
+    /// publishes. The operations may already be complete on this member.
+    fn has_waiting_peers(&self) -> bool {
         false
     }
 
-    /// Waits until launched work is done, for at most so long: before an orderly end.
-    fn drain(&mut self, _limit: Duration) {}
+    /// Waits until launched work is done, for at most `limit`. Called before an orderly shutdown.
+    fn drain_launched(&mut self, _limit: Duration) {}
 
-    /// For an owner that makes no more progress: the memory of submitted operations is not touched
-    /// any more. All later calls fail.
-    fn abandon(&mut self) {}
+    /// Abandons all submitted operations: their memory is not touched any more. For an owner that
+    /// makes no more progress. All later calls fail.
+    fn abandon_operations(&mut self) {}
 
-    /// Returns memory of the communicator's device for a result of so many bytes, at least one:
-    /// only operations submitted from now on may write it.
+    /// Returns `bytes` (at least 1) bytes of memory on the communicator's device for a result. Only
+    /// operations submitted after this call may write this memory.
     ///
     /// # Errors
-    /// `Device` when the device has none left; `Shape` where there is no device.
-    fn room(&mut self, _bytes: usize) -> Result<Arc<dyn Room>> {
+    /// `Device` when the device has no memory left; `Shape` if there is no device.
+    fn allocate_result(&mut self, _bytes: usize) -> Result<Arc<dyn ResultMemory>> {
         Err(Error::Shape {
             reason: "an operation on the host has no memory of a device".to_owned(),
         })
     }
 
-    /// Operations not completed.
-    fn pending(&self) -> usize;
+    /// Returns the number of operations that are not completed.
+    fn pending_count(&self) -> usize;
 }
 
-/// Memory of a device that an operation fills; the device gets it back when the bytes were fetched,
-/// or this was dropped.
-pub trait Room: Send + Sync {
-    /// Returns the memory, for the operation alone: to be used no longer than this lives.
-    fn buffer(&self) -> Buffer;
+/// Device memory that an operation fills. The device gets the memory back when the bytes were
+/// fetched or this handle was dropped.
+pub trait ResultMemory: Send + Sync {
+    /// Returns the memory as a buffer for the operation. The buffer must not be used after this
+    /// handle was dropped.
+    fn as_buffer(&self) -> Buffer;
 
-    /// Lets a framework's stream move the bytes to memory of the same device, after `reached`, and
-    /// free this memory behind that; the host waits for nothing. Once only.
+    /// Queues on a framework's stream, after `reached`, a copy of the bytes to memory of the same
+    /// device, and then the release of this memory. The host does not wait. Can be called only
+    /// once.
     ///
     /// # Errors
-    /// `Shape` when `to` is no memory for all the bytes there, or they were fetched before;
-    /// `Device`.
-    fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, stream: Stream) -> Result<()>;
+    /// `Shape` when `to` does not have memory on this device for all bytes, or when the bytes were
+    /// fetched before; `Device` when the device fails.
+    fn fetch_on_stream(
+        &self,
+        to: &Buffer,
+        reached: Option<&Arc<dyn DeviceEvent>>,
+        stream: DeviceStream,
+    ) -> Result<()>;
 }
 
-/// A place that has memory of its own. Host memory needs none; testkit has one over host memory.
+/// Device with separate memory. Operations on host memory need none; testkit has an implementation
+/// over host memory.
 pub trait Device: Send + Sync {
-    /// Ordinal as the framework counts.
-    fn ordinal(&self) -> u32;
+    /// Returns the ordinal of the device in the framework.
+    fn device_ordinal(&self) -> u32;
 
-    /// Host memory that transfers fast to and from this device: at least so many bytes, with
-    /// anything in them.
+    /// Returns host memory with fast transfers to and from this device: at least `bytes` bytes,
+    /// with undefined content.
     ///
     /// # Errors
     /// `Device` when it is out of memory.
-    fn staging(&self, bytes: usize) -> Result<Memory>;
+    fn allocate_staging(&self, bytes: usize) -> Result<HostMemory>;
 
-    /// Starts copying `from` to `to`, one of them on this device, after all copies in that
-    /// direction queued before.
+    /// Starts to copy `from` to `to`. One of the two is on this device. The copy follows all copies
+    /// in the same direction that were queued before.
     ///
     /// # Errors
     /// `Device` when the copy cannot be queued, `Shape` when the sizes differ.
-    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>>;
+    fn copy_async(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn DeviceEvent>>;
 
-    /// Like [`Device::copy`], several at once, all in one direction: the event comes after all of
-    /// them. At least one.
+    /// Like [`Device::copy_async`], for one or more copies in the same direction. The event follows
+    /// all of them.
     ///
     /// # Errors
-    /// Like `copy`, `Shape` also where there is nothing to copy.
-    fn copy_all(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn Event>> {
+    /// Like `copy_async`, and `Shape` when `pairs` is empty.
+    fn copy_all_async(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn DeviceEvent>> {
         let mut last = None;
         for (from, to) in pairs {
-            last = Some(self.copy(from, to)?);
+            last = Some(self.copy_async(from, to)?);
         }
         last.ok_or_else(|| Error::Shape { reason: "nothing is to be copied".to_owned() })
     }
 }
 
-/// A point in a device's work.
-pub trait Event: Send + Sync {
-    /// Returns whether everything before it is done.
+/// Point in the work of a device.
+pub trait DeviceEvent: Send + Sync {
+    /// Returns whether all work before the event is done.
     ///
     /// # Errors
     /// `Device` when the work failed.
     fn is_ready(&self) -> Result<bool>;
 
     /// Returns the device.
-    fn ordinal(&self) -> u32;
+    fn device_ordinal(&self) -> u32;
 
-    /// Makes later work on a stream of the device wait for this. The host does not wait.
+    /// Makes later work on a stream of the device wait for this event. The host does not wait.
     ///
     /// # Errors
-    /// `Device` when the device cannot.
-    fn hold(&self, stream: Stream) -> Result<()>;
+    /// `Device` when the device fails.
+    fn make_stream_wait(&self, stream: DeviceStream) -> Result<()>;
 }
 
-/// Makes communicators among devices, one of each member. What members know of each other they tell
-/// by cards.
-pub trait Fabric: Send + Sync {
-    /// This member's card for the device, at most [`CARD`] bytes; empty if it cannot take part.
-    fn card(&self, device: u32) -> Vec<u8>;
+/// Forms communicators among devices, one device of each member. Members exchange their
+/// capabilities as encoded bytes (`cards`).
+pub trait DeviceFabric: Send + Sync {
+    /// Returns this member's encoded capabilities for the device, at most
+    /// [`MAX_CAPABILITIES_BYTES`] bytes. Empty if the device cannot take part.
+    fn device_capabilities(&self, device: u32) -> Vec<u8>;
 
-    /// Returns the reason, if any, why members with these cards can have no communicator. The
-    /// answer follows from the cards alone. This member is the one at `place`.
-    fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
+    /// Returns the reason why members with these capabilities cannot form a communicator, if there
+    /// is one. The answer depends only on `cards`, so it is the same on every member. This member
+    /// is at position `place`.
+    fn formation_obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize)
+    -> Option<String>;
 
-    /// Returns a remark for the user about the communicator of members with these cards, if they
-    /// can have one.
-    fn remark(&self, _cards: &[&[u8]], _members: &[Rank], _place: usize) -> Option<String> {
+    /// Returns a notice for the user about the communicator of members with these capabilities, if
+    /// they can form one.
+    fn formation_notice(
+        &self,
+        _cards: &[&[u8]],
+        _members: &[Rank],
+        _place: usize,
+    ) -> Option<String> {
         None
     }
 
-    /// Returns a name for a new communicator of members with these cards, less than [`CARD`] bytes.
-    /// Asked of the first member alone, and only when nothing is in the way: with it a port may be
-    /// opened, which forming the communicator closes.
+    /// Returns a name of less than [`MAX_CAPABILITIES_BYTES`] bytes for a new communicator of
+    /// members with these capabilities. Called only on the first member, and only if there is no
+    /// obstacle, because the call may open a port that is closed when the communicator is formed.
     ///
     /// # Errors
-    /// Why there is none.
-    fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String>;
+    /// Text with the reason why no name could be created.
+    fn create_communicator_name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String>;
 
-    /// Begins to form the communicator of this name, in which this is the member `place` of `size`;
-    /// `patience` is how long that, and each operation, may take.
+    /// Begins to form the communicator with this name. `place` holds the position of this member
+    /// and the number of members. `patience` is the deadline of the formation and of each
+    /// operation.
     ///
     /// # Errors
-    /// `Device`, `Lost`.
-    fn form(
+    /// `Device` when the device fails, `Lost` when members are lost.
+    fn form_communicator(
         &self,
         device: u32,
         name: &[u8],
@@ -282,5 +307,5 @@ pub trait Fabric: Send + Sync {
     ) -> Result<Box<dyn Communicator>>;
 }
 
-/// Bytes of a card.
-pub const CARD: usize = 192;
+/// Longest encoded capabilities of a member, in bytes.
+pub const MAX_CAPABILITIES_BYTES: usize = 192;

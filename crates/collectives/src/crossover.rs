@@ -2,33 +2,33 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Chooses the algorithm of an allreduce by its bytes and by its members' hosts, and whether a
-//! reduce-scatter goes by hosts. Results do not depend on it.
+//! reduce-scatter joins inputs on each host first. Results do not depend on the choice.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-/// A way to do an allreduce.
+/// Algorithm of an allreduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Algorithm {
+pub enum AllreduceAlgorithm {
     /// Every member sends everything to every other member: one step.
     Direct,
-    /// One member of each host collects, these swap partial sums with twice as many at each step,
-    /// and hand out.
+    /// The first member of each host collects its host's inputs. These members swap partial sums,
+    /// over twice as many hosts at each step, and then distribute the result on their hosts.
     Doubling,
-    /// Everybody owns a part that all others send it, and sends them the result: two steps in
-    /// chunks.
+    /// Every member owns one part, receives all inputs of this part, and sends the result to all
+    /// others: two steps in chunks.
     Pipeline,
-    /// In the host, across hosts and back: four steps in chunks. Across hosts each element travels
-    /// once to its owner and once back, whatever the number of members on a host.
+    /// In the host, across hosts and back: four steps in chunks. Across hosts each element is sent
+    /// once to its owner and once back, for any number of members on a host.
     Hierarchy,
-    /// As a hierarchy, but hosts swap halves with hosts at doubling distances: the same bytes in
-    /// more steps, with few other hosts.
+    /// Like `Hierarchy`, but hosts swap halves with hosts at doubling distances: the same bytes in
+    /// more steps, and each host has links to few other hosts.
     Halving,
 }
 
-impl Algorithm {
-    const NAMES: [(Self, &str); 5] = [
+impl AllreduceAlgorithm {
+    const ALGORITHM_NAMES: [(Self, &str); 5] = [
         (Self::Direct, "direct"),
         (Self::Doubling, "doubling"),
         (Self::Pipeline, "pipeline"),
@@ -37,102 +37,117 @@ impl Algorithm {
     ];
 
     fn name(self) -> &'static str {
-        Self::NAMES.iter().find(|(algorithm, _)| *algorithm == self).map_or("", |(_, name)| name)
+        Self::ALGORITHM_NAMES
+            .iter()
+            .find(|(algorithm, _)| *algorithm == self)
+            .map_or("", |(_, name)| name)
     }
 }
 
-impl fmt::Display for Algorithm {
+impl fmt::Display for AllreduceAlgorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-/// The hosts of the members.
+/// Number of members and their distribution over hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shape {
+pub(crate) struct GroupShape {
     pub(crate) members: usize,
     pub(crate) hosts: usize,
     /// Members on the fullest host.
-    pub(crate) together: usize,
+    pub(crate) largest_host_size: usize,
 }
 
-/// A row of the table: up to how many bytes which algorithm is the fastest for worlds of up to so
-/// many members, on up to so many hosts. Larger tensors are pipelined, by hosts if members share
-/// one.
-struct Row {
+/// One row of the table: the fastest algorithm for worlds with at most `members` members on at most
+/// `hosts` hosts. `Direct` is used up to `direct` bytes, then `Doubling` up to `doubling` bytes.
+/// Larger tensors use `Pipeline`, or `Hierarchy` or `Halving` if members share a host.
+struct CrossoverRow {
     members: usize,
     hosts: usize,
     direct: usize,
     doubling: usize,
 }
 
-/// The first row that fits counts. One host: measured with `farandole bench allreduce` over shared
-/// memory on 2 cores, 2 to 8 ranks. Several: medians of `examples/crossover.rs` on 2 cores that had
-/// other work too, hosts of 1+1, 2+1, 2+2 and 1+1+1+1 ranks: doubling was the fastest up to 32 KiB
-/// everywhere and up to 64 KiB but on 1+1 and 1+1+1+1, where pipeline was from there on; hierarchy
-/// wherever ranks share a host. Direct never was.
-const TABLE: [Row; 6] = [
-    Row { members: 2, hosts: 1, direct: 32 << 10, doubling: 0 },
-    Row { members: 4, hosts: 1, direct: 16 << 10, doubling: 0 },
-    Row { members: 8, hosts: 1, direct: 8 << 10, doubling: 0 },
-    Row { members: usize::MAX, hosts: 1, direct: 0, doubling: 0 },
-    Row { members: 2, hosts: 2, direct: 0, doubling: 32 << 10 },
-    Row { members: usize::MAX, hosts: usize::MAX, direct: 0, doubling: 64 << 10 },
+/// Rows in order; the first that fits is used. Sources of the numbers: for one host,
+/// `farandole bench allreduce` over shared memory on 2 cores, 2 to 8 ranks. For several hosts,
+/// medians of `examples/crossover.rs` on 2 cores that also had other work, with hosts of 1+1, 2+1,
+/// 2+2 and 1+1+1+1 ranks. Doubling was the fastest up to 32 KiB in all worlds, and up to 64 KiB
+/// except with 1+1 and 1+1+1+1 ranks, where pipeline was the fastest above 32 KiB. Hierarchy was
+/// the fastest for larger tensors when ranks share a host. Direct was never the fastest.
+const CROSSOVER_ROWS: [CrossoverRow; 6] = [
+    CrossoverRow { members: 2, hosts: 1, direct: 32 << 10, doubling: 0 },
+    CrossoverRow { members: 4, hosts: 1, direct: 16 << 10, doubling: 0 },
+    CrossoverRow { members: 8, hosts: 1, direct: 8 << 10, doubling: 0 },
+    CrossoverRow { members: usize::MAX, hosts: 1, direct: 0, doubling: 0 },
+    CrossoverRow { members: 2, hosts: 2, direct: 0, doubling: 32 << 10 },
+    CrossoverRow { members: usize::MAX, hosts: usize::MAX, direct: 0, doubling: 64 << 10 },
 ];
 
-/// Hosts from which on ranks that share a host swap halves. `examples/across.rs` of the simulator,
-/// at 25 and 100 Gbit/s and 20 us: with 16 to 64 hosts of 4 or 8 ranks halving takes 0.44 to 1.03
-/// times as long as hierarchy from 256 KiB on, and connects each rank with `log2 H` others and not
-/// with `H - 1`. With fewer hosts neither is always the faster one. At 200 us halving takes longer
-/// up to some MiB. Pipeline is the fastest with one rank on each host.
-const MANY: usize = 16;
+/// Smallest number of hosts for halving, if ranks share a host. Measured with `examples/across.rs`
+/// of the simulator at 25 and 100 Gbit/s and 20 us. With 16 to 64 hosts of 4 or 8 ranks and from
+/// 256 KiB, halving takes 0.44 to 1.03 times as long as hierarchy, and connects each rank with
+/// `log2 H` others instead of `H - 1`. With fewer hosts, neither is always the faster one. At 200
+/// us, halving is slower up to a few MiB. With one rank on each host, pipeline is the fastest.
+const MIN_HALVING_HOSTS: usize = 16;
 
-/// The choice of algorithms: the table that comes with the crate, or rules in its place. Nothing is
-/// measured while a job runs, and all members compare their choice when they greet each other.
+/// Choice of algorithms: the built-in table, or rules that replace it. No measurement runs during a
+/// job, and all members compare their choices when they greet each other.
 ///
-/// As text: `auto`, or rules like `direct:4096,doubling:65536,hierarchy`, of which the first counts
-/// whose bytes are not exceeded. Rules for worlds of one shape begin with the shape:
-/// `2x4=doubling:32768,hierarchy` is for two hosts of which the fullest has four members. Such
-/// lists, and one without a shape for all other worlds, are separated by `;` or by the ends of
-/// lines. A line that begins with `#` is a remark.
+/// The text form is `auto`, or rules such as `direct:4096,doubling:65536,hierarchy`. The first rule
+/// with enough bytes for the operation is used. Rules for worlds of one shape begin with the shape:
+/// `2x4=doubling:32768,hierarchy` is for two hosts, the fullest with four members. A text can have
+/// several such lists, and one list without a shape for all other worlds. Lists are separated by
+/// `;` or by line ends. A line that begins with `#` is a comment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Crossover {
-    /// By hosts, and members on the fullest host.
+pub struct CrossoverTable {
+    /// Rules by number of hosts and number of members on the fullest host.
     shapes: BTreeMap<(usize, usize), Rules>,
     rules: Rules,
 }
 
-/// Algorithms, each with the largest number of bytes.
-type Rules = Vec<(usize, Algorithm)>;
+/// Algorithms, each with its largest number of bytes.
+type Rules = Vec<(usize, AllreduceAlgorithm)>;
 
-impl Crossover {
-    pub(crate) fn choose(&self, shape: Shape, bytes: usize, capacity: usize) -> Algorithm {
-        let rules = self.shapes.get(&(shape.hosts, shape.together)).unwrap_or(&self.rules);
+impl CrossoverTable {
+    pub(crate) fn choose_algorithm(
+        &self,
+        shape: GroupShape,
+        bytes: usize,
+        capacity: usize,
+    ) -> AllreduceAlgorithm {
+        let rules = self.shapes.get(&(shape.hosts, shape.largest_host_size)).unwrap_or(&self.rules);
         let chosen = match rules.iter().find(|(most, _)| bytes <= *most) {
             Some((_, algorithm)) => *algorithm,
-            None => shipped(shape, bytes, capacity),
+            None => default_algorithm(shape, bytes, capacity),
         };
-        // There is nothing across.
-        let is_across = matches!(chosen, Algorithm::Hierarchy | Algorithm::Halving);
-        if is_across && shape.hosts == 1 { Algorithm::Pipeline } else { chosen }
+        // With one host, there is no other host to reduce across.
+        let is_across =
+            matches!(chosen, AllreduceAlgorithm::Hierarchy | AllreduceAlgorithm::Halving);
+        if is_across && shape.hosts == 1 { AllreduceAlgorithm::Pipeline } else { chosen }
     }
 }
 
-fn shipped(shape: Shape, bytes: usize, capacity: usize) -> Algorithm {
-    let row = TABLE.iter().find(|row| shape.members <= row.members && shape.hosts <= row.hosts);
+fn default_algorithm(shape: GroupShape, bytes: usize, capacity: usize) -> AllreduceAlgorithm {
+    let row =
+        CROSSOVER_ROWS.iter().find(|row| shape.members <= row.members && shape.hosts <= row.hosts);
     let (direct, doubling) = row.map_or((0, 0), |row| (row.direct, row.doubling));
     if bytes <= direct.min(capacity) {
-        Algorithm::Direct
+        AllreduceAlgorithm::Direct
     } else if bytes <= doubling.min(capacity) {
-        Algorithm::Doubling
-    } else if shape.hosts > 1 && shape.together > 1 {
-        if shape.hosts < MANY { Algorithm::Hierarchy } else { Algorithm::Halving }
+        AllreduceAlgorithm::Doubling
+    } else if shape.hosts > 1 && shape.largest_host_size > 1 {
+        if shape.hosts < MIN_HALVING_HOSTS {
+            AllreduceAlgorithm::Hierarchy
+        } else {
+            AllreduceAlgorithm::Halving
+        }
     } else {
-        Algorithm::Pipeline
+        AllreduceAlgorithm::Pipeline
     }
 }
 
-impl FromStr for Crossover {
+impl FromStr for CrossoverTable {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -149,10 +164,10 @@ impl FromStr for Crossover {
         for list in lists {
             let twice = match list.split_once('=') {
                 Some((shape, list)) => {
-                    found.shapes.insert(shape_of(shape)?, rules(list)?).is_some()
+                    found.shapes.insert(parse_shape(shape)?, parse_rules(list)?).is_some()
                 }
                 None => {
-                    found.rules = rules(list)?;
+                    found.rules = parse_rules(list)?;
                     std::mem::replace(&mut has_rules, true)
                 }
             };
@@ -164,8 +179,8 @@ impl FromStr for Crossover {
     }
 }
 
-/// `2x4`: hosts, and members on the fullest one.
-fn shape_of(text: &str) -> Result<(usize, usize), String> {
+/// Parses a shape such as `2x4`: the number of hosts, and the number of members on the fullest one.
+fn parse_shape(text: &str) -> Result<(usize, usize), String> {
     let number = |text: &str| text.trim().parse().ok().filter(|number| *number > 0);
     let shape = text
         .split_once('x')
@@ -173,14 +188,15 @@ fn shape_of(text: &str) -> Result<(usize, usize), String> {
     shape.ok_or_else(|| format!("no shape of a world, such as 2x4: {text}"))
 }
 
-fn rules(text: &str) -> Result<Rules, String> {
+fn parse_rules(text: &str) -> Result<Rules, String> {
     if text.trim() == "auto" {
         return Ok(Rules::new());
     }
     let rule = |rule: &str| {
         let (name, most) =
             rule.split_once(':').map_or((rule, None), |(name, most)| (name, Some(most)));
-        let algorithm = Algorithm::NAMES.iter().find(|(_, known)| *known == name.trim());
+        let algorithm =
+            AllreduceAlgorithm::ALGORITHM_NAMES.iter().find(|(_, known)| *known == name.trim());
         let most = most.map_or(Ok(usize::MAX), |most| most.trim().parse());
         match (algorithm, most) {
             (Some((algorithm, _)), Ok(most)) => Ok((most, *algorithm)),
@@ -190,19 +206,19 @@ fn rules(text: &str) -> Result<Rules, String> {
     text.split(',').map(rule).collect()
 }
 
-impl fmt::Display for Crossover {
+impl fmt::Display for CrossoverTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for ((hosts, together), rules) in &self.shapes {
-            write!(f, "{hosts}x{together}={};", Text(rules))?;
+            write!(f, "{hosts}x{together}={};", RulesText(rules))?;
         }
-        Text(&self.rules).fmt(f)
+        RulesText(&self.rules).fmt(f)
     }
 }
 
 /// Rules as text.
-struct Text<'a>(&'a Rules);
+struct RulesText<'a>(&'a Rules);
 
-impl fmt::Display for Text<'_> {
+impl fmt::Display for RulesText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
             return f.write_str("auto");
@@ -222,8 +238,8 @@ impl fmt::Display for Text<'_> {
 mod tests {
     use super::*;
 
-    fn shape(hosts: usize, together: usize) -> Shape {
-        Shape { members: hosts * together, hosts, together }
+    fn shape(hosts: usize, together: usize) -> GroupShape {
+        GroupShape { members: hosts * together, hosts, largest_host_size: together }
     }
 
     #[test]
@@ -231,82 +247,99 @@ mod tests {
         for text in
             ["auto", "pipeline", "direct:4096,doubling:65536,hierarchy", "doubling:65536,halving"]
         {
-            assert_eq!(text.parse::<Crossover>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<CrossoverTable>().unwrap().to_string(), text);
         }
-        assert_eq!("ring".parse::<Crossover>().unwrap_err(), "no rule of algorithms: ring");
-        assert_eq!("direct:x".parse::<Crossover>().unwrap_err(), "no rule of algorithms: direct:x");
+        assert_eq!("ring".parse::<CrossoverTable>().unwrap_err(), "no rule of algorithms: ring");
+        assert_eq!(
+            "direct:x".parse::<CrossoverTable>().unwrap_err(),
+            "no rule of algorithms: direct:x"
+        );
     }
 
     #[test]
     fn lists_for_shapes_are_read_back_in_one_order() {
         let file = "# measured\n 2x4 = doubling:32768, hierarchy\n\n1x8=auto\ndirect:4096\n";
         let (read, text) = (
-            file.parse::<Crossover>().unwrap(),
+            file.parse::<CrossoverTable>().unwrap(),
             "1x8=auto;2x4=doubling:32768,hierarchy;direct:4096",
         );
         assert_eq!(read.to_string(), text);
-        assert_eq!(text.parse::<Crossover>().unwrap(), read);
-        assert_eq!("2x4=pipeline".parse::<Crossover>().unwrap().to_string(), "2x4=pipeline;auto");
+        assert_eq!(text.parse::<CrossoverTable>().unwrap(), read);
+        assert_eq!(
+            "2x4=pipeline".parse::<CrossoverTable>().unwrap().to_string(),
+            "2x4=pipeline;auto"
+        );
         for wrong in
             ["", "# none", "2=pipeline", "0x4=pipeline", "ax4=pipeline", "2x4=", "2x4=ring"]
         {
-            assert!(wrong.parse::<Crossover>().is_err(), "{wrong}");
+            assert!(wrong.parse::<CrossoverTable>().is_err(), "{wrong}");
         }
         let twice = "two lists of rules for the same worlds: direct";
         assert_eq!(
-            "2x4=direct;2x4=direct".parse::<Crossover>().unwrap_err(),
+            "2x4=direct;2x4=direct".parse::<CrossoverTable>().unwrap_err(),
             "two lists of rules for the same worlds: 2x4=direct"
         );
-        assert_eq!("auto;direct".parse::<Crossover>().unwrap_err(), twice);
+        assert_eq!("auto;direct".parse::<CrossoverTable>().unwrap_err(), twice);
     }
 
     #[test]
     fn a_world_takes_the_list_of_its_shape() {
-        let table: Crossover = "2x4=pipeline:100;1x4=auto;doubling".parse().unwrap();
-        let chosen = |hosts, together, bytes| table.choose(shape(hosts, together), bytes, 1 << 20);
+        let table: CrossoverTable = "2x4=pipeline:100;1x4=auto;doubling".parse().unwrap();
+        let chosen =
+            |hosts, together, bytes| table.choose_algorithm(shape(hosts, together), bytes, 1 << 20);
         assert_eq!(
             (chosen(2, 4, 100), chosen(2, 4, 101)),
-            (Algorithm::Pipeline, Algorithm::Doubling)
+            (AllreduceAlgorithm::Pipeline, AllreduceAlgorithm::Doubling)
         );
         assert_eq!(
             (chosen(1, 4, 4), chosen(1, 4, 1 << 20)),
-            (Algorithm::Direct, Algorithm::Pipeline)
+            (AllreduceAlgorithm::Direct, AllreduceAlgorithm::Pipeline)
         );
         assert_eq!(
             (chosen(2, 8, 1 << 20), chosen(4, 2, 4)),
-            (Algorithm::Doubling, Algorithm::Doubling)
+            (AllreduceAlgorithm::Doubling, AllreduceAlgorithm::Doubling)
         );
     }
 
     #[test]
     fn rules_come_before_the_table_and_the_table_where_they_end() {
-        let rules: Crossover = "doubling:100".parse().unwrap();
-        assert_eq!(rules.choose(shape(2, 2), 100, 1 << 20), Algorithm::Doubling);
-        assert_eq!(rules.choose(shape(2, 2), 101, 1 << 20), Algorithm::Doubling);
-        assert_eq!(rules.choose(shape(1, 2), 101, 1 << 20), Algorithm::Direct);
-        let everywhere: Crossover = "hierarchy".parse().unwrap();
-        assert_eq!(everywhere.choose(shape(1, 4), 5, 1 << 20), Algorithm::Pipeline);
+        let rules: CrossoverTable = "doubling:100".parse().unwrap();
+        assert_eq!(rules.choose_algorithm(shape(2, 2), 100, 1 << 20), AllreduceAlgorithm::Doubling);
+        assert_eq!(rules.choose_algorithm(shape(2, 2), 101, 1 << 20), AllreduceAlgorithm::Doubling);
+        assert_eq!(rules.choose_algorithm(shape(1, 2), 101, 1 << 20), AllreduceAlgorithm::Direct);
+        let everywhere: CrossoverTable = "hierarchy".parse().unwrap();
+        assert_eq!(
+            everywhere.choose_algorithm(shape(1, 4), 5, 1 << 20),
+            AllreduceAlgorithm::Pipeline
+        );
     }
 
     #[test]
     fn small_goes_in_few_steps_and_large_by_hosts() {
-        let auto = Crossover::default();
-        let chosen = |hosts, together, bytes| auto.choose(shape(hosts, together), bytes, 1 << 20);
-        assert_eq!(chosen(1, 2, 32 << 10), Algorithm::Direct);
-        assert_eq!(chosen(1, 2, (32 << 10) + 1), Algorithm::Pipeline);
-        assert_eq!(chosen(1, 16, 4), Algorithm::Pipeline);
-        assert_eq!((chosen(2, 1, 4), chosen(16, 1, 4)), (Algorithm::Doubling, Algorithm::Doubling));
-        assert_eq!(chosen(4, 1, 1 << 20), Algorithm::Pipeline);
-        assert_eq!(chosen(2, 4, 1 << 20), Algorithm::Hierarchy);
+        let auto = CrossoverTable::default();
+        let chosen =
+            |hosts, together, bytes| auto.choose_algorithm(shape(hosts, together), bytes, 1 << 20);
+        assert_eq!(chosen(1, 2, 32 << 10), AllreduceAlgorithm::Direct);
+        assert_eq!(chosen(1, 2, (32 << 10) + 1), AllreduceAlgorithm::Pipeline);
+        assert_eq!(chosen(1, 16, 4), AllreduceAlgorithm::Pipeline);
+        assert_eq!(
+            (chosen(2, 1, 4), chosen(16, 1, 4)),
+            (AllreduceAlgorithm::Doubling, AllreduceAlgorithm::Doubling)
+        );
+        assert_eq!(chosen(4, 1, 1 << 20), AllreduceAlgorithm::Pipeline);
+        assert_eq!(chosen(2, 4, 1 << 20), AllreduceAlgorithm::Hierarchy);
         assert_eq!(
             (chosen(15, 4, 1 << 20), chosen(16, 4, 1 << 20)),
-            (Algorithm::Hierarchy, Algorithm::Halving)
+            (AllreduceAlgorithm::Hierarchy, AllreduceAlgorithm::Halving)
         );
         assert_eq!(
             (chosen(1, 4, 1 << 20), chosen(64, 1, 1 << 20)),
-            (Algorithm::Pipeline, Algorithm::Pipeline)
+            (AllreduceAlgorithm::Pipeline, AllreduceAlgorithm::Pipeline)
         );
-        let everywhere: Crossover = "halving".parse().unwrap();
-        assert_eq!(everywhere.choose(shape(1, 4), 5, 1 << 20), Algorithm::Pipeline);
+        let everywhere: CrossoverTable = "halving".parse().unwrap();
+        assert_eq!(
+            everywhere.choose_algorithm(shape(1, 4), 5, 1 << 20),
+            AllreduceAlgorithm::Pipeline
+        );
     }
 }

@@ -5,21 +5,21 @@
 
 use std::fmt;
 
-/// Type of a tensor's elements. The numbers are the wire's; 0 to 9 are Horovod's.
+/// Type of a tensor's elements. The numbers are sent over links; 0 to 9 are Horovod's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum DataType {
-    /// 8 bits without sign.
+    /// Unsigned, 8 bits.
     U8 = 0,
-    /// 8 bits with sign.
+    /// Signed, 8 bits.
     I8 = 1,
-    /// 16 bits without sign.
+    /// Unsigned, 16 bits.
     U16 = 2,
-    /// 16 bits with sign.
+    /// Signed, 16 bits.
     I16 = 3,
-    /// 32 bits with sign.
+    /// Signed, 32 bits.
     I32 = 4,
-    /// 64 bits with sign.
+    /// Signed, 64 bits.
     I64 = 5,
     /// IEEE half precision.
     F16 = 6,
@@ -29,15 +29,15 @@ pub enum DataType {
     F64 = 8,
     /// One byte, 0 or 1.
     Bool = 9,
-    /// The upper half of a single.
+    /// Bfloat16: the upper half of a single.
     Bf16 = 10,
-    /// 32 bits without sign.
+    /// Unsigned, 32 bits.
     U32 = 11,
-    /// 64 bits without sign.
+    /// Unsigned, 64 bits.
     U64 = 12,
-    /// Two singles.
+    /// Complex number of two singles.
     C64 = 13,
-    /// Two doubles.
+    /// Complex number of two doubles.
     C128 = 14,
     /// One byte: 4 bits of exponent, 3 of mantissa, no infinities.
     F8E4M3 = 15,
@@ -46,7 +46,7 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// All of them.
+    /// All types.
     pub const ALL: [Self; 17] = [
         Self::U8,
         Self::I8,
@@ -72,8 +72,8 @@ impl DataType {
         Self::ALL.get(usize::from(number)).copied()
     }
 
-    /// Returns the bytes of one element.
-    pub const fn size(self) -> usize {
+    /// Returns the number of bytes of one element.
+    pub const fn element_size(self) -> usize {
         match self {
             Self::U8 | Self::I8 | Self::Bool | Self::F8E4M3 | Self::F8E5M2 => 1,
             Self::U16 | Self::I16 | Self::F16 | Self::Bf16 => 2,
@@ -83,7 +83,7 @@ impl DataType {
         }
     }
 
-    /// Returns the name that NumPy, `ml_dtypes` and torch have for it.
+    /// Returns the name of the type in NumPy, `ml_dtypes` and torch.
     pub const fn name(self) -> &'static str {
         match self {
             Self::U8 => "uint8",
@@ -117,7 +117,8 @@ impl fmt::Display for DataType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
-    /// Sum divided by the number of ranks; integers divide as integers, truncating toward zero.
+    /// Sum divided by the number of ranks; for integers this is an integer division that truncates
+    /// toward zero.
     Average = 0,
     /// Sum.
     Sum = 1,
@@ -129,17 +130,17 @@ pub enum ReduceOp {
     Max = 4,
     /// Product.
     Product = 5,
-    /// `Average`, but sums of `float16` and `bfloat16` go from host to host in that type. On one
-    /// host, and for other types, it is an `Average`.
+    /// `Average` whose sums of `float16` and `bfloat16` are rounded to that type between hosts. On
+    /// one host, and for other types, it is an `Average`.
     RoundedAverage = 6,
-    /// `Sum` in the same way.
+    /// `Sum` with the same rounding between hosts.
     RoundedSum = 7,
 }
 
 impl ReduceOp {
     /// Returns the operation without the rounding between hosts.
     #[must_use]
-    pub const fn exact(self) -> Self {
+    pub const fn without_rounding(self) -> Self {
         match self {
             Self::RoundedAverage => Self::Average,
             Self::RoundedSum => Self::Sum,

@@ -3,18 +3,18 @@
 
 //! Errors of an operation.
 
-use farandole_world::Fault;
+use farandole_world::FaultOrigin;
 
 use crate::{DataType, ReduceOp};
 
-/// Result of this crate.
+/// Result of a function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A failed operation.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A link failed underneath.
+    /// A link failed.
     #[error(transparent)]
     Transport(#[from] farandole_transport::Error),
     /// No kernel for this combination.
@@ -31,7 +31,7 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
-    /// Members that cannot be reached any more, as a library tells that does not say which.
+    /// Members were lost; the communication library does not report which ones.
     #[error("members of a communicator were lost: {reason}")]
     Lost {
         /// The library's message.
@@ -48,12 +48,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns the reactions that are open to the trainer.
-    pub fn fault(&self) -> Fault {
+    /// Returns the origin of the fault, which decides how the trainer can react.
+    pub fn fault(&self) -> FaultOrigin {
         match self {
-            Self::Transport(_) | Self::Lost { .. } => Fault::Peer,
-            Self::Unsupported { .. } | Self::Shape { .. } => Fault::Usage,
-            Self::Device { .. } => Fault::Environment,
+            Self::Transport(_) | Self::Lost { .. } => FaultOrigin::Peer,
+            Self::Unsupported { .. } | Self::Shape { .. } => FaultOrigin::Usage,
+            Self::Device { .. } => FaultOrigin::Environment,
         }
     }
 }

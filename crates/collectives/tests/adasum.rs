@@ -3,7 +3,7 @@
 
 //! Adasum against its formula in `float64`, on any number of ranks, alone and fused.
 
-use farandole_collectives::{DataType, Operation, ReduceOp};
+use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
 use farandole_testkit::{
     Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, run_world,
 };
@@ -98,7 +98,7 @@ fn equal_vectors_are_averaged_and_orthogonal_ones_added_with_factors_applied() {
         let mut unit = [0.0; 4];
         unit[rank.index()] = 1.0;
         let orthogonal = Tensor::new(&bytes(unit), false);
-        let operation = Operation::Allreduce {
+        let operation = CollectiveOperation::Allreduce {
             dtype: DataType::F32,
             op: ReduceOp::Adasum,
             prescale: 2.0,
@@ -133,13 +133,14 @@ fn a_rank_with_zeros_changes_nothing() {
 
 #[test]
 fn a_tensor_that_is_no_vector_of_floats_is_refused_by_name() {
-    use farandole_collectives::{Communicator, Token};
+    use farandole_collectives::{Communicator, OperationToken};
     run_world(2, |_, mut communicator| {
         for dtype in
             [DataType::I32, DataType::Bool, DataType::C64, DataType::F8E4M3, DataType::F8E5M2]
         {
-            let refused =
-                communicator.submit(Token(1), allreduce(dtype, ReduceOp::Adasum, &[])).unwrap_err();
+            let refused = communicator
+                .submit_operation(OperationToken(1), allreduce(dtype, ReduceOp::Adasum, &[]))
+                .unwrap_err();
             assert_eq!(refused.to_string(), format!("Adasum is not defined for {dtype}"));
         }
     });

@@ -5,7 +5,10 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_collectives::Error;
-use farandole_collectives::compress::{Bf16, Compressor, Fp16, Int8, TopK, encode_with_residual};
+use farandole_collectives::compress::{
+    Bf16Compressor, Compressor, Fp16Compressor, Int8Compressor, TopKCompressor,
+    encode_with_residual,
+};
 
 /// Numbers of very different sizes, the same every time.
 fn numbers(count: usize) -> Vec<f32> {
@@ -36,10 +39,10 @@ fn decoded(compressor: &dyn Compressor, values: &[f32]) -> Vec<f32> {
 #[test]
 fn a_payload_is_within_its_precision() {
     let precisions: [(&dyn Compressor, f32, f32); 4] = [
-        (&Fp16, 1.0 / 2048.0, 1e-7),
-        (&Bf16, 1.0 / 256.0, 0.0),
-        (&Int8::new(64), 0.0, 10.0 / 254.0),
-        (&TopK::new(1.0), 0.0, 0.0),
+        (&Fp16Compressor, 1.0 / 2048.0, 1e-7),
+        (&Bf16Compressor, 1.0 / 256.0, 0.0),
+        (&Int8Compressor::new(64), 0.0, 10.0 / 254.0),
+        (&TopKCompressor::new(1.0), 0.0, 0.0),
     ];
     for (compressor, relative, absolute) in precisions {
         for count in [0, 1, 63, 64, 65, 512, 1000, 5000] {
@@ -58,20 +61,20 @@ fn a_payload_is_within_its_precision() {
 fn blocks_of_small_numbers_keep_their_precision_beside_large_ones() {
     let mut values = vec![1e-6_f32; 128];
     values[..64].fill(1e6);
-    let out = decoded(&Int8::new(64), &values);
+    let out = decoded(&Int8Compressor::new(64), &values);
     assert_eq!(out[0], 1e6);
     assert!((out[100] - 1e-6).abs() < 1e-12);
     // One block for all loses the small ones.
-    assert_eq!(decoded(&Int8::new(128), &values)[100], 0.0);
+    assert_eq!(decoded(&Int8Compressor::new(128), &values)[100], 0.0);
 }
 
 #[test]
 fn sums_of_codes_never_overflow() {
     let values = vec![1.0_f32; 300];
-    let payload = payload_of(&Int8::new(256), &values);
+    let payload = payload_of(&Int8Compressor::new(256), &values);
     let mut sum = vec![0.0; 300];
     for _ in 0..1000 {
-        Int8::new(256).accumulate(&payload, &mut sum).unwrap();
+        Int8Compressor::new(256).accumulate(&payload, &mut sum).unwrap();
     }
     assert!(sum.iter().all(|sum| (sum - 1000.0).abs() < 0.1));
 }
@@ -81,12 +84,18 @@ fn nan_is_noticed() {
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         let mut values = numbers(100);
         values[70] = bad;
-        assert!(!decoded(&Fp16, &values)[70].is_finite());
-        assert!(!decoded(&Int8::new(64), &values)[70].is_finite());
-        assert!(decoded(&Int8::new(64), &values)[..64].iter().all(|value| value.is_finite()));
-        assert!(!decoded(&TopK::new(0.01), &values)[70].is_finite());
+        assert!(!decoded(&Fp16Compressor, &values)[70].is_finite());
+        assert!(!decoded(&Int8Compressor::new(64), &values)[70].is_finite());
+        assert!(
+            decoded(&Int8Compressor::new(64), &values)[..64].iter().all(|value| value.is_finite())
+        );
+        assert!(!decoded(&TopKCompressor::new(0.01), &values)[70].is_finite());
         // The residual forgets it.
-        for compressor in [&Int8::new(64) as &dyn Compressor, &Fp16, &TopK::new(0.01)] {
+        for compressor in [
+            &Int8Compressor::new(64) as &dyn Compressor,
+            &Fp16Compressor,
+            &TopKCompressor::new(0.01),
+        ] {
             let mut residual = vec![0.0; 100];
             let mut payload = vec![0; compressor.payload_bytes(100)];
             encode_with_residual(compressor, &values, &mut residual, &mut payload).unwrap();
@@ -98,21 +107,30 @@ fn nan_is_noticed() {
 #[test]
 fn the_smallest_numbers_there_are_come_out_as_zeros_or_themselves() {
     let values = [f32::MIN_POSITIVE / 4.0, -f32::MIN_POSITIVE, 0.0, -0.0];
-    assert!(decoded(&Int8::new(4), &values).iter().all(|value| value.abs() <= f32::MIN_POSITIVE));
+    assert!(
+        decoded(&Int8Compressor::new(4), &values)
+            .iter()
+            .all(|value| value.abs() <= f32::MIN_POSITIVE)
+    );
 }
 
 #[test]
 fn the_largest_numbers_are_chosen_and_ties_go_to_the_first() {
     let values = [1.0, -5.0, 2.0, 5.0, -2.0, 2.0, 0.0, 0.0];
-    assert_eq!(decoded(&TopK::new(0.5), &values), [0.0, -5.0, 2.0, 5.0, -2.0, 0.0, 0.0, 0.0]);
-    assert_eq!(TopK::new(0.001).count(100), 1);
-    assert_eq!(TopK::new(0.0).count(0), 0);
-    assert_eq!(TopK::new(f64::NAN).count(5), 1);
+    assert_eq!(
+        decoded(&TopKCompressor::new(0.5), &values),
+        [0.0, -5.0, 2.0, 5.0, -2.0, 0.0, 0.0, 0.0]
+    );
+    assert_eq!(TopKCompressor::new(0.001).sent_count(100), 1);
+    assert_eq!(TopKCompressor::new(0.0).sent_count(0), 0);
+    assert_eq!(TopKCompressor::new(f64::NAN).sent_count(5), 1);
 }
 
 #[test]
 fn with_error_feedback_the_sum_over_steps_is_right() {
-    for compressor in [&Bf16 as &dyn Compressor, &Int8::new(64), &TopK::new(0.1)] {
+    for compressor in
+        [&Bf16Compressor as &dyn Compressor, &Int8Compressor::new(64), &TopKCompressor::new(0.1)]
+    {
         let values = numbers(200);
         let (mut residual, mut sum) = (vec![0.0; 200], vec![0.0; 200]);
         let mut payload = vec![0; compressor.payload_bytes(200)];
@@ -136,7 +154,12 @@ fn with_error_feedback_the_sum_over_steps_is_right() {
 #[test]
 fn payloads_that_do_not_fit_are_refused() {
     let mut sum = vec![0.0; 10];
-    for compressor in [&Fp16 as &dyn Compressor, &Bf16, &Int8::new(4), &TopK::new(0.5)] {
+    for compressor in [
+        &Fp16Compressor as &dyn Compressor,
+        &Bf16Compressor,
+        &Int8Compressor::new(4),
+        &TopKCompressor::new(0.5),
+    ] {
         let size = compressor.payload_bytes(10);
         for wrong in [0, size - 1, size + 1] {
             let payload = vec![0; wrong];
@@ -148,7 +171,12 @@ fn payloads_that_do_not_fit_are_refused() {
         }
     }
     let beyond = [10_u32.to_ne_bytes(), 1.0_f32.to_ne_bytes()].concat();
-    assert!(matches!(TopK::new(0.1).accumulate(&beyond, &mut sum), Err(Error::Shape { .. })));
+    assert!(matches!(
+        TopKCompressor::new(0.1).accumulate(&beyond, &mut sum),
+        Err(Error::Shape { .. })
+    ));
     let mut residual = vec![0.0; 9];
-    assert!(encode_with_residual(&Fp16, &[0.0; 10], &mut residual, &mut [0; 20]).is_err());
+    assert!(
+        encode_with_residual(&Fp16Compressor, &[0.0; 10], &mut residual, &mut [0; 20]).is_err()
+    );
 }

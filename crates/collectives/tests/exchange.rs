@@ -4,7 +4,7 @@
 //! Alltoall and reduce-scatter against the oracle, over every kind of link, with parts uneven and
 //! empty.
 
-use farandole_collectives::{DataType, Operation, ReduceOp};
+use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
 use farandole_testkit::{
     Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, reducescatter,
     run_world,
@@ -40,8 +40,11 @@ fn alltoall_gives_each_member_its_block_of_each_member() {
                     let sends: Vec<usize> = blocks[me].iter().map(Vec::len).collect();
                     let receives: Vec<usize> = blocks.iter().map(|sent| sent[me].len()).collect();
                     let tensor = Tensor::with_output(&blocks[me].concat(), receives.iter().sum());
-                    let operation =
-                        Operation::Alltoall { segment: tensor.segment(), sends, receives };
+                    let operation = CollectiveOperation::Alltoall {
+                        segment: tensor.segment(),
+                        sends,
+                        receives,
+                    };
                     complete(&mut communicator, operation).unwrap();
                     assert!(
                         tensor.result() == oracle::alltoall(&blocks, me),
@@ -81,8 +84,10 @@ fn reducescatter_matches_the_oracle_for_every_type() {
                             continue;
                         }
                         let call = oracle::Allreduce { dtype, op, prescale, postscale };
-                        let bytes: Vec<usize> =
-                            parts(size, 1).iter().map(|count| count * dtype.size()).collect();
+                        let bytes: Vec<usize> = parts(size, 1)
+                            .iter()
+                            .map(|count| count * dtype.element_size())
+                            .collect();
                         let inputs: Vec<Vec<u8>> = (0..size)
                             .map(|k| elements(dtype, parts(size, 1).iter().sum(), k as u64))
                             .collect();
@@ -147,7 +152,7 @@ fn a_reducescatter_may_write_the_own_part_of_its_input() {
         let mut segment = tensor.segment();
         segment.output =
             segment.output.slice(bytes[..rank.index()].iter().sum(), bytes[rank.index()]);
-        let operation = Operation::Reducescatter {
+        let operation = CollectiveOperation::Reducescatter {
             dtype: call.dtype,
             op: call.op,
             prescale: 1.0,
@@ -167,16 +172,17 @@ fn a_reducescatter_may_write_the_own_part_of_its_input() {
 #[test]
 fn a_buffer_that_does_not_fit_is_refused_before_a_byte_moves() {
     run_world(2, |rank, mut communicator| {
-        use farandole_collectives::{Communicator, Token};
+        use farandole_collectives::{Communicator, OperationToken};
         let says = "buffers do not fit the operation: ";
-        let mut refuse = |operation: Operation| {
-            communicator.submit(Token(1), operation).unwrap_err().to_string()
+        let mut refuse = |operation: CollectiveOperation| {
+            communicator.submit_operation(OperationToken(1), operation).unwrap_err().to_string()
         };
-        let alltoall = |tensor: &Tensor, sends: &[usize], receives: &[usize]| Operation::Alltoall {
-            segment: tensor.segment(),
-            sends: sends.to_vec(),
-            receives: receives.to_vec(),
-        };
+        let alltoall =
+            |tensor: &Tensor, sends: &[usize], receives: &[usize]| CollectiveOperation::Alltoall {
+                segment: tensor.segment(),
+                sends: sends.to_vec(),
+                receives: receives.to_vec(),
+            };
         let tensor = Tensor::with_output(&[0; 8], 4);
         assert_eq!(
             refuse(alltoall(&tensor, &[8], &[2, 2])),
@@ -218,7 +224,7 @@ fn a_buffer_that_does_not_fit_is_refused_before_a_byte_moves() {
         let aliased = Tensor::new(&[0; 8], true);
         let mut segment = aliased.segment();
         segment.output = segment.output.slice(4 * usize::from(rank.0 == 0), 4);
-        let operation = Operation::Reducescatter {
+        let operation = CollectiveOperation::Reducescatter {
             dtype: DataType::F32,
             op: ReduceOp::Sum,
             prescale: 1.0,
@@ -230,6 +236,6 @@ fn a_buffer_that_does_not_fit_is_refused_before_a_byte_moves() {
             refuse(operation),
             format!("{says}the output of a reducescatter overlaps the part of another member")
         );
-        assert_eq!(communicator.pending(), 0);
+        assert_eq!(communicator.pending_count(), 0);
     });
 }

@@ -4,7 +4,8 @@
 //! A link that breaks (CO-4), and operations that are refused (CO-5).
 
 use farandole_collectives::{
-    Communicator, DataType, Device, Error, HostCommunicator, Operation, ReduceOp, Segment, Token,
+    CollectiveOperation, Communicator, DataType, Device, Error, HostCommunicator, OperationToken,
+    ReduceOp, TensorSegment,
 };
 use farandole_testkit::{Harness, HostDevice, Tensor, allreduce, complete, elements, run_world};
 use farandole_transport::{Error as LinkError, loopback};
@@ -27,18 +28,24 @@ fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
                                 ReduceOp::Sum,
                                 std::slice::from_ref(&tensor),
                             ),
-                            1 => Operation::Broadcast { root: 0, segments: vec![tensor.segment()] },
+                            1 => CollectiveOperation::Broadcast {
+                                root: 0,
+                                segments: vec![tensor.segment()],
+                            },
                             2 => {
                                 let bytes = vec![vec![input.len(); size]];
-                                Operation::Allgather { segments: vec![gathered.segment()], bytes }
+                                CollectiveOperation::Allgather {
+                                    segments: vec![gathered.segment()],
+                                    bytes,
+                                }
                             }
                             3 => {
                                 let blocks = vec![input.len() / size; size];
-                                let segment = Segment {
+                                let segment = TensorSegment {
                                     input: tensor.segment().input.slice(0, blocks.iter().sum()),
                                     output: gathered.segment().output.slice(0, blocks.iter().sum()),
                                 };
-                                Operation::Alltoall {
+                                CollectiveOperation::Alltoall {
                                     segment,
                                     sends: blocks.clone(),
                                     receives: blocks,
@@ -49,20 +56,22 @@ fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
                                 bytes[1] = input.len();
                                 let own = tensor.segment();
                                 let output = own.output.slice(0, bytes[rank.index()]);
-                                Operation::Reducescatter {
+                                CollectiveOperation::Reducescatter {
                                     dtype: DataType::F32,
                                     op: ReduceOp::Sum,
                                     prescale: 1.0,
                                     postscale: 1.0,
-                                    segments: vec![Segment { input: own.input, output }],
+                                    segments: vec![TensorSegment { input: own.input, output }],
                                     bytes: vec![bytes],
                                 }
                             }
                         };
                         // A barrier reports the loss to members that do not use the link.
-                        let outcome = complete(&mut communicator, operation)
-                            .and_then(|()| complete(&mut communicator, Operation::Barrier));
-                        let again = communicator.submit(Token(9), Operation::Barrier);
+                        let outcome = complete(&mut communicator, operation).and_then(|()| {
+                            complete(&mut communicator, CollectiveOperation::Barrier)
+                        });
+                        let again = communicator
+                            .submit_operation(OperationToken(9), CollectiveOperation::Barrier);
                         assert_eq!(outcome.is_err(), again.is_err());
                         outcome
                     },
@@ -109,7 +118,9 @@ fn a_cut_between_or_within_hosts_ends_every_algorithm_everywhere() {
                             let sum = allreduce(DataType::F16, op, std::slice::from_ref(&tensor));
                             outcome = outcome.and_then(|()| complete(&mut communicator, sum));
                         }
-                        outcome.and_then(|()| complete(&mut communicator, Operation::Barrier))
+                        outcome.and_then(|()| {
+                            complete(&mut communicator, CollectiveOperation::Barrier)
+                        })
                     });
                     // No member sends much over a link that an algorithm does not use.
                     let cut = outcomes.iter().any(Result::is_err);
@@ -138,7 +149,7 @@ fn a_peer_that_finished_and_left_spoils_nothing() {
                 let operation =
                     allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
                 complete(&mut communicator, operation).unwrap();
-                complete(&mut communicator, Operation::Barrier).unwrap();
+                complete(&mut communicator, CollectiveOperation::Barrier).unwrap();
             });
         }
     }
@@ -146,7 +157,7 @@ fn a_peer_that_finished_and_left_spoils_nothing() {
 
 #[test]
 fn members_that_disagree_about_the_world_get_an_error() {
-    let mut mesh = loopback::mesh(3, 16 << 10).unwrap();
+    let mut mesh = loopback::link_mesh(3, 16 << 10).unwrap();
     // Rank 2 says nothing, and rank 1 does not know of it.
     let _silent = mesh.pop();
     let _forgotten = mesh[1].pop();
@@ -156,7 +167,9 @@ fn members_that_disagree_about_the_world_get_an_error() {
             .map(|(rank, links)| {
                 scope.spawn(move || {
                     let mut communicator = HostCommunicator::new(Rank(rank), links).unwrap();
-                    complete(&mut communicator, Operation::Barrier).unwrap_err().to_string()
+                    complete(&mut communicator, CollectiveOperation::Barrier)
+                        .unwrap_err()
+                        .to_string()
                 })
             })
             .collect();
@@ -178,8 +191,8 @@ fn buffers_that_do_not_fit_are_refused_before_anything_moves() {
         let uneven = Tensor::with_output(&[0; 4], 8);
         let sum =
             |tensor: &Tensor| allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(tensor));
-        let mut refuse = |operation: Operation| {
-            communicator.submit(Token(1), operation).unwrap_err().to_string()
+        let mut refuse = |operation: CollectiveOperation| {
+            communicator.submit_operation(OperationToken(1), operation).unwrap_err().to_string()
         };
         let says = "buffers do not fit the operation: ";
         assert_eq!(
@@ -196,28 +209,31 @@ fn buffers_that_do_not_fit_are_refused_before_anything_moves() {
         );
         let segments = vec![four.segment()];
         assert_eq!(
-            refuse(Operation::Broadcast { root: 2, segments: segments.clone() }),
+            refuse(CollectiveOperation::Broadcast { root: 2, segments: segments.clone() }),
             format!("{says}the root of a broadcast among 2 members is 2")
         );
         assert_eq!(
-            refuse(Operation::Allgather { segments: segments.clone(), bytes: vec![vec![4]] }),
+            refuse(CollectiveOperation::Allgather {
+                segments: segments.clone(),
+                bytes: vec![vec![4]]
+            }),
             format!("{says}an allgather among 2 members has sizes for 1")
         );
         assert_eq!(
-            refuse(Operation::Allgather { segments, bytes: vec![vec![4, 4]] }),
+            refuse(CollectiveOperation::Allgather { segments, bytes: vec![vec![4, 4]] }),
             format!("{says}an allgather of 4 of 8 bytes has an input of 4 and an output of 4")
         );
         let device = HostDevice::new(3, 1);
         let (_memory, buffer) = device.upload(&[0; 4]);
-        let on_device = Segment { input: buffer.clone(), output: buffer };
-        let operation = Operation::Broadcast { root: 0, segments: vec![on_device] };
+        let on_device = TensorSegment { input: buffer.clone(), output: buffer };
+        let operation = CollectiveOperation::Broadcast { root: 0, segments: vec![on_device] };
         assert!(
             refuse(operation)
                 .starts_with("device 3 failed: its memory was given to the host communicator")
         );
-        assert_eq!(device.ordinal(), 3);
+        assert_eq!(device.device_ordinal(), 3);
         // The communicator is as good as new.
-        assert_eq!(communicator.pending(), 0);
+        assert_eq!(communicator.pending_count(), 0);
         complete(&mut communicator, sum(&four))
             .unwrap_or_else(|error| panic!("rank {rank}: {error}"));
     });
@@ -225,7 +241,7 @@ fn buffers_that_do_not_fit_are_refused_before_anything_moves() {
 
 #[test]
 fn links_that_make_no_world_are_refused() {
-    let links = |rank: usize| loopback::mesh(3, 16 << 10).unwrap().swap_remove(rank);
+    let links = |rank: usize| loopback::link_mesh(3, 16 << 10).unwrap().swap_remove(rank);
     let refused = |rank, links| HostCommunicator::new(Rank(rank), links).err().unwrap().to_string();
     let says = "buffers do not fit the operation: ";
     assert_eq!(refused(1, links(0)), format!("{says}rank 1 has a link to itself"));

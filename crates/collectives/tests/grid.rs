@@ -6,7 +6,7 @@
 
 use std::sync::OnceLock;
 
-use farandole_collectives::{DataType, Operation, ReduceOp};
+use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
 use farandole_testkit::{Harness, Tensor, complete, elements, oracle};
 
 const OPS: [ReduceOp; 5] =
@@ -29,7 +29,7 @@ impl Case {
 
 /// None, one, two, odd, just over what goes in one hop, several chunks.
 fn counts(size: usize, dtype: DataType) -> [usize; 6] {
-    [0, 1, 2, 17, RING / dtype.size() + 3, (5 * 1024 * size + 100) / dtype.size()]
+    [0, 1, 2, 17, RING / dtype.element_size() + 3, (5 * 1024 * size + 100) / dtype.element_size()]
 }
 
 fn cases(size: usize) -> Vec<Case> {
@@ -60,7 +60,8 @@ fn allreduce_grid(size: usize) {
             let (input, in_place) = (case.input(rank.index()), k.is_multiple_of(2));
             let tensor = Tensor::new(&input, in_place);
             let segments = vec![tensor.segment()];
-            let operation = Operation::Allreduce { dtype, op, prescale, postscale, segments };
+            let operation =
+                CollectiveOperation::Allreduce { dtype, op, prescale, postscale, segments };
             complete(&mut communicator, operation).unwrap();
             let expected = case.expected.get_or_init(|| {
                 let inputs: Vec<Vec<u8>> = (0..size).map(|rank| case.input(rank)).collect();

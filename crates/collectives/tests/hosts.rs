@@ -4,7 +4,7 @@
 //! Worlds of several hosts: every algorithm has the bits of the oracle (CO-1), over every kind of
 //! link.
 
-use farandole_collectives::{DataType, Operation, ReduceOp};
+use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
 use farandole_testkit::{
     ALGORITHMS, Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
     reducescatter,
@@ -103,7 +103,8 @@ fn halves_that_are_swapped_have_the_bits_of_the_oracle_on_any_number_of_hosts() 
             (DataType::F8E4M3, ReduceOp::Sum),
         ] {
             // Several chunks for each member, the last one of an odd length.
-            let counts = [0, 1, 33, 5001, 150_001 / dtype.size() * if size > 8 { 1 } else { 3 }];
+            let counts =
+                [0, 1, 33, 5001, 150_001 / dtype.element_size() * if size > 8 { 1 } else { 3 }];
             let inputs = counts.map(|count| inputs(dtype, count, size));
             let expected = inputs.each_ref().map(|inputs| {
                 oracle::allreduce_on(&world, oracle::Allreduce::new(dtype, op), inputs)
@@ -142,7 +143,7 @@ fn every_type_and_operation_goes_by_hosts() {
                                 let inputs = inputs(dtype, 1003, size);
                                 let tensor = Tensor::new(&inputs[rank.index()], false);
                                 let segments = vec![tensor.segment()];
-                                let operation = Operation::Allreduce {
+                                let operation = CollectiveOperation::Allreduce {
                                     dtype,
                                     op,
                                     prescale,
@@ -182,17 +183,25 @@ fn all_operations_work_over_shared_memory_and_tcp_together() {
                     let sum =
                         allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
                     let sent = Tensor::new(&input, true);
-                    let broadcast =
-                        Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
+                    let broadcast = CollectiveOperation::Broadcast {
+                        root: size - 1,
+                        segments: vec![sent.segment()],
+                    };
                     let gathered = Tensor::with_output(&input, input.len() * size);
                     let bytes = vec![vec![input.len(); size]];
-                    let gather = Operation::Allgather { segments: vec![gathered.segment()], bytes };
+                    let gather = CollectiveOperation::Allgather {
+                        segments: vec![gathered.segment()],
+                        bytes,
+                    };
                     let swapped = Tensor::with_output(&input, input.len() / size * size);
                     let mut segment = swapped.segment();
                     segment.input = segment.input.slice(0, input.len() / size * size);
                     let blocks = vec![input.len() / size; size];
-                    let swap =
-                        Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks };
+                    let swap = CollectiveOperation::Alltoall {
+                        segment,
+                        sends: blocks.clone(),
+                        receives: blocks,
+                    };
                     let parts: Vec<usize> = (0..size)
                         .map(|k| count * (k + 1) / size * 4 - count * k / size * 4)
                         .collect();
@@ -201,7 +210,7 @@ fn all_operations_work_over_shared_memory_and_tcp_together() {
                     let one = std::slice::from_ref(&scattered);
                     let scatter = reducescatter(call, one, vec![parts.clone()]);
                     let operations =
-                        vec![sum, broadcast, swap, Operation::Barrier, gather, scatter];
+                        vec![sum, broadcast, swap, CollectiveOperation::Barrier, gather, scatter];
                     complete_all(&mut communicator, operations).unwrap();
                     let start: usize = parts[..me].iter().sum();
                     assert!(scattered.result() == summed.result()[start..start + parts[me]]);
@@ -229,7 +238,8 @@ fn broadcast_reaches_every_host_from_any_root() {
                         |rank: usize| elements(DataType::U8, length, (rank * 10 + length) as u64);
                     let tensor = Tensor::new(&bytes(rank.index()), root % 2 == 0);
                     let segments = vec![tensor.segment()];
-                    complete(&mut communicator, Operation::Broadcast { root, segments }).unwrap();
+                    complete(&mut communicator, CollectiveOperation::Broadcast { root, segments })
+                        .unwrap();
                     assert!(
                         tensor.result() == bytes(root),
                         "rank {rank} from {root} on {world:?}: {length}"
@@ -261,7 +271,8 @@ fn allgather_joins_uneven_parts_of_every_host() {
                 })
                 .collect();
             let segments = tensors.iter().map(Tensor::segment).collect();
-            complete(&mut communicator, Operation::Allgather { segments, bytes }).unwrap();
+            complete(&mut communicator, CollectiveOperation::Allgather { segments, bytes })
+                .unwrap();
             for (k, tensor) in tensors.iter().enumerate() {
                 let inputs: Vec<Vec<u8>> = (0..size).map(|m| input(k, m)).collect();
                 assert!(
@@ -303,7 +314,9 @@ fn reducescatter_joins_on_every_host_before_it_crosses_with_the_bits_of_an_allre
                     for tensors in [&[0][..], &[1], &[3], &[0, 1, 2, 3]] {
                         let bytes: Vec<Vec<usize>> = tensors
                             .iter()
-                            .map(|k| (0..size).map(|m| part(*k, m) * dtype.size()).collect())
+                            .map(|k| {
+                                (0..size).map(|m| part(*k, m) * dtype.element_size()).collect()
+                            })
                             .collect();
                         let made: Vec<Tensor> = tensors
                             .iter()
@@ -312,8 +325,11 @@ fn reducescatter_joins_on_every_host_before_it_crosses_with_the_bits_of_an_allre
                             .collect();
                         let call = oracle::Allreduce::new(dtype, op);
                         let operation = reducescatter(call, &made, bytes.clone());
-                        complete_all(&mut communicator, vec![operation, Operation::Barrier])
-                            .unwrap();
+                        complete_all(
+                            &mut communicator,
+                            vec![operation, CollectiveOperation::Barrier],
+                        )
+                        .unwrap();
                         for ((k, tensor), bytes) in tensors.iter().zip(&made).zip(&bytes) {
                             let start: usize = bytes[..me].iter().sum();
                             oracle::compare(

@@ -5,7 +5,8 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_collectives::{
-    Communicator, DataType, Error, HostCommunicator, Memory, Operation, ReduceOp, Segment, Token,
+    CollectiveOperation, Communicator, DataType, Error, HostCommunicator, HostMemory,
+    OperationToken, ReduceOp, TensorSegment,
 };
 use farandole_testkit::{Harness, Links, complete, contents, elements, fill};
 use farandole_transport::Error as LinkError;
@@ -16,7 +17,7 @@ const ROUNDS: usize = 16 << 10;
 
 /// Tensors in memory of their own, each behind `skip` bytes of it.
 struct Tensors {
-    memories: Vec<Memory>,
+    memories: Vec<HostMemory>,
     skip: usize,
 }
 
@@ -24,8 +25,11 @@ impl Tensors {
     fn new(inputs: &[Vec<u8>], skip: usize, shared: bool) -> Self {
         let memory = |input: &Vec<u8>| {
             let bytes = skip + input.len() + 100;
-            let memory =
-                if shared { Memory::shareable(bytes).unwrap() } else { Memory::new(bytes) };
+            let memory = if shared {
+                HostMemory::new_shareable(bytes).unwrap()
+            } else {
+                HostMemory::new(bytes)
+            };
             fill(&memory, 0, &vec![0x5a; bytes]);
             fill(&memory, skip, input);
             memory
@@ -33,18 +37,18 @@ impl Tensors {
         Self { memories: inputs.iter().map(memory).collect(), skip }
     }
 
-    fn operation(&self, dtype: DataType, op: ReduceOp) -> Operation {
-        let segment = |memory: &Memory| {
-            let buffer = memory.buffer().slice(self.skip, memory.len() - self.skip - 100);
-            Segment { input: buffer.clone(), output: buffer }
+    fn operation(&self, dtype: DataType, op: ReduceOp) -> CollectiveOperation {
+        let segment = |memory: &HostMemory| {
+            let buffer = memory.as_buffer().slice(self.skip, memory.len() - self.skip - 100);
+            TensorSegment { input: buffer.clone(), output: buffer }
         };
         let segments = self.memories.iter().map(segment).collect();
-        Operation::Allreduce { dtype, op, prescale: 0.5, postscale: 3.0, segments }
+        CollectiveOperation::Allreduce { dtype, op, prescale: 0.5, postscale: 3.0, segments }
     }
 
     /// Returns the values; the memory around them is unchanged.
     fn results(&self) -> Vec<Vec<u8>> {
-        let result = |memory: &Memory| {
+        let result = |memory: &HostMemory| {
             let mut all = contents(memory);
             let end = all.split_off(all.len() - 100);
             let tensor = all.split_off(self.skip);
@@ -62,7 +66,7 @@ fn inputs(dtype: DataType, counts: &[usize], rank: Rank) -> Vec<Vec<u8>> {
 }
 
 fn large(dtype: DataType) -> usize {
-    (300 << 10) / dtype.size() + 7
+    (300 << 10) / dtype.element_size() + 7
 }
 
 /// Returns every member's result, with and without shared memory.
@@ -74,7 +78,7 @@ fn reduced(
     shared: impl Fn(Rank) -> bool + Sync,
 ) -> Vec<Vec<Vec<u8>>> {
     world.run(|rank, mut communicator| {
-        let skip = dtype.size() * (3 + rank.index());
+        let skip = dtype.element_size() * (3 + rank.index());
         let tensors = Tensors::new(&inputs(dtype, counts, rank), skip, shared(rank));
         complete(&mut communicator, tensors.operation(dtype, op)).unwrap();
         tensors.results()
@@ -128,14 +132,14 @@ fn memory_of_one_member_alone_makes_all_go_another_way() {
         let cut = Harness::new(size).cut(0, 1, ROUNDS).run(|rank, mut communicator| {
             let tensors = Tensors::new(&inputs(DataType::F32, &counts, rank), 0, rank.0 != 1);
             complete(&mut communicator, tensors.operation(DataType::F32, ReduceOp::Sum))
-                .and_then(|()| complete(&mut communicator, Operation::Barrier))
+                .and_then(|()| complete(&mut communicator, CollectiveOperation::Barrier))
         });
         assert!(cut.iter().all(Result::is_err), "the tensors went over links");
     }
 }
 
 /// Spoils what tells others that they have found the memory they looked for.
-fn hide(memory: &Memory) {
+fn hide(memory: &HostMemory) {
     let address = memory.address().addr();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let ranges = maps.lines().filter_map(|line| line.split_once(' ')?.0.split_once('-'));
@@ -175,7 +179,7 @@ fn memory_that_one_member_cannot_find_makes_all_go_another_way() {
             hide(&tensors.memories[0]);
         }
         complete(&mut communicator, tensors.operation(DataType::F32, ReduceOp::Sum))
-            .and_then(|()| complete(&mut communicator, Operation::Barrier))
+            .and_then(|()| complete(&mut communicator, CollectiveOperation::Barrier))
     });
     assert!(outcomes.iter().all(Result::is_err), "the tensors went over links");
 }
@@ -200,18 +204,19 @@ fn both_ways_take_turns_and_an_output_elsewhere_is_no_place_to_work_in() {
             assert!(tensors.results() == expected, "round {round}");
         }
         let (from, to) = (Tensors::new(&input, 0, true), Tensors::new(&input, 0, true));
-        let Operation::Allreduce { segments: mut read, .. } =
+        let CollectiveOperation::Allreduce { segments: mut read, .. } =
             from.operation(DataType::F32, ReduceOp::Sum)
         else {
             return;
         };
-        let Operation::Allreduce { dtype, op, prescale, postscale, segments: write } =
+        let CollectiveOperation::Allreduce { dtype, op, prescale, postscale, segments: write } =
             to.operation(DataType::F32, ReduceOp::Sum)
         else {
             return;
         };
         read[0].output = write[0].output.clone();
-        let operation = Operation::Allreduce { dtype, op, prescale, postscale, segments: read };
+        let operation =
+            CollectiveOperation::Allreduce { dtype, op, prescale, postscale, segments: read };
         complete(&mut communicator, operation).unwrap();
         assert!(from.results() == input && to.results() == expected);
     });
@@ -246,7 +251,8 @@ fn a_member_that_dies_is_an_error_and_takes_nothing_with_it() {
                 std::thread::yield_now();
                 assert!(outcome.is_ok() || contents(memory)[..input[0].len()] == input[0]);
                 (
-                    outcome.and_then(|()| complete(&mut communicator, Operation::Barrier)),
+                    outcome
+                        .and_then(|()| complete(&mut communicator, CollectiveOperation::Barrier)),
                     memory.is_shareable(),
                 )
             });
@@ -266,7 +272,7 @@ fn a_member_that_dies_is_an_error_and_takes_nothing_with_it() {
 fn drive(communicator: &mut HostCommunicator) {
     let mut completed = Vec::new();
     for _ in 0..2000 {
-        communicator.progress(&mut completed).unwrap();
+        communicator.make_progress(&mut completed).unwrap();
         std::thread::yield_now();
     }
     assert!(completed.is_empty());
@@ -275,21 +281,25 @@ fn drive(communicator: &mut HostCommunicator) {
 #[test]
 fn abandoned_memory_is_its_owners_alone() {
     let counts = [large(DataType::F32)];
-    let mut links = farandole_transport::loopback::mesh(2, 64 << 10).unwrap();
+    let mut links = farandole_transport::loopback::link_mesh(2, 64 << 10).unwrap();
     let silent = links.pop();
     let mut communicator = HostCommunicator::new(Rank(0), links.pop().unwrap()).unwrap();
     // Past the greeting, by a peer that says the same.
     let mut peer = HostCommunicator::new(Rank(1), silent.unwrap()).unwrap();
     let input = inputs(DataType::F32, &counts, Rank(0));
     let tensors = Tensors::new(&input, 0, true);
-    communicator.submit(Token(1), tensors.operation(DataType::F32, ReduceOp::Sum)).unwrap();
+    communicator
+        .submit_operation(OperationToken(1), tensors.operation(DataType::F32, ReduceOp::Sum))
+        .unwrap();
     drive(&mut communicator);
     drive(&mut peer);
     drive(&mut communicator);
     assert!(tensors.memories[0].is_shareable());
-    communicator.abandon();
+    communicator.abandon_operations();
     assert!(!tensors.memories[0].is_shareable());
     assert!(tensors.results() == input);
-    assert_eq!(communicator.pending(), 0);
-    assert!(communicator.submit(Token(2), Operation::Barrier).is_err());
+    assert_eq!(communicator.pending_count(), 0);
+    assert!(
+        communicator.submit_operation(OperationToken(2), CollectiveOperation::Barrier).is_err()
+    );
 }

@@ -6,7 +6,7 @@
 
 use std::sync::Barrier;
 
-use farandole_collectives::{Communicator, DataType, Memory, ReduceOp};
+use farandole_collectives::{Communicator, DataType, HostMemory, ReduceOp};
 use farandole_testkit::{Harness, complete};
 
 const NAME: &str = "farandole-region";
@@ -26,10 +26,12 @@ fn mappings() -> usize {
     maps.lines().filter(|line| line.contains(NAME)).count()
 }
 
-fn sum(communicator: &mut dyn Communicator, memory: &Memory) {
-    let segment =
-        farandole_collectives::Segment { input: memory.buffer(), output: memory.buffer() };
-    let operation = farandole_collectives::Operation::Allreduce {
+fn sum(communicator: &mut dyn Communicator, memory: &HostMemory) {
+    let segment = farandole_collectives::TensorSegment {
+        input: memory.as_buffer(),
+        output: memory.as_buffer(),
+    };
+    let operation = farandole_collectives::CollectiveOperation::Allreduce {
         dtype: DataType::F32,
         op: ReduceOp::Sum,
         prescale: 1.0,
@@ -44,9 +46,9 @@ fn neither_descriptors_nor_mappings_pile_up_where_memory_comes_and_goes() {
     let size = 3;
     let (count, all) = (Barrier::new(size), Barrier::new(size));
     Harness::new(size).run(|rank, mut communicator| {
-        let kept = Memory::shareable(1 << 20).unwrap();
+        let kept = HostMemory::new_shareable(1 << 20).unwrap();
         for _ in 0..20 {
-            let memory = Memory::shareable(1 << 20).unwrap();
+            let memory = HostMemory::new_shareable(1 << 20).unwrap();
             sum(&mut communicator, &memory);
             sum(&mut communicator, &kept);
             count.wait();

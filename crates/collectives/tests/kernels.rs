@@ -6,7 +6,10 @@
 
 use std::sync::Arc;
 
-use farandole_collectives::kernel::{Orders, Path, Reducer, Reduction, neutral, reduce};
+use farandole_collectives::kernel::{
+    BlockReducer, HierarchicalOrder, InstructionSet, ReductionSpec, neutral_element,
+    reduce_member_blocks,
+};
 use farandole_collectives::{DataType, Error, ReduceOp};
 use farandole_testkit::{elements, oracle, special_elements};
 
@@ -14,13 +17,13 @@ const OPS: [ReduceOp; 5] =
     [ReduceOp::Average, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
 const SCALES: [(f64, f64); 3] = [(1.0, 1.0), (0.5, 3.0), (1.0 / 3.0, -0.25)];
 
-fn reductions(members: usize) -> Vec<Reduction> {
+fn reductions(members: usize) -> Vec<ReductionSpec> {
     let mut all = Vec::new();
     for dtype in DataType::ALL {
         for op in OPS.into_iter().filter(|op| oracle::is_defined(dtype, *op)) {
             for (prescale, postscale) in SCALES {
                 if dtype != DataType::Bool || prescale == 1.0 {
-                    all.push(Reduction { dtype, op, members, prescale, postscale });
+                    all.push(ReductionSpec { dtype, op, members, prescale, postscale });
                 }
             }
         }
@@ -28,20 +31,22 @@ fn reductions(members: usize) -> Vec<Reduction> {
     all
 }
 
-fn inputs(reduction: &Reduction, count: usize, special: bool) -> Vec<Vec<u8>> {
+fn inputs(reduction: &ReductionSpec, count: usize, special: bool) -> Vec<Vec<u8>> {
     let make = if special { special_elements } else { elements };
     (0..reduction.members as u64)
         .map(|member| make(reduction.dtype, count, member * 1000 + 1))
         .collect()
 }
 
-fn run(reduction: Reduction, path: Path, inputs: &[Vec<u8>], skew: usize) -> Vec<u8> {
+fn run(reduction: ReductionSpec, path: InstructionSet, inputs: &[Vec<u8>], skew: usize) -> Vec<u8> {
     // Skewed so that nothing is aligned to more than a byte.
     let skewed: Vec<Vec<u8>> =
         inputs.iter().map(|input| [&vec![0; skew][..], input].concat()).collect();
     let slices: Vec<&[u8]> = skewed.iter().map(|input| &input[skew..]).collect();
     let mut out = vec![0; skew + inputs[0].len()];
-    Reducer::on(reduction, path).unwrap().run(&slices, &mut out[skew..]);
+    BlockReducer::for_instruction_set(reduction, path)
+        .unwrap()
+        .reduce_blocks(&slices, &mut out[skew..]);
     out.split_off(skew)
 }
 
@@ -49,12 +54,12 @@ fn run(reduction: Reduction, path: Path, inputs: &[Vec<u8>], skew: usize) -> Vec
 fn the_baseline_computes_what_the_oracle_does() {
     for members in [1, 2, 3, 4, 5, 9] {
         for reduction in reductions(members) {
-            let Reduction { dtype, op, prescale, postscale, .. } = reduction;
+            let ReductionSpec { dtype, op, prescale, postscale, .. } = reduction;
             for special in [false, true] {
                 let inputs = inputs(&reduction, 1100, special);
                 let call = oracle::Allreduce { dtype, op, prescale, postscale };
                 let expected = oracle::allreduce(call, &inputs);
-                let got = run(reduction, Path::Baseline, &inputs, 0);
+                let got = run(reduction, InstructionSet::Baseline, &inputs, 0);
                 oracle::compare(dtype, &got, &expected)
                     .unwrap_or_else(|how| panic!("{reduction:?}: {how}"));
             }
@@ -64,12 +69,12 @@ fn the_baseline_computes_what_the_oracle_does() {
 
 #[test]
 fn every_path_computes_the_bits_of_the_baseline() {
-    for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+    for path in InstructionSet::ALL.into_iter().filter(|path| path.is_available()) {
         for members in [1, 2, 3, 4, 5] {
             for reduction in reductions(members) {
                 for (count, skew) in [(0, 0), (1, 1), (7, 0), (33, 3), (1031, 0), (5000, 1)] {
                     let inputs = inputs(&reduction, count, true);
-                    let expected = run(reduction, Path::Baseline, &inputs, 0);
+                    let expected = run(reduction, InstructionSet::Baseline, &inputs, 0);
                     let got = run(reduction, path, &inputs, skew);
                     oracle::compare(reduction.dtype, &got, &expected)
                         .unwrap_or_else(|how| panic!("{path:?} {reduction:?} of {count}: {how}"));
@@ -81,17 +86,19 @@ fn every_path_computes_the_bits_of_the_baseline() {
 
 #[test]
 fn in_place_every_member_gets_the_bits_of_the_baseline() {
-    for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+    for path in InstructionSet::ALL.into_iter().filter(|path| path.is_available()) {
         for members in [1, 2, 3, 4, 5] {
             for reduction in reductions(members) {
                 for (count, skew) in [(0, 0), (7, 1), (1031, 0), (5000, 3)] {
                     let inputs = inputs(&reduction, count, false);
-                    let expected = run(reduction, Path::Baseline, &inputs, 0);
+                    let expected = run(reduction, InstructionSet::Baseline, &inputs, 0);
                     let mut skewed: Vec<Vec<u8>> =
                         inputs.iter().map(|input| [&vec![9; skew][..], input].concat()).collect();
                     let mut all: Vec<&mut [u8]> =
                         skewed.iter_mut().map(|input| &mut input[skew..]).collect();
-                    Reducer::on(reduction, path).unwrap().run_in_place(&mut all, &mut [0; 4096]);
+                    BlockReducer::for_instruction_set(reduction, path)
+                        .unwrap()
+                        .reduce_in_place(&mut all, &mut [0; 4096]);
                     for got in &skewed {
                         assert!(got[skew..] == expected, "{path:?} {reduction:?} of {count}");
                         assert!(got[..skew].iter().all(|byte| *byte == 9));
@@ -106,17 +113,17 @@ fn in_place_every_member_gets_the_bits_of_the_baseline() {
 fn bits_do_not_depend_on_how_a_tensor_is_cut() {
     for reduction in reductions(4) {
         let inputs = inputs(&reduction, 3000, false);
-        let size = reduction.dtype.size();
-        let reducer = Reducer::new(reduction).unwrap();
+        let size = reduction.dtype.element_size();
+        let reducer = BlockReducer::new(reduction).unwrap();
         let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
         let mut whole = vec![0; 3000 * size];
-        reducer.run(&slices, &mut whole);
+        reducer.reduce_blocks(&slices, &mut whole);
         let mut pieces = vec![0; 3000 * size];
         let mut start = 0;
         for count in [1, 2, 3, 5, 64, 900, 1000, 1025] {
             let range = start * size..(start + count) * size;
             let cut: Vec<&[u8]> = slices.iter().map(|input| &input[range.clone()]).collect();
-            reducer.run(&cut, &mut pieces[range]);
+            reducer.reduce_blocks(&cut, &mut pieces[range]);
             start += count;
         }
         assert_eq!(start, 3000);
@@ -125,39 +132,40 @@ fn bits_do_not_depend_on_how_a_tensor_is_cut() {
 }
 
 /// The partials of hosts, each joined from its members' inputs, and what becomes of them.
-fn by_hosts(reducer: &Reducer, hosts: &[usize], inputs: &[&[u8]]) -> Vec<u8> {
+fn by_hosts(reducer: &BlockReducer, hosts: &[usize], inputs: &[&[u8]]) -> Vec<u8> {
     let mut rest = inputs;
     let partials: Vec<Vec<u8>> = hosts
         .iter()
         .map(|members| {
             let (own, others) = rest.split_at(*members);
             rest = others;
-            let mut partial = vec![0; own[0].len() * reducer.expansion()];
-            reducer.begin(own, &mut partial);
+            let mut partial = vec![0; own[0].len() * reducer.partial_expansion()];
+            reducer.join_to_partial(own, &mut partial);
             partial
         })
         .collect();
     let partials: Vec<&[u8]> = partials.iter().map(Vec::as_slice).collect();
     let mut out = vec![0; inputs[0].len()];
-    reducer.finish(&partials, &mut out);
+    reducer.finish_partials(&partials, &mut out);
     out
 }
 
 #[test]
 fn sums_by_hosts_have_the_bits_of_the_sum_in_one_place() {
-    for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+    for path in InstructionSet::ALL.into_iter().filter(|path| path.is_available()) {
         for hosts in [&[2, 2][..], &[2, 1], &[1, 2, 2], &[1; 4], &[1; 7], &[3, 1, 2, 2, 1, 1], &[4]]
         {
-            let orders = Arc::new(Orders::new(hosts));
+            let orders = Arc::new(HierarchicalOrder::new(hosts));
             for reduction in reductions(hosts.iter().sum()) {
                 let inputs = inputs(&reduction, 1100, true);
                 let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
-                let reducer = Reducer::ordered(reduction, path, Some(Arc::clone(&orders))).unwrap();
+                let reducer =
+                    BlockReducer::with_order(reduction, path, Some(Arc::clone(&orders))).unwrap();
                 let mut whole = vec![0; inputs[0].len()];
-                reducer.run(&slices, &mut whole);
+                reducer.reduce_blocks(&slices, &mut whole);
                 oracle::compare(reduction.dtype, &by_hosts(&reducer, hosts, &slices), &whole)
                     .unwrap_or_else(|how| panic!("{path:?} {reduction:?} on {hosts:?}: {how}"));
-                let Reduction { dtype, op, prescale, postscale, .. } = reduction;
+                let ReductionSpec { dtype, op, prescale, postscale, .. } = reduction;
                 let call = oracle::Allreduce { dtype, op, prescale, postscale };
                 oracle::compare(dtype, &whole, &oracle::allreduce_on(hosts, call, &inputs))
                     .unwrap_or_else(|how| panic!("{path:?} {reduction:?} on {hosts:?}: {how}"));
@@ -171,8 +179,8 @@ fn every_half_survives_the_way_through_single_precision() {
     let halves: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
     for dtype in [DataType::F16, DataType::Bf16] {
         let reduction =
-            Reduction { dtype, op: ReduceOp::Sum, members: 1, prescale: 1.0, postscale: 1.0 };
-        for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+            ReductionSpec { dtype, op: ReduceOp::Sum, members: 1, prescale: 1.0, postscale: 1.0 };
+        for path in InstructionSet::ALL.into_iter().filter(|path| path.is_available()) {
             let got = run(reduction, path, std::slice::from_ref(&halves), 0);
             oracle::compare(dtype, &got, &halves).unwrap();
         }
@@ -191,10 +199,10 @@ fn sums_of_all_pairs_of_eight_bits_are_rounded_as_the_oracle_rounds_them() {
             for (prescale, postscale) in
                 [(1.0, 1.0), (1.0, 0.3), (0.7, 1e-3), (900.0, 1.0), (-1e30, 1e30)]
             {
-                let reduction = Reduction { dtype, op, members: 2, prescale, postscale };
+                let reduction = ReductionSpec { dtype, op, members: 2, prescale, postscale };
                 let call = oracle::Allreduce { dtype, op, prescale, postscale };
                 let expected = oracle::allreduce(call, &inputs);
-                for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+                for path in InstructionSet::ALL.into_iter().filter(|path| path.is_available()) {
                     oracle::compare(dtype, &run(reduction, path, &inputs, 0), &expected)
                         .unwrap_or_else(|how| panic!("{path:?} {reduction:?}: {how}"));
                 }
@@ -209,12 +217,19 @@ fn halves_are_rounded_once_after_all_members() {
     let inputs = [0x6800_u16, 0x3c00, 0x3c00].map(|half| half.to_ne_bytes().to_vec());
     let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
     let mut out = [0; 2];
-    reduce(DataType::F16, ReduceOp::Sum, &slices, &mut out, 1.0, 1.0).unwrap();
+    reduce_member_blocks(DataType::F16, ReduceOp::Sum, &slices, &mut out, 1.0, 1.0).unwrap();
     assert_eq!(u16::from_ne_bytes(out), 0x6801);
     // In eight bits 16 + 1 is 16 again; rounded once, 16 + 1 + 1 is 18.
     let mut out = [0];
-    reduce(DataType::F8E4M3, ReduceOp::Sum, &[&[0x58], &[0x38], &[0x38]], &mut out, 1.0, 1.0)
-        .unwrap();
+    reduce_member_blocks(
+        DataType::F8E4M3,
+        ReduceOp::Sum,
+        &[&[0x58], &[0x38], &[0x38]],
+        &mut out,
+        1.0,
+        1.0,
+    )
+    .unwrap();
     assert_eq!(out, [0x59]);
 }
 
@@ -224,7 +239,8 @@ fn integer_averages_neither_overflow_nor_round() {
         let inputs = values.map(|value| value.to_ne_bytes().to_vec());
         let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
         let mut out = [0; 8];
-        reduce(DataType::I64, ReduceOp::Average, &slices, &mut out, 1.0, 1.0).unwrap();
+        reduce_member_blocks(DataType::I64, ReduceOp::Average, &slices, &mut out, 1.0, 1.0)
+            .unwrap();
         i64::from_ne_bytes(out)
     };
     assert_eq!(average([i64::MAX, i64::MAX, i64::MAX]), i64::MAX);
@@ -236,7 +252,7 @@ fn integer_averages_neither_overflow_nor_round() {
 fn neutral_elements_change_nothing() {
     for dtype in DataType::ALL {
         for op in OPS {
-            let Ok(element) = neutral(dtype, op) else {
+            let Ok(element) = neutral_element(dtype, op) else {
                 assert!(!oracle::is_defined(dtype, op), "{op:?} {dtype}");
                 continue;
             };
@@ -244,10 +260,10 @@ fn neutral_elements_change_nothing() {
                 continue;
             }
             let input = special_elements(dtype, 500, 3);
-            let neutral = element[..dtype.size()].repeat(500);
+            let neutral = element[..dtype.element_size()].repeat(500);
             for inputs in [[&input[..], &neutral], [&neutral[..], &input]] {
                 let mut out = vec![0; input.len()];
-                reduce(dtype, op, &inputs, &mut out, 1.0, 1.0).unwrap();
+                reduce_member_blocks(dtype, op, &inputs, &mut out, 1.0, 1.0).unwrap();
                 oracle::compare(dtype, &out, &input)
                     .unwrap_or_else(|how| panic!("{op:?} {dtype}: {how}"));
             }
@@ -259,8 +275,9 @@ fn neutral_elements_change_nothing() {
 fn undefined_operations_are_refused_by_name() {
     let mut out = [0; 16];
     let input = [0; 16];
-    let mut refused =
-        |dtype, op, scale| reduce(dtype, op, &[&input[..]], &mut out, scale, 1.0).unwrap_err();
+    let mut refused = |dtype, op, scale| {
+        reduce_member_blocks(dtype, op, &[&input[..]], &mut out, scale, 1.0).unwrap_err()
+    };
     assert_eq!(
         refused(DataType::Bool, ReduceOp::Average, 1.0).to_string(),
         "Average is not defined for bool"
@@ -268,8 +285,9 @@ fn undefined_operations_are_refused_by_name() {
     assert!(matches!(refused(DataType::C64, ReduceOp::Min, 1.0), Error::Unsupported { .. }));
     assert!(matches!(refused(DataType::F32, ReduceOp::Adasum, 1.0), Error::Unsupported { .. }));
     assert!(matches!(refused(DataType::F8E5M2, ReduceOp::Adasum, 1.0), Error::Unsupported { .. }));
-    assert!(neutral(DataType::F8E4M3, ReduceOp::Adasum).is_err());
+    assert!(neutral_element(DataType::F8E4M3, ReduceOp::Adasum).is_err());
     assert!(matches!(refused(DataType::Bool, ReduceOp::Sum, 2.0), Error::Shape { .. }));
-    let odd = reduce(DataType::F32, ReduceOp::Sum, &[&input[..3]], &mut out[..3], 1.0, 1.0);
+    let odd =
+        reduce_member_blocks(DataType::F32, ReduceOp::Sum, &[&input[..3]], &mut out[..3], 1.0, 1.0);
     assert!(matches!(odd, Err(Error::Shape { .. })));
 }

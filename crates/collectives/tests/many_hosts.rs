@@ -9,9 +9,9 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Communicator, DataType, HostCommunicator, ReduceOp, Token};
+use farandole_collectives::{Communicator, DataType, HostCommunicator, OperationToken, ReduceOp};
 use farandole_testkit::{Tensor, allreduce};
-use farandole_transport::{MemoryRendezvous, Mesh, MeshOptions, heartbeats};
+use farandole_transport::{MemoryRendezvous, Mesh, MeshOptions, heartbeat_peers};
 use farandole_world::{HostHash, Rank};
 
 const HOSTS: u32 = 64;
@@ -34,7 +34,7 @@ fn join(rank: u32, meeting: &MemoryRendezvous) -> Mesh {
     options.bind = vec![IpAddr::from(Ipv4Addr::LOCALHOST).into()];
     // More threads than processors: a rank may not run for seconds.
     options.peer_timeout = LIMIT;
-    options.patience = LIMIT;
+    options.setup_timeout = LIMIT;
     Mesh::join(options, meeting).unwrap()
 }
 
@@ -43,16 +43,16 @@ fn communicator(mesh: &Mesh) -> HostCommunicator {
     let names: Vec<String> = (0..HOSTS * LOCAL).map(name).collect();
     let machines: Vec<&str> = names.iter().map(String::as_str).collect();
     let own = mesh.rank();
-    let first: BTreeSet<Rank> = heartbeats(&machines, own);
+    let first: BTreeSet<Rank> = heartbeat_peers(&machines, own);
     let (first, later): (Vec<Rank>, Vec<Rank>) = (0..HOSTS * LOCAL)
         .map(Rank)
         .filter(|rank| *rank != own)
         .partition(|rank| first.contains(rank));
     let deadline = Instant::now() + LIMIT;
-    let mut links = mesh.open_until(1, &first, 64 << 10, deadline, &mut || false).unwrap();
-    links.extend(mesh.open_on_demand(1, &later, 64 << 10, deadline, &mut || false).unwrap());
+    let mut links = mesh.open_links_until(1, &first, 64 << 10, deadline, &mut || false).unwrap();
+    links.extend(mesh.open_links_on_demand(1, &later, 64 << 10, deadline, &mut || false).unwrap());
     let hosts: Vec<u32> = (0..HOSTS * LOCAL).map(|rank| rank / LOCAL).collect();
-    HostCommunicator::over(own, links, &hosts).unwrap()
+    HostCommunicator::across_hosts(own, links, &hosts).unwrap()
 }
 
 /// Sums this many elements, and checks the result.
@@ -61,12 +61,12 @@ fn sum(communicators: &mut [HostCommunicator], count: u16) {
     let tensors: Vec<Tensor> = communicators.iter().map(|_| Tensor::new(&input, true)).collect();
     for (communicator, tensor) in communicators.iter_mut().zip(&tensors) {
         let sum = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(tensor));
-        communicator.submit(Token(1), sum).unwrap();
+        communicator.submit_operation(OperationToken(1), sum).unwrap();
     }
     let (limit, mut completed) = (Instant::now() + LIMIT, Vec::new());
-    while communicators.iter().any(|one| one.pending() > 0) {
+    while communicators.iter().any(|one| one.pending_count() > 0) {
         for communicator in &mut *communicators {
-            communicator.progress(&mut completed).unwrap();
+            communicator.make_progress(&mut completed).unwrap();
         }
         assert!(Instant::now() < limit, "{} of {} are done", completed.len(), communicators.len());
     }

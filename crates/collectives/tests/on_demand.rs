@@ -5,7 +5,7 @@
 //! at both ends, and for no others.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use farandole_collectives::{DataType, HostCommunicator, Operation, ReduceOp};
+use farandole_collectives::{CollectiveOperation, DataType, HostCommunicator, ReduceOp};
 use farandole_testkit::{
     ALGORITHMS, Harness, Links, Register, Tensor, allreduce, complete, complete_all, elements,
     oracle, reducescatter,
@@ -41,7 +41,8 @@ fn results(rank: Rank, communicator: &mut HostCommunicator, size: usize) -> Vec<
     for root in 0..size {
         for length in [0, 61, 200_003] {
             let tensor = Tensor::new(&elements(DataType::U8, length, me as u64), true);
-            operations.push(Operation::Broadcast { root, segments: vec![tensor.segment()] });
+            operations
+                .push(CollectiveOperation::Broadcast { root, segments: vec![tensor.segment()] });
             tensors.push(tensor);
         }
     }
@@ -52,7 +53,7 @@ fn results(rank: Rank, communicator: &mut HostCommunicator, size: usize) -> Vec<
         let input = elements(DataType::U8, counts[me], me as u64);
         let tensor = Tensor::with_output(&input, counts.iter().sum());
         let (segments, bytes) = (vec![tensor.segment()], vec![counts.clone()]);
-        operations.push(Operation::Allgather { segments, bytes });
+        operations.push(CollectiveOperation::Allgather { segments, bytes });
         tensors.push(tensor);
 
         // From one to another, in one direction alone, too.
@@ -61,7 +62,11 @@ fn results(rank: Rank, communicator: &mut HostCommunicator, size: usize) -> Vec<
         let receives: Vec<usize> = (0..size).map(|from| block(from, me)).collect();
         let input = elements(DataType::U8, sends.iter().sum(), me as u64);
         let tensor = Tensor::with_output(&input, receives.iter().sum());
-        operations.push(Operation::Alltoall { segment: tensor.segment(), sends, receives });
+        operations.push(CollectiveOperation::Alltoall {
+            segment: tensor.segment(),
+            sends,
+            receives,
+        });
         tensors.push(tensor);
 
         let parts: Vec<usize> = counts.iter().map(|bytes| bytes / 4 * 4).collect();
@@ -69,7 +74,7 @@ fn results(rank: Rank, communicator: &mut HostCommunicator, size: usize) -> Vec<
         let call = oracle::Allreduce::new(DataType::F32, ReduceOp::Sum);
         operations.push(reducescatter(call, std::slice::from_ref(&tensor), vec![parts]));
         tensors.push(tensor);
-        operations.push(Operation::Barrier);
+        operations.push(CollectiveOperation::Barrier);
     }
     complete_all(communicator, operations).unwrap();
     tensors.iter().map(Tensor::result).collect()
@@ -108,7 +113,7 @@ fn operations_over_connections_that_open_at_their_first_use_have_the_same_result
 fn asked(
     hosts: &[usize],
     algorithms: &str,
-    operation: impl Fn(usize) -> (Tensor, Operation) + Sync,
+    operation: impl Fn(usize) -> (Tensor, CollectiveOperation) + Sync,
 ) -> Vec<usize> {
     let mut register = Register::default();
     let harness = Harness::on_hosts(hosts).ring(64 << 10).algorithms(algorithms);
@@ -123,7 +128,7 @@ fn asked(
     ranks.into_iter().map(|rank| register.asked(rank).len()).collect()
 }
 
-fn reduced(rank: usize) -> (Tensor, Operation) {
+fn reduced(rank: usize) -> (Tensor, CollectiveOperation) {
     let tensor = Tensor::new(&floats(50_000, rank), false);
     let operation = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
     (tensor, operation)
@@ -137,12 +142,12 @@ fn an_operation_asks_for_few_links_where_its_algorithm_needs_few() {
     assert_eq!(asked(&hosts, "halving", reduced), [3; 16]);
     // The first rank of each host doubles.
     assert_eq!(asked(&hosts, "doubling", reduced), [[3, 0]; 8].concat());
-    let nothing = |_: usize| (Tensor::new(&[], true), Operation::Barrier);
+    let nothing = |_: usize| (Tensor::new(&[], true), CollectiveOperation::Barrier);
     assert_eq!(asked(&hosts, "auto", nothing), [6; 16]);
     let sent = |_: usize| {
         let tensor = Tensor::new(&[1], true);
         let segments = vec![tensor.segment()];
-        (tensor, Operation::Broadcast { root: 0, segments })
+        (tensor, CollectiveOperation::Broadcast { root: 0, segments })
     };
     assert_eq!(asked(&hosts, "auto", sent), [3, 0, 1, 0, 2, 0, 1, 0, 3, 0, 1, 0, 2, 0, 1, 0]);
     // Everybody sends to the rank with the next number alone.
@@ -151,7 +156,7 @@ fn an_operation_asks_for_few_links_where_its_algorithm_needs_few() {
         let receives = (0..16).map(|from| usize::from((from + 1) % 16 == rank)).collect();
         let tensor = Tensor::with_output(&[1], 1);
         let segment = tensor.segment();
-        (tensor, Operation::Alltoall { segment, sends: block(rank), receives })
+        (tensor, CollectiveOperation::Alltoall { segment, sends: block(rank), receives })
     };
     assert_eq!(asked(&hosts, "auto", passed), [1; 16]);
 }

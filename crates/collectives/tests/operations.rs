@@ -6,7 +6,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farandole_collectives::{Communicator, DataType, Operation, ReduceOp, Token};
+use farandole_collectives::{
+    CollectiveOperation, Communicator, DataType, OperationToken, ReduceOp,
+};
 use farandole_testkit::{
     ALGORITHMS, Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
     run_world,
@@ -71,12 +73,17 @@ fn every_kind_of_link_gives_the_same_bits() {
                     let sum =
                         allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
                     let sent = Tensor::new(&input, true);
-                    let broadcast =
-                        Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
+                    let broadcast = CollectiveOperation::Broadcast {
+                        root: size - 1,
+                        segments: vec![sent.segment()],
+                    };
                     let gathered = Tensor::with_output(&input, input.len() * size);
                     let bytes = vec![vec![input.len(); size]];
-                    let gather = Operation::Allgather { segments: vec![gathered.segment()], bytes };
-                    let operations = vec![sum, broadcast, Operation::Barrier, gather];
+                    let gather = CollectiveOperation::Allgather {
+                        segments: vec![gathered.segment()],
+                        bytes,
+                    };
+                    let operations = vec![sum, broadcast, CollectiveOperation::Barrier, gather];
                     complete_all(&mut communicator, operations).unwrap();
                     results.extend([summed, sent, gathered].map(|tensor| tensor.result()));
                 }
@@ -98,22 +105,24 @@ fn an_operation_completes_only_when_its_bytes_are_on_their_way() {
     let reading = std::sync::Barrier::new(2);
     Harness::new(2).over(Links::Tcp).ring(64 << 20).run(|rank, mut communicator| {
         let tensor = Tensor::new(&vec![u8::from(rank.0 == 0); bytes], true);
-        complete(&mut communicator, Operation::Barrier).unwrap();
-        let broadcast = Operation::Broadcast { root: 0, segments: vec![tensor.segment()] };
+        complete(&mut communicator, CollectiveOperation::Barrier).unwrap();
+        let broadcast =
+            CollectiveOperation::Broadcast { root: 0, segments: vec![tensor.segment()] };
         if rank.0 == 0 {
-            communicator.submit(Token(1), broadcast).unwrap();
+            communicator.submit_operation(OperationToken(1), broadcast).unwrap();
             let mut completed = Vec::new();
             let mut quiet = 0;
             while quiet < 100 {
-                quiet = if communicator.progress(&mut completed).unwrap() { 0 } else { quiet + 1 };
+                quiet =
+                    if communicator.make_progress(&mut completed).unwrap() { 0 } else { quiet + 1 };
             }
-            let pending = communicator.pending();
+            let pending = communicator.pending_count();
             reading.wait();
             assert_eq!(pending, 1);
-            while communicator.pending() > 0 {
-                communicator.progress(&mut completed).unwrap();
+            while communicator.pending_count() > 0 {
+                communicator.make_progress(&mut completed).unwrap();
             }
-            assert_eq!(completed, [Token(1)]);
+            assert_eq!(completed, [OperationToken(1)]);
         } else {
             reading.wait();
             complete(&mut communicator, broadcast).unwrap();
@@ -160,7 +169,8 @@ fn broadcast_gives_every_member_the_roots_bytes_from_any_root() {
                         .map(|(k, bytes)| Tensor::new(bytes, k.is_multiple_of(2)))
                         .collect();
                     let segments = tensors.iter().map(Tensor::segment).collect();
-                    complete(&mut communicator, Operation::Broadcast { root, segments }).unwrap();
+                    complete(&mut communicator, CollectiveOperation::Broadcast { root, segments })
+                        .unwrap();
                     for (tensor, expected) in tensors.iter().zip(bytes(root)) {
                         assert!(
                             tensor.result() == expected,
@@ -194,7 +204,8 @@ fn allgather_joins_uneven_parts_in_rank_order() {
                     })
                     .collect();
                 let segments = memory.iter().map(Tensor::segment).collect();
-                complete(&mut communicator, Operation::Allgather { segments, bytes }).unwrap();
+                complete(&mut communicator, CollectiveOperation::Allgather { segments, bytes })
+                    .unwrap();
                 for (k, tensor) in tensors.iter().zip(&memory) {
                     let inputs: Vec<Vec<u8>> = (0..size).map(|m| input(*k, m)).collect();
                     assert!(
@@ -214,7 +225,7 @@ fn all_members_leave_a_barrier_after_the_last_one_reached_it() {
         run_world(size, |_, mut communicator| {
             for round in 1..=20 {
                 reached.fetch_add(1, Ordering::SeqCst);
-                complete(&mut communicator, Operation::Barrier).unwrap();
+                complete(&mut communicator, CollectiveOperation::Barrier).unwrap();
                 assert!(reached.load(Ordering::SeqCst) >= round * size);
             }
         });
@@ -233,8 +244,11 @@ fn operations_queued_together_complete_in_order() {
                 let tensor = Tensor::new(&bytes, true);
                 operations.push(match k % 3 {
                     0 => allreduce(DataType::I64, ReduceOp::Max, std::slice::from_ref(&tensor)),
-                    1 => Operation::Broadcast { root: k % size, segments: vec![tensor.segment()] },
-                    _ => Operation::Barrier,
+                    1 => CollectiveOperation::Broadcast {
+                        root: k % size,
+                        segments: vec![tensor.segment()],
+                    },
+                    _ => CollectiveOperation::Barrier,
                 });
                 tensors.push(tensor);
             }
@@ -260,18 +274,18 @@ fn a_world_of_one_completes_at_the_next_progress() {
     run_world(1, |_, mut communicator| {
         let tensor = Tensor::new(&elements(DataType::F32, 100_000, 1), false);
         let operation = allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&tensor));
-        communicator.submit(Token(5), operation).unwrap();
-        assert_eq!(communicator.pending(), 1);
+        communicator.submit_operation(OperationToken(5), operation).unwrap();
+        assert_eq!(communicator.pending_count(), 1);
         let mut completed = Vec::new();
-        communicator.progress(&mut completed).unwrap();
-        assert_eq!((completed, communicator.pending()), (vec![Token(5)], 0));
+        communicator.make_progress(&mut completed).unwrap();
+        assert_eq!((completed, communicator.pending_count()), (vec![OperationToken(5)], 0));
         assert_eq!(tensor.result(), elements(DataType::F32, 100_000, 1));
     });
 }
 
 #[test]
 fn a_set_of_some_ranks_numbers_its_members_in_rank_order() {
-    let mut mesh = farandole_transport::loopback::mesh(4, 64 << 10).unwrap();
+    let mut mesh = farandole_transport::loopback::link_mesh(4, 64 << 10).unwrap();
     // Ranks 1 and 3, each with its link to the other alone.
     let links = |mesh: &mut Vec<Vec<_>>, rank: usize, peer: usize| {
         let own: Vec<farandole_transport::Link> = std::mem::take(&mut mesh[rank]);
@@ -283,7 +297,7 @@ fn a_set_of_some_ranks_numbers_its_members_in_rank_order() {
             scope.spawn(move || {
                 let rank = farandole_world::Rank(rank);
                 let mut set = farandole_collectives::HostCommunicator::new(rank, links).unwrap();
-                assert_eq!((set.size(), set.member()), (2, usize::from(rank.0 == 3)));
+                assert_eq!((set.member_count(), set.member_index()), (2, usize::from(rank.0 == 3)));
                 let tensor = Tensor::new(&[u8::try_from(rank.0).unwrap(); 10], true);
                 let operation =
                     allreduce(DataType::U8, ReduceOp::Sum, std::slice::from_ref(&tensor));
@@ -303,24 +317,25 @@ fn seventy_members_on_a_host_and_on_several_complete_everything() {
             let input = |rank: usize, count: usize| vec![u8::try_from(rank % 3).unwrap(); count];
             let sums: Vec<Tensor> =
                 [1, 20_000].map(|count| Tensor::new(&input(me, count), true)).into();
-            let mut operations: Vec<Operation> = sums
+            let mut operations: Vec<CollectiveOperation> = sums
                 .iter()
                 .map(|tensor| allreduce(DataType::U8, ReduceOp::Sum, std::slice::from_ref(tensor)))
                 .collect();
             let sent = Tensor::new(&input(me, 5000), true);
-            operations.push(Operation::Broadcast { root: 37, segments: vec![sent.segment()] });
-            operations.push(Operation::Barrier);
+            operations
+                .push(CollectiveOperation::Broadcast { root: 37, segments: vec![sent.segment()] });
+            operations.push(CollectiveOperation::Barrier);
             let swapped = Tensor::with_output(&input(me, 3 * size), 3 * size);
             let blocks = vec![3; size];
             let segment = swapped.segment();
-            operations.push(Operation::Alltoall {
+            operations.push(CollectiveOperation::Alltoall {
                 segment,
                 sends: blocks.clone(),
                 receives: blocks.clone(),
             });
             let gathered = Tensor::with_output(&input(me, 3), 3 * size);
             let segments = vec![gathered.segment()];
-            operations.push(Operation::Allgather { segments, bytes: vec![blocks] });
+            operations.push(CollectiveOperation::Allgather { segments, bytes: vec![blocks] });
             complete_all(&mut communicator, operations).unwrap();
             let total = (0..size).map(|rank| u8::try_from(rank % 3).unwrap()).sum::<u8>();
             assert!(

@@ -7,8 +7,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farandole_collectives::kernel::{Orders, Path, Reducer, Reduction};
-use farandole_collectives::{DataType, Operation, ReduceOp};
+use farandole_collectives::kernel::{
+    BlockReducer, HierarchicalOrder, InstructionSet, ReductionSpec,
+};
+use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
 use farandole_testkit::{
     Harness, Tensor, allreduce, complete, counted, elements, oracle, reducescatter,
 };
@@ -18,7 +20,7 @@ const COUNT: usize = 300_000;
 /// Bytes that all members send to other hosts in one operation, and in the greeting before it.
 fn between_hosts(
     hosts: &[usize],
-    operation: impl Fn(usize) -> (Tensor, Operation) + Sync,
+    operation: impl Fn(usize) -> (Tensor, CollectiveOperation) + Sync,
 ) -> usize {
     let sent = Arc::new(AtomicUsize::new(0));
     Harness::on_hosts(hosts).run_changed(
@@ -58,7 +60,7 @@ fn rounded_reduce_scatters_of_halves_send_half_the_bytes_of_floats_to_other_host
     let hosts = [3, 3];
     let scattered = |dtype: DataType, op| {
         between_hosts(&hosts, |rank| {
-            let part = COUNT / 6 * dtype.size();
+            let part = COUNT / 6 * dtype.element_size();
             let tensor = Tensor::with_output(&elements(dtype, COUNT, rank as u64), part);
             let call = oracle::Allreduce::new(dtype, op);
             let operation = reducescatter(call, std::slice::from_ref(&tensor), vec![vec![part; 6]]);
@@ -72,12 +74,16 @@ fn rounded_reduce_scatters_of_halves_send_half_the_bytes_of_floats_to_other_host
 
 fn error(dtype: DataType, op: ReduceOp, hosts: &[usize], inputs: &[Vec<u8>]) -> f64 {
     let members = inputs.len();
-    let reduction = Reduction { dtype, op, members, prescale: 1.0, postscale: 1.0 };
-    let reducer =
-        Reducer::ordered(reduction, Path::best(), Some(Arc::new(Orders::new(hosts)))).unwrap();
+    let reduction = ReductionSpec { dtype, op, members, prescale: 1.0, postscale: 1.0 };
+    let reducer = BlockReducer::with_order(
+        reduction,
+        InstructionSet::best_available(),
+        Some(Arc::new(HierarchicalOrder::new(hosts))),
+    )
+    .unwrap();
     let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
     let mut out = vec![0; inputs[0].len()];
-    reducer.run(&slices, &mut out);
+    reducer.reduce_blocks(&slices, &mut out);
     oracle::relative_error(dtype, &out, inputs)
 }
 

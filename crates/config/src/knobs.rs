@@ -6,12 +6,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::value::{Cooldown, Error, Gradients, LogLevel, PortRange, Value};
-use crate::{HOROVOD_PREFIX, PREFIX, environment};
+use crate::value::{CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange};
+use crate::{FARANDOLE_PREFIX, HOROVOD_PREFIX, environment_variable};
 
 /// A row of the registry.
 #[derive(Clone, Copy, Debug)]
-pub struct Knob {
+pub struct KnobDefinition {
     /// Field of [`Config`], also the Python keyword.
     pub key: &'static str,
     /// Name without a prefix: `FARANDOLE_<name>`, and `HOROVOD_<name>`.
@@ -28,10 +28,14 @@ pub struct Knob {
     pub doc: &'static str,
 }
 
-impl Knob {
+impl KnobDefinition {
     /// Returns the accepted values, with the limits of this knob.
-    pub fn takes(&self) -> &'static str {
-        if self.expected == Duration::EXPECTED { limits(self.key).expected } else { self.expected }
+    pub fn accepted_values(&self) -> &'static str {
+        if self.expected == Duration::EXPECTED_FORMAT {
+            duration_limits(self.key).expected
+        } else {
+            self.expected
+        }
     }
 }
 
@@ -46,9 +50,9 @@ macro_rules! knobs {
         }
 
         /// Every knob, in the order of the reference page.
-        pub const KNOBS: &[Knob] = &[
-            $( Knob {
-                key: stringify!($key), name: $name, flag: $flag, expected: <$type as Value>::EXPECTED,
+        pub const KNOBS: &[KnobDefinition] = &[
+            $( KnobDefinition {
+                key: stringify!($key), name: $name, flag: $flag, expected: <$type as KnobValue>::EXPECTED_FORMAT,
                 default: $default, propagate: $propagate, doc: concat!($($doc,)+),
             }, )+
         ];
@@ -62,12 +66,12 @@ macro_rules! knobs {
             pub fn read(
                 lookup: impl Fn(&str) -> Option<String>,
                 arguments: &BTreeMap<String, String>,
-            ) -> Result<Self, Error> {
+            ) -> Result<Self, KnobError> {
                 if let Some((key, value)) = arguments.iter().find(|(key, _)| !KNOBS.iter().any(|knob| knob.key == **key)) {
-                    return Err(Error { name: key.clone(), expected: "a known option", value: value.clone() });
+                    return Err(KnobError { name: key.clone(), expected: "a known option", value: value.clone() });
                 }
                 Ok(Self {
-                    $( $key: one::<$type>(stringify!($key), $name, $default, &lookup, arguments)?, )+
+                    $( $key: read_knob::<$type>(stringify!($key), $name, $default, &lookup, arguments)?, )+
                     given: KNOBS.iter().filter(|knob| is_given(knob, &lookup, arguments)).map(|knob| knob.key).collect(),
                 })
             }
@@ -76,64 +80,66 @@ macro_rules! knobs {
 }
 
 fn is_given(
-    knob: &Knob,
+    knob: &KnobDefinition,
     lookup: &impl Fn(&str) -> Option<String>,
     arguments: &BTreeMap<String, String>,
 ) -> bool {
     let named = |prefix: &str| lookup(&format!("{prefix}{}", knob.name)).is_some();
-    arguments.contains_key(knob.key) || named(PREFIX) || named(HOROVOD_PREFIX)
+    arguments.contains_key(knob.key) || named(FARANDOLE_PREFIX) || named(HOROVOD_PREFIX)
 }
 
-fn one<T: Value>(
+fn read_knob<T: KnobValue>(
     key: &str,
     name: &str,
     default: &str,
     lookup: &impl Fn(&str) -> Option<String>,
     arguments: &BTreeMap<String, String>,
-) -> Result<T, Error> {
+) -> Result<T, KnobError> {
     let named = |variable: String| lookup(&variable).map(|value| (variable, value));
     let (source, text) = arguments
         .get(key)
         .map(|value| (key.to_owned(), value.clone()))
-        .or_else(|| named(format!("{PREFIX}{name}")))
+        .or_else(|| named(format!("{FARANDOLE_PREFIX}{name}")))
         .or_else(|| named(format!("{HOROVOD_PREFIX}{name}")))
         .unwrap_or_else(|| (key.to_owned(), default.to_owned()));
-    match T::parse(text.trim()) {
-        None => Err(Error { name: source, expected: T::EXPECTED, value: text }),
+    match T::parse_text(text.trim()) {
+        None => Err(KnobError { name: source, expected: T::EXPECTED_FORMAT, value: text }),
         Some(value) => {
-            let limits = limits(key);
-            if value.duration().is_none_or(|duration| limits.hold(duration)) {
+            let limits = duration_limits(key);
+            if value.as_duration().is_none_or(|duration| limits.allow_duration(duration)) {
                 return Ok(value);
             }
-            Err(Error { name: source, expected: limits.expected, value: text })
+            Err(KnobError { name: source, expected: limits.expected, value: text })
         }
     }
 }
 
 /// Durations that a knob takes: beyond them nothing works, or time itself overflows.
-struct Limits {
+struct DurationLimits {
     least: Duration,
     most: Duration,
     expected: &'static str,
 }
 
-impl Limits {
-    fn hold(&self, duration: Duration) -> bool {
+impl DurationLimits {
+    fn allow_duration(&self, duration: Duration) -> bool {
         (self.least..=self.most).contains(&duration)
     }
 }
 
-/// Returns the limits of a knob; those of most durations are the last.
-fn limits(key: &str) -> Limits {
-    const DAY: Duration = Duration::from_secs(86_400);
+/// Returns the limits of a duration knob; the last ones are the default.
+fn duration_limits(key: &str) -> DurationLimits {
+    const ONE_DAY: Duration = Duration::from_secs(86_400);
     let tenth = Duration::from_millis(100);
     let (least, most, expected) = match key {
-        "peer_timeout" => {
-            (tenth, DAY, "a duration from 100ms to 24h: seconds, or a number with ms, s, m or h")
-        }
+        "peer_timeout" => (
+            tenth,
+            ONE_DAY,
+            "a duration from 100ms to 24h: seconds, or a number with ms, s, m or h",
+        ),
         "start_timeout" | "spark_start_timeout" | "collective_timeout" | "discovery_timeout" => (
             tenth,
-            365 * DAY,
+            365 * ONE_DAY,
             "a duration from 100ms to 8760h: seconds, or a number with ms, s, m or h",
         ),
         "spin" => (
@@ -143,11 +149,11 @@ fn limits(key: &str) -> Limits {
         ),
         _ => (
             Duration::ZERO,
-            365 * DAY,
+            365 * ONE_DAY,
             "a duration from 0 to 8760h: seconds, or a number with ms, s, m or h",
         ),
     };
-    Limits { least, most, expected }
+    DurationLimits { least, most, expected }
 }
 
 knobs! {
@@ -219,7 +225,7 @@ knobs! {
     reset_limit: Option<u32> = "", "RESET_LIMIT", Some("--reset-limit"), false;
     /// Elastic training: seconds for which a host gets no new process after a failure there: after
     /// the first failure, and at most. Each further failure doubles the time.
-    blacklist_cooldown_range: Cooldown = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
+    blacklist_cooldown_range: CooldownRange = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
     /// Elastic training: a file in which `farandole run` records the state of the job. If the
     /// command is killed and started again with the same file, it continues the job with the same
     /// processes. The file contains the job's secrets. Removed from the environment of the
@@ -281,7 +287,7 @@ knobs! {
     /// rank, which its agent sends to the driver; `--timeline` and `timeline=` set it.
     timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
     /// Bytes that the timelines of all ranks may take together where each rank writes one, an equal
-    /// share for each: what is oldest is given up. 0 means no limit.
+    /// share for each: the oldest records are dropped. 0 means no limit.
     timeline_limit: u64 = "256MiB", "TIMELINE_LIMIT", Some("--timeline-limit"), true;
     /// Marks every negotiation round in the timeline.
     timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
@@ -316,7 +322,7 @@ knobs! {
     /// the former for `allgather` and `broadcast`, n times the former for `reducescatter`, and the
     /// gradients reduced by the same op for an allreduce by `Min`, `Max`, `Product` or `Adasum`.
     /// `import horovod` sets `horovod` if nothing is set. It must be the same on all ranks.
-    gradient_convention: Gradients = "farandole", "GRADIENT_CONVENTION", None, true;
+    gradient_convention: GradientConvention = "farandole", "GRADIENT_CONVENTION", None, true;
     /// Turns off the ranges for NVIDIA's profilers, which are on if their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
     /// Lowest level of the engine's events that are logged, in upper or lower case: in workers
@@ -332,8 +338,8 @@ impl Config {
     ///
     /// # Errors
     /// Like [`Config::read`].
-    pub fn from_env() -> Result<Self, Error> {
-        Self::read(environment, &BTreeMap::new())
+    pub fn from_env() -> Result<Self, KnobError> {
+        Self::read(environment_variable, &BTreeMap::new())
     }
 }
 
@@ -341,7 +347,7 @@ impl Config {
 mod tests {
     use super::*;
 
-    fn read(pairs: &[(&str, &str)]) -> Result<Config, Error> {
+    fn read(pairs: &[(&str, &str)]) -> Result<Config, KnobError> {
         let map: BTreeMap<String, String> =
             pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         Config::read(|name| map.get(name).cloned(), &BTreeMap::new())
@@ -395,9 +401,9 @@ mod tests {
 
     #[test]
     fn the_convention_of_gradients_is_one_of_two_words() {
-        assert_eq!(read(&[]).unwrap().gradient_convention, Gradients::Farandole);
+        assert_eq!(read(&[]).unwrap().gradient_convention, GradientConvention::Farandole);
         let horovods = read(&[("FARANDOLE_GRADIENT_CONVENTION", "Horovod")]).unwrap();
-        assert_eq!(horovods.gradient_convention, Gradients::Horovod);
+        assert_eq!(horovods.gradient_convention, GradientConvention::Horovod);
         let error = read(&[("HOROVOD_GRADIENT_CONVENTION", "theirs")]).unwrap_err().to_string();
         assert_eq!(error, "HOROVOD_GRADIENT_CONVENTION must be farandole or horovod: theirs");
     }

@@ -4,9 +4,9 @@
 //! All settings (knobs) in one registry: name, alias, flag, type, default, documentation, whether
 //! workers inherit it.
 //!
-//! Owns the reading of the environment; reading it anywhere else is a lint error. The crate that
-//! uses a value decides what it means. `docs/reference/configuration.md` is generated from
-//! [`KNOBS`].
+//! This crate is the only one that reads the environment; reading the environment anywhere else is
+//! a lint error. The crate that uses a value decides on its meaning.
+//! `docs/reference/configuration.md` is generated from [`KNOBS`].
 //!
 //! ```text
 //! argument ──────────┐
@@ -23,17 +23,17 @@
 mod knobs;
 mod value;
 
-pub use knobs::{Config, KNOBS, Knob};
-pub use value::{Cooldown, Error, Gradients, LogLevel, PortRange, Value};
+pub use knobs::{Config, KNOBS, KnobDefinition};
+pub use value::{CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange};
 
 /// Prefix of our variables.
-pub const PREFIX: &str = "FARANDOLE_";
+pub const FARANDOLE_PREFIX: &str = "FARANDOLE_";
 /// Prefix under which Horovod's scripts know the same knobs.
 pub const HOROVOD_PREFIX: &str = "HOROVOD_";
 
 /// Returns all variables of this process's environment whose names and values are text, for
 /// launchers that hand them on.
-pub fn variables() -> impl Iterator<Item = (String, String)> {
+pub fn environment_variables() -> impl Iterator<Item = (String, String)> {
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
 }
@@ -41,6 +41,6 @@ pub fn variables() -> impl Iterator<Item = (String, String)> {
 /// Returns one variable of this process's environment, by its exact name: for names that are not
 /// knobs (`CONTAINER_ID`, `RANK`). Empty values count as unset.
 #[expect(clippy::disallowed_methods, reason = "the one place that reads the environment")]
-pub fn environment(name: &str) -> Option<String> {
+pub fn environment_variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// A value that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name} must be {expected}: {value}")]
-pub struct Error {
+pub struct KnobError {
     /// The variable or option.
     pub name: String,
     /// The accepted values.
@@ -28,7 +28,7 @@ pub struct PortRange {
 
 /// Time for which a host is not used after a failure: the first time, and the maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cooldown {
+pub struct CooldownRange {
     /// After the first failure; each further one doubles it.
     pub least: Duration,
     /// The longest.
@@ -37,7 +37,7 @@ pub struct Cooldown {
 
 /// The owner of the gradients of collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gradients {
+pub enum GradientConvention {
     /// Gradients of the sum of all ranks' losses.
     Farandole,
     /// Gradients as in Horovod 0.28.
@@ -64,11 +64,11 @@ pub enum LogLevel {
 
 impl LogLevel {
     /// All of them, ascending.
-    pub const ALL: [Self; 6] =
+    pub const ALL_LEVELS: [Self; 6] =
         [Self::Trace, Self::Debug, Self::Info, Self::Warning, Self::Error, Self::Fatal];
 
-    /// As lines show it.
-    pub const fn name(self) -> &'static str {
+    /// Returns the level as log lines show it.
+    pub const fn as_str(self) -> &'static str {
         match self {
             Self::Trace => "TRACE",
             Self::Debug => "DEBUG",
@@ -81,20 +81,20 @@ impl LogLevel {
 }
 
 /// A type that a knob can have.
-pub trait Value: Sized {
+pub trait KnobValue: Sized {
     /// The accepted values, for messages and the reference page.
-    const EXPECTED: &'static str;
+    const EXPECTED_FORMAT: &'static str;
     /// Reads one value; `None` when the text is none.
-    fn parse(text: &str) -> Option<Self>;
+    fn parse_text(text: &str) -> Option<Self>;
     /// Returns the value, if it is a duration: these have limits.
-    fn duration(&self) -> Option<Duration> {
+    fn as_duration(&self) -> Option<Duration> {
         None
     }
 }
 
-impl Value for bool {
-    const EXPECTED: &'static str = "a boolean (1, 0, true, false, yes, no, on, off)";
-    fn parse(text: &str) -> Option<Self> {
+impl KnobValue for bool {
+    const EXPECTED_FORMAT: &'static str = "a boolean (1, 0, true, false, yes, no, on, off)";
+    fn parse_text(text: &str) -> Option<Self> {
         match text.to_ascii_lowercase().as_str() {
             "1" | "true" | "yes" | "on" => Some(true),
             "0" | "false" | "no" | "off" => Some(false),
@@ -104,9 +104,9 @@ impl Value for bool {
     }
 }
 
-impl Value for u64 {
-    const EXPECTED: &'static str = "a whole number, optionally with KiB, MiB or GiB";
-    fn parse(text: &str) -> Option<Self> {
+impl KnobValue for u64 {
+    const EXPECTED_FORMAT: &'static str = "a whole number, optionally with KiB, MiB or GiB";
+    fn parse_text(text: &str) -> Option<Self> {
         let (digits, unit) = match text.find(|c: char| !c.is_ascii_digit()) {
             Some(at) => text.split_at(at),
             None => (text, ""),
@@ -122,17 +122,17 @@ impl Value for u64 {
     }
 }
 
-impl Value for Option<u32> {
-    const EXPECTED: &'static str = "a whole number, or nothing";
-    fn parse(text: &str) -> Option<Self> {
+impl KnobValue for Option<u32> {
+    const EXPECTED_FORMAT: &'static str = "a whole number, or nothing";
+    fn parse_text(text: &str) -> Option<Self> {
         if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
     }
 }
 
-impl Value for Cooldown {
-    const EXPECTED: &'static str =
+impl KnobValue for CooldownRange {
+    const EXPECTED_FORMAT: &'static str =
         "two whole numbers of seconds from 1 to 3600, such as 5 300, the smaller one first";
-    fn parse(text: &str) -> Option<Self> {
+    fn parse_text(text: &str) -> Option<Self> {
         let (least, most) = text.split_once([' ', '-', ','])?;
         let (least, most): (u64, u64) = (least.trim().parse().ok()?, most.trim().parse().ok()?);
         let holds = (1..=most).contains(&least) && most <= 3600;
@@ -140,9 +140,9 @@ impl Value for Cooldown {
     }
 }
 
-impl Value for Duration {
-    const EXPECTED: &'static str = "a duration: seconds, or a number with ms, s, m or h";
-    fn parse(text: &str) -> Option<Self> {
+impl KnobValue for Duration {
+    const EXPECTED_FORMAT: &'static str = "a duration: seconds, or a number with ms, s, m or h";
+    fn parse_text(text: &str) -> Option<Self> {
         let (digits, unit) = match text.find(|c: char| !c.is_ascii_digit() && c != '.') {
             Some(at) => text.split_at(at),
             None => (text, "s"),
@@ -156,21 +156,21 @@ impl Value for Duration {
         };
         Duration::try_from_secs_f64(digits.parse::<f64>().ok()? * factor).ok()
     }
-    fn duration(&self) -> Option<Duration> {
+    fn as_duration(&self) -> Option<Duration> {
         Some(*self)
     }
 }
 
-impl Value for String {
-    const EXPECTED: &'static str = "text";
-    fn parse(text: &str) -> Option<Self> {
+impl KnobValue for String {
+    const EXPECTED_FORMAT: &'static str = "text";
+    fn parse_text(text: &str) -> Option<Self> {
         Some(text.to_owned())
     }
 }
 
-impl Value for Gradients {
-    const EXPECTED: &'static str = "farandole or horovod";
-    fn parse(text: &str) -> Option<Self> {
+impl KnobValue for GradientConvention {
+    const EXPECTED_FORMAT: &'static str = "farandole or horovod";
+    fn parse_text(text: &str) -> Option<Self> {
         match text.to_ascii_lowercase().as_str() {
             "farandole" => Some(Self::Farandole),
             "horovod" => Some(Self::Horovod),
@@ -179,16 +179,16 @@ impl Value for Gradients {
     }
 }
 
-impl Value for LogLevel {
-    const EXPECTED: &'static str = "trace, debug, info, warning, error or fatal";
-    fn parse(text: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|level| level.name().eq_ignore_ascii_case(text))
+impl KnobValue for LogLevel {
+    const EXPECTED_FORMAT: &'static str = "trace, debug, info, warning, error or fatal";
+    fn parse_text(text: &str) -> Option<Self> {
+        Self::ALL_LEVELS.into_iter().find(|level| level.as_str().eq_ignore_ascii_case(text))
     }
 }
 
-impl Value for PortRange {
-    const EXPECTED: &'static str = "a port or a range of ports such as 40000-40100";
-    fn parse(text: &str) -> Option<Self> {
+impl KnobValue for PortRange {
+    const EXPECTED_FORMAT: &'static str = "a port or a range of ports such as 40000-40100";
+    fn parse_text(text: &str) -> Option<Self> {
         let (first, last) = text.split_once('-').unwrap_or((text, text));
         let range = Self { first: first.trim().parse().ok()?, last: last.trim().parse().ok()? };
         (range.first <= range.last && (range.first != 0 || range.last == 0)).then_some(range)
@@ -201,50 +201,50 @@ mod tests {
 
     #[test]
     fn booleans_take_words_and_horovods_integers() {
-        assert_eq!(bool::parse("TRUE"), Some(true));
-        assert_eq!(bool::parse("2"), Some(true));
-        assert_eq!(bool::parse("-1"), Some(false));
-        assert_eq!(bool::parse("maybe"), None);
+        assert_eq!(bool::parse_text("TRUE"), Some(true));
+        assert_eq!(bool::parse_text("2"), Some(true));
+        assert_eq!(bool::parse_text("-1"), Some(false));
+        assert_eq!(bool::parse_text("maybe"), None);
     }
 
     #[test]
     fn sizes_and_durations_carry_units() {
-        assert_eq!(u64::parse("128MiB"), Some(128 << 20));
-        assert_eq!(Duration::parse("250ms"), Some(Duration::from_millis(250)));
-        assert_eq!(Duration::parse("2m"), Some(Duration::from_secs(120)));
-        assert_eq!(Duration::parse("-1"), None);
+        assert_eq!(u64::parse_text("128MiB"), Some(128 << 20));
+        assert_eq!(Duration::parse_text("250ms"), Some(Duration::from_millis(250)));
+        assert_eq!(Duration::parse_text("2m"), Some(Duration::from_secs(120)));
+        assert_eq!(Duration::parse_text("-1"), None);
     }
 
     #[test]
     fn a_cooldown_has_horovods_limits() {
-        let seconds = |least, most| Cooldown {
+        let seconds = |least, most| CooldownRange {
             least: Duration::from_secs(least),
             most: Duration::from_secs(most),
         };
-        assert_eq!(Cooldown::parse("1 3600"), Some(seconds(1, 3600)));
-        assert_eq!(Cooldown::parse("7-7"), Some(seconds(7, 7)));
+        assert_eq!(CooldownRange::parse_text("1 3600"), Some(seconds(1, 3600)));
+        assert_eq!(CooldownRange::parse_text("7-7"), Some(seconds(7, 7)));
         for wrong in ["0 5", "5 3601", "9 5", "5", "a b", ""] {
-            assert_eq!(Cooldown::parse(wrong), None, "{wrong}");
+            assert_eq!(CooldownRange::parse_text(wrong), None, "{wrong}");
         }
         assert_eq!(
-            (Option::<u32>::parse(""), Option::<u32>::parse("0")),
+            (Option::<u32>::parse_text(""), Option::<u32>::parse_text("0")),
             (Some(None), Some(Some(0)))
         );
-        assert_eq!(Option::<u32>::parse("-1"), None);
+        assert_eq!(Option::<u32>::parse_text("-1"), None);
     }
 
     #[test]
     fn a_log_level_may_be_written_in_any_case() {
-        assert_eq!(LogLevel::parse("Warning"), Some(LogLevel::Warning));
-        assert_eq!(LogLevel::parse("TRACE"), Some(LogLevel::Trace));
-        assert_eq!(LogLevel::parse("loud"), None);
-        assert!(LogLevel::ALL.is_sorted());
+        assert_eq!(LogLevel::parse_text("Warning"), Some(LogLevel::Warning));
+        assert_eq!(LogLevel::parse_text("TRACE"), Some(LogLevel::Trace));
+        assert_eq!(LogLevel::parse_text("loud"), None);
+        assert!(LogLevel::ALL_LEVELS.is_sorted());
     }
 
     #[test]
     fn a_port_range_may_not_run_backwards() {
-        assert_eq!(PortRange::parse("7-5"), None);
-        assert_eq!(PortRange::parse("0"), Some(PortRange { first: 0, last: 0 }));
-        assert_eq!(PortRange::parse("5-7"), Some(PortRange { first: 5, last: 7 }));
+        assert_eq!(PortRange::parse_text("7-5"), None);
+        assert_eq!(PortRange::parse_text("0"), Some(PortRange { first: 0, last: 0 }));
+        assert_eq!(PortRange::parse_text("5-7"), Some(PortRange { first: 5, last: 7 }));
     }
 }

@@ -1,119 +1,130 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A GPU with the traits `Device` and `Event`: copies on our own stream, which events join with the
-//! framework's stream.
+//! A GPU with the traits `Device` and `DeviceEvent`: copies on our own stream, which events join
+//! with the framework's stream.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
-mod room;
+mod gpu_stream;
 
 use std::sync::Arc;
 
 use farandole_collectives::{
-    Buffer, Device, Error as CollectiveError, Event, Memory, Place, Stream as Theirs,
+    Buffer, Device, DeviceEvent, DeviceStream as Theirs, Error as CollectiveError, HostMemory,
+    MemoryKind,
 };
 use parking_lot::Mutex;
 
-use crate::driver::{Context, Driver, Mark, Stream};
-use crate::staging::{Locks, Pool};
+use crate::driver::{CudaDriver, Mark, PrimaryContext, Stream};
+use crate::staging::{PageLocking, StagingPool};
 use crate::{Error, Result};
 
-pub use room::GpuLane;
+pub use gpu_stream::GpuStream;
 
 /// Events kept for later.
-const MARKS: usize = 256;
+const MAX_POOLED_EVENTS: usize = 256;
 
 /// A GPU. Its context is the one the framework uses; it is made when the GPU is first needed, never
 /// before.
-pub struct Gpu {
+pub struct GpuDevice {
     ordinal: u32,
-    driver: Driver,
+    driver: CudaDriver,
     /// Made on first use, under the lock.
-    opened: Mutex<Option<Arc<Open>>>,
+    opened: Mutex<Option<Arc<OpenGpu>>>,
 }
 
 /// The parts of a GPU that is in use.
-struct Open {
-    context: Arc<Context>,
+struct OpenGpu {
+    context: Arc<PrimaryContext>,
     /// Copies to the host, and copies from it: both directions of the link work at a time.
-    inward: Stream,
-    outward: Stream,
-    marks: Mutex<Vec<Mark>>,
+    device_to_host: Stream,
+    host_to_device: Stream,
+    pooled_events: Mutex<Vec<Mark>>,
     /// Buffers of copies that only streams wait for: kept until the copies are done.
-    limbo: Mutex<Vec<(Mark, Vec<Buffer>)>>,
-    pool: Pool<Lock>,
+    held_buffers: Mutex<Vec<(Mark, Vec<Buffer>)>>,
+    pool: StagingPool<PageLocker>,
 }
 
 // SAFETY: streams and events may be used from any thread.
-unsafe impl Send for Open {}
+unsafe impl Send for OpenGpu {}
 // SAFETY: as above; the driver orders calls on a stream itself.
-unsafe impl Sync for Open {}
+unsafe impl Sync for OpenGpu {}
 
-struct Lock(Arc<Context>);
+struct PageLocker(Arc<PrimaryContext>);
 
-impl Locks for Lock {
-    fn lock(&self, memory: &Memory) -> bool {
-        self.0.lock(memory.address(), memory.len()).is_ok()
+impl PageLocking for PageLocker {
+    fn lock_pages(&self, memory: &HostMemory) -> bool {
+        self.0.lock_host_pages(memory.address(), memory.len()).is_ok()
     }
 
-    fn unlock(&self, memory: &Memory) {
-        self.0.unlock(memory.address());
+    fn unlock_pages(&self, memory: &HostMemory) {
+        self.0.unlock_host_pages(memory.address());
     }
 }
 
-impl Open {
-    fn new(driver: &Driver, ordinal: u32) -> Result<Self> {
-        let context = Arc::new(driver.context(ordinal)?);
-        let (inward, outward) = (context.stream()?, context.stream()?);
-        let pool = Pool::new(Lock(Arc::clone(&context)));
+impl OpenGpu {
+    fn new(driver: &CudaDriver, ordinal: u32) -> Result<Self> {
+        let context = Arc::new(driver.retain_primary_context(ordinal)?);
+        let (inward, outward) = (context.create_stream()?, context.create_stream()?);
+        let pool = StagingPool::new(PageLocker(Arc::clone(&context)));
         let (marks, limbo) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
-        Ok(Self { context, inward, outward, marks, limbo, pool })
+        Ok(Self {
+            context,
+            device_to_host: inward,
+            host_to_device: outward,
+            pooled_events: marks,
+            held_buffers: limbo,
+            pool,
+        })
     }
 
     /// Lets go of what copies have done with.
-    fn sweep(&self) {
+    fn release_finished_buffers(&self) {
         let mut over = Vec::new();
-        self.limbo.lock().retain_mut(|(mark, keep)| {
+        self.held_buffers.lock().retain_mut(|(mark, keep)| {
             // What failed touches nothing any more.
-            let done = self.context.is_reached(*mark).unwrap_or(true);
+            let done = self.context.is_event_complete(*mark).unwrap_or(true);
             if done {
                 over.push((*mark, std::mem::take(keep)));
             }
             !done
         });
         for (mark, _) in over {
-            self.give_back(mark);
+            self.recycle_event(mark);
         }
     }
 
     /// Keeps an event for later, or destroys it.
-    fn give_back(&self, mark: Mark) {
-        let mut marks = self.marks.lock();
-        if marks.len() < MARKS {
+    fn recycle_event(&self, mark: Mark) {
+        let mut marks = self.pooled_events.lock();
+        if marks.len() < MAX_POOLED_EVENTS {
             marks.push(mark);
             return;
         }
         drop(marks);
         // SAFETY: the event is ours and destroyed once.
-        drop(self.context.call("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }));
+        drop(
+            self.context
+                .call_driver("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }),
+        );
     }
 
     /// Returns an event after the present work of a stream.
-    fn mark(self: &Arc<Self>, stream: Stream, keep: Vec<Buffer>) -> Result<Reached> {
-        let kept = self.marks.lock().pop();
-        let mark = kept.map_or_else(|| self.context.mark(), Ok)?;
+    fn record_event(self: &Arc<Self>, stream: Stream, keep: Vec<Buffer>) -> Result<RecordedEvent> {
+        let kept = self.pooled_events.lock().pop();
+        let mark = kept.map_or_else(|| self.context.create_event(), Ok)?;
         // From here on the event goes back when it is dropped.
-        let event = Reached {
+        let event = RecordedEvent {
             open: Arc::clone(self),
-            mark,
+            raw_event: mark,
             done: Mutex::new(false),
-            held: Mutex::new(None),
-            keep,
+            waiting_stream: Mutex::new(None),
+            buffers: keep,
         };
         // SAFETY: the event is ours, and the caller's stream lives across the call.
         let recorded = self
             .context
-            .call("cuEventRecord", |table| unsafe { (table.event_record)(mark, stream) });
+            .call_driver("cuEventRecord", |table| unsafe { (table.event_record)(mark, stream) });
         if recorded.is_err() {
             *event.done.lock() = true;
         }
@@ -121,15 +132,14 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenGpu {
     fn drop(&mut self) {
-        let mut marks = std::mem::take(self.marks.get_mut());
-        let limbo = std::mem::take(self.limbo.get_mut());
+        let mut marks = std::mem::take(self.pooled_events.get_mut());
+        let limbo = std::mem::take(self.held_buffers.get_mut());
         marks.extend(limbo.iter().map(|(mark, _)| *mark));
-        let streams = [self.inward, self.outward];
-        // What the streams still do is over when they have been waited for; nothing can be done
-        // about failures.
-        drop(self.context.call("cuStreamDestroy", |table| {
+        let streams = [self.device_to_host, self.host_to_device];
+        // Wait for the remaining work of the streams. A failure here cannot be handled.
+        drop(self.context.call_driver("cuStreamDestroy", |table| {
             // SAFETY: the streams and the events are ours and are destroyed once.
             unsafe {
                 for stream in streams {
@@ -145,90 +155,89 @@ impl Drop for Open {
     }
 }
 
-impl Gpu {
-    /// Returns the GPU of this number among those that the process sees; nothing is asked of it
-    /// yet.
-    pub fn new(driver: Driver, ordinal: u32) -> Self {
+impl GpuDevice {
+    /// Returns the GPU with this ordinal among the GPUs that the process sees. The GPU is opened at
+    /// its first use.
+    pub fn new(driver: CudaDriver, ordinal: u32) -> Self {
         Self { ordinal, driver, opened: Mutex::new(None) }
     }
 
-    fn open(&self) -> Result<Arc<Open>> {
+    fn ensure_open(&self) -> Result<Arc<OpenGpu>> {
         let mut opened = self.opened.lock();
         if let Some(open) = &*opened {
             return Ok(Arc::clone(open));
         }
-        let open = Arc::new(Open::new(&self.driver, self.ordinal)?);
+        let open = Arc::new(OpenGpu::new(&self.driver, self.ordinal)?);
         Ok(Arc::clone(opened.insert(open)))
     }
 
-    /// Returns an event after everything the framework has put on this stream so far.
+    /// Returns an event after all work that the framework has queued on this stream.
     ///
     /// # Errors
-    /// `Driver`; `Captured` when that is noted down for a graph.
+    /// `CudaDriver`; `Captured` if the stream is recording a graph.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's primary context, or 0 for the default one, and lives
+    /// `stream` is a stream of this GPU's primary context, or 0 for the default stream, and lives
     /// across the call.
-    pub unsafe fn after(&self, stream: usize) -> Result<Arc<dyn Event>> {
-        let (open, stream) = (self.open()?, std::ptr::with_exposed_provenance_mut(stream));
+    pub unsafe fn record_event_after(&self, stream: usize) -> Result<Arc<dyn DeviceEvent>> {
+        let (open, stream) = (self.ensure_open()?, std::ptr::with_exposed_provenance_mut(stream));
         if open.context.is_capturing(stream)? {
             return Err(Error::Captured { ordinal: self.ordinal });
         }
-        Ok(Arc::new(open.mark(stream, Vec::new())?))
+        Ok(Arc::new(open.record_event(stream, Vec::new())?))
     }
 
-    pub(crate) fn driver(&self) -> &Driver {
+    pub(crate) fn cuda_driver(&self) -> &CudaDriver {
         &self.driver
     }
 
-    /// Returns a stream for a communicator of its own.
+    /// Returns a new stream for one communicator.
     ///
     /// # Errors
-    /// `Driver`.
-    pub fn lane(&self) -> Result<GpuLane> {
-        GpuLane::new(self.open()?)
+    /// `CudaDriver`.
+    pub fn create_stream(&self) -> Result<GpuStream> {
+        GpuStream::new(self.ensure_open()?)
     }
 
     /// Returns the context, for kernels.
     ///
     /// # Errors
-    /// `Driver`.
-    pub fn context(&self) -> Result<Arc<Context>> {
-        Ok(Arc::clone(&self.open()?.context))
+    /// `CudaDriver`.
+    pub fn primary_context(&self) -> Result<Arc<PrimaryContext>> {
+        Ok(Arc::clone(&self.ensure_open()?.context))
     }
 
-    /// Queues copies, all in one direction, and an event behind them that keeps what the buffers
-    /// own.
-    fn start(&self, pairs: &[(Buffer, Buffer)]) -> Result<Reached, CollectiveError> {
-        let here = Place::Device(self.ordinal);
+    /// Queues copies, all in one direction, and an event after them. The event keeps the memory of
+    /// the buffers alive.
+    fn start_copies(&self, pairs: &[(Buffer, Buffer)]) -> Result<RecordedEvent, CollectiveError> {
+        let here = MemoryKind::Device(self.ordinal);
         let wrong = |reason: String| Err(CollectiveError::Shape { reason });
         let Some((first, _)) = pairs.first() else {
             return wrong("nothing is to be copied".to_owned());
         };
-        let down = first.place() == here;
+        let down = first.memory_kind() == here;
         for (from, to) in pairs {
             if from.len() != to.len() {
                 return wrong(format!("{} bytes are copied to {}", from.len(), to.len()));
             }
-            let ends = if down { (here, Place::Host) } else { (Place::Host, here) };
-            if (from.place(), to.place()) != ends {
-                let (from, to) = (from.place(), to.place());
+            let ends = if down { (here, MemoryKind::Host) } else { (MemoryKind::Host, here) };
+            if (from.memory_kind(), to.memory_kind()) != ends {
+                let (from, to) = (from.memory_kind(), to.memory_kind());
                 return wrong(format!("device {} copies from {from:?} to {to:?}", self.ordinal));
             }
         }
-        let open = self.open().map_err(|error| self.failed(&error))?;
-        open.sweep();
+        let open = self.ensure_open().map_err(|error| self.device_error(&error))?;
+        open.release_finished_buffers();
         let (name, stream) = if down {
-            ("cuMemcpyDtoHAsync", open.inward)
+            ("cuMemcpyDtoHAsync", open.device_to_host)
         } else {
-            ("cuMemcpyHtoDAsync", open.outward)
+            ("cuMemcpyHtoDAsync", open.host_to_device)
         };
-        let copied = open.context.call(name, |table| {
+        let copied = open.context.call_driver(name, |table| {
             for (from, to) in pairs.iter().filter(|(from, _)| !from.is_empty()) {
                 let (source, target, bytes) = (from.address(), to.address(), from.len());
-                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`,
-                // until the event below is reached, which keeps what the buffers own; so does each
-                // waiter of the event.
+                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`. The
+                // event below and each of its waiters keep the memory until the event is reached.
                 let status = unsafe {
                     match down {
                         true => (table.to_host)(
@@ -253,61 +262,67 @@ impl Gpu {
         });
         let keep = pairs.iter().flat_map(|(from, to)| [from.clone(), to.clone()]).collect();
         // Also after a failure: work that was queued before it continues.
-        let event = open.mark(stream, keep);
-        copied.and(event).map_err(|error| self.failed(&error))
+        let event = open.record_event(stream, keep);
+        copied.and(event).map_err(|error| self.device_error(&error))
     }
 
-    fn failed(&self, error: &Error) -> CollectiveError {
+    fn device_error(&self, error: &Error) -> CollectiveError {
         CollectiveError::Device { ordinal: self.ordinal, reason: error.to_string() }
     }
 }
 
-impl Device for Gpu {
-    fn ordinal(&self) -> u32 {
+impl Device for GpuDevice {
+    fn device_ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    fn staging(&self, bytes: usize) -> Result<Memory, CollectiveError> {
-        let open = self.open().map_err(|error| self.failed(&error))?;
-        open.pool.lend(bytes).ok_or_else(|| CollectiveError::Device {
+    fn allocate_staging(&self, bytes: usize) -> Result<HostMemory, CollectiveError> {
+        let open = self.ensure_open().map_err(|error| self.device_error(&error))?;
+        open.pool.lend_memory(bytes).ok_or_else(|| CollectiveError::Device {
             ordinal: self.ordinal,
             reason: format!("no host memory is left for {bytes} bytes"),
         })
     }
 
-    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>, CollectiveError> {
-        Ok(Arc::new(self.start(&[(from.clone(), to.clone())])?))
+    fn copy_async(
+        &self,
+        from: &Buffer,
+        to: &Buffer,
+    ) -> Result<Arc<dyn DeviceEvent>, CollectiveError> {
+        Ok(Arc::new(self.start_copies(&[(from.clone(), to.clone())])?))
     }
 
-    fn copy_all(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn Event>, CollectiveError> {
-        Ok(Arc::new(self.start(pairs)?))
+    fn copy_all_async(
+        &self,
+        pairs: &[(Buffer, Buffer)],
+    ) -> Result<Arc<dyn DeviceEvent>, CollectiveError> {
+        Ok(Arc::new(self.start_copies(pairs)?))
     }
 }
 
 /// A point on a stream.
-struct Reached {
-    open: Arc<Open>,
-    mark: Mark,
+struct RecordedEvent {
+    open: Arc<OpenGpu>,
+    raw_event: Mark,
     done: Mutex<bool>,
-    /// The last stream that was told to wait for it: its tensors are used in the order of streams
-    /// from then on.
-    held: Mutex<Option<usize>>,
+    /// The last stream that waits for the event. From then on the tensors are used in stream order.
+    waiting_stream: Mutex<Option<usize>>,
     /// Buffers that our earlier work reads and writes; empty if the work is the framework's.
-    keep: Vec<Buffer>,
+    buffers: Vec<Buffer>,
 }
 
 // SAFETY: events may be used from any thread, and by several at a time.
-unsafe impl Send for Reached {}
+unsafe impl Send for RecordedEvent {}
 // SAFETY: as above; what changes is behind locks.
-unsafe impl Sync for Reached {}
+unsafe impl Sync for RecordedEvent {}
 
-impl Event for Reached {
+impl DeviceEvent for RecordedEvent {
     fn is_ready(&self) -> Result<bool, CollectiveError> {
         let mut done = self.done.lock();
         if !*done {
-            *done = self.open.context.is_reached(self.mark).map_err(|error| {
+            *done = self.open.context.is_event_complete(self.raw_event).map_err(|error| {
                 CollectiveError::Device {
-                    ordinal: self.open.context.ordinal(),
+                    ordinal: self.open.context.device_ordinal(),
                     reason: error.to_string(),
                 }
             })?;
@@ -315,44 +330,45 @@ impl Event for Reached {
         Ok(*done)
     }
 
-    fn ordinal(&self) -> u32 {
-        self.open.context.ordinal()
+    fn device_ordinal(&self) -> u32 {
+        self.open.context.device_ordinal()
     }
 
-    fn hold(&self, stream: Theirs) -> Result<(), CollectiveError> {
-        let mut held = self.held.lock();
+    fn make_stream_wait(&self, stream: Theirs) -> Result<(), CollectiveError> {
+        let mut held = self.waiting_stream.lock();
         // Tensors that were reduced together share an event.
-        if *held == Some(stream.handle()) {
+        if *held == Some(stream.raw_handle()) {
             return Ok(());
         }
-        let (then, mark) = (std::ptr::with_exposed_provenance_mut(stream.handle()), self.mark);
+        let (then, mark) =
+            (std::ptr::with_exposed_provenance_mut(stream.raw_handle()), self.raw_event);
         let context = &self.open.context;
         // SAFETY: the event is recorded, and the stream lives by the promise of `Stream::from_raw`.
-        context.call("cuStreamWaitEvent", |table| unsafe { (table.stream_wait)(then, mark, 0) })?;
-        *held = Some(stream.handle());
+        context.call_driver("cuStreamWaitEvent", |table| unsafe {
+            (table.stream_wait)(then, mark, 0)
+        })?;
+        *held = Some(stream.raw_handle());
         Ok(())
     }
 }
 
-impl Drop for Reached {
+impl Drop for RecordedEvent {
     fn drop(&mut self) {
-        let mark = self.mark;
-        if !*self.done.get_mut() && !self.keep.is_empty() {
-            if self.held.get_mut().is_some() {
+        let mark = self.raw_event;
+        if !*self.done.get_mut() && !self.buffers.is_empty() {
+            if self.waiting_stream.get_mut().is_some() {
                 // Staging memory must not be used again before, and no thread waits for that.
-                self.open.limbo.lock().push((mark, std::mem::take(&mut self.keep)));
+                self.open.held_buffers.lock().push((mark, std::mem::take(&mut self.buffers)));
                 return;
             }
-            // Somebody gave up an operation: afterwards nothing may touch its tensors. A copy takes
+            // The operation was abandoned, so no copy may use its tensors afterwards. A copy takes
             // milliseconds.
             // SAFETY: the event is ours.
-            drop(
-                self.open
-                    .context
-                    .call("cuEventSynchronize", |table| unsafe { (table.event_synchronize)(mark) }),
-            );
+            drop(self.open.context.call_driver("cuEventSynchronize", |table| unsafe {
+                (table.event_synchronize)(mark)
+            }));
         }
-        self.open.give_back(mark);
+        self.open.recycle_event(mark);
     }
 }
 

@@ -9,8 +9,8 @@ use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 
-use crate::library::table;
-use crate::{Error, Kind, Places, Result};
+use crate::library::function_table;
+use crate::{CudaLibrary, Error, LibrarySearchPath, Result};
 
 /// Work that is done in order.
 pub type Stream = *mut c_void;
@@ -38,28 +38,28 @@ pub struct PoolSettings {
 
 const NOT_READY: i32 = 600;
 const NO_DEVICE: i32 = 100;
-const MAJOR: i32 = 75;
-const MINOR: i32 = 76;
+const COMPUTE_CAPABILITY_MAJOR: i32 = 75;
+const COMPUTE_CAPABILITY_MINOR: i32 = 76;
 /// Memory in the order of streams.
-const POOLS: i32 = 115;
+const MEMORY_POOLS_SUPPORTED: i32 = 115;
 pub(crate) const NOT_SUPPORTED: i32 = 801;
 /// Bytes of freed memory that a pool keeps when a stream is awaited: other pools, such as the
 /// framework's, cannot use that memory.
-const KEPT: u64 = 256 << 20;
-const KEEPS: i32 = 4;
+const POOL_RELEASE_THRESHOLD_BYTES: u64 = 256 << 20;
+const RELEASE_THRESHOLD_ATTRIBUTE: i32 = 4;
 /// A stream that does not wait for the default one.
-const NON_BLOCKING: c_uint = 1;
+const STREAM_NON_BLOCKING: c_uint = 1;
 /// An event that takes no time.
-const NO_TIMING: c_uint = 2;
+const EVENT_DISABLE_TIMING: c_uint = 2;
 /// Host memory that is page-locked for every context.
-const PORTABLE: c_uint = 1;
+const HOST_REGISTER_PORTABLE: c_uint = 1;
 /// Calls do not end a capture of a graph that is in progress on another thread.
-const RELAXED: i32 = 2;
+const CAPTURE_MODE_RELAXED: i32 = 2;
 
-table! {
+function_table! {
     /// Functions of the driver, by its header's types; contexts, streams, events and modules are
     /// pointers to what only the driver knows, addresses on the device are numbers.
-    pub struct Table -> i32 {
+    pub struct DriverTable -> i32 {
         needed {
             init = "cuInit"(c_uint);
             version = "cuDriverGetVersion"(*mut i32);
@@ -109,8 +109,8 @@ table! {
             allocate_from = "cuMemAllocFromPoolAsync"(*mut u64, usize, MemoryPool, Stream);
             window = "cuMemAlloc_v2"(*mut u64, usize);
             window_free = "cuMemFree_v2"(u64);
-            window_offer = "cuIpcGetMemHandle"(*mut Offer, u64);
-            window_open = "cuIpcOpenMemHandle_v2"(*mut u64, Offer, c_uint);
+            window_offer = "cuIpcGetMemHandle"(*mut IpcMemoryHandle, u64);
+            window_open = "cuIpcOpenMemHandle_v2"(*mut u64, IpcMemoryHandle, c_uint);
             window_close = "cuIpcCloseMemHandle"(u64);
         }
     }
@@ -119,20 +119,20 @@ table! {
 /// Names memory of a device to other processes: `CUipcMemHandle`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
-pub struct Offer(pub [u8; 64]);
+pub struct IpcMemoryHandle(pub [u8; 64]);
 
 /// The driver, initialised.
 #[derive(Clone)]
-pub struct Driver {
-    table: Arc<Table>,
+pub struct CudaDriver {
+    table: Arc<DriverTable>,
 }
 
 /// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Facts {
+pub struct DeviceProperties {
     /// Such as `NVIDIA H100`.
     pub name: String,
-    /// Tells it from every other.
+    /// The unique identifier of the device.
     pub uuid: [u8; 16],
     /// Compute capability, such as 90.
     pub arch: u32,
@@ -140,29 +140,29 @@ pub struct Facts {
     pub bytes: u64,
 }
 
-impl Driver {
-    /// Finds, loads and initialises it. No context is made.
+impl CudaDriver {
+    /// Finds, loads and initialises the driver. No context is made.
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, `Driver`.
-    pub fn load(places: &Places) -> Result<Self> {
-        let library = places.load(Kind::Driver)?;
-        Self::over(Table::of(&library)?)
+    pub fn load_from(places: &LibrarySearchPath) -> Result<Self> {
+        let library = places.load_library(CudaLibrary::Driver)?;
+        Self::from_table(DriverTable::from_library(&library)?)
     }
 
     /// Initialises a driver of these functions.
     ///
     /// # Errors
     /// `Driver`.
-    pub fn over(table: Table) -> Result<Self> {
+    pub fn from_table(table: DriverTable) -> Result<Self> {
         let driver = Self { table: Arc::new(table) };
         // SAFETY: 0 is the only flag there is.
-        driver.check("cuInit", 0, unsafe { (driver.table.init)(0) })?;
+        driver.check_status("cuInit", 0, unsafe { (driver.table.init)(0) })?;
         Ok(driver)
     }
 
     /// Returns the functions.
-    pub(crate) fn table(&self) -> &Table {
+    pub(crate) fn function_table(&self) -> &DriverTable {
         &self.table
     }
 
@@ -170,10 +170,12 @@ impl Driver {
     ///
     /// # Errors
     /// `Driver`.
-    pub fn version(&self) -> Result<i32> {
+    pub fn cuda_version(&self) -> Result<i32> {
         let mut version = 0;
         // SAFETY: the place lives across the call.
-        self.check("cuDriverGetVersion", 0, unsafe { (self.table.version)(&raw mut version) })?;
+        self.check_status("cuDriverGetVersion", 0, unsafe {
+            (self.table.version)(&raw mut version)
+        })?;
         Ok(version)
     }
 
@@ -181,13 +183,13 @@ impl Driver {
     ///
     /// # Errors
     /// `Driver`.
-    pub fn count(&self) -> Result<u32> {
+    pub fn device_count(&self) -> Result<u32> {
         let mut count = 0;
         // SAFETY: the place lives across the call.
         match unsafe { (self.table.count)(&raw mut count) } {
             NO_DEVICE => Ok(0),
             status => {
-                self.check("cuDeviceGetCount", 0, status)?;
+                self.check_status("cuDeviceGetCount", 0, status)?;
                 Ok(u32::try_from(count).unwrap_or_default())
             }
         }
@@ -197,11 +199,11 @@ impl Driver {
     ///
     /// # Errors
     /// `Driver` when there is no such device.
-    pub(crate) fn device(&self, ordinal: u32) -> Result<i32> {
+    pub(crate) fn device_handle(&self, ordinal: u32) -> Result<i32> {
         let mut device = 0;
         let number = i32::try_from(ordinal).unwrap_or(i32::MAX);
         // SAFETY: the place lives across the call.
-        self.check("cuDeviceGet", ordinal, unsafe {
+        self.check_status("cuDeviceGet", ordinal, unsafe {
             (self.table.device)(&raw mut device, number)
         })?;
         Ok(device)
@@ -211,45 +213,47 @@ impl Driver {
     ///
     /// # Errors
     /// `Driver` when there is no such device.
-    pub fn facts(&self, ordinal: u32) -> Result<Facts> {
-        let device = self.device(ordinal)?;
+    pub fn device_properties(&self, ordinal: u32) -> Result<DeviceProperties> {
+        let device = self.device_handle(ordinal)?;
         let attribute = |which| {
             let mut value = 0;
             // SAFETY: the place lives across the call.
             let status = unsafe { (self.table.attribute)(&raw mut value, which, device) };
-            self.check("cuDeviceGetAttribute", ordinal, status)?;
+            self.check_status("cuDeviceGetAttribute", ordinal, status)?;
             Ok(u32::try_from(value).unwrap_or_default())
         };
-        let arch = attribute(MAJOR)? * 10 + attribute(MINOR)?;
+        let arch = attribute(COMPUTE_CAPABILITY_MAJOR)? * 10 + attribute(COMPUTE_CAPABILITY_MINOR)?;
         let mut name = [0_u8; 128];
         // SAFETY: the place has room for the 127 bytes that are asked for, and ends with a zero.
         let status = unsafe { (self.table.name)(name.as_mut_ptr().cast(), 127, device) };
-        self.check("cuDeviceGetName", ordinal, status)?;
+        self.check_status("cuDeviceGetName", ordinal, status)?;
         let name =
             CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
         let (mut uuid, mut bytes) = ([0; 16], 0);
         // SAFETY: the place has the 16 bytes of the type.
-        self.check("cuDeviceGetUuid", ordinal, unsafe {
+        self.check_status("cuDeviceGetUuid", ordinal, unsafe {
             (self.table.uuid)(&raw mut uuid, device)
         })?;
         // SAFETY: the place lives across the call.
-        self.check("cuDeviceTotalMem", ordinal, unsafe {
+        self.check_status("cuDeviceTotalMem", ordinal, unsafe {
             (self.table.memory)(&raw mut bytes, device)
         })?;
-        Ok(Facts { name, uuid, arch, bytes: bytes as u64 })
+        Ok(DeviceProperties { name, uuid, arch, bytes: bytes as u64 })
     }
 
     /// Returns whether memory of a device can be taken and given back in the order of streams.
-    pub(crate) fn has_pools(&self, ordinal: u32) -> bool {
+    pub(crate) fn supports_memory_pools(&self, ordinal: u32) -> bool {
         let mut there = 0;
         // SAFETY: the place lives across the call.
-        let asked = |device| unsafe { (self.table.attribute)(&raw mut there, POOLS, device) };
-        let asked = self.device(ordinal).map(asked);
+        let asked = |device| unsafe {
+            (self.table.attribute)(&raw mut there, MEMORY_POOLS_SUPPORTED, device)
+        };
+        let asked = self.device_handle(ordinal).map(asked);
         asked == Ok(0) && there != 0 && self.table.allocate.is_some() && self.table.free.is_some()
     }
 
-    /// Returns whether memory can be shown to other processes, as far as its functions tell.
-    pub(crate) fn has_windows(&self) -> bool {
+    /// Returns whether the driver has the functions that share memory with other processes.
+    pub(crate) fn supports_ipc(&self) -> bool {
         let table = &self.table;
         let own =
             table.window.is_some() && table.window_free.is_some() && table.window_offer.is_some();
@@ -260,17 +264,22 @@ impl Driver {
     ///
     /// # Errors
     /// `Driver`.
-    pub fn context(&self, ordinal: u32) -> Result<Context> {
-        let device = self.device(ordinal)?;
+    pub fn retain_primary_context(&self, ordinal: u32) -> Result<PrimaryContext> {
+        let device = self.device_handle(ordinal)?;
         let mut context = null_mut();
-        // SAFETY: the place lives across the call, and what is retained here is released once.
+        // SAFETY: `context` lives across the call, and the retained context is released once.
         let status = unsafe { (self.table.retain)(&raw mut context, device) };
-        self.check("cuDevicePrimaryCtxRetain", ordinal, status)?;
-        Ok(Context { driver: self.clone(), ordinal, device, context, pool: OnceLock::new() })
+        self.check_status("cuDevicePrimaryCtxRetain", ordinal, status)?;
+        Ok(PrimaryContext { driver: self.clone(), ordinal, device, context, pool: OnceLock::new() })
     }
 
-    /// Nothing, or the error of a function that failed.
-    pub(crate) fn check(&self, function: &'static str, ordinal: u32, status: i32) -> Result<()> {
+    /// Returns the error of a function that failed.
+    pub(crate) fn check_status(
+        &self,
+        function: &'static str,
+        ordinal: u32,
+        status: i32,
+    ) -> Result<()> {
         if status == 0 {
             return Ok(());
         }
@@ -291,8 +300,8 @@ impl Driver {
 }
 
 /// A device's context, shared with all other users of the device in this process.
-pub struct Context {
-    driver: Driver,
+pub struct PrimaryContext {
+    driver: CudaDriver,
     ordinal: u32,
     device: i32,
     context: *mut c_void,
@@ -302,31 +311,31 @@ pub struct Context {
 
 // SAFETY: contexts and pools may be used from any thread; each thread makes it its current one
 // first.
-unsafe impl Send for Context {}
+unsafe impl Send for PrimaryContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for PrimaryContext {}
 
-impl Drop for Context {
+impl Drop for PrimaryContext {
     fn drop(&mut self) {
         let pool = self.pool.get().copied().flatten().zip(self.driver.table.pool_destroy);
         if let Some((pool, destroy)) = pool {
-            // SAFETY: the pool is ours, and nobody takes memory from it any more. There is nothing
-            // to do about a failure.
-            drop(self.call("cuMemPoolDestroy", |_| unsafe { destroy(pool) }));
+            // SAFETY: the pool is ours, and no caller allocates from it any more. A failure here
+            // cannot be handled.
+            drop(self.call_driver("cuMemPoolDestroy", |_| unsafe { destroy(pool) }));
         }
         // SAFETY: retained once at creation.
         unsafe { (self.driver.table.release)(self.device) };
     }
 }
 
-impl Context {
+impl PrimaryContext {
     /// Returns the driver.
-    pub fn driver(&self) -> &Driver {
+    pub fn cuda_driver(&self) -> &CudaDriver {
         &self.driver
     }
 
-    /// Returns the device's number among those that this process sees.
-    pub fn ordinal(&self) -> u32 {
+    /// Returns the ordinal of the device among the devices that this process sees.
+    pub fn device_ordinal(&self) -> u32 {
         self.ordinal
     }
 
@@ -335,25 +344,29 @@ impl Context {
     ///
     /// # Errors
     /// `Driver` with the function's name.
-    pub(crate) fn call(
+    pub(crate) fn call_driver(
         &self,
         function: &'static str,
-        call: impl FnOnce(&Table) -> i32,
+        call: impl FnOnce(&DriverTable) -> i32,
     ) -> Result<()> {
-        self.status(function, call)
-            .and_then(|status| self.driver.check(function, self.ordinal, status))
+        self.call_for_status(function, call)
+            .and_then(|status| self.driver.check_status(function, self.ordinal, status))
     }
 
-    fn status(&self, function: &'static str, call: impl FnOnce(&Table) -> i32) -> Result<i32> {
-        let table = self.driver.table();
+    fn call_for_status(
+        &self,
+        function: &'static str,
+        call: impl FnOnce(&DriverTable) -> i32,
+    ) -> Result<i32> {
+        let table = self.driver.function_table();
         // SAFETY: the context is retained.
-        self.driver.check(function, self.ordinal, unsafe { (table.push)(self.context) })?;
-        let mut mode = RELAXED;
+        self.driver.check_status(function, self.ordinal, unsafe { (table.push)(self.context) })?;
+        let mut mode = CAPTURE_MODE_RELAXED;
         // SAFETY: the place lives across the call, which leaves the thread's own mode there.
         let relaxed = unsafe { (table.capture_mode)(&raw mut mode) } == 0;
         let status = call(table);
         let mut popped = null_mut();
-        // SAFETY: the places live across the calls; what was changed and pushed above is put back.
+        // SAFETY: the places live across the calls; the capture mode and the context are restored.
         unsafe {
             if relaxed {
                 (table.capture_mode)(&raw mut mode);
@@ -367,14 +380,14 @@ impl Context {
     ///
     /// # Errors
     /// `Driver`.
-    pub(crate) fn stream(&self) -> Result<Stream> {
+    pub(crate) fn create_stream(&self) -> Result<Stream> {
         let mut stream = null_mut();
-        self.call("cuStreamCreateWithPriority", |table| {
+        self.call_driver("cuStreamCreateWithPriority", |table| {
             let (mut least, mut greatest) = (0, 0);
             // SAFETY: the places live across the calls.
             unsafe {
                 match (table.priorities)(&raw mut least, &raw mut greatest) {
-                    0 => (table.stream_create)(&raw mut stream, NON_BLOCKING, greatest),
+                    0 => (table.stream_create)(&raw mut stream, STREAM_NON_BLOCKING, greatest),
                     status => status,
                 }
             }
@@ -389,7 +402,7 @@ impl Context {
     pub(crate) fn is_capturing(&self, stream: Stream) -> Result<bool> {
         let mut state = 0;
         // SAFETY: the place lives across the call, and the caller's stream, too.
-        self.call("cuStreamIsCapturing", |table| unsafe {
+        self.call_driver("cuStreamIsCapturing", |table| unsafe {
             (table.capturing)(stream, &raw mut state)
         })?;
         Ok(state != 0)
@@ -399,11 +412,11 @@ impl Context {
     ///
     /// # Errors
     /// `Driver`.
-    pub(crate) fn mark(&self) -> Result<Mark> {
+    pub(crate) fn create_event(&self) -> Result<Mark> {
         let mut mark = null_mut();
         // SAFETY: the place lives across the call.
-        self.call("cuEventCreate", |table| unsafe {
-            (table.event_create)(&raw mut mark, NO_TIMING)
+        self.call_driver("cuEventCreate", |table| unsafe {
+            (table.event_create)(&raw mut mark, EVENT_DISABLE_TIMING)
         })?;
         Ok(mark)
     }
@@ -412,11 +425,11 @@ impl Context {
     ///
     /// # Errors
     /// `Driver` when the work failed.
-    pub(crate) fn is_reached(&self, mark: Mark) -> Result<bool> {
+    pub(crate) fn is_event_complete(&self, mark: Mark) -> Result<bool> {
         // SAFETY: the caller owns the mark.
-        match self.status("cuEventQuery", |table| unsafe { (table.event_query)(mark) })? {
+        match self.call_for_status("cuEventQuery", |table| unsafe { (table.event_query)(mark) })? {
             NOT_READY => Ok(false),
-            status => self.driver.check("cuEventQuery", self.ordinal, status).map(|()| true),
+            status => self.driver.check_status("cuEventQuery", self.ordinal, status).map(|()| true),
         }
     }
 
@@ -424,10 +437,10 @@ impl Context {
     ///
     /// # Errors
     /// `Driver` when there is none left.
-    pub(crate) fn allocate(&self, bytes: usize, stream: Stream) -> Result<u64> {
+    pub(crate) fn allocate_async(&self, bytes: usize, stream: Stream) -> Result<u64> {
         let mut address = 0;
-        let pool = *self.pool.get_or_init(|| self.pool());
-        self.call("cuMemAllocAsync", |table| {
+        let pool = *self.pool.get_or_init(|| self.create_memory_pool());
+        self.call_driver("cuMemAllocAsync", |table| {
             match (table.allocate, pool.zip(table.allocate_from)) {
                 // SAFETY: the place lives across the call, and the caller's stream and our pool,
                 // too.
@@ -444,8 +457,8 @@ impl Context {
 
     /// Returns a pool of our own. The default pool returns its memory to the system at each wait
     /// for a stream, and allocates again for the next result, which takes longer than most results.
-    fn pool(&self) -> Option<MemoryPool> {
-        let table = self.driver.table();
+    fn create_memory_pool(&self) -> Option<MemoryPool> {
+        let table = self.driver.function_table();
         let (create, set) = table.pool_create.zip(table.pool_set)?;
         let settings = PoolSettings {
             kind: 1,
@@ -455,15 +468,16 @@ impl Context {
             security: null_mut(),
             rest: [0; 8],
         };
-        let (mut pool, mut kept) = (null_mut(), KEPT);
+        let (mut pool, mut kept) = (null_mut(), POOL_RELEASE_THRESHOLD_BYTES);
         // SAFETY: the places live across the call.
-        let made =
-            self.call("cuMemPoolCreate", |_| unsafe { create(&raw mut pool, &raw const settings) });
+        let made = self.call_driver("cuMemPoolCreate", |_| unsafe {
+            create(&raw mut pool, &raw const settings)
+        });
         made.ok()?;
         // SAFETY: the pool was made above, and the attribute has the type of the place. A pool that
         // keeps nothing does, too.
-        drop(self.call("cuMemPoolSetAttribute", |_| unsafe {
-            set(pool, KEEPS, (&raw mut kept).cast())
+        drop(self.call_driver("cuMemPoolSetAttribute", |_| unsafe {
+            set(pool, RELEASE_THRESHOLD_ATTRIBUTE, (&raw mut kept).cast())
         }));
         Some(pool)
     }
@@ -472,8 +486,8 @@ impl Context {
     ///
     /// # Errors
     /// `Driver`.
-    pub(crate) fn free(&self, address: u64, stream: Stream) -> Result<()> {
-        self.call("cuMemFreeAsync", |table| match table.free {
+    pub(crate) fn free_async(&self, address: u64, stream: Stream) -> Result<()> {
+        self.call_driver("cuMemFreeAsync", |table| match table.free {
             // SAFETY: the caller has it from `allocate`, gives it back once and names a stream that
             // lives.
             Some(free) => unsafe { free(address, stream) },
@@ -485,17 +499,17 @@ impl Context {
     ///
     /// # Errors
     /// `Driver` when no more can be locked.
-    pub(crate) fn lock(&self, address: *mut u8, bytes: usize) -> Result<()> {
+    pub(crate) fn lock_host_pages(&self, address: *mut u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller keeps the memory until it is unlocked.
-        self.call("cuMemHostRegister", |table| unsafe {
-            (table.host_register)(address.cast(), bytes, PORTABLE)
+        self.call_driver("cuMemHostRegister", |table| unsafe {
+            (table.host_register)(address.cast(), bytes, HOST_REGISTER_PORTABLE)
         })
     }
 
-    /// The inverse of `lock`.
-    pub(crate) fn unlock(&self, address: *mut u8) {
+    /// Reverses `lock_host_pages`.
+    pub(crate) fn unlock_host_pages(&self, address: *mut u8) {
         // SAFETY: locked before, and still there. There is nothing to do about a failure.
-        drop(self.call("cuMemHostUnregister", |table| unsafe {
+        drop(self.call_driver("cuMemHostUnregister", |table| unsafe {
             (table.host_unregister)(address.cast())
         }));
     }

@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use farandole_world::Fault;
+use farandole_world::FaultOrigin;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -93,16 +93,16 @@ pub enum Error {
 
 impl Error {
     /// Returns the reactions that are open to the trainer.
-    pub fn fault(&self) -> Fault {
+    pub fn fault(&self) -> FaultOrigin {
         match self {
-            Self::Arguments { .. } | Self::Captured { .. } => Fault::Usage,
-            Self::Nccl { .. } => Fault::Peer,
-            Self::Compile { .. } => Fault::Bug,
+            Self::Arguments { .. } | Self::Captured { .. } => FaultOrigin::Usage,
+            Self::Nccl { .. } => FaultOrigin::Peer,
+            Self::Compile { .. } => FaultOrigin::Bug,
             Self::NotFound { .. }
             | Self::Symbols { .. }
             | Self::Version { .. }
             | Self::Driver { .. }
-            | Self::Cache { .. } => Fault::Environment,
+            | Self::Cache { .. } => FaultOrigin::Environment,
         }
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The GPUs that this process uses, and communicators among those of several.
+//! The GPUs that this process uses, and the communicators between GPUs.
 //!
 //! Libraries are loaded when the first tensor is on a GPU, never before: until then a process may
 //! fork.
@@ -11,120 +11,145 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use farandole_collectives::{CARD, Communicator, Error as CollectiveError, Fabric};
-use farandole_shm::Region;
+use farandole_collectives::{
+    Communicator, DeviceFabric, Error as CollectiveError, MAX_CAPABILITIES_BYTES,
+};
+use farandole_shm::SharedRegion;
 use farandole_world::Rank;
 use parking_lot::Mutex;
 
-use crate::ipc::{self, GpuSite, IpcCommunicator, Mailbox};
-use crate::nccl::{ARCH_FOR_FLOAT8, LEAST_FOR_FLOAT8};
+use crate::ipc::{self, GpuIpcDevice, IpcCommunicator, IpcMailbox};
+use crate::nccl::{MIN_ARCH_FOR_FLOAT8, MIN_VERSION_FOR_FLOAT8};
 use crate::{
-    Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, NcclMemory, Places, Result,
-    UniqueId,
+    CudaDriver, CudaLibrary, Error, GpuDevice, KernelCache, LibrarySearchPath,
+    MAX_MEMBERS_PER_LAUNCH, NcclCommunicator, NcclLibrary, NcclMemory, Result, UniqueId,
 };
 
 /// The GPUs of a process.
 #[derive(Default)]
-pub struct Gpus {
-    places: Mutex<Places>,
-    driver: OnceLock<Result<Driver>>,
-    nccl: OnceLock<Result<Nccl>>,
-    known: Mutex<BTreeMap<u32, Arc<Gpu>>>,
+pub struct ProcessGpus {
+    search_path: Mutex<LibrarySearchPath>,
+    driver: OnceLock<Result<CudaDriver>>,
+    nccl: OnceLock<Result<NcclLibrary>>,
+    opened_gpus: Mutex<BTreeMap<u32, Arc<GpuDevice>>>,
     /// Cache of kernels for ranks that share a GPU; without it they meet in host memory.
-    kernels: Option<Cache>,
+    kernel_cache: Option<KernelCache>,
     /// Mailboxes that were named, for communicators to be formed.
-    mailboxes: Mutex<Vec<Region>>,
+    mailboxes: Mutex<Vec<SharedRegion>>,
     /// Memory is asked of NCCL, and registered.
-    registers: bool,
+    registers_memory: bool,
 }
 
-impl Gpus {
+impl ProcessGpus {
     /// Creates the object without a search for GPUs.
-    pub fn new(places: Places) -> Self {
-        Self { places: Mutex::new(places), ..Self::default() }
+    pub fn new(places: LibrarySearchPath) -> Self {
+        Self { search_path: Mutex::new(places), ..Self::default() }
     }
 
-    /// As if there were no NCCL.
+    /// Disables NCCL.
     #[must_use]
     pub fn without_nccl(self) -> Self {
         let tried = "it is not to be used".to_owned();
-        let none = OnceLock::from(Err(Error::NotFound { library: Kind::Nccl.name(), tried }));
+        let none = OnceLock::from(Err(Error::NotFound {
+            library: CudaLibrary::Nccl.library_name(),
+            tried,
+        }));
         Self { nccl: none, ..self }
     }
 
-    /// Ranks that share a GPU reduce there, by kernels that are kept in this folder.
+    /// Enables CUDA IPC: ranks that share a GPU reduce there. The compiled kernels are kept in this
+    /// folder.
     #[must_use]
-    pub fn with_ipc(self, kernels: Cache) -> Self {
-        Self { kernels: Some(kernels), ..self }
+    pub fn with_ipc(self, kernels: KernelCache) -> Self {
+        Self { kernel_cache: Some(kernels), ..self }
     }
 
-    /// Communicators of NCCL register the memory that [`Gpus::memory`] gives, where all members do.
+    /// Enables registration: NCCL communicators register memory of
+    /// [`ProcessGpus::allocate_registered`], if all members do.
     #[must_use]
     pub fn with_registration(self) -> Self {
-        Self { registers: true, ..self }
+        Self { registers_memory: true, ..self }
     }
 
     /// Returns memory of a GPU that communicators register, for work in the order of this stream;
     /// nothing where none is to be, or this version of NCCL has none.
     ///
     /// # Errors
-    /// `Nccl` when there is none left; as [`Gpus::open`].
-    pub fn memory(&self, ordinal: u32, stream: usize, bytes: usize) -> Result<Option<NcclMemory>> {
-        let Some(nccl) = self.registering() else { return Ok(None) };
-        nccl.memory(&self.open(ordinal, &[])?.lane()?, stream, bytes).map(Some)
+    /// `Nccl` when there is none left; as [`ProcessGpus::open_gpu`].
+    pub fn allocate_registered(
+        &self,
+        ordinal: u32,
+        stream: usize,
+        bytes: usize,
+    ) -> Result<Option<NcclMemory>> {
+        let Some(nccl) = self.registering_nccl() else { return Ok(None) };
+        nccl.allocate_memory(&self.open_gpu(ordinal, &[])?.create_stream()?, stream, bytes)
+            .map(Some)
     }
 
-    fn registering(&self) -> Option<Nccl> {
-        self.registers.then(|| self.nccl().ok()).flatten().filter(Nccl::registers)
+    fn registering_nccl(&self) -> Option<NcclLibrary> {
+        self.registers_memory
+            .then(|| self.nccl_library().ok())
+            .flatten()
+            .filter(NcclLibrary::supports_registration)
     }
 
-    /// Returns the GPU of this number among those that the process sees. Wheels of libraries are
-    /// also looked for in `packages`.
+    /// Returns the GPU with this ordinal among the GPUs that the process sees. The search for
+    /// libraries includes wheels in `packages`.
     ///
     /// # Errors
-    /// `NotFound`, `Symbols`, `Driver`: also when there is no such GPU.
-    pub fn open(&self, ordinal: u32, packages: &[PathBuf]) -> Result<Arc<Gpu>> {
-        let mut known = self.known.lock();
+    /// `NotFound`, `Symbols`, `CudaDriver`: also when there is no such GPU.
+    pub fn open_gpu(&self, ordinal: u32, packages: &[PathBuf]) -> Result<Arc<GpuDevice>> {
+        let mut known = self.opened_gpus.lock();
         if let Some(gpu) = known.get(&ordinal) {
             return Ok(Arc::clone(gpu));
         }
-        let mut places = self.places.lock();
+        let mut places = self.search_path.lock();
         for package in packages {
             if !places.packages.contains(package) {
                 places.packages.push(package.clone());
             }
         }
-        let driver = self.driver.get_or_init(|| Driver::load(&places)).clone()?;
-        driver.device(ordinal)?;
-        let gpu = Arc::new(Gpu::new(driver, ordinal));
+        let driver = self.driver.get_or_init(|| CudaDriver::load_from(&places)).clone()?;
+        driver.device_handle(ordinal)?;
+        let gpu = Arc::new(GpuDevice::new(driver, ordinal));
         Ok(Arc::clone(known.entry(ordinal).or_insert(gpu)))
     }
 
-    fn nccl(&self) -> Result<Nccl> {
-        self.nccl.get_or_init(|| Nccl::load(&self.places.lock())).clone()
+    fn nccl_library(&self) -> Result<NcclLibrary> {
+        self.nccl.get_or_init(|| NcclLibrary::load_from(&self.search_path.lock())).clone()
     }
 
-    fn own_card(&self, ordinal: u32) -> Result<Card> {
-        let gpu = self.open(ordinal, &[])?;
-        let facts = gpu.driver().facts(ordinal)?;
-        let version = self.nccl().map(|nccl| nccl.code()).unwrap_or_default();
-        let shares = self.kernels.is_some() && gpu.driver().has_windows();
-        let neighbours = if shares { ipc::neighbourhood() } else { 0 };
+    fn own_capabilities(&self, ordinal: u32) -> Result<GpuCapabilities> {
+        let gpu = self.open_gpu(ordinal, &[])?;
+        let facts = gpu.cuda_driver().device_properties(ordinal)?;
+        let version = self.nccl_library().map(|nccl| nccl.version_code()).unwrap_or_default();
+        let shares = self.kernel_cache.is_some() && gpu.cuda_driver().supports_ipc();
+        let neighbours = if shares { ipc::neighbourhood_id() } else { 0 };
         let abilities = [
-            (gpu.driver().has_pools(ordinal), ROOMS),
-            (self.registering().is_some(), REGISTERS),
-            (version >= LEAST_FOR_FLOAT8 && facts.arch >= ARCH_FOR_FLOAT8, FLOAT8),
+            (gpu.cuda_driver().supports_memory_pools(ordinal), ABILITY_STREAM_ORDERED_MEMORY),
+            (self.registering_nccl().is_some(), ABILITY_REGISTERED_MEMORY),
+            (
+                version >= MIN_VERSION_FOR_FLOAT8 && facts.arch >= MIN_ARCH_FOR_FLOAT8,
+                ABILITY_FLOAT8_REDUCTION,
+            ),
         ];
         let abilities =
             abilities.iter().filter(|(there, _)| *there).map(|(_, ability)| ability).sum();
         let memory = facts.bytes;
-        Ok(Card { uuid: facts.uuid, version, abilities, neighbours, memory })
+        Ok(GpuCapabilities {
+            uuid: facts.uuid,
+            nccl_version: version,
+            abilities,
+            neighbourhood: neighbours,
+            memory_bytes: memory,
+        })
     }
 
-    /// Like [`Fabric::form`], where all members have the same GPU.
-    fn form_by_ipc(
+    /// Forms a communicator, like [`DeviceFabric::form_communicator`], of members on the same GPU.
+    fn form_ipc_communicator(
         &self,
-        gpu: &Gpu,
+        gpu: &GpuDevice,
         name: &[u8; 128],
         place: (usize, usize),
         patience: Duration,
@@ -132,24 +157,34 @@ impl Gpus {
         let lost = |reason: String| CollectiveError::Lost {
             reason: format!("a mailbox of CUDA IPC {reason}"),
         };
-        let card = ipc::read(name).ok_or_else(|| lost("has no card".to_owned()))?;
+        let card = ipc::decode_region_card(name).ok_or_else(|| lost("has no card".to_owned()))?;
         let mut mailboxes = self.mailboxes.lock();
-        let own = mailboxes.iter().position(|region| *region.card() == card);
+        let own = mailboxes.iter().position(|region| *region.region_handle() == card);
         let region = own.map(|index| mailboxes.swap_remove(index));
         drop(mailboxes);
-        let region = region.map_or_else(|| Region::open(&card), Ok);
+        let region = region.map_or_else(|| SharedRegion::open_peer_region(&card), Ok);
         let region = region.map_err(|error| lost(format!("was not found: {error}")))?;
-        let mailbox =
-            Mailbox::over(region, place).ok_or_else(|| lost("is too small".to_owned()))?;
-        let kernels = self.kernels.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
-        let piece = name[ipc::WRITTEN];
-        let site = GpuSite::new(gpu.lane()?, piece, self.places.lock().clone(), kernels)?;
-        Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
+        let mailbox = IpcMailbox::from_region(region, place)
+            .ok_or_else(|| lost("is too small".to_owned()))?;
+        let kernels = self.kernel_cache.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
+        let piece = name[ipc::REGION_CARD_BYTES];
+        let site = GpuIpcDevice::new(
+            gpu.create_stream()?,
+            piece,
+            self.search_path.lock().clone(),
+            kernels,
+        )?;
+        Ok(Box::new(IpcCommunicator::begin_forming(site, mailbox, patience)))
     }
 
     /// Returns the reason why the members with these cards cannot have a communicator of NCCL, if
     /// so.
-    fn lacking(&self, cards: &[Option<Card>], members: &[Rank], place: usize) -> Option<String> {
+    fn nccl_obstacle(
+        &self,
+        cards: &[Option<GpuCapabilities>],
+        members: &[Rank],
+        place: usize,
+    ) -> Option<String> {
         let rank = |member: usize| members.get(member).copied().unwrap_or_default();
         let mut seen: BTreeMap<[u8; 16], usize> = BTreeMap::new();
         for (member, card) in cards.iter().enumerate() {
@@ -165,13 +200,13 @@ impl Gpus {
                      torch.cuda.set_device(farandole.torch.local_rank())",
                     rank(other),
                     rank(member),
-                    spelled(&card.uuid)
+                    format_uuid(&card.uuid)
                 ));
             }
         }
-        let versions: Vec<i32> = cards.iter().flatten().map(|card| card.version).collect();
+        let versions: Vec<i32> = cards.iter().flatten().map(|card| card.nccl_version).collect();
         if let Some(member) = versions.iter().position(|version| *version == 0) {
-            let own = (member == place).then(|| self.nccl().err()).flatten();
+            let own = (member == place).then(|| self.nccl_library().err()).flatten();
             let why = own.map(|error| format!(": {error}")).unwrap_or_default();
             return Some(format!("rank {} has no NCCL{why}", rank(member)));
         }
@@ -186,48 +221,66 @@ impl Gpus {
     }
 }
 
-impl Fabric for Gpus {
-    fn card(&self, device: u32) -> Vec<u8> {
-        self.own_card(device).map(|card| card.write()).unwrap_or_default()
+impl DeviceFabric for ProcessGpus {
+    fn device_capabilities(&self, device: u32) -> Vec<u8> {
+        self.own_capabilities(device).map(|card| card.to_bytes()).unwrap_or_default()
     }
 
-    fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
-        let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
-        if share(&cards) {
+    fn formation_obstacle(
+        &self,
+        cards: &[&[u8]],
+        members: &[Rank],
+        place: usize,
+    ) -> Option<String> {
+        let cards: Vec<Option<GpuCapabilities>> =
+            cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
+        if share_one_gpu(&cards) {
             return None;
         }
-        self.lacking(&cards, members, place).map(|reason| detour(&reason))
+        self.nccl_obstacle(&cards, members, place).map(|reason| host_memory_detour(&reason))
     }
 
-    fn remark(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
-        let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
-        let why = self.lacking(&cards, members, place).filter(|_| share(&cards))?;
+    fn formation_notice(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
+        let cards: Vec<Option<GpuCapabilities>> =
+            cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
+        let why = self.nccl_obstacle(&cards, members, place).filter(|_| share_one_gpu(&cards))?;
         Some(format!(
             "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {why}"
         ))
     }
 
-    fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
-        let read: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
-        if share(&read) {
-            let failed =
-                |error: farandole_shm::Error| detour(&format!("no mailbox for CUDA IPC: {error}"));
-            let region = Region::create(Mailbox::bytes(cards.len())).map_err(failed)?;
-            // Members may be told different sizes of the same GPU, where a program limits them.
-            let memory = read.iter().flatten().map(|card| card.memory).min().unwrap_or_default();
-            let piece = ipc::piece_of(memory);
-            let name = [&[IPC], &ipc::write(region.card())[..], &[piece]].concat();
+    fn create_communicator_name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+        let read: Vec<Option<GpuCapabilities>> =
+            cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
+        if share_one_gpu(&read) {
+            let failed = |error: farandole_shm::Error| {
+                host_memory_detour(&format!("no mailbox for CUDA IPC: {error}"))
+            };
+            let region =
+                SharedRegion::create(IpcMailbox::bytes_for_members(cards.len())).map_err(failed)?;
+            // If a program limits the memory of a GPU, members may see different sizes of the same
+            // GPU.
+            let memory =
+                read.iter().flatten().map(|card| card.memory_bytes).min().unwrap_or_default();
+            let piece = ipc::piece_size_mib(memory);
+            let name =
+                [&[IPC_NAME_TAG], &ipc::encode_region_card(region.region_handle())[..], &[piece]]
+                    .concat();
             self.mailboxes.lock().push(region);
             return Ok(name);
         }
-        let abilities = |card: &Option<Card>| card.as_ref().map_or(0, |card| card.abilities);
-        let common =
-            read.iter().map(abilities).fold(ROOMS | REGISTERS | FLOAT8, |all, own| all & own);
-        let id = self.nccl().and_then(|nccl| nccl.unique_id());
-        id.map(|id| [&[common], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
+        let abilities =
+            |card: &Option<GpuCapabilities>| card.as_ref().map_or(0, |card| card.abilities);
+        let common = read.iter().map(abilities).fold(
+            ABILITY_STREAM_ORDERED_MEMORY | ABILITY_REGISTERED_MEMORY | ABILITY_FLOAT8_REDUCTION,
+            |all, own| all & own,
+        );
+        let id = self.nccl_library().and_then(|nccl| nccl.create_unique_id());
+        id.map(|id| [&[common], &id.0[..]].concat())
+            .map_err(|error| host_memory_detour(&error.to_string()))
     }
 
-    fn form(
+    fn form_communicator(
         &self,
         device: u32,
         name: &[u8],
@@ -240,72 +293,96 @@ impl Fabric for Gpus {
         let Some((common, id)) = named else {
             return Err(CollectiveError::Lost { reason: "a communicator has no name".to_owned() });
         };
-        let gpu = self.open(device, &[])?;
-        if common == IPC {
-            return self.form_by_ipc(&gpu, id, place, patience);
+        let gpu = self.open_gpu(device, &[])?;
+        if common == IPC_NAME_TAG {
+            return self.form_ipc_communicator(&gpu, id, place, patience);
         }
-        let (nccl, lane) = (self.nccl()?, gpu.lane()?);
-        let formed = NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?;
-        let formed = if common & ROOMS == 0 { formed } else { formed.with_rooms() };
-        let formed = if common & REGISTERS == 0 { formed } else { formed.with_registration() };
-        Ok(Box::new(if common & FLOAT8 == 0 { formed } else { formed.with_float8() }))
+        let (nccl, lane) = (self.nccl_library()?, gpu.create_stream()?);
+        let formed = NcclCommunicator::begin_forming(nccl, lane, UniqueId(*id), place, patience)?;
+        let formed = if common & ABILITY_STREAM_ORDERED_MEMORY == 0 {
+            formed
+        } else {
+            formed.with_result_memory()
+        };
+        let formed = if common & ABILITY_REGISTERED_MEMORY == 0 {
+            formed
+        } else {
+            formed.with_registration()
+        };
+        Ok(Box::new(if common & ABILITY_FLOAT8_REDUCTION == 0 {
+            formed
+        } else {
+            formed.with_float8()
+        }))
     }
 }
 
-fn detour(reason: &str) -> String {
+fn host_memory_detour(reason: &str) -> String {
     format!("tensors on GPUs go through host memory: {reason}")
 }
 
 /// Returns whether members with these cards have one GPU, and find each other there.
-fn share(cards: &[Option<Card>]) -> bool {
+fn share_one_gpu(cards: &[Option<GpuCapabilities>]) -> bool {
     let [Some(first), others @ ..] = cards else { return false };
-    let alike = |card: &Option<Card>| {
-        card.as_ref()
-            .is_some_and(|card| card.uuid == first.uuid && card.neighbours == first.neighbours)
+    let alike = |card: &Option<GpuCapabilities>| {
+        card.as_ref().is_some_and(|card| {
+            card.uuid == first.uuid && card.neighbourhood == first.neighbourhood
+        })
     };
-    first.neighbours != 0 && (1..MEMBERS).contains(&others.len()) && others.iter().all(alike)
+    first.neighbourhood != 0
+        && (1..MAX_MEMBERS_PER_LAUNCH).contains(&others.len())
+        && others.iter().all(alike)
 }
 
 /// The offer of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Card {
+struct GpuCapabilities {
     uuid: [u8; 16],
     /// The version of NCCL; 0 if there is none.
-    version: i32,
-    /// Abilities that count if all members have them: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
+    nccl_version: i32,
+    /// Abilities that count if all members have them: [`ABILITY_STREAM_ORDERED_MEMORY`],
+    /// [`ABILITY_REGISTERED_MEMORY`], [`ABILITY_FLOAT8_REDUCTION`].
     abilities: u8,
     /// Equal for processes that can use each other's windows; 0 if this one can use no other's.
-    neighbours: u64,
+    neighbourhood: u64,
     /// The GPU's, in bytes.
-    memory: u64,
+    memory_bytes: u64,
 }
 
 /// Memory is taken and given back in the order of streams.
-const ROOMS: u8 = 1;
+const ABILITY_STREAM_ORDERED_MEMORY: u8 = 1;
 /// Memory that NCCL has given is registered.
-const REGISTERS: u8 = 2;
+const ABILITY_REGISTERED_MEMORY: u8 = 2;
 /// NCCL reduces floats of eight bits.
-const FLOAT8: u8 = 4;
+const ABILITY_FLOAT8_REDUCTION: u8 = 4;
 /// The first byte in the name of a communicator by CUDA IPC. For NCCL it has the abilities of all
 /// members.
-const IPC: u8 = 0x80;
+const IPC_NAME_TAG: u8 = 0x80;
 
-/// A mark of there being a card, the GPU, the version, what it is able to, its neighbours, and its
-/// memory.
-const WRITTEN: usize = 1 + 16 + 4 + 1 + 8 + 8;
+/// The length of the encoded capabilities: a presence byte, the UUID of the GPU, the NCCL version,
+/// the abilities, the neighbourhood and the memory size.
+const CAPABILITIES_BYTES: usize = 1 + 16 + 4 + 1 + 8 + 8;
 /// The length of the abilities and of NCCL's name.
-const NAME: usize = 1 + size_of::<UniqueId>();
-const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
-const _: () = assert!(ipc::WRITTEN + 1 < NAME, "names are read up to the length of the longest");
+const COMMUNICATOR_NAME_BYTES: usize = 1 + size_of::<UniqueId>();
+const _: () = assert!(
+    CAPABILITIES_BYTES <= MAX_CAPABILITIES_BYTES
+        && COMMUNICATOR_NAME_BYTES < MAX_CAPABILITIES_BYTES,
+    "a card has room for it"
+);
+const _: () = assert!(
+    ipc::REGION_CARD_BYTES + 1 < COMMUNICATOR_NAME_BYTES,
+    "names are read up to the length of the longest"
+);
 
-impl Card {
-    fn write(&self) -> Vec<u8> {
-        let (version, neighbours) = (self.version.to_le_bytes(), self.neighbours.to_le_bytes());
-        let memory = self.memory.to_le_bytes();
+impl GpuCapabilities {
+    fn to_bytes(&self) -> Vec<u8> {
+        let (version, neighbours) =
+            (self.nccl_version.to_le_bytes(), self.neighbourhood.to_le_bytes());
+        let memory = self.memory_bytes.to_le_bytes();
         [&[1][..], &self.uuid, &version, &[self.abilities], &neighbours, &memory].concat()
     }
 
-    fn read(bytes: &[u8]) -> Option<Self> {
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (mark, rest) = bytes.split_first()?;
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
         let (version, rest) = rest.split_first_chunk::<4>()?;
@@ -314,13 +391,19 @@ impl Card {
         let (neighbours, memory) =
             (u64::from_le_bytes(*neighbours), u64::from_le_bytes(*rest.first_chunk()?));
         let (version, abilities) = (i32::from_le_bytes(*version), *abilities);
-        let card = Self { uuid: *uuid, version, abilities, neighbours, memory };
+        let card = Self {
+            uuid: *uuid,
+            nccl_version: version,
+            abilities,
+            neighbourhood: neighbours,
+            memory_bytes: memory,
+        };
         (*mark == 1).then_some(card)
     }
 }
 
-/// Like `nvidia-smi` writes it.
-fn spelled(uuid: &[u8; 16]) -> String {
+/// Formats a UUID like `nvidia-smi`.
+fn format_uuid(uuid: &[u8; 16]) -> String {
     let digits: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     let part = |from: usize, to: usize| digits[from..to].concat();
     format!("GPU-{}-{}-{}-{}-{}", part(0, 4), part(4, 6), part(6, 8), part(8, 10), part(10, 16))
@@ -328,73 +411,98 @@ fn spelled(uuid: &[u8; 16]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::{DataType, Operation, ReduceOp};
+    use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
 
     use super::*;
     use crate::device::tests::driver;
-    use crate::nccl::fake::{calls, fake, nccl};
+    use crate::nccl::fake::{fake_nccl, take_calls, with_fake};
 
-    fn gpus(library: Result<Nccl>) -> Gpus {
-        let gpus = Gpus::default();
+    fn gpus(library: Result<NcclLibrary>) -> ProcessGpus {
+        let gpus = ProcessGpus::default();
         assert!(gpus.driver.set(Ok(driver())).is_ok() && gpus.nccl.set(library).is_ok());
         gpus
     }
 
-    fn formed(gpus: &Gpus, cards: &[Vec<u8>], place: usize) -> Result<usize, String> {
+    fn formed(gpus: &ProcessGpus, cards: &[Vec<u8>], place: usize) -> Result<usize, String> {
         let cards: Vec<&[u8]> = cards.iter().map(Vec::as_slice).collect();
-        match gpus.obstacle(&cards, &[Rank(4), Rank(7)], place) {
+        match gpus.formation_obstacle(&cards, &[Rank(4), Rank(7)], place) {
             Some(reason) => Err(reason),
             None => {
-                let name = gpus.name(&cards)?;
-                let mut formed = gpus.form(1, &name, (place, 2), Duration::from_secs(20)).unwrap();
-                while !formed.progress(&mut Vec::new()).unwrap() {}
-                Ok(formed.size())
+                let name = gpus.create_communicator_name(&cards)?;
+                let mut formed =
+                    gpus.form_communicator(1, &name, (place, 2), Duration::from_secs(20)).unwrap();
+                while !formed.make_progress(&mut Vec::new()).unwrap() {}
+                Ok(formed.member_count())
             }
         }
     }
 
     #[test]
     fn members_with_a_gpu_each_form_one_under_the_name_that_one_gives() {
-        let gpus = gpus(nccl());
-        let cards = [gpus.card(0), gpus.card(1)];
-        assert_eq!(calls(), Vec::<String>::new(), "nobody has a name before all cards are there");
+        let gpus = gpus(fake_nccl());
+        let cards = [gpus.device_capabilities(0), gpus.device_capabilities(1)];
+        assert_eq!(
+            take_calls(),
+            Vec::<String>::new(),
+            "nobody has a name before all cards are there"
+        );
         assert_eq!(formed(&gpus, &cards, 1), Ok(2));
-        assert_eq!(calls(), ["name", "init 1/2 id 9 blocking 1", "abort"]);
+        assert_eq!(take_calls(), ["name", "init 1/2 id 9 blocking 1", "abort"]);
     }
 
     #[test]
     fn gathers_go_by_nccl_where_all_members_have_rooms_for_what_comes() {
-        let gpus = gpus(nccl());
-        let (roomy, small) =
-            (gpus.card(0), Card { abilities: 0, ..Card::read(&gpus.card(1)).unwrap() });
+        let gpus = gpus(fake_nccl());
+        let (roomy, small) = (
+            gpus.device_capabilities(0),
+            GpuCapabilities {
+                abilities: 0,
+                ..GpuCapabilities::from_bytes(&gpus.device_capabilities(1)).unwrap()
+            },
+        );
         let gathers = |other: Vec<u8>| {
-            let name = gpus.name(&[&roomy, &other]).unwrap();
-            let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
-            formed.carries(&Operation::Allgather { segments: Vec::new(), bytes: Vec::new() })
+            let name = gpus.create_communicator_name(&[&roomy, &other]).unwrap();
+            let formed = gpus.form_communicator(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
+            formed.can_execute(&CollectiveOperation::Allgather {
+                segments: Vec::new(),
+                bytes: Vec::new(),
+            })
         };
-        assert!(gathers(gpus.card(1)));
-        assert!(!gathers(small.write()));
+        assert!(gathers(gpus.device_capabilities(1)));
+        assert!(!gathers(small.to_bytes()));
     }
 
     #[test]
     fn memory_is_registered_where_all_members_register_theirs() {
-        let (gpus, unwilling) = (gpus(nccl()).with_registration(), super::tests::gpus(nccl()));
-        assert!(unwilling.memory(1, 0, 64).unwrap().is_none(), "nobody has asked for it");
-        let memory = gpus.memory(1, 0, 64).unwrap().unwrap();
-        assert_eq!(calls(), [format!("memory of 64 at {:#x}", memory.address())]);
-        let common = |other: Vec<u8>| gpus.name(&[&gpus.card(0), &other]).unwrap()[0];
-        assert_eq!(common(gpus.card(1)), ROOMS | REGISTERS | FLOAT8);
-        assert_eq!(common(unwilling.card(1)), ROOMS | FLOAT8);
+        let (gpus, unwilling) =
+            (gpus(fake_nccl()).with_registration(), super::tests::gpus(fake_nccl()));
+        assert!(
+            unwilling.allocate_registered(1, 0, 64).unwrap().is_none(),
+            "nobody has asked for it"
+        );
+        let memory = gpus.allocate_registered(1, 0, 64).unwrap().unwrap();
+        assert_eq!(take_calls(), [format!("memory of 64 at {:#x}", memory.start_address())]);
+        let common = |other: Vec<u8>| {
+            gpus.create_communicator_name(&[&gpus.device_capabilities(0), &other]).unwrap()[0]
+        };
+        assert_eq!(
+            common(gpus.device_capabilities(1)),
+            ABILITY_STREAM_ORDERED_MEMORY | ABILITY_REGISTERED_MEMORY | ABILITY_FLOAT8_REDUCTION
+        );
+        assert_eq!(
+            common(unwilling.device_capabilities(1)),
+            ABILITY_STREAM_ORDERED_MEMORY | ABILITY_FLOAT8_REDUCTION
+        );
     }
 
     #[test]
     fn floats_of_eight_bits_go_by_nccl_where_all_members_can() {
-        let carried = |gpus: &Gpus, others: [Card; 2]| {
-            let cards = others.map(|card| card.write());
-            let name = padded(&gpus.name(&[&cards[0], &cards[1]]).unwrap());
-            let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
+        let carried = |gpus: &ProcessGpus, others: [GpuCapabilities; 2]| {
+            let cards = others.map(|card| card.to_bytes());
+            let name = padded(&gpus.create_communicator_name(&[&cards[0], &cards[1]]).unwrap());
+            let formed = gpus.form_communicator(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
             let (dtype, op, segments) = (DataType::F8E5M2, ReduceOp::Sum, Vec::new());
-            formed.carries(&Operation::Allreduce {
+            formed.can_execute(&CollectiveOperation::Allreduce {
                 dtype,
                 op,
                 prescale: 1.0,
@@ -402,17 +510,24 @@ mod tests {
                 segments,
             })
         };
-        let own = |gpus: &Gpus| [gpus.card(0), gpus.card(1)].map(|card| Card::read(&card).unwrap());
+        let own = |gpus: &ProcessGpus| {
+            [gpus.device_capabilities(0), gpus.device_capabilities(1)]
+                .map(|card| GpuCapabilities::from_bytes(&card).unwrap())
+        };
         let gpus_of = |version: i32| {
-            fake(|fake| fake.version = version);
-            gpus(nccl())
+            with_fake(|fake| fake.version = version);
+            gpus(fake_nccl())
         };
         let newer = gpus_of(22_403);
         let [first, second] = own(&newer);
-        assert_eq!(first.abilities, ROOMS | FLOAT8, "the GPU of tests is an sm_90");
+        assert_eq!(
+            first.abilities,
+            ABILITY_STREAM_ORDERED_MEMORY | ABILITY_FLOAT8_REDUCTION,
+            "the GPU of tests is an sm_90"
+        );
         assert!(carried(&newer, [first.clone(), second.clone()]));
-        for abilities in [ROOMS, 0] {
-            let older_gpu = Card { abilities, ..second.clone() };
+        for abilities in [ABILITY_STREAM_ORDERED_MEMORY, 0] {
+            let older_gpu = GpuCapabilities { abilities, ..second.clone() };
             assert!(!carried(&newer, [first.clone(), older_gpu.clone()]));
             assert!(!carried(&newer, [older_gpu, first.clone()]));
         }
@@ -422,12 +537,13 @@ mod tests {
 
     #[test]
     fn members_that_share_a_gpu_are_named_and_go_through_the_host_without_a_port_of_nccl() {
-        let gpus = gpus(nccl());
-        let reason = formed(&gpus, &[gpus.card(1), gpus.card(1)], 0).unwrap_err();
+        let gpus = gpus(fake_nccl());
+        let reason = formed(&gpus, &[gpus.device_capabilities(1), gpus.device_capabilities(1)], 0)
+            .unwrap_err();
         let same = "ranks 4 and 7 use the same GPU, GPU-01010101-0101-0101-0101-010101010101;";
         assert!(reason.contains(same) && reason.contains("set_device"), "{reason}");
         assert_eq!(
-            calls(),
+            take_calls(),
             Vec::<String>::new(),
             "a name opens a port that only its communicator closes"
         );
@@ -435,89 +551,109 @@ mod tests {
 
     fn padded(name: &[u8]) -> Vec<u8> {
         let mut name = name.to_vec();
-        name.resize(CARD - 1, 0);
+        name.resize(MAX_CAPABILITIES_BYTES - 1, 0);
         name
     }
 
     #[test]
     fn members_that_share_a_gpu_have_a_mailbox_if_they_find_it_and_all_but_one_gpu_is_theirs() {
         let folder = tempfile::tempdir().unwrap();
-        let gpus = gpus(nccl()).with_ipc(Cache::new(folder.path()));
-        let (own, other) = (gpus.card(1), gpus.card(1));
+        let gpus = gpus(fake_nccl()).with_ipc(KernelCache::new(folder.path()));
+        let (own, other) = (gpus.device_capabilities(1), gpus.device_capabilities(1));
         let cards: [&[u8]; 2] = [&own, &other];
         let ranks = [Rank(4), Rank(7)];
-        assert_eq!(gpus.obstacle(&cards, &ranks, 0), None);
-        let remark = gpus.remark(&cards, &ranks, 0).unwrap();
+        assert_eq!(gpus.formation_obstacle(&cards, &ranks, 0), None);
+        let remark = gpus.formation_notice(&cards, &ranks, 0).unwrap();
         let words = "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: \
                      ranks 4 and 7";
         assert!(remark.starts_with(words), "{remark}");
-        let name = padded(&gpus.name(&cards).unwrap());
-        let card = ipc::read(&name[1..]).unwrap();
-        assert_eq!(gpus.mailboxes.lock().first().map(|region| *region.card()), Some(card));
-        let told = |bytes| Card { memory: bytes, ..Card::read(&own).unwrap() }.write();
-        let name_of = |first: u64, second: u64| gpus.name(&[&told(first), &told(second)]).unwrap();
-        let piece = |first, second| name_of(first, second)[1 + ipc::WRITTEN];
+        let name = padded(&gpus.create_communicator_name(&cards).unwrap());
+        let card = ipc::decode_region_card(&name[1..]).unwrap();
+        assert_eq!(gpus.mailboxes.lock().first().map(|region| *region.region_handle()), Some(card));
+        let told = |bytes| {
+            GpuCapabilities { memory_bytes: bytes, ..GpuCapabilities::from_bytes(&own).unwrap() }
+                .to_bytes()
+        };
+        let name_of = |first: u64, second: u64| {
+            gpus.create_communicator_name(&[&told(first), &told(second)]).unwrap()
+        };
+        let piece = |first, second| name_of(first, second)[1 + ipc::REGION_CARD_BYTES];
         assert_eq!((piece(80 << 30, 80 << 30), piece(80 << 30, 24 << 30)), (64, 24));
         gpus.mailboxes.lock().truncate(1);
-        let formed = |place| gpus.form(1, &name, (place, 2), Duration::from_secs(1)).unwrap();
+        let formed =
+            |place| gpus.form_communicator(1, &name, (place, 2), Duration::from_secs(1)).unwrap();
         let first = formed(0);
         assert!(gpus.mailboxes.lock().is_empty(), "the communicator has it");
-        assert!(first.is_forming() && formed(1).size() == 2);
+        assert!(first.is_forming() && formed(1).member_count() == 2);
         drop(first);
-        let lost = gpus.form(1, &name, (0, 2), Duration::from_secs(1)).map(drop).unwrap_err();
+        let lost =
+            gpus.form_communicator(1, &name, (0, 2), Duration::from_secs(1)).map(drop).unwrap_err();
         assert!(lost.to_string().contains("a mailbox of CUDA IPC was not found"), "{lost}");
-        assert_eq!(calls(), Vec::<String>::new());
+        assert_eq!(take_calls(), Vec::<String>::new());
     }
 
     #[test]
     fn a_member_without_the_mailbox_or_with_another_gpu_is_no_neighbour() {
         let folder = tempfile::tempdir().unwrap();
-        let gpus = gpus(nccl()).with_ipc(Cache::new(folder.path()));
-        let own = Card::read(&gpus.card(1)).unwrap();
-        assert_ne!(own.neighbours, 0);
-        let way = |others: &[Card]| {
-            let cards: Vec<Vec<u8>> =
-                [&[own.clone()][..], others].concat().iter().map(Card::write).collect();
+        let gpus = gpus(fake_nccl()).with_ipc(KernelCache::new(folder.path()));
+        let own = GpuCapabilities::from_bytes(&gpus.device_capabilities(1)).unwrap();
+        assert_ne!(own.neighbourhood, 0);
+        let way = |others: &[GpuCapabilities]| {
+            let cards: Vec<Vec<u8>> = [&[own.clone()][..], others]
+                .concat()
+                .iter()
+                .map(GpuCapabilities::to_bytes)
+                .collect();
             let cards: Vec<&[u8]> = cards.iter().map(Vec::as_slice).collect();
             let ranks: Vec<Rank> = (0..).take(cards.len()).map(Rank).collect();
-            assert_eq!(gpus.remark(&cards, &ranks, 0), None);
-            gpus.obstacle(&cards, &ranks, 0)
+            assert_eq!(gpus.formation_notice(&cards, &ranks, 0), None);
+            gpus.formation_obstacle(&cards, &ranks, 0)
         };
-        let stranger = Card { neighbours: own.neighbours ^ 2, ..own.clone() };
+        let stranger = GpuCapabilities { neighbourhood: own.neighbourhood ^ 2, ..own.clone() };
         assert!(way(&[stranger]).unwrap().contains("use the same GPU"));
         assert!(
-            way(&[Card { neighbours: 0, ..own.clone() }]).unwrap().contains("use the same GPU")
+            way(&[GpuCapabilities { neighbourhood: 0, ..own.clone() }])
+                .unwrap()
+                .contains("use the same GPU")
         );
-        let far = Card { uuid: [9; 16], ..own.clone() };
+        let far = GpuCapabilities { uuid: [9; 16], ..own.clone() };
         assert!(way(&[own.clone(), far.clone()]).unwrap().contains("use the same GPU"));
         assert_eq!(way(&[far]), None, "that is for NCCL");
-        assert!(way(&vec![own.clone(); MEMBERS]).is_some(), "more than a kernel reads");
+        assert!(
+            way(&vec![own.clone(); MAX_MEMBERS_PER_LAUNCH]).is_some(),
+            "more than a kernel reads"
+        );
         assert_eq!(way(&[]), None);
     }
 
     #[test]
     fn a_member_without_the_driver_or_the_same_nccl_is_named() {
         let (gpus, missing) =
-            (gpus(nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
+            (gpus(fake_nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
         let without = super::tests::gpus(Err(missing));
-        let card = gpus.card(0);
+        let card = gpus.device_capabilities(0);
         let reason = |other: Vec<u8>| formed(&gpus, &[card.clone(), other], 0).unwrap_err();
         assert!(
-            reason(vec![0; CARD]).ends_with("rank 7 has tensors on a device and no driver of CUDA")
+            reason(vec![0; MAX_CAPABILITIES_BYTES])
+                .ends_with("rank 7 has tensors on a device and no driver of CUDA")
         );
-        assert!(reason(without.card(1)).ends_with("rank 7 has no NCCL"));
-        let own = formed(&without, &[card.clone(), without.card(1)], 1).unwrap_err();
+        assert!(reason(without.device_capabilities(1)).ends_with("rank 7 has no NCCL"));
+        let own = formed(&without, &[card.clone(), without.device_capabilities(1)], 1).unwrap_err();
         assert!(own.ends_with("rank 7 has no NCCL: libnccl was not found: x"), "{own}");
-        let old = Card { version: 21_800, ..Card::read(&gpus.card(1)).unwrap() };
-        assert!(reason(old.write()).contains("different versions of NCCL: 23007 and 21800"));
-        assert_eq!(calls(), Vec::<String>::new());
+        let old = GpuCapabilities {
+            nccl_version: 21_800,
+            ..GpuCapabilities::from_bytes(&gpus.device_capabilities(1)).unwrap()
+        };
+        assert!(reason(old.to_bytes()).contains("different versions of NCCL: 23007 and 21800"));
+        assert_eq!(take_calls(), Vec::<String>::new());
     }
 
     #[test]
     fn a_first_member_that_cannot_name_one_says_why() {
-        let gpus = gpus(nccl());
-        fake(|fake| fake.naming = 2);
-        let reason = formed(&gpus, &[gpus.card(0), gpus.card(1)], 0).unwrap_err();
+        let gpus = gpus(fake_nccl());
+        with_fake(|fake| fake.naming = 2);
+        let reason = formed(&gpus, &[gpus.device_capabilities(0), gpus.device_capabilities(1)], 0)
+            .unwrap_err();
         let words = "tensors on GPUs go through host memory: ncclGetUniqueId failed: unhandled \
                      system error";
         assert!(reason.starts_with(words), "{reason}");
@@ -525,7 +661,7 @@ mod tests {
 
     #[test]
     fn a_gpu_that_is_not_there_brings_no_card() {
-        assert!(gpus(nccl()).open(9, &[]).is_err());
-        assert_eq!(gpus(nccl()).card(9), Vec::<u8>::new());
+        assert!(gpus(fake_nccl()).open_gpu(9, &[]).is_err());
+        assert_eq!(gpus(fake_nccl()).device_capabilities(9), Vec::<u8>::new());
     }
 }

@@ -5,12 +5,12 @@
 //! were refused.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
-use crate::driver::Driver;
-use crate::{Kind, Library, Nccl, Nvrtc, Places, Result};
+use crate::driver::CudaDriver;
+use crate::{CudaLibrary, LibrarySearchPath, NcclLibrary, NvrtcCompiler, Result, SharedLibrary};
 
 /// One library, or one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct CudaFinding {
     /// Its name.
     pub name: String,
     /// Whether it can be used.
@@ -21,74 +21,87 @@ pub struct Finding {
 
 /// Returns whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where
 /// there is none, or no driver. The driver is not initialised, so that a process may still fork.
-pub fn built(places: &Places) -> (bool, i32) {
-    if places.load(Kind::Driver).is_err() {
+pub fn detect_driver_and_nccl(places: &LibrarySearchPath) -> (bool, i32) {
+    if places.load_library(CudaLibrary::Driver).is_err() {
         return (false, 0);
     }
-    (true, Nccl::load(places).map_or(0, |nccl| nccl.code()))
+    (true, NcclLibrary::load_from(places).map_or(0, |nccl| nccl.version_code()))
 }
 
 /// Looks for every library, loads it, and asks for its version; devices are counted without using
 /// one.
-pub fn inventory(places: &Places) -> Vec<Finding> {
-    let driver = Driver::load(places);
+pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
+    let driver = CudaDriver::load_from(places);
     let told = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
-        let version = driver.version()?;
+        let version = driver.cuda_version()?;
         Ok(format!(
             "serves CUDA {}.{}, {} devices",
             version / 1000,
             version % 1000 / 10,
-            driver.count()?
+            driver.device_count()?
         ))
     });
-    let mut all = vec![finding(Kind::Driver.name(), told)];
-    all.push(finding(Kind::Runtime.name(), runtime(places)));
-    let compiler = Nvrtc::load(places).map(|nvrtc| {
-        let (major, minor) = nvrtc.version();
-        let archs = nvrtc.architectures();
+    let mut all = vec![to_finding(CudaLibrary::Driver.library_name(), told)];
+    all.push(to_finding(CudaLibrary::Runtime.library_name(), describe_runtime(places)));
+    let compiler = NvrtcCompiler::load_from(places).map(|nvrtc| {
+        let (major, minor) = nvrtc.compiler_version();
+        let archs = nvrtc.supported_architectures();
         let range = match (archs.first(), archs.last()) {
             (Some(first), Some(last)) => format!(", sm_{first} to sm_{last}"),
             _ => String::new(),
         };
-        format!("{major}.{minor}{range}, {}", nvrtc.path())
+        format!("{major}.{minor}{range}, {}", nvrtc.library_path())
     });
-    all.push(finding(Kind::Nvrtc.name(), compiler));
-    let nccl = Nccl::load(places).map(|nccl| {
-        let with = if nccl.registers() { " with registration" } else { "" };
-        format!("{}{with}, {}", nccl.version(), nccl.path())
+    all.push(to_finding(CudaLibrary::Nvrtc.library_name(), compiler));
+    let nccl = NcclLibrary::load_from(places).map(|nccl| {
+        let with = if nccl.supports_registration() { " with registration" } else { "" };
+        format!("{}{with}, {}", nccl.version_text(), nccl.library_path())
     });
-    all.push(finding(Kind::Nccl.name(), nccl));
+    all.push(to_finding(CudaLibrary::Nccl.library_name(), nccl));
     if let Ok(driver) = driver {
-        all.extend((0..driver.count().unwrap_or_default()).map(|ordinal| gpu(&driver, ordinal)));
+        all.extend(
+            (0..driver.device_count().unwrap_or_default())
+                .map(|ordinal| describe_gpu(&driver, ordinal)),
+        );
     }
     all
 }
 
-fn gpu(driver: &Driver, ordinal: u32) -> Finding {
+fn describe_gpu(driver: &CudaDriver, ordinal: u32) -> CudaFinding {
     let told = driver
-        .facts(ordinal)
+        .device_properties(ordinal)
         .map(|facts| format!("{}, sm_{}, {} GiB", facts.name, facts.arch, facts.bytes >> 30));
-    finding(&format!("GPU {ordinal}"), told)
+    to_finding(&format!("GPU {ordinal}"), told)
 }
 
-fn runtime(places: &Places) -> Result<String> {
-    let library = places.load(Kind::Runtime)?;
+fn describe_runtime(places: &LibrarySearchPath) -> Result<String> {
+    let library = places.load_library(CudaLibrary::Runtime)?;
     // SAFETY: the function's type in the runtime's header.
-    let ask =
-        unsafe { library.function::<unsafe extern "C" fn(*mut i32) -> i32>(Kind::Runtime.probe()) };
+    let ask = unsafe {
+        library.find_function::<unsafe extern "C" fn(*mut i32) -> i32>(
+            CudaLibrary::Runtime.probe_symbol(),
+        )
+    };
     let mut version = 0;
     // SAFETY: the place lives across the call.
     let told = ask.is_some_and(|ask| unsafe { ask(&raw mut version) } == 0);
-    crate::library::complete(&library, if told { &[] } else { &["cudaRuntimeGetVersion"] })?;
-    Ok(format!("{}.{}, {}", version / 1000, version % 1000 / 10, file(&library, Kind::Runtime)))
+    crate::library::check_complete(&library, if told { &[] } else { &["cudaRuntimeGetVersion"] })?;
+    Ok(format!(
+        "{}.{}, {}",
+        version / 1000,
+        version % 1000 / 10,
+        library_file(&library, CudaLibrary::Runtime)
+    ))
 }
 
-fn file(library: &Library, kind: Kind) -> String {
-    library.file(kind.probe()).unwrap_or_else(|| library.name().to_owned())
+fn library_file(library: &SharedLibrary, kind: CudaLibrary) -> String {
+    library
+        .file_of_function(kind.probe_symbol())
+        .unwrap_or_else(|| library.requested_name().to_owned())
 }
 
-fn finding(name: &str, told: Result<String>) -> Finding {
+fn to_finding(name: &str, told: Result<String>) -> CudaFinding {
     let works = told.is_ok();
     let detail = told.unwrap_or_else(|error| error.to_string());
-    Finding { name: name.to_owned(), works, detail }
+    CudaFinding { name: name.to_owned(), works, detail }
 }

@@ -9,12 +9,14 @@
 //! CUDA.
 //!
 //! ```text
-//!   Gpus                                                      GPUs of the process, and whether they form a communicator
-//!   Places ── Library ──┬── Driver ── Context ── Gpu          copies beside the framework's work, by events
-//!                       │                └────── Kernels      pack, unpack, reduce, Adasum: CUDA C++
-//!                       ├── Nvrtc ── Cache ─────────┘         compiled once for each architecture
-//!                       └── Nccl ── NcclCommunicator          collectives by a thread, aborted at a deadline
-//!   Mailbox, windows ───────────── IpcCommunicator            allreduce among processes that share one GPU
+//!   ProcessGpus                                  GPUs of the process, their communicators
+//!   LibrarySearchPath ── SharedLibrary
+//!      ├── CudaDriver ── PrimaryContext
+//!      │      ├── GpuDevice                      copies beside the framework's work, by events
+//!      │      └── KernelModule                   pack, unpack, reduce, Adasum: CUDA C++
+//!      ├── NvrtcCompiler ── KernelCache          compiled once for each architecture
+//!      └── NcclLibrary ── NcclCommunicator       collectives by a thread, aborted at a deadline
+//!   IpcMailbox, windows ── IpcCommunicator       allreduce among processes that share one GPU
 //! ```
 //!
 //! Invariants:
@@ -30,33 +32,37 @@
 mod cache;
 mod device;
 mod driver;
-mod ending;
 mod error;
-mod find;
 mod gpus;
 mod inventory;
 mod ipc;
 mod kernels;
 mod library;
+mod library_search;
 mod nccl;
 mod nvrtc;
+mod shutdown;
 mod staging;
 
-pub use cache::Cache;
-pub use device::{Gpu, GpuLane};
+pub use cache::KernelCache;
+pub use device::{GpuDevice, GpuStream};
 pub use driver::{
-    Context, Driver, Facts, Function, Mark, MemoryPool, Offer, PoolSettings, Stream,
-    Table as DriverTable,
+    CudaDriver, DeviceProperties, DriverTable, Function, IpcMemoryHandle, Mark, MemoryPool,
+    PoolSettings, PrimaryContext, Stream,
 };
 pub use error::{Error, Result};
-pub use find::{Kind, Places};
-pub use gpus::Gpus;
-pub use inventory::{Finding, built, inventory};
+pub use gpus::ProcessGpus;
+pub use inventory::{CudaFinding, collect_inventory, detect_driver_and_nccl};
 pub use kernels::{
-    Batch, Inputs, Kernels, MEMBERS, SOURCE, TENSORS, TILE, blocks_for, move_name, plan,
-    reduce_name,
+    ELEMENTS_PER_TILE, KERNEL_SOURCE, KernelModule, MAX_MEMBERS_PER_LAUNCH, MAX_TENSORS_PER_LAUNCH,
+    ReductionInputs, TransferBatch, block_count_for, plan_transfers, reduction_kernel_name,
+    transfer_kernel_name,
 };
-pub use library::Library;
-pub use nccl::{Lane, Nccl, NcclCommunicator, NcclMemory, Table as NcclTable, UniqueId, carries};
-pub use nvrtc::{Nvrtc, Table as NvrtcTable};
-pub use staging::{Locks, Pool};
+pub use library::SharedLibrary;
+pub use library_search::{CudaLibrary, LibrarySearchPath};
+pub use nccl::{
+    CommunicatorStream, NcclCommunicator, NcclLibrary, NcclMemory, NcclTable, UniqueId,
+    is_nccl_operation,
+};
+pub use nvrtc::{NvrtcCompiler, NvrtcTable};
+pub use staging::{PageLocking, StagingPool};

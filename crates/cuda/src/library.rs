@@ -13,31 +13,35 @@ use crate::{Error, Result};
 
 /// A loaded library. It is never unloaded: CUDA's own threads may still run in it.
 #[derive(Clone, Debug)]
-pub struct Library {
+pub struct SharedLibrary {
     handle: NonNull<c_void>,
     name: String,
 }
 
 // SAFETY: a handle of the loader may be used from any thread, and libraries stay loaded.
-unsafe impl Send for Library {}
+unsafe impl Send for SharedLibrary {}
 // SAFETY: as above.
-unsafe impl Sync for Library {}
+unsafe impl Sync for SharedLibrary {}
 
-impl Library {
+impl SharedLibrary {
     /// Loads the library at a path, or by a name that the system's loader knows.
     ///
     /// # Errors
     /// The loader's words.
-    pub fn open(name: &Path) -> Result<Self, String> {
-        Self::with(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
+    pub fn open_library(name: &Path) -> Result<Self, String> {
+        Self::open_with_flags(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
     }
 
     /// Returns the library of this name that the process has loaded already.
-    pub fn loaded(name: &str) -> Option<Self> {
-        Self::with(Path::new(name), libc::RTLD_NOW | libc::RTLD_LOCAL | libc::RTLD_NOLOAD).ok()
+    pub fn find_loaded(name: &str) -> Option<Self> {
+        Self::open_with_flags(
+            Path::new(name),
+            libc::RTLD_NOW | libc::RTLD_LOCAL | libc::RTLD_NOLOAD,
+        )
+        .ok()
     }
 
-    fn with(name: &Path, flags: i32) -> Result<Self, String> {
+    fn open_with_flags(name: &Path, flags: i32) -> Result<Self, String> {
         let name = name.display().to_string();
         let text =
             CString::new(name.as_str()).map_err(|_| "its name contains a zero".to_owned())?;
@@ -45,7 +49,7 @@ impl Library {
         // process.
         let handle = unsafe { libc::dlopen(text.as_ptr(), flags) };
         NonNull::new(handle).map(|handle| Self { handle, name }).ok_or_else(|| {
-            // SAFETY: what it returns is a string or null, valid until this thread's next call of
+            // SAFETY: `dlerror` returns a string or null, valid until this thread's next call of
             // the loader.
             let words = NonNull::new(unsafe { libc::dlerror() });
             words.map_or_else(
@@ -57,7 +61,7 @@ impl Library {
     }
 
     /// Returns the name by which it was requested.
-    pub fn name(&self) -> &str {
+    pub fn requested_name(&self) -> &str {
         &self.name
     }
 
@@ -65,7 +69,7 @@ impl Library {
     ///
     /// # Safety
     /// `F` is a pointer to a function of the type that the library's header gives it.
-    pub unsafe fn function<F: Copy>(&self, name: &CStr) -> Option<F> {
+    pub unsafe fn find_function<F: Copy>(&self, name: &CStr) -> Option<F> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a pointer to a function") };
         // SAFETY: the handle is valid for ever and the name ends with a zero.
         let address = NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })?;
@@ -74,18 +78,18 @@ impl Library {
     }
 
     /// Returns the file that has this function of the library.
-    pub(crate) fn file(&self, function: &CStr) -> Option<String> {
+    pub(crate) fn file_of_function(&self, function: &CStr) -> Option<String> {
         // SAFETY: the handle is valid for ever and the name ends with a zero.
         let address =
             NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), function.as_ptr()) })?;
-        file_of(address.as_ptr())
+        file_at_address(address.as_ptr())
     }
 }
 
-/// Returns the file that is mapped at an address, as far as the loader knows.
-pub(crate) fn file_of(address: *const c_void) -> Option<String> {
+/// Returns the file that the loader has mapped at an address, if any.
+pub(crate) fn file_at_address(address: *const c_void) -> Option<String> {
     let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `found` has room for what is written, and any address may be asked for.
+    // SAFETY: `found` has room for the result, and any address is allowed.
     let known = unsafe { libc::dladdr(address, found.as_mut_ptr()) } != 0;
     // SAFETY: zeros are a value of the type, whose members are pointers.
     let name =
@@ -95,16 +99,16 @@ pub(crate) fn file_of(address: *const c_void) -> Option<String> {
     Some(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
 }
 
-/// The missing functions of a library, as an error.
-pub(crate) fn complete(library: &Library, missing: &[&str]) -> Result<()> {
+/// Returns the missing functions of a library as an error.
+pub(crate) fn check_complete(library: &SharedLibrary, missing: &[&str]) -> Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    Err(Error::Symbols { path: library.name().to_owned(), symbols: missing.join(", ") })
+    Err(Error::Symbols { path: library.requested_name().to_owned(), symbols: missing.join(", ") })
 }
 
-/// A table of a library's functions: those that must be there, then those that newer versions have.
-macro_rules! table {
+/// A table of a library's functions: first the required ones, then the ones of newer versions.
+macro_rules! function_table {
     (
         $(#[$doc:meta])*
         pub struct $table:ident -> $status:ty {
@@ -126,18 +130,18 @@ macro_rules! table {
 
         impl $table {
             /// Names of the functions without which nothing works.
-            pub const NEEDED: &[&str] = &[$($name),*];
+            pub const NEEDED_FUNCTIONS: &[&str] = &[$($name),*];
 
             /// Finds the functions in a library.
             ///
             /// # Errors
             /// `Symbols` that names all that are missing.
-            pub fn of(library: &$crate::Library) -> $crate::Result<Self> {
+            pub fn from_library(library: &$crate::SharedLibrary) -> $crate::Result<Self> {
                 let mut missing: Vec<&str> = Vec::new();
                 $(
                     // SAFETY: the type is the one in the library's header.
                     let $field = unsafe {
-                        library.function::<unsafe extern "C" fn($($argument),*) -> $status>(
+                        library.find_function::<unsafe extern "C" fn($($argument),*) -> $status>(
                             const { match std::ffi::CStr::from_bytes_with_nul(concat!($name, "\0").as_bytes()) {
                                 Ok(name) => name,
                                 Err(_) => c"",
@@ -148,10 +152,10 @@ macro_rules! table {
                         missing.push($name);
                     }
                 )*
-                $crate::library::complete(library, &missing)?;
+                $crate::library::check_complete(library, &missing)?;
                 let ($(Some($field),)*) = ($($field,)*) else {
-                    return $crate::library::complete(library, Self::NEEDED).and(Err($crate::Error::Symbols {
-                        path: library.name().to_owned(), symbols: String::new(),
+                    return $crate::library::check_complete(library, Self::NEEDED_FUNCTIONS).and(Err($crate::Error::Symbols {
+                        path: library.requested_name().to_owned(), symbols: String::new(),
                     }));
                 };
                 Ok(Self {
@@ -159,7 +163,7 @@ macro_rules! table {
                     $(
                         // SAFETY: the type is the one in the library's header.
                         $extra: unsafe {
-                            library.function(
+                            library.find_function(
                                 const { match std::ffi::CStr::from_bytes_with_nul(concat!($title, "\0").as_bytes()) {
                                     Ok(name) => name,
                                     Err(_) => c"",
@@ -173,7 +177,7 @@ macro_rules! table {
     };
 }
 
-pub(crate) use table;
+pub(crate) use function_table;
 
 #[cfg(test)]
 mod tests {
@@ -183,25 +187,27 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_reported_in_the_loaders_words() {
-        let error = Library::open(Path::new("libdoes-not-exist.so.1")).unwrap_err();
+        let error = SharedLibrary::open_library(Path::new("libdoes-not-exist.so.1")).unwrap_err();
         assert!(error.contains("libdoes-not-exist.so.1"), "{error}");
-        assert!(Library::loaded("libdoes-not-exist.so.1").is_none());
+        assert!(SharedLibrary::find_loaded("libdoes-not-exist.so.1").is_none());
     }
 
     #[test]
     fn functions_of_a_library_are_found_and_called() {
-        let library = Library::open(Path::new("libc.so.6")).unwrap();
+        let library = SharedLibrary::open_library(Path::new("libc.so.6")).unwrap();
         // SAFETY: the type of `abs` in the C standard.
-        let abs: unsafe extern "C" fn(i32) -> i32 = unsafe { library.function(c"abs") }.unwrap();
+        let abs: unsafe extern "C" fn(i32) -> i32 =
+            unsafe { library.find_function(c"abs") }.unwrap();
         // SAFETY: any number may be given.
         assert_eq!(unsafe { abs(-3) }, 3);
-        assert!(library.file(c"abs").unwrap().contains("libc"));
+        assert!(library.file_of_function(c"abs").unwrap().contains("libc"));
         // SAFETY: not called.
-        let none: Option<unsafe extern "C" fn()> = unsafe { library.function(c"no_such_function") };
+        let none: Option<unsafe extern "C" fn()> =
+            unsafe { library.find_function(c"no_such_function") };
         assert!(none.is_none());
     }
 
-    table! {
+    function_table! {
         /// For the test.
         pub struct Broken -> i32 {
             needed {
@@ -213,7 +219,7 @@ mod tests {
         }
     }
 
-    table! {
+    function_table! {
         /// For the test.
         pub struct Whole -> i32 {
             needed { abs = "abs"(i32); }
@@ -223,12 +229,12 @@ mod tests {
 
     #[test]
     fn a_table_names_all_that_is_missing_and_goes_without_what_is_optional() {
-        let library = Library::open(Path::new("libc.so.6")).unwrap();
-        let error = Broken::of(&library)
+        let library = SharedLibrary::open_library(Path::new("libc.so.6")).unwrap();
+        let error = Broken::from_library(&library)
             .map(|table| (table.abs, table.lost, table.gone, table.also))
             .unwrap_err();
         assert_eq!(error.to_string(), "libc.so.6 lacks functions: no_such_function, neither_this");
-        let whole = Whole::of(&library).unwrap();
+        let whole = Whole::from_library(&library).unwrap();
         assert!(whole.labs.is_some() && whole.also.is_none());
         // SAFETY: any number may be given.
         assert_eq!(unsafe { (whole.abs)(-4) }, 4);

@@ -7,12 +7,12 @@
 use std::ffi::{CString, c_char, c_void};
 use std::ptr::{null, null_mut};
 
-use crate::library::table;
-use crate::{Error, Kind, Places, Result};
+use crate::library::function_table;
+use crate::{CudaLibrary, Error, LibrarySearchPath, Result};
 
-table! {
+function_table! {
     /// Functions of NVRTC, by its header's types.
-    pub struct Table -> i32 {
+    pub struct NvrtcTable -> i32 {
         needed {
             version = "nvrtcVersion"(*mut i32, *mut i32);
             create = "nvrtcCreateProgram"(
@@ -33,53 +33,56 @@ table! {
 }
 
 /// The compiler.
-pub struct Nvrtc {
-    table: Table,
+pub struct NvrtcCompiler {
+    table: NvrtcTable,
     version: (i32, i32),
     path: String,
 }
 
 /// A program, destroyed with its owner.
-struct Program<'a> {
-    table: &'a Table,
+struct NvrtcProgram<'a> {
+    table: &'a NvrtcTable,
     program: *mut c_void,
 }
 
-impl Drop for Program<'_> {
+impl Drop for NvrtcProgram<'_> {
     fn drop(&mut self) {
         // SAFETY: the program was created by this library and is destroyed once.
         unsafe { (self.table.destroy)(&raw mut self.program) };
     }
 }
 
-impl Nvrtc {
+impl NvrtcCompiler {
     /// Finds and loads it.
     ///
     /// # Errors
-    /// `NotFound`, `Symbols`, and `Compile` when it does not tell its version.
-    pub fn load(places: &Places) -> Result<Self> {
-        let library = places.load(Kind::Nvrtc)?;
-        let table = Table::of(&library)?;
+    /// `NotFound`, `Symbols`, and `Compile` if the library does not report its version.
+    pub fn load_from(places: &LibrarySearchPath) -> Result<Self> {
+        let library = places.load_library(CudaLibrary::Nvrtc)?;
+        let table = NvrtcTable::from_library(&library)?;
         let mut version = (0, 0);
         // SAFETY: both places live across the call.
         let status = unsafe { (table.version)(&raw mut version.0, &raw mut version.1) };
-        check(0, status)?;
-        let path = library.file(Kind::Nvrtc.probe()).unwrap_or_else(|| library.name().to_owned());
+        check_status(0, status)?;
+        let path = library
+            .file_of_function(CudaLibrary::Nvrtc.probe_symbol())
+            .unwrap_or_else(|| library.requested_name().to_owned());
         Ok(Self { table, version, path })
     }
 
-    /// Major and minor version.
-    pub fn version(&self) -> (i32, i32) {
+    /// Returns the major and minor version.
+    pub fn compiler_version(&self) -> (i32, i32) {
         self.version
     }
 
     /// Returns the file it was loaded from.
-    pub fn path(&self) -> &str {
+    pub fn library_path(&self) -> &str {
         &self.path
     }
 
-    /// Compute capabilities it compiles for, such as 90; empty where it does not tell.
-    pub fn architectures(&self) -> Vec<u32> {
+    /// Returns the compute capabilities that the compiler supports, such as 90; empty if it does
+    /// not report them.
+    pub fn supported_architectures(&self) -> Vec<u32> {
         let (Some(count), Some(list)) = (self.table.count_archs, self.table.archs) else {
             return Vec::new();
         };
@@ -95,14 +98,14 @@ impl Nvrtc {
         if status == 0 { all.collect() } else { Vec::new() }
     }
 
-    /// Machine code of a source for one architecture, such as 90.
+    /// Compiles a source to machine code for one architecture, such as 90.
     ///
     /// # Errors
     /// `Compile` with the compiler's log.
-    pub fn compile(&self, source: &str, arch: u32) -> Result<Vec<u8>> {
+    pub fn compile_source(&self, source: &str, arch: u32) -> Result<Vec<u8>> {
         let fail = |log: &str| Error::Compile { arch, log: log.to_owned() };
         let source = CString::new(source).map_err(|_| fail("the source contains a zero"))?;
-        let mut program = Program { table: &self.table, program: null_mut() };
+        let mut program = NvrtcProgram { table: &self.table, program: null_mut() };
         // SAFETY: the texts end with zeros and live across the call; no headers are given.
         let status = unsafe {
             (self.table.create)(
@@ -114,7 +117,7 @@ impl Nvrtc {
                 null(),
             )
         };
-        check(arch, status)?;
+        check_status(arch, status)?;
         let arch_option = CString::new(format!("--gpu-architecture=sm_{arch}")).unwrap_or_default();
         let options = [
             arch_option.as_ptr(),
@@ -126,19 +129,21 @@ impl Nvrtc {
         // SAFETY: the program is alive, and the options live across the call.
         let status = unsafe { (self.table.compile)(program.program, 4, options.as_ptr()) };
         if status != 0 {
-            let log = self.text(&program).unwrap_or_default();
+            let log = self.program_log(&program).unwrap_or_default();
             return Err(fail(&format!("status {status}: {log}")));
         }
         let mut bytes = 0;
         // SAFETY: the program is alive, and so is the place.
-        check(arch, unsafe { (self.table.code_size)(program.program, &raw mut bytes) })?;
+        check_status(arch, unsafe { (self.table.code_size)(program.program, &raw mut bytes) })?;
         let mut code = vec![0_u8; bytes];
         // SAFETY: the memory has as many bytes as the library asked for.
-        check(arch, unsafe { (self.table.code)(program.program, code.as_mut_ptr().cast()) })?;
+        check_status(arch, unsafe {
+            (self.table.code)(program.program, code.as_mut_ptr().cast())
+        })?;
         Ok(code)
     }
 
-    fn text(&self, program: &Program<'_>) -> Option<String> {
+    fn program_log(&self, program: &NvrtcProgram<'_>) -> Option<String> {
         let mut bytes = 0;
         // SAFETY: the program is alive, and so is the place.
         let status = unsafe { (self.table.log_size)(program.program, &raw mut bytes) };
@@ -150,7 +155,7 @@ impl Nvrtc {
     }
 }
 
-fn check(arch: u32, status: i32) -> Result<()> {
+fn check_status(arch: u32, status: i32) -> Result<()> {
     if status == 0 {
         return Ok(());
     }

@@ -13,10 +13,13 @@ use std::process::Command;
 use std::sync::LazyLock;
 
 use farandole_collectives::{DataType, ReduceOp, kernel};
-use farandole_cuda::{Batch, Inputs, Library, blocks_for, move_name, plan, reduce_name};
+use farandole_cuda::{
+    ReductionInputs, SharedLibrary, TransferBatch, block_count_for, plan_transfers,
+    reduction_kernel_name, transfer_kernel_name,
+};
 
 /// The kernels as a library, built once for all tests.
-static SHIM: LazyLock<Library> = LazyLock::new(|| {
+static SHIM: LazyLock<SharedLibrary> = LazyLock::new(|| {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
     let library = folder.path().join("kernels.so");
@@ -28,13 +31,13 @@ static SHIM: LazyLock<Library> = LazyLock::new(|| {
         .arg("-o")
         .args([&library, &here.join("tests/shim/kernels.cpp")]);
     assert!(compiler.status().unwrap().success(), "the kernels compile for the host");
-    Library::open(&library).unwrap()
+    SharedLibrary::open_library(&library).unwrap()
 });
 
 fn address_of(name: &str) -> *const c_void {
     let text = CString::new(name).unwrap();
     // SAFETY: kernels are only called through the functions below, which take their address.
-    unsafe { SHIM.function::<*const c_void>(&text) }.unwrap()
+    unsafe { SHIM.find_function::<*const c_void>(&text) }.unwrap()
 }
 
 /// Memory that begins `skew` bytes after a multiple of 16, with bytes around it that must stay.
@@ -98,22 +101,25 @@ fn elements(dtype: DataType, count: usize, seed: u64) -> Vec<u8> {
                 DataType::F16 => half::f16::from_f32(float).to_ne_bytes().to_vec(),
                 DataType::Bf16 => half::bf16::from_f32(float).to_ne_bytes().to_vec(),
                 DataType::Bool => vec![u8::from(number % 3 == 0)],
-                other => i64::from(number).wrapping_mul(0x0103_0507).to_ne_bytes()[..other.size()]
+                other => i64::from(number).wrapping_mul(0x0103_0507).to_ne_bytes()
+                    [..other.element_size()]
                     .to_vec(),
             }
         })
         .collect()
 }
 
-type Move = unsafe extern "C" fn(*const c_void, *const Batch, u64, f64, u32);
+type Move = unsafe extern "C" fn(*const c_void, *const TransferBatch, u64, f64, u32);
 
 fn run_move(name: &str, tensors: &[(u64, u64)], size: u64, base: u64, factor: f64) {
     // SAFETY: the type in `kernels.cpp`.
-    let run: Move = unsafe { SHIM.function(c"run_move") }.unwrap();
-    for batch in plan(tensors, size).unwrap().0.iter().filter(|batch| batch.blocks() > 0) {
+    let run: Move = unsafe { SHIM.find_function(c"run_move") }.unwrap();
+    for batch in
+        plan_transfers(tensors, size).unwrap().0.iter().filter(|batch| batch.block_count() > 0)
+    {
         // SAFETY: the tensors and the buffer live across the call, and are as large as the plan
         // says.
-        unsafe { run(address_of(name), batch, base, factor, batch.blocks()) }
+        unsafe { run(address_of(name), batch, base, factor, batch.block_count()) }
     }
 }
 
@@ -129,11 +135,11 @@ fn packs_and_unpacks(
     factor: f64,
     expected: impl Fn(&[u8]) -> Vec<u8>,
 ) {
-    let name = move_name(dtype, buffer, factor).unwrap();
+    let name = transfer_kernel_name(dtype, buffer, factor).unwrap();
     let contents: Vec<Vec<u8>> =
         lengths().into_iter().zip(1..).map(|(count, seed)| elements(dtype, count, seed)).collect();
     // Every third tensor lies where its own type may, but not at a multiple of 16.
-    let skew = |index: usize| if index % 3 == 2 { dtype.size() } else { 0 };
+    let skew = |index: usize| if index % 3 == 2 { dtype.element_size() } else { 0 };
     let mut tensors: Vec<Tensor> = contents
         .iter()
         .enumerate()
@@ -142,12 +148,12 @@ fn packs_and_unpacks(
     let list = |tensors: &mut [Tensor]| -> Vec<(u64, u64)> {
         tensors
             .iter_mut()
-            .map(|tensor| (tensor.address(), (tensor.len / dtype.size()) as u64))
+            .map(|tensor| (tensor.address(), (tensor.len / dtype.element_size()) as u64))
             .collect()
     };
-    let size = buffer.size() as u64;
+    let size = buffer.element_size() as u64;
     let all = list(&mut tensors);
-    let (_, bytes) = plan(&all, size).unwrap();
+    let (_, bytes) = plan_transfers(&all, size).unwrap();
     let mut packed = Tensor::new(0, &vec![GUARD; usize::try_from(bytes).unwrap()]);
     run_move(&format!("pack_{name}"), &all, size, packed.address(), factor);
     let whole = packed.content();
@@ -236,7 +242,7 @@ fn halves_round_to_nearest_even_and_keep_what_is_not_a_number() {
     }
 }
 
-type Reduce = unsafe extern "C" fn(*const c_void, *const Inputs, u64, u64, u32);
+type Reduce = unsafe extern "C" fn(*const c_void, *const ReductionInputs, u64, u64, u32);
 
 fn reduced(
     dtype: DataType,
@@ -246,21 +252,21 @@ fn reduced(
     skew: usize,
 ) -> Vec<u8> {
     // SAFETY: the type in `kernels.cpp`.
-    let run: Reduce = unsafe { SHIM.function(c"run_reduce") }.unwrap();
+    let run: Reduce = unsafe { SHIM.find_function(c"run_reduce") }.unwrap();
     let bytes = inputs[0].len;
     let addresses: Vec<u64> = inputs.iter_mut().map(Tensor::address).collect();
-    let arguments = Inputs::new(&addresses, dtype, op, factors).unwrap();
+    let arguments = ReductionInputs::new(&addresses, dtype, op, factors).unwrap();
     let mut out = Tensor::new(skew, &vec![0; bytes]);
-    let count = (bytes / dtype.size()) as u64;
-    let kernel = address_of(&reduce_name(dtype).unwrap());
+    let count = (bytes / dtype.element_size()) as u64;
+    let kernel = address_of(&reduction_kernel_name(dtype).unwrap());
     // SAFETY: all tensors live across the call and have as many elements.
-    unsafe { run(kernel, &raw const arguments, out.address(), count, blocks_for(count)) }
+    unsafe { run(kernel, &raw const arguments, out.address(), count, block_count_for(count)) }
     out.content()
 }
 
 #[test]
 fn reductions_give_the_bits_of_the_hosts_kernels() {
-    let types = DataType::ALL.into_iter().filter(|dtype| reduce_name(*dtype).is_ok());
+    let types = DataType::ALL.into_iter().filter(|dtype| reduction_kernel_name(*dtype).is_ok());
     for dtype in types {
         for op in
             [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product]
@@ -275,14 +281,21 @@ fn reductions_give_the_bits_of_the_hosts_kernels() {
                     }
                     let contents: Vec<Vec<u8>> =
                         (0..members).map(|member| elements(dtype, count, member + 1)).collect();
-                    let skew = skew * dtype.size() % 16;
+                    let skew = skew * dtype.element_size() % 16;
                     let mut tensors: Vec<Tensor> =
                         contents.iter().map(|content| Tensor::new(skew, content)).collect();
                     let got = reduced(dtype, op, factors, &mut tensors, skew);
                     let inputs: Vec<&[u8]> = contents.iter().map(Vec::as_slice).collect();
                     let mut expected = vec![0; got.len()];
-                    kernel::reduce(dtype, op, &inputs, &mut expected, factors.0, factors.1)
-                        .unwrap();
+                    kernel::reduce_member_blocks(
+                        dtype,
+                        op,
+                        &inputs,
+                        &mut expected,
+                        factors.0,
+                        factors.1,
+                    )
+                    .unwrap();
                     let case =
                         format!("{op:?} of {members} x {count} {dtype}, factors {factors:?}");
                     assert!(same(dtype, &got, &expected), "{case}: {got:?} is not {expected:?}");
@@ -301,8 +314,15 @@ fn all_pairs_of_eight_bits_give_the_bits_of_the_hosts_kernels() {
             let mut inputs = [Tensor::new(0, &a), Tensor::new(0, &b)];
             let got = reduced(dtype, ReduceOp::Sum, factors, &mut inputs, 0);
             let mut expected = vec![0; got.len()];
-            kernel::reduce(dtype, ReduceOp::Sum, &[&a, &b], &mut expected, factors.0, factors.1)
-                .unwrap();
+            kernel::reduce_member_blocks(
+                dtype,
+                ReduceOp::Sum,
+                &[&a, &b],
+                &mut expected,
+                factors.0,
+                factors.1,
+            )
+            .unwrap();
             assert!(same(dtype, &got, &expected), "{dtype} by {factors:?}");
         }
     }
@@ -319,7 +339,7 @@ fn same(dtype: DataType, a: &[u8], b: &[u8]) -> bool {
         DataType::F8E5M2 => bytes[0] & 0x7f > 0x7c,
         _ => false,
     };
-    let size = dtype.size();
+    let size = dtype.element_size();
     a.chunks(size).zip(b.chunks(size)).all(|(a, b)| a == b || (is_nan(a) && is_nan(b)))
 }
 
@@ -337,7 +357,8 @@ fn min_and_max_keep_what_is_not_a_number() {
             0,
         );
         let mut expected = vec![0; 16];
-        kernel::reduce(DataType::F32, op, &[&a, &b], &mut expected, 1.0, 1.0).unwrap();
+        kernel::reduce_member_blocks(DataType::F32, op, &[&a, &b], &mut expected, 1.0, 1.0)
+            .unwrap();
         assert!(same(DataType::F32, &got, &expected), "{op:?}: {got:?} {expected:?}");
     }
 }
@@ -350,13 +371,13 @@ fn adasum(name: &str, a: &mut Tensor, b: &mut Tensor, size: usize) -> ([f64; 3],
     // SAFETY: the types in `kernels.cpp`.
     let (products, total, combine): (Products, Total, Combine) = unsafe {
         (
-            SHIM.function(c"run_products").unwrap(),
-            SHIM.function(c"run_total").unwrap(),
-            SHIM.function(c"run_combine").unwrap(),
+            SHIM.find_function(c"run_products").unwrap(),
+            SHIM.find_function(c"run_total").unwrap(),
+            SHIM.find_function(c"run_combine").unwrap(),
         )
     };
     let count = (a.len / size) as u64;
-    let blocks = blocks_for(count);
+    let blocks = block_count_for(count);
     let mut sums = vec![f64::NAN; 3 * blocks as usize];
     let mut out = Tensor::new(a.skew, &vec![0; a.len]);
     // SAFETY: all tensors live across the calls and have as many elements; each block has three

@@ -5,18 +5,23 @@
 
 mod wheels;
 
-use farandole_cuda::{DriverTable, Kind, Nccl, NcclTable, inventory};
+use farandole_cuda::{CudaLibrary, DriverTable, NcclLibrary, NcclTable, collect_inventory};
 
 #[test]
 fn nccl_of_the_wheel_has_every_function_and_a_version() {
-    let Some(library) = wheels::there(Kind::Nccl) else { return };
+    let Some(library) = wheels::there(CudaLibrary::Nccl) else { return };
     // By its path, or by its name alone when the other test has loaded it already.
-    assert!(library.name().ends_with("libnccl.so.2"), "{}", library.name());
-    NcclTable::of(&library).unwrap();
-    let nccl = Nccl::load(&wheels::places()).unwrap();
-    assert!(nccl.code() >= 21_800, "{}", nccl.version());
-    assert_eq!(nccl.version().split('.').count(), 3);
-    assert_eq!(nccl.registers(), nccl.code() >= 21_900, "{}", nccl.version());
+    assert!(library.requested_name().ends_with("libnccl.so.2"), "{}", library.requested_name());
+    NcclTable::from_library(&library).unwrap();
+    let nccl = NcclLibrary::load_from(&wheels::places()).unwrap();
+    assert!(nccl.version_code() >= 21_800, "{}", nccl.version_text());
+    assert_eq!(nccl.version_text().split('.').count(), 3);
+    assert_eq!(
+        nccl.supports_registration(),
+        nccl.version_code() >= 21_900,
+        "{}",
+        nccl.version_text()
+    );
 }
 
 #[test]
@@ -31,21 +36,21 @@ fn functions_of_the_driver_have_the_names_that_its_header_knows() {
     let separate = |letter: char| !letter.is_ascii_alphanumeric() && letter != '_';
     let words: std::collections::HashSet<&str> = header.split(separate).collect();
     let unknown: Vec<_> =
-        DriverTable::NEEDED.iter().filter(|name| !words.contains(*name)).collect();
+        DriverTable::NEEDED_FUNCTIONS.iter().filter(|name| !words.contains(*name)).collect();
     assert_eq!(unknown, Vec::<&&str>::new());
 }
 
 #[test]
 fn an_inventory_names_every_library_with_its_version_or_what_was_tried() {
-    let findings = inventory(&wheels::places());
+    let findings = collect_inventory(&wheels::places());
     let names: Vec<&str> = findings.iter().map(|finding| finding.name.as_str()).take(4).collect();
     assert_eq!(names, ["libcuda", "libcudart", "libnvrtc", "libnccl"]);
-    for (kind, finding) in Kind::ALL.into_iter().zip(&findings) {
+    for (kind, finding) in CudaLibrary::ALL_LIBRARIES.into_iter().zip(&findings) {
         if wheels::there(kind).is_none() {
             assert!(!finding.works);
             assert!(finding.detail.contains("was not found"), "{finding:?}");
-        } else if kind != Kind::Driver {
-            assert!(finding.works && finding.detail.contains(kind.name()), "{finding:?}");
+        } else if kind != CudaLibrary::Driver {
+            assert!(finding.works && finding.detail.contains(kind.library_name()), "{finding:?}");
         }
     }
 }

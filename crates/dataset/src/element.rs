@@ -5,10 +5,10 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The type of one element. Names are NumPy's.
+/// The type of one element, named as in NumPy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Element {
+pub enum ElementType {
     /// One byte, 0 or 1.
     Bool,
     /// Signed, 1 byte.
@@ -27,9 +27,9 @@ pub enum Element {
     UInt32,
     /// Unsigned, 8 bytes.
     UInt64,
-    /// IEEE single.
+    /// IEEE 754 single precision.
     Float32,
-    /// IEEE double.
+    /// IEEE 754 double precision.
     Float64,
     /// Text of any length.
     Utf8,
@@ -37,9 +37,9 @@ pub enum Element {
     Binary,
 }
 
-impl Element {
-    /// Every element with a fixed size.
-    pub const FIXED: [Self; 11] = [
+impl ElementType {
+    /// All elements with a fixed size.
+    pub const FIXED_WIDTH: [Self; 11] = [
         Self::Bool,
         Self::Int8,
         Self::Int16,
@@ -53,8 +53,8 @@ impl Element {
         Self::Float64,
     ];
 
-    /// Returns the bytes of one element; `None` when its size varies.
-    pub const fn width(self) -> Option<usize> {
+    /// Returns the bytes of one element; `None` if its size varies.
+    pub const fn byte_width(self) -> Option<usize> {
         match self {
             Self::Bool | Self::Int8 | Self::UInt8 => Some(1),
             Self::Int16 | Self::UInt16 => Some(2),
@@ -64,8 +64,8 @@ impl Element {
         }
     }
 
-    /// NumPy's name.
-    pub const fn name(self) -> &'static str {
+    /// Returns NumPy's name of the element.
+    pub const fn numpy_name(self) -> &'static str {
         match self {
             Self::Bool => "bool",
             Self::Int8 => "int8",
@@ -83,12 +83,12 @@ impl Element {
         }
     }
 
-    /// Returns the fixed-size element of this name.
-    pub fn named(name: &str) -> Option<Self> {
-        Self::FIXED.into_iter().find(|element| element.name() == name)
+    /// Returns the fixed-size element with this name.
+    pub fn from_numpy_name(name: &str) -> Option<Self> {
+        Self::FIXED_WIDTH.into_iter().find(|element| element.numpy_name() == name)
     }
 
-    /// Returns whether it is a float.
+    /// Returns whether the element is a float.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::Float32 | Self::Float64)
     }
@@ -100,10 +100,15 @@ mod tests {
 
     #[test]
     fn a_name_is_the_same_in_a_manifest_and_in_numpy() {
-        for element in Element::FIXED.into_iter().chain([Element::Utf8, Element::Binary]) {
-            assert_eq!(serde_json::to_string(&element).unwrap(), format!("\"{}\"", element.name()));
+        for element in
+            ElementType::FIXED_WIDTH.into_iter().chain([ElementType::Utf8, ElementType::Binary])
+        {
+            assert_eq!(
+                serde_json::to_string(&element).unwrap(),
+                format!("\"{}\"", element.numpy_name())
+            );
         }
-        assert_eq!(Element::named("float32"), Some(Element::Float32));
-        assert_eq!(Element::named("utf8"), None);
+        assert_eq!(ElementType::from_numpy_name("float32"), Some(ElementType::Float32));
+        assert_eq!(ElementType::from_numpy_name("utf8"), None);
     }
 }

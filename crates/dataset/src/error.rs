@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Errors of a manifest or a request.
+//! Errors of a manifest or of a request.
 
-/// Result of this room.
+/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A manifest or a request that cannot be.
+/// An invalid manifest or request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -16,21 +16,21 @@ pub enum Error {
         /// The parser's error.
         source: serde_json::Error,
     },
-    /// Written by a version that we do not know.
+    /// Written in a format that is newer than this version.
     #[error("the manifest has format {found}, this version reads up to {known}")]
     Format {
-        /// Its format.
+        /// Format of the manifest.
         found: u32,
-        /// Ours.
+        /// Newest format of this version.
         known: u32,
     },
     /// A manifest that contradicts itself.
     #[error("the manifest contradicts itself: {what}")]
     Inconsistent {
-        /// Kind of the damage.
+        /// Description of the contradiction.
         what: String,
     },
-    /// No such column.
+    /// An unknown column.
     #[error("no column {name}, there are: {}", known.join(", "))]
     Column {
         /// The requested column.
@@ -38,7 +38,7 @@ pub enum Error {
         /// The existing columns.
         known: Vec<String>,
     },
-    /// A size, rank or batch size that cannot be.
+    /// An invalid size, rank or batch size.
     #[error("rank {rank} of {size} with batches of {batch_size} cannot be")]
     Request {
         /// The rank.

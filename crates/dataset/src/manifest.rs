@@ -8,17 +8,17 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::element::Element;
+use crate::element::ElementType;
 use crate::error::{Error, Result};
 
-/// File name of a manifest, in the directory of its files.
-pub const MANIFEST: &str = "_manifest.json";
+/// File name of the manifest in its directory.
+pub const MANIFEST_FILE_NAME: &str = "_manifest.json";
 
-/// The newest format we write and read.
-pub const FORMAT: u32 = 1;
+/// Newest format that this version writes and reads.
+pub const MANIFEST_FORMAT_VERSION: u32 = 1;
 
-/// Checksum of one column chunk.
-pub fn checksum(chunk: &[u8]) -> u32 {
+/// Returns the checksum of a column chunk: the low 32 bits of its xxh3.
+pub fn chunk_checksum(chunk: &[u8]) -> u32 {
     let [a, b, c, d, ..] = xxh3_64(chunk).to_le_bytes();
     u32::from_le_bytes([a, b, c, d])
 }
@@ -26,7 +26,7 @@ pub fn checksum(chunk: &[u8]) -> u32 {
 /// The role of a column.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub enum ColumnRole {
     /// Input of the model.
     #[default]
     Feature,
@@ -38,19 +38,19 @@ pub enum Role {
 
 /// One column.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Column {
-    /// Its name.
+pub struct ManifestColumn {
+    /// Name.
     pub name: String,
-    /// Its role.
+    /// Role.
     #[serde(default)]
-    pub role: Role,
+    pub role: ColumnRole,
     /// Type of one element.
-    pub element: Element,
+    pub element: ElementType,
     /// Shape of one row; empty for a scalar.
     pub shape: Vec<u64>,
-    /// The Arrow type it came as.
+    /// Arrow type of the source.
     pub source: String,
-    /// Counted nulls; `None` if they were not counted and there may be some.
+    /// Number of nulls; `None` if they were not counted and there may be some.
     pub nulls: Option<u64>,
     /// Smallest value of a scalar number.
     #[serde(default)]
@@ -58,29 +58,31 @@ pub struct Column {
     /// Largest value of a scalar number.
     #[serde(default)]
     pub max: Option<f64>,
-    /// The reason why no batch can hold it, if none can.
+    /// Reason why no batch can contain the column, if none can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
 }
 
-impl Column {
-    /// Elements of one row.
-    pub fn elements(&self) -> u64 {
+impl ManifestColumn {
+    /// Returns the number of elements of one row.
+    pub fn elements_per_row(&self) -> u64 {
         self.shape.iter().fold(1, |product, side| product.saturating_mul(*side))
     }
 
-    /// Returns the bytes of one row, when that is fixed.
-    pub fn width(&self) -> Option<u64> {
-        self.element.width().map(|width| (width as u64).saturating_mul(self.elements()))
+    /// Returns the bytes of one row, if its size is fixed.
+    pub fn row_width(&self) -> Option<u64> {
+        self.element
+            .byte_width()
+            .map(|width| (width as u64).saturating_mul(self.elements_per_row()))
     }
 }
 
 /// One row group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowGroup {
-    /// Its rows.
+    /// Number of rows.
     pub rows: u64,
-    /// Bytes it takes decoded.
+    /// Decoded bytes.
     pub bytes: u64,
 }
 
@@ -89,31 +91,31 @@ pub struct RowGroup {
 pub struct DataFile {
     /// Path relative to the directory.
     pub path: String,
-    /// Its rows.
+    /// Number of rows.
     pub rows: u64,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// xxh3 of its bytes, as 16 hexadecimal digits; `None` if it was not computed.
+    /// xxh3 of the file's bytes, as 16 hexadecimal digits; `None` if it was not computed.
     #[serde(default)]
     pub checksum: Option<String>,
-    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and
-    /// files the rows are. `None` if it was not computed.
+    /// Sum of the hashes of the rows, as 16 hexadecimal digits. It does not depend on the order of
+    /// rows or their distribution over files. `None` if it was not computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
-    /// Its row groups, in order.
+    /// Row groups, in order.
     pub groups: Vec<RowGroup>,
-    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included;
-    /// none if they were not computed.
+    /// For each row group, the low 32 bits of the xxh3 of each leaf column's chunk, including its
+    /// dictionary; empty if they were not computed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub chunks: Vec<Vec<u32>>,
-    /// Columns that are not in the file but have one value in all of its rows, such as those of
-    /// Hive's directories.
+    /// Columns that the file does not contain because all rows have the same value, such as columns
+    /// of Hive's directories.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub values: BTreeMap<String, String>,
 }
 
 impl DataFile {
-    /// Returns a file as its writer or its footer describes it.
+    /// Describes a file by its size and row groups.
     pub fn new(path: String, bytes: u64, groups: Vec<RowGroup>) -> Self {
         let rows = groups.iter().map(|group| group.rows).sum();
         Self {
@@ -132,12 +134,12 @@ impl DataFile {
 /// The content of a directory of Parquet files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Version of this format.
+    /// Version of the format.
     pub format: u32,
-    /// The source of the data.
+    /// Hash that identifies the source data.
     pub fingerprint: String,
-    /// URL of the directory to which paths are relative, if it is not the manifest's own: files of
-    /// other writers stay where they are.
+    /// URL of the directory of the files, if the manifest is in another directory: files of other
+    /// writers stay in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
     /// Rows of all files.
@@ -145,43 +147,50 @@ pub struct Manifest {
     /// Bytes of all files.
     pub bytes: u64,
     /// Columns, in order.
-    pub columns: Vec<Column>,
+    pub columns: Vec<ManifestColumn>,
     /// Files, in the order of rows.
     pub files: Vec<DataFile>,
 }
 
 impl Manifest {
-    /// Puts one together; rows and bytes are summed up.
-    pub fn new(fingerprint: String, columns: Vec<Column>, files: Vec<DataFile>) -> Self {
+    /// Builds a manifest, and adds up rows and bytes.
+    pub fn new(fingerprint: String, columns: Vec<ManifestColumn>, files: Vec<DataFile>) -> Self {
         let rows = files.iter().map(|file| file.rows).sum();
         let bytes = files.iter().map(|file| file.bytes).sum();
-        Self { format: FORMAT, fingerprint, base: None, rows, bytes, columns, files }
+        Self {
+            format: MANIFEST_FORMAT_VERSION,
+            fingerprint,
+            base: None,
+            rows,
+            bytes,
+            columns,
+            files,
+        }
     }
 
-    /// Makes the manifest of files that were not prepared: its fingerprint is that of their
-    /// footers.
+    /// Builds the manifest of files that were not prepared. Its fingerprint is a hash of the data
+    /// in their footers.
     ///
     /// # Errors
     /// None that these types can cause.
-    pub fn derived(columns: Vec<Column>, files: Vec<DataFile>) -> Result<Self> {
+    pub fn from_footers(columns: Vec<ManifestColumn>, files: Vec<DataFile>) -> Result<Self> {
         let mut manifest = Self::new(String::new(), columns, files);
         manifest.fingerprint = format!("{:016x}", xxh3_64(manifest.to_json()?.as_bytes()));
         Ok(manifest)
     }
 
-    /// Reads and checks one.
+    /// Parses and checks a manifest.
     ///
     /// # Errors
-    /// No JSON of this form, a newer format, sums that do not add up, paths that leave the
-    /// directory.
-    pub fn parse(text: &[u8]) -> Result<Self> {
+    /// Invalid JSON, a newer format, sums that do not add up, or paths outside of the directory.
+    pub fn parse_json(text: &[u8]) -> Result<Self> {
         let manifest: Self =
             serde_json::from_slice(text).map_err(|source| Error::Syntax { source })?;
-        manifest.check()?;
+        manifest.check_consistency()?;
         Ok(manifest)
     }
 
-    /// As JSON.
+    /// Returns the manifest as JSON.
     ///
     /// # Errors
     /// None that this type can cause.
@@ -189,20 +198,20 @@ impl Manifest {
         serde_json::to_string(self).map_err(|source| Error::Syntax { source })
     }
 
-    /// Returns the column of this name.
+    /// Returns the column with this name.
     ///
     /// # Errors
-    /// There is none; the error lists what there is.
-    pub fn column(&self, name: &str) -> Result<&Column> {
+    /// The column does not exist; the error lists the existing ones.
+    pub fn find_column(&self, name: &str) -> Result<&ManifestColumn> {
         self.columns.iter().find(|column| column.name == name).ok_or_else(|| Error::Column {
             name: name.to_owned(),
             known: self.columns.iter().map(|column| column.name.clone()).collect(),
         })
     }
 
-    fn check(&self) -> Result<()> {
-        if self.format > FORMAT {
-            return Err(Error::Format { found: self.format, known: FORMAT });
+    fn check_consistency(&self) -> Result<()> {
+        if self.format > MANIFEST_FORMAT_VERSION {
+            return Err(Error::Format { found: self.format, known: MANIFEST_FORMAT_VERSION });
         }
         let wrong = |what: String| Err(Error::Inconsistent { what });
         for file in &self.files {
@@ -211,7 +220,7 @@ impl Manifest {
             {
                 return wrong(format!("a file outside of its directory: {}", file.path));
             }
-            if sum(file.groups.iter().map(|group| group.rows)) != Some(file.rows) {
+            if checked_sum(file.groups.iter().map(|group| group.rows)) != Some(file.rows) {
                 return wrong(format!(
                     "row groups do not add up to {} rows: {}",
                     file.rows, file.path
@@ -227,7 +236,7 @@ impl Manifest {
                 return wrong(format!("a row group of more than 2^32 rows: {}", file.path));
             }
         }
-        if sum(self.files.iter().map(|file| file.rows)) != Some(self.rows) {
+        if checked_sum(self.files.iter().map(|file| file.rows)) != Some(self.rows) {
             return wrong(format!("files do not add up to {} rows", self.rows));
         }
         for column in &self.columns {
@@ -244,7 +253,7 @@ impl Manifest {
     }
 }
 
-fn sum(mut numbers: impl Iterator<Item = u64>) -> Option<u64> {
+fn checked_sum(mut numbers: impl Iterator<Item = u64>) -> Option<u64> {
     numbers.try_fold(0_u64, u64::checked_add)
 }
 
@@ -253,10 +262,10 @@ mod tests {
     use super::*;
 
     fn manifest() -> Manifest {
-        let column = Column {
+        let column = ManifestColumn {
             name: "x".into(),
-            role: Role::Label,
-            element: Element::Float32,
+            role: ColumnRole::Label,
+            element: ElementType::Float32,
             shape: vec![3],
             source: "List(Float32)".into(),
             nulls: Some(0),
@@ -275,8 +284,8 @@ mod tests {
     #[test]
     fn a_manifest_reads_back_as_it_was() {
         let written = manifest();
-        assert_eq!(Manifest::parse(written.to_json().unwrap().as_bytes()).unwrap(), written);
-        assert_eq!(written.column("x").unwrap().width(), Some(12));
+        assert_eq!(Manifest::parse_json(written.to_json().unwrap().as_bytes()).unwrap(), written);
+        assert_eq!(written.find_column("x").unwrap().row_width(), Some(12));
     }
 
     #[test]
@@ -284,7 +293,7 @@ mod tests {
         let broken = |change: fn(&mut Manifest)| {
             let mut manifest = manifest();
             change(&mut manifest);
-            Manifest::parse(manifest.to_json().unwrap().as_bytes()).unwrap_err().to_string()
+            Manifest::parse_json(manifest.to_json().unwrap().as_bytes()).unwrap_err().to_string()
         };
         assert!(broken(|m| m.rows = 4).contains("add up to 4 rows"));
         assert!(
@@ -295,11 +304,14 @@ mod tests {
             broken(|m| drop(m.files[0].chunks.pop())).contains("checksums of other row groups")
         );
         assert!(broken(|m| m.columns[0].shape = vec![u64::MAX, 2]).contains("past all bounds: x"));
-        assert!(Manifest::parse(b"{}").is_err());
+        assert!(Manifest::parse_json(b"{}").is_err());
     }
 
     #[test]
     fn a_missing_column_names_the_known_ones() {
-        assert_eq!(manifest().column("y").unwrap_err().to_string(), "no column y, there are: x");
+        assert_eq!(
+            manifest().find_column("y").unwrap_err().to_string(),
+            "no column y, there are: x"
+        );
     }
 }

@@ -4,9 +4,9 @@
 //! The door: the C function table through which another library of this process reaches its one
 //! engine.
 //!
-//! The extension owns the engine and fills one [`Door`] (`ffi`). It publishes the address of the
-//! table in a capsule named [`CAPSULE`]. A library that uses it, such as `tensorflow`, links no
-//! engine, because two engines in one process would be two worlds.
+//! The extension owns the engine and fills one [`EngineTable`] (`ffi`). It publishes the address of
+//! the table in a capsule named [`CAPSULE_NAME`]. A library that uses it, such as `tensorflow`,
+//! links no engine, because two engines in one process would be two worlds.
 //!
 //! ```text
 //! framework thread ── submit(call, requests, done) ─> engine ─┐
@@ -29,5 +29,8 @@
 mod numbers;
 mod table;
 
-pub use numbers::{Code, Operation};
-pub use table::{CAPSULE, Call, Done, Door, Outcome, Output, Place, Request, VERSION};
+pub use numbers::{EngineStatusCode, OperationCode};
+pub use table::{
+    CAPSULE_NAME, Done, EngineTable, ProcessSetPlacement, SubmissionHeader, SubmissionOutcome,
+    TABLE_VERSION, TensorOutput, TensorRequest,
+};

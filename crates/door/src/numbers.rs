@@ -6,14 +6,14 @@
 /// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Operation {
-    /// Combines element by element; see `Call::reduction` and the factors.
+pub enum OperationCode {
+    /// Combines element by element; see `SubmissionHeader::reduction_factors` and the factors.
     Allreduce = 0,
     /// The root's input becomes the output of all ranks.
     Broadcast = 1,
     /// Inputs concatenated along the first dimension.
     Allgather = 2,
-    /// Rows dealt out by `Request::splits`.
+    /// Rows dealt out by `TensorRequest::splits`.
     Alltoall = 3,
     /// Combines, and keeps each member's share of the rows.
     Reducescatter = 4,
@@ -24,28 +24,28 @@ pub enum Operation {
     Join = 6,
 }
 
-impl Operation {
+impl OperationCode {
     /// Returns the operation with this number.
     pub fn from_number(number: u32) -> Option<Self> {
-        const ALL: [Operation; 7] = [
-            Operation::Allreduce,
-            Operation::Broadcast,
-            Operation::Allgather,
-            Operation::Alltoall,
-            Operation::Reducescatter,
-            Operation::Barrier,
-            Operation::Join,
+        const ALL_OPERATIONS: [OperationCode; 7] = [
+            OperationCode::Allreduce,
+            OperationCode::Broadcast,
+            OperationCode::Allgather,
+            OperationCode::Alltoall,
+            OperationCode::Reducescatter,
+            OperationCode::Barrier,
+            OperationCode::Join,
         ];
-        ALL.get(usize::try_from(number).ok()?).copied()
+        ALL_OPERATIONS.get(usize::try_from(number).ok()?).copied()
     }
 }
 
 /// The outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Code {
+pub enum EngineStatusCode {
     /// Well.
-    Good = 0,
+    Success = 0,
     /// The caller asked for something wrong: correct the call.
     Usage = 1,
     /// The ranks asked for different things, or there is no session.
@@ -60,11 +60,11 @@ pub enum Code {
     Bug = 6,
 }
 
-impl Code {
+impl EngineStatusCode {
     /// Returns the code with this number; a number from a newer table is taken for a bug.
     pub fn from_number(number: u32) -> Self {
         match number {
-            0 => Self::Good,
+            0 => Self::Success,
             1 => Self::Usage,
             2 => Self::Mismatch,
             3 => Self::Unsupported,
@@ -83,12 +83,12 @@ mod tests {
     fn numbers_lead_back_to_what_they_stand_for() {
         for number in 0..7 {
             assert_eq!(
-                Operation::from_number(number).map(|operation| operation as u32),
+                OperationCode::from_number(number).map(|operation| operation as u32),
                 Some(number)
             );
-            assert_eq!(Code::from_number(number) as u32, number);
+            assert_eq!(EngineStatusCode::from_number(number) as u32, number);
         }
-        assert_eq!(Operation::from_number(7), None);
-        assert_eq!(Code::from_number(99), Code::Bug);
+        assert_eq!(OperationCode::from_number(7), None);
+        assert_eq!(EngineStatusCode::from_number(99), EngineStatusCode::Bug);
     }
 }

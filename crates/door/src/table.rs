@@ -5,17 +5,17 @@
 
 use std::ffi::{CStr, c_char, c_void};
 
-/// Grows when a field changes its meaning; appended fields only make [`Door::bytes`] larger.
-pub const VERSION: u32 = 2;
+/// Grows when a field changes its meaning; appended fields only make [`EngineTable::bytes`] larger.
+pub const TABLE_VERSION: u32 = 2;
 
-/// Name of the capsule that holds the address of a [`Door`].
-pub const CAPSULE: &CStr = c"farandole.door";
+/// Name of the capsule that holds the address of a [`EngineTable`].
+pub const CAPSULE_NAME: &CStr = c"farandole.door";
 
 /// The common values of all requests of one submission.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Call {
-    /// An [`Operation`](crate::Operation).
+pub struct SubmissionHeader {
+    /// An [`OperationCode`](crate::Operation).
     pub operation: u32,
     /// Number of the reduction, Horovod's: Average 0, Sum 1, Adasum 2, Min 3, Max 4, Product 5.
     pub reduction: u32,
@@ -27,7 +27,7 @@ pub struct Call {
     pub root: u32,
     /// Number of the process set.
     pub process_set: u32,
-    /// Not 0: the names are prefixes that the engine completes by a number of its own, counting
+    /// Not 0: the names are prefixes. The engine appends a number to each, which counts the
     /// submissions of this session; ranks must then submit in the same order.
     pub numbered: u32,
     /// The driver: 0 the engine's own threads; 1 the calling thread, which runs `done` before
@@ -39,7 +39,7 @@ pub struct Call {
 /// One tensor's part in a submission.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Request {
+pub struct TensorRequest {
     /// UTF-8, not terminated.
     pub name: *const c_char,
     /// Bytes of the name.
@@ -65,12 +65,12 @@ pub struct Request {
 /// One tensor's result, valid while `done` runs; `owner` beyond that.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Output {
+pub struct TensorOutput {
     /// The engine's memory; null when the request brought its own output.
     pub address: *mut c_void,
     /// Its length.
     pub bytes: usize,
-    /// The argument for [`Door::free`]; null if there is nothing to free.
+    /// The argument for [`EngineTable::free`]; null if there is nothing to free.
     pub owner: *mut c_void,
     /// First dimension of each member's part: all-gather and all-to-all.
     pub rows: *const u64,
@@ -83,13 +83,13 @@ pub struct Output {
 /// The outcome of a submission, valid while `done` runs.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Outcome {
-    /// A [`Code`](crate::Code).
+pub struct SubmissionOutcome {
+    /// A [`EngineStatusCode`](crate::Code).
     pub code: u32,
     /// The reason, UTF-8, terminated; empty after a success.
     pub message: *const c_char,
     /// One for each request, in order; none after a failure.
-    pub outputs: *const Output,
+    pub outputs: *const TensorOutput,
     /// Their number.
     pub output_count: usize,
 }
@@ -97,7 +97,7 @@ pub struct Outcome {
 /// The rank of this process in a process set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-pub struct Place {
+pub struct ProcessSetPlacement {
     /// Number of ranks in the set.
     pub set_size: u32,
     /// This rank's position in it, or -1.
@@ -111,21 +111,22 @@ pub struct Place {
 }
 
 /// Receives the outcome, on the engine's completion thread or, when it drives, on the calling one.
-pub type Done = unsafe extern "C" fn(context: *mut c_void, outcome: *const Outcome);
+pub type Done = unsafe extern "C" fn(context: *mut c_void, outcome: *const SubmissionOutcome);
 
 /// The table.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Door {
-    /// [`VERSION`] of the library that filled it.
+pub struct EngineTable {
+    /// [`TABLE_VERSION`] of the library that filled it.
     pub version: u32,
     /// Size of the table that was filled.
     pub bytes: u32,
-    /// Submits requests, several as one unit. Returns a [`Code`](crate::Code); when it is not good,
-    /// `done` will not run and up to `capacity` bytes of a terminated message are at `message`.
+    /// Submits requests, several as one unit. Returns an
+    /// [`EngineStatusCode`](crate::EngineStatusCode); if it is not `Success`, `done` will not run
+    /// and up to `capacity` bytes of a terminated message are at `message`.
     pub submit: unsafe extern "C" fn(
-        call: *const Call,
-        requests: *const Request,
+        call: *const SubmissionHeader,
+        requests: *const TensorRequest,
         count: usize,
         done: Done,
         context: *mut c_void,
@@ -135,7 +136,7 @@ pub struct Door {
     /// Asks where this process sits; messages as for `submit`.
     pub place: unsafe extern "C" fn(
         process_set: u32,
-        place: *mut Place,
+        place: *mut ProcessSetPlacement,
         message: *mut c_char,
         capacity: usize,
     ) -> u32,

@@ -12,14 +12,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{DataType, HostCommunicator, Memory, ReduceOp};
+use farandole_collectives::{DataType, HostCommunicator, HostMemory, ReduceOp};
 use farandole_config::Config;
 use farandole_engine::{
-    Engine, EngineOptions, Kind, ProgressHost, Request, SetOptions, Settings, Silent, Statistics,
-    control_peers,
+    CollectiveRequest, Engine, EngineOptions, EngineSettings, EngineStatistics, ProcessSetOptions,
+    ProgressHost, RequestKind, SilentObserver, control_peers,
 };
 use farandole_transport::{MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker};
-use farandole_world::{Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlace, World, assign};
+use farandole_world::{
+    Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlacement, World, assign_ranks,
+};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -30,58 +32,60 @@ struct Host {
 }
 
 impl ProgressHost for Host {
-    fn prepare(&self) {
-        self.parker.prepare();
+    fn prepare_park(&self) {
+        self.parker.prepare_park();
     }
     fn park(&self, limit: Duration) {
         self.parker.park(Instant::now() + limit).unwrap();
     }
-    fn cancel(&self) {
-        self.parker.cancel();
+    fn cancel_park(&self) {
+        self.parker.cancel_park();
     }
     fn unpark(&self) {
-        self.unparker.wake();
+        self.unparker.wake_all();
     }
-    fn check(&self) -> farandole_transport::Result<()> {
-        self.mesh.check()
+    fn check_peers(&self) -> farandole_transport::Result<()> {
+        self.mesh.check_peers()
     }
-    fn beat(&self) {
-        self.mesh.beat();
+    fn send_heartbeat(&self) {
+        self.mesh.record_heartbeat();
     }
 }
 
 fn engine(world: World, meeting: &MemoryRendezvous) -> Engine {
     let (rank, size) = (world.rank, world.size() as u32);
-    let mesh =
-        Mesh::join(MeshOptions::new(rank, size, world.seat().host.clone(), [7; 32]), meeting)
-            .unwrap();
+    let mesh = Mesh::join(
+        MeshOptions::new(rank, size, world.own_placement().host.clone(), [7; 32]),
+        meeting,
+    )
+    .unwrap();
     let members: Vec<Rank> = (0..size).map(Rank).collect();
-    let control = mesh.open(0, &control_peers(&world, &members), 64 << 10).unwrap();
-    let data = mesh.open(1, &members, 1 << 20).unwrap();
+    let control = mesh.open_links(0, &control_peers(&world, &members), 64 << 10).unwrap();
+    let data = mesh.open_links(1, &members, 1 << 20).unwrap();
     let communicator = Box::new(HostCommunicator::new(rank, data).unwrap());
     let parker = mesh.parker().clone();
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
     Engine::start(EngineOptions {
-        settings: Settings::from(&config),
+        settings: EngineSettings::from(&config),
         host: Arc::new(Host { unparker: parker.unparker(), parker, mesh }),
-        sets: vec![SetOptions { id: ProcessSetId::GLOBAL, members, control, communicator }],
+        sets: vec![ProcessSetOptions { id: ProcessSetId::GLOBAL, members, control, communicator }],
         foreign: Vec::new(),
         devices: Vec::new(),
         fabric: None,
-        observer: Arc::new(Silent),
+        observer: Arc::new(SilentObserver),
         world,
     })
     .unwrap()
 }
 
-fn sum(name: &str, memory: &Memory) -> Request {
-    Request {
+fn sum(name: &str, memory: &HostMemory) -> CollectiveRequest {
+    CollectiveRequest {
         name: name.to_owned(),
-        kind: Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
+        kind: RequestKind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
         dtype: DataType::F32,
         shape: vec![(memory.len() / 4) as u64],
-        input: memory.buffer(),
-        output: Some(memory.buffer()),
+        input: memory.as_buffer(),
+        output: Some(memory.as_buffer()),
         process_set: ProcessSetId::GLOBAL,
         ready: None,
     }
@@ -92,9 +96,9 @@ fn measure(
     ranks: u32,
     rounds: usize,
     step: impl Fn(&Engine) + Sync,
-) -> (Vec<Duration>, Statistics) {
-    let place = |task| TaskPlace { task: TaskId(task), host: HostHash("host".to_owned()) };
-    let world = assign(Generation(0), &(0..ranks).map(place).collect::<Vec<_>>()).unwrap();
+) -> (Vec<Duration>, EngineStatistics) {
+    let place = |task| TaskPlacement { task: TaskId(task), host: HostHash("host".to_owned()) };
+    let world = assign_ranks(Generation(0), &(0..ranks).map(place).collect::<Vec<_>>()).unwrap();
     let meeting = MemoryRendezvous::default();
     let (step, world, meeting) = (&step, &world, &meeting);
     std::thread::scope(|scope| {
@@ -115,7 +119,7 @@ fn measure(
     })
 }
 
-fn report(what: &str, rounds: usize, (mut times, statistics): (Vec<Duration>, Statistics)) {
+fn report(what: &str, rounds: usize, (mut times, statistics): (Vec<Duration>, EngineStatistics)) {
     times.sort_unstable();
     let at = |part: usize| times[(times.len() - 1) * part / 100].as_secs_f64() * 1e6;
     let frames = (statistics.frames_sent + statistics.frames_received) as f64
@@ -139,10 +143,11 @@ fn main() {
         (4, 256 << 10, 1000),
     ] {
         let step = |engine: &Engine| {
-            thread_local!(static MEMORY: std::cell::RefCell<Option<Memory>> = const { std::cell::RefCell::new(None) });
-            let memory = MEMORY
-                .with_borrow_mut(|memory| memory.get_or_insert_with(|| Memory::new(bytes)).clone());
-            let handle = engine.submit_attended(sum("gradient", &memory)).unwrap();
+            thread_local!(static MEMORY: std::cell::RefCell<Option<HostMemory>> = const { std::cell::RefCell::new(None) });
+            let memory = MEMORY.with_borrow_mut(|memory| {
+                memory.get_or_insert_with(|| HostMemory::new(bytes)).clone()
+            });
+            let handle = engine.submit_before_wait(sum("gradient", &memory)).unwrap();
             engine.wait(handle, LIMIT).unwrap().unwrap();
         };
         report(
@@ -152,7 +157,7 @@ fn main() {
         );
     }
     let step = |engine: &Engine| {
-        thread_local!(static MEMORY: Vec<Memory> = (0..100).map(|_| Memory::new(64 << 10)).collect());
+        thread_local!(static MEMORY: Vec<HostMemory> = (0..100).map(|_| HostMemory::new(64 << 10)).collect());
         let memory = MEMORY.with(Clone::clone);
         let submit = |(k, memory)| engine.submit(sum(&format!("gradient.{k}"), memory)).unwrap();
         let handles: Vec<_> = memory.iter().enumerate().map(submit).collect();

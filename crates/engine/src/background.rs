@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread that drives the engine if no thread waits, and otherwise sleeps. It also sends
+//! The thread that drives the engine while no thread waits, and otherwise sleeps. It also sends
 //! heartbeats to peers.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,91 +12,96 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::progress::{BEAT, Inner};
-use crate::{Cause, Error, Result};
+use crate::progress::{EngineShared, HEARTBEAT_INTERVAL};
+use crate::{Error, Result, StopCause};
 
 /// Access to the background thread.
 #[derive(Default)]
-pub(crate) struct Background {
-    called: AtomicBool,
+pub(crate) struct BackgroundThread {
+    drive_requested: AtomicBool,
     stopping: AtomicBool,
     lock: Mutex<()>,
-    bell: Condvar,
+    wakeup: Condvar,
 }
 
-impl Background {
-    /// There is something to drive. Costs nothing while the last call has not been answered.
-    pub(crate) fn call(&self) {
-        if !self.called.swap(true, Ordering::SeqCst) {
-            self.ring();
+impl BackgroundThread {
+    /// Requests a drive. Costs nothing while the last request has not been taken.
+    pub(crate) fn request_drive(&self) {
+        if !self.drive_requested.swap(true, Ordering::SeqCst) {
+            self.notify_thread();
         }
     }
 
-    pub(crate) fn stop(&self) {
+    pub(crate) fn request_stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        self.ring();
+        self.notify_thread();
     }
 
     pub(crate) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::SeqCst)
     }
 
-    fn ring(&self) {
-        // Under the lock, so that the thread is either asleep or has not looked yet.
+    fn notify_thread(&self) {
+        // Notify under the lock: the thread is then either asleep or has not checked yet.
         let guard = self.lock.lock();
-        self.bell.notify_one();
+        self.wakeup.notify_one();
         drop(guard);
     }
 
-    /// Sleeps until called or for one beat; whether it was called.
-    fn sleep(&self) -> bool {
-        let until = Instant::now() + BEAT;
+    /// Sleeps until a drive is requested, at most for one heartbeat interval. Returns whether a
+    /// drive was requested.
+    fn sleep_until_requested(&self) -> bool {
+        let until = Instant::now() + HEARTBEAT_INTERVAL;
         let mut guard = self.lock.lock();
-        while !self.called.load(Ordering::SeqCst) && !self.is_stopping() {
-            if self.bell.wait_until(&mut guard, until).timed_out() {
+        while !self.drive_requested.load(Ordering::SeqCst) && !self.is_stopping() {
+            if self.wakeup.wait_until(&mut guard, until).timed_out() {
                 break;
             }
         }
         drop(guard);
-        self.answer()
+        self.take_drive_request()
     }
 
-    /// Returns whether it was called since the last answer.
-    fn answer(&self) -> bool {
-        self.called.swap(false, Ordering::SeqCst)
+    /// Returns whether a drive was requested since the last call of this function.
+    fn take_drive_request(&self) -> bool {
+        self.drive_requested.swap(false, Ordering::SeqCst)
     }
 }
 
 /// Starts the thread of an engine.
-pub(crate) fn spawn(inner: Arc<Inner>) -> Result<JoinHandle<()>> {
+pub(crate) fn spawn_background_thread(inner: Arc<EngineShared>) -> Result<JoinHandle<()>> {
     let refused =
         |error: std::io::Error| Error::Start { reason: format!("no background thread: {error}") };
     let body = move || {
-        if catch_unwind(AssertUnwindSafe(|| run(&inner))).is_err() {
-            // Operations without a waiter would not be driven, and a caller that polls would poll
-            // for ever.
-            let mut driver = inner.summon();
-            inner.stop(&mut driver, Cause::Panicked);
-            inner.leave(driver);
+        if catch_unwind(AssertUnwindSafe(|| run_background_loop(&inner))).is_err() {
+            // Without this thread, operations without a waiter would not be driven, and a caller
+            // that polls would poll for ever.
+            let mut driver = inner.preempt_driver();
+            inner.stop_engine(&mut driver, StopCause::Panicked);
+            inner.release_driver(driver);
         }
     };
     thread::Builder::new().name("farandole-progress".to_owned()).spawn(body).map_err(refused)
 }
 
-fn run(inner: &Inner) {
+fn run_background_loop(inner: &EngineShared) {
     let background = &inner.background;
     let (mut seen, mut listening) = (u64::MAX, false);
     while !background.is_stopping() {
-        inner.host.beat();
-        let called = if listening { background.answer() } else { background.sleep() };
+        inner.host.send_heartbeat();
+        let called = if listening {
+            background.take_drive_request()
+        } else {
+            background.sleep_until_requested()
+        };
         if called {
             listening = false;
             inner.drive_in_background(false);
             continue;
         }
-        // If no thread drove for a whole beat, peers may wake this process. While a loop of
-        // operations runs that is not so, and no peer pays for waking a thread that has nothing to
-        // do.
+        // If no thread drove for a whole heartbeat interval, listen: peers may then wake this
+        // process. While operations run in a loop, do not listen: each wake-up would cost a peer
+        // time, and this thread would have nothing to do.
         let drives = inner.drives.load(Ordering::Relaxed);
         listening = (listening || drives == seen) && inner.drive_in_background(true);
         seen = drives;

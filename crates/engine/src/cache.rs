@@ -1,82 +1,85 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Requests that were agreed on before, by number.
+//! Cache of agreed requests: ranks announce a cached request by its number.
 //!
-//! All members of a set change their caches in the same order, that of the response lists, so after
-//! list `n` all caches are equal. An announcement, though, was made after some earlier list: what a
-//! list drops is kept aside until every child has seen that list.
+//! All members of a set change their caches in the order of the response lists, so after list `n`
+//! all caches are equal (EN-4). A member may have made its announcement after an earlier list. So
+//! entries that a list drops are kept aside until every child has seen that list.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 use crate::hash::Map;
-use crate::signature::{Call, Signature};
+use crate::signature::{CollectiveCall, RequestSignature};
 
-/// Something all ranks agreed on.
+/// A request that all ranks agreed on.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Agreed {
+pub(crate) struct CachedResponse {
     pub(crate) name: Arc<str>,
-    pub(crate) signature: Signature,
-    /// Row counts, member by member; see [`Call::counts`](crate::signature::Call::counts).
+    pub(crate) signature: RequestSignature,
+    /// Row counts, member by member; see [`CollectiveCall::row_counts_per_member`].
     pub(crate) rows: Vec<u64>,
-    /// Alltoall: this member's own rows, once members have told each other. Members announce the
-    /// entry by number only as long as their rows are these.
-    deal: OnceLock<Deal>,
+    /// Alltoall: the rows that this member sends and receives, once the members have exchanged
+    /// them. Members announce the entry by number only while their rows stay the same.
+    splits: OnceLock<AlltoallSplits>,
 }
 
-/// Rows that a member sends to each member in an alltoall, and receives from each.
+/// Numbers of rows that a member sends to each member in an alltoall, and receives from each.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Deal {
+pub(crate) struct AlltoallSplits {
     pub(crate) sends: Vec<u64>,
     pub(crate) receives: Vec<u64>,
 }
 
-impl Agreed {
-    pub(crate) fn new(name: Arc<str>, signature: Signature, rows: Vec<u64>) -> Self {
-        Self { name, signature, rows, deal: OnceLock::new() }
+impl CachedResponse {
+    pub(crate) fn new(name: Arc<str>, signature: RequestSignature, rows: Vec<u64>) -> Self {
+        Self { name, signature, rows, splits: OnceLock::new() }
     }
 
-    /// The same as something new: rows of an alltoall are not known.
-    pub(crate) fn anew(self: Arc<Self>) -> Arc<Self> {
-        if self.deal.get().is_none() {
+    /// Returns the same response without the rows of an alltoall.
+    pub(crate) fn without_splits(self: Arc<Self>) -> Arc<Self> {
+        if self.splits.get().is_none() {
             return self;
         }
         Arc::new(Self::new(Arc::clone(&self.name), self.signature.clone(), self.rows.clone()))
     }
 
-    /// Returns whether it is an alltoall whose rows are not known.
-    pub(crate) fn is_undealt(&self) -> bool {
-        matches!(self.signature.call, Call::Alltoall { .. }) && self.deal.get().is_none()
+    /// Returns whether this is an alltoall whose rows are not known yet.
+    pub(crate) fn lacks_splits(&self) -> bool {
+        matches!(self.signature.call, CollectiveCall::Alltoall { .. })
+            && self.splits.get().is_none()
     }
 
-    /// Members have told each other their rows.
-    pub(crate) fn deal(&self, deal: Deal) {
-        // No other thread knows them: they are asked for once.
-        let _known = self.deal.set(deal);
+    /// Stores the rows of an alltoall, after the members have exchanged them.
+    pub(crate) fn set_splits(&self, deal: AlltoallSplits) {
+        // Cannot fail: the rows are exchanged only once.
+        let _known = self.splits.set(deal);
     }
 
-    /// Rows that this member sends to each member in an alltoall; none while they are not known.
-    pub(crate) fn sends(&self) -> &[u64] {
-        self.deal.get().map_or(&[], |deal| &deal.sends)
+    /// Returns the rows that this member sends to each member in an alltoall; empty while they are
+    /// not known.
+    pub(crate) fn send_rows(&self) -> &[u64] {
+        self.splits.get().map_or(&[], |deal| &deal.sends)
     }
 
-    /// Rows that this member receives from each.
-    pub(crate) fn receives(&self) -> &[u64] {
-        self.deal.get().map_or(&[], |deal| &deal.receives)
+    /// Returns the rows that this member receives from each member in an alltoall; empty while they
+    /// are not known.
+    pub(crate) fn receive_rows(&self) -> &[u64] {
+        self.splits.get().map_or(&[], |deal| &deal.receives)
     }
 
-    /// Rows that this member brought, as its request has them.
-    pub(crate) fn brought_by(&self, me: u32) -> &[u64] {
+    /// Returns the row counts in this member's request.
+    pub(crate) fn request_rows(&self, me: u32) -> &[u64] {
         match self.signature.call {
-            Call::Alltoall { .. } => self.sends(),
-            _ => self.counts_of(me),
+            CollectiveCall::Alltoall { .. } => self.send_rows(),
+            _ => self.member_row_counts(me),
         }
     }
 
-    /// The row counts of one member.
-    pub(crate) fn counts_of(&self, member: u32) -> &[u64] {
-        let counts = self.signature.call.counts();
+    /// Returns the row counts of one member.
+    pub(crate) fn member_row_counts(&self, member: u32) -> &[u64] {
+        let counts = self.signature.call.row_counts_per_member();
         self.rows
             .get(member as usize * counts..)
             .and_then(|rows| rows.get(..counts))
@@ -84,111 +87,113 @@ impl Agreed {
     }
 }
 
-/// A cache entry, also after it was dropped: slots are used again, versions are not.
+/// Identity of a cache entry. It stays valid after the entry is dropped: slots are reused, versions
+/// are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct CacheId {
     pub(crate) slot: u32,
     pub(crate) version: u32,
 }
 
-const NONE: u32 = u32::MAX;
+const NO_SLOT: u32 = u32::MAX;
 
 #[derive(Debug)]
-struct Slot {
+struct CacheSlot {
     version: u32,
-    entry: Option<Arc<Agreed>>,
+    entry: Option<Arc<CachedResponse>>,
     newer: u32,
     older: u32,
 }
 
-/// Least recently used entries go first.
+/// Cache of agreed requests. It drops the least recently used entry first.
 #[derive(Debug)]
-pub(crate) struct Cache {
+pub(crate) struct ResponseCache {
     capacity: usize,
-    slots: Vec<Slot>,
+    slots: Vec<CacheSlot>,
     by_name: Map<Arc<str>, u32>,
     free: Vec<u32>,
     newest: u32,
     oldest: u32,
-    dropped: Map<CacheId, Arc<Agreed>>,
+    dropped: Map<CacheId, Arc<CachedResponse>>,
     dropped_at: VecDeque<(u64, CacheId)>,
 }
 
-impl Cache {
+impl ResponseCache {
     pub(crate) fn new(capacity: usize) -> Self {
         Self {
-            capacity: capacity.min(NONE as usize - 1),
+            capacity: capacity.min(NO_SLOT as usize - 1),
             slots: Vec::new(),
             by_name: Map::default(),
             free: Vec::new(),
-            newest: NONE,
-            oldest: NONE,
+            newest: NO_SLOT,
+            oldest: NO_SLOT,
             dropped: Map::default(),
             dropped_at: VecDeque::new(),
         }
     }
 
-    /// The entry of this name.
-    pub(crate) fn find(&self, name: &str) -> Option<(CacheId, &Arc<Agreed>)> {
+    /// Returns the entry of this name.
+    pub(crate) fn find_by_name(&self, name: &str) -> Option<(CacheId, &Arc<CachedResponse>)> {
         let slot = *self.by_name.get(name)?;
-        let Slot { version, entry, .. } = &self.slots[slot as usize];
+        let CacheSlot { version, entry, .. } = &self.slots[slot as usize];
         Some((CacheId { slot, version: *version }, entry.as_ref()?))
     }
 
-    /// The entry in a slot, now.
-    pub(crate) fn current(&self, slot: u32) -> Option<&Arc<Agreed>> {
+    /// Returns the current entry of a slot.
+    pub(crate) fn response_in_slot(&self, slot: u32) -> Option<&Arc<CachedResponse>> {
         self.slots.get(slot as usize)?.entry.as_ref()
     }
 
-    /// Returns whether the entry is still here.
-    pub(crate) fn holds(&self, id: CacheId) -> bool {
+    /// Returns whether the entry is still in the cache.
+    pub(crate) fn contains_id(&self, id: CacheId) -> bool {
         self.slots
             .get(id.slot as usize)
             .is_some_and(|slot| slot.version == id.version && slot.entry.is_some())
     }
 
-    /// The entry of this number, also if it was dropped lately.
-    pub(crate) fn resolve(&self, id: CacheId) -> Option<&Arc<Agreed>> {
-        if self.holds(id) { self.current(id.slot) } else { self.dropped.get(&id) }
+    /// Returns the entry with this identity, even if it was dropped recently.
+    pub(crate) fn resolve_id(&self, id: CacheId) -> Option<&Arc<CachedResponse>> {
+        if self.contains_id(id) { self.response_in_slot(id.slot) } else { self.dropped.get(&id) }
     }
 
-    /// List step: the entry was used.
-    pub(crate) fn touch(&mut self, slot: u32) {
-        if self.newest != slot && self.current(slot).is_some() {
-            self.unlink(slot);
-            self.link(slot);
+    /// Marks the entry as used most recently. A step of a list.
+    pub(crate) fn mark_used(&mut self, slot: u32) {
+        if self.newest != slot && self.response_in_slot(slot).is_some() {
+            self.unlink_slot(slot);
+            self.link_newest(slot);
         }
     }
 
-    /// List step: all agreed on this under `list`. Takes the place of an entry of the same name.
-    pub(crate) fn put(&mut self, entry: Arc<Agreed>, list: u64) {
+    /// Inserts a response that all ranks agreed on in `list`, and replaces an entry of the same
+    /// name. A step of a list.
+    pub(crate) fn insert_response(&mut self, entry: Arc<CachedResponse>, list: u64) {
         if self.capacity == 0 {
             return;
         }
-        self.remove(&entry.name, list);
+        self.remove_name(&entry.name, list);
         if self.by_name.len() >= self.capacity {
             let oldest = self.oldest;
             self.drop_slot(oldest, list);
         }
         let slot = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Slot { version: 0, entry: None, newer: NONE, older: NONE });
-            u32::try_from(self.slots.len() - 1).unwrap_or(NONE)
+            self.slots.push(CacheSlot { version: 0, entry: None, newer: NO_SLOT, older: NO_SLOT });
+            u32::try_from(self.slots.len() - 1).unwrap_or(NO_SLOT)
         });
         self.by_name.insert(Arc::clone(&entry.name), slot);
         self.slots[slot as usize].entry = Some(entry);
-        self.link(slot);
+        self.link_newest(slot);
     }
 
-    /// List step: the ranks no longer agree on this name.
-    pub(crate) fn remove(&mut self, name: &str, list: u64) {
+    /// Removes the entry of a name that the ranks no longer agree on. A step of a list.
+    pub(crate) fn remove_name(&mut self, name: &str, list: u64) {
         if let Some(slot) = self.by_name.get(name) {
             self.drop_slot(*slot, list);
         }
     }
 
-    /// All ranks that may still refer to entries dropped by lists up to `list` have seen those
-    /// lists.
-    pub(crate) fn forget_until(&mut self, list: u64) {
+    /// Forgets entries that lists up to `list` have dropped. All ranks that may refer to these
+    /// entries must have seen these lists.
+    pub(crate) fn forget_dropped_until(&mut self, list: u64) {
         while let Some((at, id)) = self.dropped_at.front() {
             if *at > list {
                 break;
@@ -199,7 +204,7 @@ impl Cache {
     }
 
     fn drop_slot(&mut self, slot: u32, list: u64) {
-        self.unlink(slot);
+        self.unlink_slot(slot);
         let place = &mut self.slots[slot as usize];
         let id = CacheId { slot, version: place.version };
         place.version = place.version.wrapping_add(1);
@@ -211,17 +216,17 @@ impl Cache {
         self.free.push(slot);
     }
 
-    fn link(&mut self, slot: u32) {
+    fn link_newest(&mut self, slot: u32) {
         let newest = std::mem::replace(&mut self.newest, slot);
         self.slots[slot as usize].older = newest;
-        self.slots[slot as usize].newer = NONE;
+        self.slots[slot as usize].newer = NO_SLOT;
         match self.slots.get_mut(newest as usize) {
             Some(previous) => previous.newer = slot,
             None => self.oldest = slot,
         }
     }
 
-    fn unlink(&mut self, slot: u32) {
+    fn unlink_slot(&mut self, slot: u32) {
         let (newer, older) = (self.slots[slot as usize].newer, self.slots[slot as usize].older);
         match self.slots.get_mut(newer as usize) {
             Some(place) => place.older = older,
@@ -241,41 +246,43 @@ mod tests {
     use super::*;
     use crate::signature::tests::plain;
 
-    fn entry(name: &str, dim: u64) -> Arc<Agreed> {
-        Arc::new(Agreed::new(name.into(), plain(&[dim]), Vec::new()))
+    fn entry(name: &str, dim: u64) -> Arc<CachedResponse> {
+        Arc::new(CachedResponse::new(name.into(), plain(&[dim]), Vec::new()))
     }
 
     #[test]
     fn the_least_recently_used_entry_goes_first() {
-        let mut cache = Cache::new(2);
-        cache.put(entry("a", 1), 1);
-        cache.put(entry("b", 1), 1);
-        cache.touch(cache.find("a").unwrap().0.slot);
-        cache.put(entry("c", 1), 2);
+        let mut cache = ResponseCache::new(2);
+        cache.insert_response(entry("a", 1), 1);
+        cache.insert_response(entry("b", 1), 1);
+        cache.mark_used(cache.find_by_name("a").unwrap().0.slot);
+        cache.insert_response(entry("c", 1), 2);
         assert!(
-            cache.find("a").is_some() && cache.find("b").is_none() && cache.find("c").is_some()
+            cache.find_by_name("a").is_some()
+                && cache.find_by_name("b").is_none()
+                && cache.find_by_name("c").is_some()
         );
     }
 
     #[test]
     fn a_dropped_entry_is_known_until_all_children_have_seen_the_list_that_dropped_it() {
-        let mut cache = Cache::new(1);
-        cache.put(entry("a", 1), 1);
-        let (id, _) = cache.find("a").unwrap();
-        cache.put(entry("a", 2), 5);
-        assert!(!cache.holds(id));
-        assert_eq!(cache.resolve(id).unwrap().signature, plain(&[1]));
-        assert_eq!(cache.find("a").unwrap().1.signature, plain(&[2]));
-        cache.forget_until(4);
-        assert!(cache.resolve(id).is_some());
-        cache.forget_until(5);
-        assert!(cache.resolve(id).is_none());
+        let mut cache = ResponseCache::new(1);
+        cache.insert_response(entry("a", 1), 1);
+        let (id, _) = cache.find_by_name("a").unwrap();
+        cache.insert_response(entry("a", 2), 5);
+        assert!(!cache.contains_id(id));
+        assert_eq!(cache.resolve_id(id).unwrap().signature, plain(&[1]));
+        assert_eq!(cache.find_by_name("a").unwrap().1.signature, plain(&[2]));
+        cache.forget_dropped_until(4);
+        assert!(cache.resolve_id(id).is_some());
+        cache.forget_dropped_until(5);
+        assert!(cache.resolve_id(id).is_none());
     }
 
     #[test]
     fn a_cache_without_capacity_keeps_nothing() {
-        let mut cache = Cache::new(0);
-        cache.put(entry("a", 1), 1);
+        let mut cache = ResponseCache::new(0);
+        cache.insert_response(entry("a", 1), 1);
         assert!(cache.by_name.is_empty());
     }
 
@@ -283,19 +290,19 @@ mod tests {
         /// EN-4.
         #[test]
         fn equal_steps_give_equal_numbers(steps in prop::collection::vec((0u8..3, 0u8..12, 0u64..3), 0..200), capacity in 1usize..8) {
-            let (mut one, mut two) = (Cache::new(capacity), Cache::new(capacity));
+            let (mut one, mut two) = (ResponseCache::new(capacity), ResponseCache::new(capacity));
             for (list, (step, name, dim)) in (1u64..).zip(&steps) {
                 let name = name.to_string();
                 for cache in [&mut one, &mut two] {
                     match step {
-                        0 => cache.put(entry(&name, *dim), list),
-                        1 => cache.remove(&name, list),
-                        _ => if let Some((id, _)) = cache.find(&name) { cache.touch(id.slot) },
+                        0 => cache.insert_response(entry(&name, *dim), list),
+                        1 => cache.remove_name(&name, list),
+                        _ => if let Some((id, _)) = cache.find_by_name(&name) { cache.mark_used(id.slot) },
                     }
                 }
-                two.forget_until(list);
+                two.forget_dropped_until(list);
                 prop_assert!(one.by_name.len() <= capacity);
-                prop_assert_eq!(one.find(&name), two.find(&name));
+                prop_assert_eq!(one.find_by_name(&name), two.find_by_name(&name));
             }
         }
     }

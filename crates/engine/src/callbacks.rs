@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread that runs callbacks, which are foreign code that may be slow and may submit again.
+//! The thread that runs callbacks. They are foreign code, which may be slow and may submit
+//! requests.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
@@ -9,26 +10,27 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::Mutex;
 
-use crate::{Completion, Error, Result};
+use crate::{Error, RequestCompletion, Result};
 
-/// Runs once with the result.
-pub type Callback = Box<dyn FnOnce(Result<Completion>) + Send>;
+/// Function that is called once with the result.
+pub type Callback = Box<dyn FnOnce(Result<RequestCompletion>) + Send>;
 
-/// A callback and what it is called with.
-pub(crate) type Call = (Callback, Result<Completion>);
+/// A callback and its argument.
+pub(crate) type Call = (Callback, Result<RequestCompletion>);
 
-struct Running {
+struct CallbackThread {
     sender: Sender<Call>,
     thread: JoinHandle<()>,
 }
 
-/// Starts its thread with the first callback. The queue is bounded by the requests in flight.
+/// Queue of due callbacks. Its thread starts before the first callback. The requests in flight
+/// bound its length.
 #[derive(Default)]
-pub(crate) struct Callbacks(Mutex<Option<Running>>);
+pub(crate) struct CallbackQueue(Mutex<Option<CallbackThread>>);
 
-impl Callbacks {
-    /// Makes sure that the thread runs.
-    pub(crate) fn start(&self) -> Result<()> {
+impl CallbackQueue {
+    /// Starts the thread unless it runs.
+    pub(crate) fn ensure_thread(&self) -> Result<()> {
         let mut running = self.0.lock();
         if running.is_some() {
             return Ok(());
@@ -36,8 +38,7 @@ impl Callbacks {
         let (sender, calls) = channel::<Call>();
         let run = move || {
             for (callback, result) in calls {
-                // A callback that panics must not take the others with it; the panic hook has
-                // reported it.
+                // A panic of one callback must not end the thread; the panic hook has logged it.
                 drop(catch_unwind(AssertUnwindSafe(|| callback(result))));
             }
         };
@@ -46,26 +47,27 @@ impl Callbacks {
         };
         let thread =
             thread::Builder::new().name("farandole-done".to_owned()).spawn(run).map_err(refused)?;
-        *running = Some(Running { sender, thread });
+        *running = Some(CallbackThread { sender, thread });
         Ok(())
     }
 
-    /// Hands over callbacks that are due.
-    pub(crate) fn send(&self, calls: &mut Vec<Call>) {
+    /// Moves due callbacks into the queue.
+    pub(crate) fn enqueue_calls(&self, calls: &mut Vec<Call>) {
         if calls.is_empty() {
             return;
         }
         if let Some(running) = &*self.0.lock() {
             for call in calls.drain(..) {
-                // The thread ends only after this sender.
+                // Cannot fail: the thread ends only after this sender is dropped.
                 drop(running.sender.send(call));
             }
         }
     }
 
-    /// Runs what is queued and ends the thread, unless it is the one that asks.
-    pub(crate) fn stop(&self) {
-        let Some(Running { sender, thread }) = self.0.lock().take() else { return };
+    /// Runs the queued callbacks and ends the thread. If called from the thread itself, does not
+    /// wait for its end.
+    pub(crate) fn join_thread(&self) {
+        let Some(CallbackThread { sender, thread }) = self.0.lock().take() else { return };
         drop(sender);
         if thread.thread().id() != thread::current().id() {
             drop(thread.join());

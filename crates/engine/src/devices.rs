@@ -1,63 +1,69 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The devices of an engine. They are added when the first tensor is on them.
+//! The devices of an engine. A device is added when the first tensor on it is submitted.
 
 use std::sync::{Arc, OnceLock};
 
-use farandole_collectives::{Buffer, Device, Error, Fabric, Place};
+use farandole_collectives::{Buffer, Device, DeviceFabric, Error, MemoryKind};
 use parking_lot::RwLock;
 
-use crate::signature::Site;
+use crate::signature::MemorySite;
 
 /// The devices that all sets of an engine share.
 #[derive(Default)]
-pub(crate) struct Devices {
+pub(crate) struct EngineDevices {
     known: RwLock<Vec<Arc<dyn Device>>>,
-    /// The ordinal of the device that this rank works with: the first that a tensor was on.
-    /// Collectives among devices are for tensors there.
+    /// Ordinal of the device that this rank works with: the device of its first device tensor. Only
+    /// tensors on this device take part in collectives among devices.
     own: OnceLock<u32>,
-    pub(crate) fabric: Option<Arc<dyn Fabric>>,
+    pub(crate) fabric: Option<Arc<dyn DeviceFabric>>,
 }
 
-impl Devices {
-    pub(crate) fn new(known: Vec<Arc<dyn Device>>, fabric: Option<Arc<dyn Fabric>>) -> Self {
+impl EngineDevices {
+    pub(crate) fn new(known: Vec<Arc<dyn Device>>, fabric: Option<Arc<dyn DeviceFabric>>) -> Self {
         Self { known: RwLock::new(known), own: OnceLock::new(), fabric }
     }
 
-    /// Takes up a device, unless there is one of its ordinal.
-    pub(crate) fn add(&self, device: Arc<dyn Device>) {
+    /// Adds a device, unless there is one with the same ordinal.
+    pub(crate) fn add_device(&self, device: Arc<dyn Device>) {
         let mut known = self.known.write();
-        if known.iter().all(|other| other.ordinal() != device.ordinal()) {
+        if known.iter().all(|other| other.device_ordinal() != device.device_ordinal()) {
             known.push(device);
         }
     }
 
-    pub(crate) fn knows(&self, ordinal: u32) -> bool {
-        self.known.read().iter().any(|device| device.ordinal() == ordinal)
+    pub(crate) fn has_device(&self, ordinal: u32) -> bool {
+        self.known.read().iter().any(|device| device.device_ordinal() == ordinal)
     }
 
-    /// The device this rank works with, once it has used one.
-    pub(crate) fn own(&self) -> Option<u32> {
+    /// Returns the ordinal of the device that this rank works with, once it has used one.
+    pub(crate) fn own_ordinal(&self) -> Option<u32> {
         self.own.get().copied()
     }
 
-    /// Returns the site of memory in this place.
-    pub(crate) fn site(&self, place: Place) -> Site {
+    /// Returns the site of this kind of memory.
+    pub(crate) fn memory_site(&self, place: MemoryKind) -> MemorySite {
         match place {
-            Place::Host => Site::Host,
-            Place::Device(ordinal) if *self.own.get_or_init(|| ordinal) == ordinal => Site::Device,
-            Place::Device(_) => Site::Mixed,
+            MemoryKind::Host => MemorySite::Host,
+            MemoryKind::Device(ordinal) if *self.own.get_or_init(|| ordinal) == ordinal => {
+                MemorySite::Device
+            }
+            MemoryKind::Device(_) => MemorySite::Mixed,
         }
     }
 
-    /// The device a buffer is on, if it is on one.
+    /// Returns the device of a buffer, or `None` for host memory.
     ///
     /// # Errors
-    /// `Device` if it is unknown.
-    pub(crate) fn of(&self, buffer: &Buffer) -> Result<Option<Arc<dyn Device>>, Error> {
-        let Place::Device(ordinal) = buffer.place() else { return Ok(None) };
-        let device = self.known.read().iter().find(|device| device.ordinal() == ordinal).cloned();
+    /// `Device` if the engine does not know the device.
+    pub(crate) fn device_of_buffer(
+        &self,
+        buffer: &Buffer,
+    ) -> Result<Option<Arc<dyn Device>>, Error> {
+        let MemoryKind::Device(ordinal) = buffer.memory_kind() else { return Ok(None) };
+        let device =
+            self.known.read().iter().find(|device| device.device_ordinal() == ordinal).cloned();
         let unknown =
             || Error::Device { ordinal, reason: "the engine was not given it".to_owned() };
         device.map(Some).ok_or_else(unknown)

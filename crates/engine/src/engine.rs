@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The public engine: checks that need no other rank, then the desk.
+//! The public engine: runs the checks that need no other rank, then enters the request in the
+//! submission table.
 
 mod helping;
 
@@ -14,49 +15,50 @@ use farandole_collectives::Device;
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
-use self::helping::Zeal;
+use self::helping::HelpBackoff;
 use crate::callbacks::Callback;
-use crate::check::{self, Place};
-use crate::desk::Submission;
-use crate::devices::Devices;
-use crate::hash::{Set, of_names};
-use crate::progress::Inner;
-use crate::registry::{Member, Registry};
-use crate::set::{ProcessSet, Shared, share_of};
-use crate::timeline::Tracer;
+use crate::check::{self, RequestContext};
+use crate::devices::EngineDevices;
+use crate::hash::{Set, hash_names};
+use crate::progress::EngineShared;
+use crate::registry::{ProcessSetRegistry, SetMembership};
+use crate::set::{ProcessSet, ProcessSetContext, row_share};
+use crate::submission_table::CheckedSubmission;
+use crate::timeline::OperationTracer;
 use crate::{
-    Cause, Completion, EngineOptions, Error, Handle, Request, Result, SetOptions, background,
+    CollectiveRequest, EngineOptions, Error, ProcessSetOptions, RequestCompletion, RequestHandle,
+    Result, StopCause, background,
 };
 
-/// The work of an engine, over all process sets.
+/// Counters of the work of an engine, over all process sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct EngineStatistics {
     /// Control messages sent.
     pub frames_sent: u64,
     /// Control messages received.
     pub frames_received: u64,
-    /// Lists of operations executed.
+    /// Response lists executed.
     pub lists: u64,
     /// Operations handed to communicators.
     pub operations: u64,
-    /// Tensors in them.
+    /// Tensors in these operations.
     pub tensors: u64,
-    /// Requests of this rank that were announced by number.
+    /// Requests of this rank that were announced by cache number.
     pub cache_hits: u64,
 }
 
-/// Time for which shutting down waits for peers to complete what this rank took part in, and to
-/// read its farewell.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// Longest time that a shutdown waits for peers to complete the operations of this rank and to read
+/// its departure message.
+const SHUTDOWN_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
-/// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
+/// The engine of this process. Share it in an `Arc`; any thread may call every method.
 pub struct Engine {
-    pub(crate) inner: Arc<Inner>,
-    sets: Registry,
-    shared: Shared,
-    devices: Arc<Devices>,
-    pub(crate) tracer: Arc<Tracer>,
-    zeal: Zeal,
+    pub(crate) inner: Arc<EngineShared>,
+    sets: ProcessSetRegistry,
+    shared: ProcessSetContext,
+    devices: Arc<EngineDevices>,
+    pub(crate) tracer: Arc<OperationTracer>,
+    help_backoff: HelpBackoff,
     pid: u32,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -65,33 +67,33 @@ impl Engine {
     /// Starts the engine and its background thread.
     ///
     /// # Errors
-    /// `Start` when the parts do not fit together or a thread cannot be made.
+    /// `Start` if the options do not fit together or a thread cannot be created.
     pub fn start(options: EngineOptions) -> Result<Self> {
         let EngineOptions { world, settings, host, sets, foreign, devices, fabric, observer } =
             options;
         let world = Arc::new(world);
-        let tracer = Arc::new(Tracer::new(settings.nvtx));
+        let tracer = Arc::new(OperationTracer::new(settings.nvtx));
         let settings = Arc::new(settings);
-        let devices = Arc::new(Devices::new(devices, fabric));
-        let shared = Shared {
+        let devices = Arc::new(EngineDevices::new(devices, fabric));
+        let shared = ProcessSetContext {
             world: Arc::clone(&world),
             settings: Arc::clone(&settings),
             devices: Arc::clone(&devices),
             observer,
             tracer: Arc::clone(&tracer),
         };
-        let registry = Registry::default();
+        let registry = ProcessSetRegistry::default();
         let mut states = Vec::with_capacity(sets.len());
         for set in sets {
-            let key = registry.add(set.id, set.members.as_slice().into())?;
+            let key = registry.add_set(set.id, set.members.as_slice().into())?;
             states.push(ProcessSet::new(key, set, shared.clone())?);
         }
-        foreign.into_iter().try_for_each(|set| registry.add_foreign(set))?;
-        if registry.member(ProcessSetId::GLOBAL, world.rank).is_err() {
+        foreign.into_iter().try_for_each(|set| registry.add_foreign_set(set))?;
+        if registry.find_membership(ProcessSetId::GLOBAL, world.rank).is_err() {
             return Err(Error::Start { reason: "process set 0 is missing".to_owned() });
         }
-        let inner = Arc::new(Inner::new(world, settings, host, states));
-        let thread = background::spawn(Arc::clone(&inner))?;
+        let inner = Arc::new(EngineShared::new(world, settings, host, states));
+        let thread = background::spawn_background_thread(Arc::clone(&inner))?;
         let World { generation, rank, seats } = &*inner.world;
         tracing::info!(
             rank = rank.0,
@@ -105,64 +107,65 @@ impl Engine {
             shared,
             devices,
             tracer,
-            zeal: Zeal::default(),
+            help_backoff: HelpBackoff::default(),
             pid: std::process::id(),
             thread: Mutex::new(Some(thread)),
         })
     }
 
-    /// Returns this rank's place in the world.
+    /// Returns the world and this rank's place in it.
     pub fn world(&self) -> &World {
         &self.inner.world
     }
 
-    /// Takes up a device whose memory requests may name from now on, unless there is one of its
-    /// ordinal.
+    /// Adds a device. From now on, requests may name its memory. Does nothing if a device with the
+    /// same ordinal exists.
     pub fn add_device(&self, device: Arc<dyn Device>) {
-        self.devices.add(device);
+        self.devices.add_device(device);
     }
 
     /// Returns whether requests may name memory of the device with this ordinal.
     pub fn has_device(&self, ordinal: u32) -> bool {
-        self.devices.knows(ordinal)
+        self.devices.has_device(ordinal)
     }
 
-    /// Members of a process set, ascending.
+    /// Returns the members of a process set, ascending.
     ///
     /// # Errors
     /// `UnknownSet`, `NotAMember`.
-    pub fn members(&self, set: ProcessSetId) -> Result<Arc<[Rank]>> {
-        self.member(set).map(|member| member.ranks)
+    pub fn set_members(&self, set: ProcessSetId) -> Result<Arc<[Rank]>> {
+        self.set_membership(set).map(|member| member.ranks)
     }
 
-    /// Takes up a process set that this rank is in; every member does, with a number that is free.
-    /// Operations of other sets continue meanwhile.
+    /// Adds a process set with this rank in it. Every member must call this, with the same unused
+    /// number. Operations of other sets continue meanwhile.
     ///
     /// # Errors
-    /// `Start` when the parts do not fit together or the number is taken; `Stopped`, `Forked`.
-    pub fn add_set(&self, options: SetOptions) -> Result<()> {
+    /// `Start` if the options do not fit together or the number is in use; `Stopped`, `Forked`.
+    pub fn add_set(&self, options: ProcessSetOptions) -> Result<()> {
         self.check_process()?;
         let (id, ranks) = (options.id, options.members.as_slice().into());
         tracing::debug!(process_set = id.0, ranks = ?options.members, "a process set is added");
-        let key = self.sets.add(id, ranks)?;
-        let added =
-            ProcessSet::new(key, options, self.shared.clone()).and_then(|set| self.inner.add(set));
+        let key = self.sets.add_set(id, ranks)?;
+        let added = ProcessSet::new(key, options, self.shared.clone())
+            .and_then(|set| self.inner.add_set(set));
         if added.is_err() {
-            drop(self.sets.remove(id));
+            drop(self.sets.remove_set(id));
         }
         added
     }
 
-    /// Takes note of a process set that this rank is not in.
+    /// Registers a process set without this rank, so that its number is in use.
     ///
     /// # Errors
-    /// `Start` when the number is taken.
+    /// `Start` if the number is in use.
     pub fn add_foreign_set(&self, set: ProcessSetId) -> Result<()> {
-        self.sets.add_foreign(set)
+        self.sets.add_foreign_set(set)
     }
 
-    /// Ends a process set; every member does, and its number is free then. What is in flight in it
-    /// fails. Its links end when no member needs them any more, without anybody waiting for that.
+    /// Removes a process set. Every member must call this; afterwards the number is free.
+    /// Operations in progress in the set fail. The links of the set close when no member needs them
+    /// any more; no caller waits for this.
     ///
     /// # Errors
     /// `UnknownSet`, `Forked`.
@@ -171,88 +174,104 @@ impl Engine {
         if set == ProcessSetId::GLOBAL {
             return Err(Error::UnknownSet { set });
         }
-        if let Some(member) = self.sets.remove(set)? {
+        if let Some(member) = self.sets.remove_set(set)? {
             tracing::debug!(process_set = set.0, "a process set is removed");
-            self.inner.remove(member.key, Cause::Removed { set }, Instant::now() + FAREWELL);
+            self.inner.remove_set(
+                member.key,
+                StopCause::Removed { set },
+                Instant::now() + SHUTDOWN_GRACE_PERIOD,
+            );
         }
         Ok(())
     }
 
-    /// Rows that this rank gets when a reducescatter deals out `rows` in a process set.
+    /// Returns the number of rows that this rank gets when a reducescatter splits `rows` among the
+    /// members of a process set.
     ///
     /// # Errors
-    /// Like [`Engine::members`].
-    pub fn own_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
-        let ranks = &self.member(set)?.ranks;
+    /// Like [`Engine::set_members`].
+    pub fn reducescatter_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
+        let ranks = &self.set_membership(set)?.ranks;
         let member =
             ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
-        Ok(share_of(rows, member, ranks.len()))
+        Ok(row_share(rows, member, ranks.len()))
     }
 
-    /// Submits a request and returns at once; the background thread sees to it.
+    /// Submits a request and returns at once; the background thread drives it.
     ///
     /// # Errors
-    /// What can be told without other ranks: a wrong request, or an engine that has stopped.
-    pub fn submit(&self, request: Request) -> Result<Handle> {
-        let handle = self.admit(request, None)?;
-        self.inner.announce();
+    /// Only errors that are found without other ranks: a wrong request, or a stopped engine.
+    pub fn submit(&self, request: CollectiveRequest) -> Result<RequestHandle> {
+        let handle = self.admit_request(request, None)?;
+        self.inner.announce_submission();
         Ok(handle)
     }
 
-    /// Like [`Engine::submit`], for a caller that calls [`Engine::wait`] next: no other thread is
-    /// woken for it, and a small synchronous operation needs no system call. Without that `wait` it
-    /// may be taken up only after a quarter second.
+    /// Like [`Engine::submit`], for a caller that calls [`Engine::wait`] next. No other thread is
+    /// woken, so a small synchronous operation needs no system call. If the caller does not call
+    /// `wait`, the request may start only after 250 ms, with the next heartbeat.
     ///
     /// # Errors
     /// Like [`Engine::submit`].
-    pub fn submit_attended(&self, request: Request) -> Result<Handle> {
-        let handle = self.admit(request, None)?;
-        self.inner.announce_quietly();
+    pub fn submit_before_wait(&self, request: CollectiveRequest) -> Result<RequestHandle> {
+        let handle = self.admit_request(request, None)?;
+        self.inner.announce_before_wait();
         Ok(handle)
     }
 
-    /// Submits requests that become ready together: none is executed before all ranks submitted all
-    /// of them.
+    /// Submits requests that become ready together: none is executed before all ranks have
+    /// submitted all of them.
     ///
     /// # Errors
-    /// Like [`Engine::submit`], and then none is submitted; `Group` when there is none, or they
-    /// name several sets.
-    pub fn submit_group(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
+    /// Like [`Engine::submit`]; after an error, no request of the group is submitted. `Group` if
+    /// the group is empty or names several process sets.
+    pub fn submit_group(&self, requests: Vec<CollectiveRequest>) -> Result<Vec<RequestHandle>> {
         let handles = self.admit_group(requests, Vec::new())?;
-        self.inner.announce();
+        self.inner.announce_submission();
         Ok(handles)
     }
 
     /// Like [`Engine::submit_group`], for a caller that waits next; see
-    /// [`Engine::submit_attended`].
+    /// [`Engine::submit_before_wait`].
     ///
     /// # Errors
     /// Like [`Engine::submit_group`].
-    pub fn submit_group_attended(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
+    pub fn submit_group_before_wait(
+        &self,
+        requests: Vec<CollectiveRequest>,
+    ) -> Result<Vec<RequestHandle>> {
         let handles = self.admit_group(requests, Vec::new())?;
-        self.inner.announce_quietly();
+        self.inner.announce_before_wait();
         Ok(handles)
     }
 
     /// Like [`Engine::submit_group`], with one callback for each request, in order, as in
-    /// [`Engine::submit_with`].
+    /// [`Engine::submit_with_callback`].
     ///
     /// # Errors
-    /// Like [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer
-    /// or more callbacks.
-    pub fn submit_group_with(&self, requests: Vec<Request>, done: Vec<Callback>) -> Result<()> {
+    /// Like [`Engine::submit_group`]; the callbacks are dropped then. `Group` if the numbers of
+    /// callbacks and requests differ.
+    pub fn submit_group_with_callbacks(
+        &self,
+        requests: Vec<CollectiveRequest>,
+        done: Vec<Callback>,
+    ) -> Result<()> {
         self.check_process()?;
         if done.len() != requests.len() {
             return Err(Error::Group { members: requests.len(), sets: 1 });
         }
-        self.inner.callbacks.start()?;
+        self.inner.callbacks.ensure_thread()?;
         self.admit_group(requests, done)?;
-        self.inner.announce();
+        self.inner.announce_submission();
         Ok(())
     }
 
-    /// With a callback for each request, or with none; no thread is woken yet.
-    fn admit_group(&self, requests: Vec<Request>, callbacks: Vec<Callback>) -> Result<Vec<Handle>> {
+    /// Admits a group with one callback for each request, or without callbacks. Wakes no thread.
+    fn admit_group(
+        &self,
+        requests: Vec<CollectiveRequest>,
+        callbacks: Vec<Callback>,
+    ) -> Result<Vec<RequestHandle>> {
         self.check_process()?;
         let members = requests.len();
         let mut sets: Vec<ProcessSetId> =
@@ -261,20 +280,20 @@ impl Engine {
         let (&[set], Ok(size)) = (&*sets, u32::try_from(members)) else {
             return Err(Error::Group { members, sets: sets.len() });
         };
-        let group = (of_names(requests.iter().map(|request| &*request.name)), size);
+        let group = (hash_names(requests.iter().map(|request| &*request.name)), size);
         let now = Instant::now();
-        let submissions: Vec<Submission> = requests
+        let submissions: Vec<CheckedSubmission> = requests
             .into_iter()
-            .map(|request| self.check(request, group, now))
+            .map(|request| self.check_request(request, group, now))
             .collect::<Result<_>>()?;
-        let key = self.member(set)?.key;
+        let key = self.set_membership(set)?.key;
         let mut names = Set::default();
         let again = submissions
             .iter()
             .map(|submission| &submission.entry.name)
             .find(|name| !names.insert(*name));
         let mut desk = self.inner.desk.lock();
-        desk.open(key)?;
+        desk.check_open(key)?;
         if let Some(first) = submissions.first().filter(|_| desk.has_joined(key)) {
             return Err(Error::Joined { set, tensor: Arc::clone(&first.entry.name) });
         }
@@ -285,90 +304,98 @@ impl Engine {
         let mut callbacks = callbacks.into_iter();
         let handles = submissions
             .into_iter()
-            .map(|submission| desk.admit(submission, callbacks.next()))
+            .map(|submission| desk.admit_submission(submission, callbacks.next()))
             .collect();
         drop(desk);
         Ok(handles)
     }
 
-    /// Submits a request whose result goes to `done`, which runs on the completion thread, exactly
-    /// once.
+    /// Submits a request and passes its result to `done`. The completion thread calls `done`
+    /// exactly once.
     ///
     /// # Errors
     /// Like [`Engine::submit`]; `done` is dropped then.
-    pub fn submit_with(&self, request: Request, done: Callback) -> Result<()> {
+    pub fn submit_with_callback(&self, request: CollectiveRequest, done: Callback) -> Result<()> {
         self.check_process()?;
-        self.inner.callbacks.start()?;
-        self.admit(request, Some(done))?;
-        self.inner.announce();
+        self.inner.callbacks.ensure_thread()?;
+        self.admit_request(request, Some(done))?;
+        self.inner.announce_submission();
         Ok(())
     }
 
-    /// Returns whether `wait` would return at once. Quick: if no thread drives, the background
-    /// thread is woken.
+    /// Returns whether `wait` would return at once. Does not drive: if no thread drives, it wakes
+    /// the background thread.
     ///
     /// # Errors
     /// `UnknownHandle`, `Forked`.
-    pub fn poll(&self, handle: Handle) -> Result<bool> {
+    pub fn poll(&self, handle: RequestHandle) -> Result<bool> {
         self.check_process()?;
         if self.inner.desk.lock().is_done(handle)? {
             return Ok(true);
         }
-        self.inner.see_that_somebody_drives();
+        self.inner.ensure_driven();
         self.inner.desk.lock().is_done(handle)
     }
 
-    /// Waits for a result, driving meanwhile. `None` after `timeout`: the handle stays valid.
+    /// Waits for a result and drives the engine meanwhile. Returns `None` after `timeout`; the
+    /// handle then stays valid.
     ///
     /// # Errors
-    /// The failure of the request, after which the handle is gone too; `UnknownHandle`, `Forked`.
-    pub fn wait(&self, handle: Handle, timeout: Duration) -> Result<Option<Completion>> {
+    /// The failure of the request; the handle is invalid afterwards. `UnknownHandle`, `Forked`.
+    pub fn wait(
+        &self,
+        handle: RequestHandle,
+        timeout: Duration,
+    ) -> Result<Option<RequestCompletion>> {
         self.check_process()?;
-        if let Some(completion) = self.inner.desk.lock().take(handle)? {
+        if let Some(completion) = self.inner.desk.lock().take_result(handle)? {
             return Ok(Some(completion));
         }
         let now = Instant::now();
-        // What is too far away to be represented is as good as a year.
+        // If the deadline cannot be represented, use one year.
         let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(31_536_000));
         self.inner.wait(handle, deadline)
     }
 
-    /// Returns the reason why the engine takes no more requests, if so.
-    pub fn stopped(&self) -> Option<Arc<Cause>> {
-        self.inner.desk.lock().stopped().cloned()
+    /// Returns the reason why the engine has stopped, or `None` while it accepts requests.
+    pub fn stop_cause(&self) -> Option<Arc<StopCause>> {
+        self.inner.desk.lock().stop_cause().cloned()
     }
 
-    /// The work of the engine.
-    pub fn statistics(&self) -> Statistics {
-        let driver = self.inner.summon();
-        let total =
-            driver.sets.iter().map(|set| set.statistics).fold(driver.past, Statistics::plus);
-        self.inner.leave(driver);
+    /// Returns the counters of the engine's work.
+    pub fn statistics(&self) -> EngineStatistics {
+        let driver = self.inner.preempt_driver();
+        let total = driver
+            .sets
+            .iter()
+            .map(|set| set.statistics)
+            .fold(driver.removed_set_statistics, EngineStatistics::sum_with);
+        self.inner.release_driver(driver);
         total
     }
 
-    /// Leaves in good order: tells the peers, fails what is pending, ends the threads. Does nothing
-    /// the second time, and in a forked child.
+    /// Shuts down in order: notifies the peers, fails pending requests and ends the threads. Does
+    /// nothing in a second call and in a forked child.
     pub fn shutdown(&self) {
         if self.check_process().is_err() {
             return;
         }
         let Some(thread) = self.thread.lock().take() else { return };
-        let mut driver = self.inner.summon();
-        self.inner.stop(&mut driver, Cause::ShutDown);
-        self.inner.farewell(&mut driver, Instant::now() + FAREWELL);
-        // Links and communicators end here, not with the last reference to the engine.
+        let mut driver = self.inner.preempt_driver();
+        self.inner.stop_engine(&mut driver, StopCause::ShutDown);
+        self.inner.drain_links(&mut driver, Instant::now() + SHUTDOWN_GRACE_PERIOD);
+        // Close links and communicators here, not with the last reference to the engine.
         driver.sets.clear();
-        self.inner.leave(driver);
-        self.inner.background.stop();
+        self.inner.release_driver(driver);
+        self.inner.background.request_stop();
         self.inner.host.unpark();
         if thread.join().is_err() {
-            // The panic hook has reported it; there is nothing left to end.
+            // The panic hook has logged the panic; there is nothing left to end.
         }
-        self.inner.callbacks.stop();
+        self.inner.callbacks.join_thread();
         tracing::info!(rank = self.inner.world.rank.0, "the engine has ended");
-        // A file that cannot be completed is no reason not to leave.
-        drop(self.tracer.timeline.stop());
+        // If the timeline file cannot be completed, the shutdown continues.
+        drop(self.tracer.timeline.stop_writing());
     }
 
     pub(crate) fn check_process(&self) -> Result<()> {
@@ -378,38 +405,48 @@ impl Engine {
         }
     }
 
-    fn member(&self, set: ProcessSetId) -> Result<Member> {
-        self.sets.member(set, self.inner.world.rank)
+    fn set_membership(&self, set: ProcessSetId) -> Result<SetMembership> {
+        self.sets.find_membership(set, self.inner.world.rank)
     }
 
-    fn admit(&self, request: Request, callback: Option<Callback>) -> Result<Handle> {
+    fn admit_request(
+        &self,
+        request: CollectiveRequest,
+        callback: Option<Callback>,
+    ) -> Result<RequestHandle> {
         self.check_process()?;
         let set = request.process_set;
-        let submission = self.check(request, (0, 0), Instant::now())?;
+        let submission = self.check_request(request, (0, 0), Instant::now())?;
         let mut desk = self.inner.desk.lock();
-        desk.open(submission.set)?;
+        desk.check_open(submission.set)?;
         if desk.has_joined(submission.set) {
             return Err(Error::Joined { set, tensor: Arc::clone(&submission.entry.name) });
         }
         if desk.is_in_flight(submission.set, &submission.entry.name) {
             return Err(Error::DuplicateName { set, tensor: Arc::clone(&submission.entry.name) });
         }
-        Ok(desk.admit(submission, callback))
+        Ok(desk.admit_submission(submission, callback))
     }
 
-    /// Checks that need no other rank.
-    fn check(&self, request: Request, group: (u64, u32), since: Instant) -> Result<Submission> {
-        let Member { key, ranks } = self.member(request.process_set)?;
-        let place = Place { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
+    /// Runs the checks that need no other rank.
+    fn check_request(
+        &self,
+        request: CollectiveRequest,
+        group: (u64, u32),
+        since: Instant,
+    ) -> Result<CheckedSubmission> {
+        let SetMembership { key, ranks } = self.set_membership(request.process_set)?;
+        let place =
+            RequestContext { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
         let set = request.process_set;
-        let (entry, signature) = check::check(request, &place, group, since)?;
+        let (entry, signature) = check::check_request(request, &place, group, since)?;
         tracing::trace!(rank = place.me.0, tensor = &*entry.name, process_set = set.0, "submitted");
-        Ok(Submission { set: key, entry, signature })
+        Ok(CheckedSubmission { set: key, entry, signature })
     }
 }
 
-impl Statistics {
-    pub(crate) fn plus(self, other: Self) -> Self {
+impl EngineStatistics {
+    pub(crate) fn sum_with(self, other: Self) -> Self {
         Self {
             frames_sent: self.frames_sent + other.frames_sent,
             frames_received: self.frames_received + other.frames_received,

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Errors, and how the training loop may react to them.
+//! Errors, and the possible reactions of the training loop.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_collectives::{DataType, ReduceOp};
-use farandole_world::{Fault, ProcessSetId, Rank};
+use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 
-use crate::Handle;
+use crate::RequestHandle;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A refused or failed call.
+/// Error of a refused or failed call.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The name is taken by an operation of this rank that has not completed.
+    /// Another operation of this rank in progress has the same name.
     #[error("a tensor of this name is still in flight in process set {set}: {tensor}")]
     DuplicateName {
         /// The process set.
@@ -27,7 +27,7 @@ pub enum Error {
         /// The tensor.
         tensor: Arc<str>,
     },
-    /// No such process set.
+    /// There is no such process set.
     #[error("no such process set: {set}")]
     UnknownSet {
         /// The process set.
@@ -49,7 +49,7 @@ pub enum Error {
         /// The process set.
         set: ProcessSetId,
     },
-    /// This rank has joined, and not all others have.
+    /// This rank has joined, and other ranks have not joined yet.
     #[error("this rank has joined in process set {set}: {tensor} must wait until all ranks have")]
     Joined {
         /// The process set.
@@ -57,7 +57,7 @@ pub enum Error {
         /// The tensor.
         tensor: Arc<str>,
     },
-    /// A buffer is smaller or larger than its shape.
+    /// The size of a buffer differs from the size of its shape.
     #[error("{which} of {tensor} must have {expected} bytes: {actual}")]
     BufferSize {
         /// Input or output.
@@ -77,7 +77,7 @@ pub enum Error {
         /// The tensor.
         tensor: Arc<str>,
     },
-    /// The operation takes another reduction.
+    /// The operation does not support this reduction.
     #[error("{operation} of {tensor} takes Average or Sum: {op:?}")]
     Reduction {
         /// The operation.
@@ -87,7 +87,7 @@ pub enum Error {
         /// The tensor.
         tensor: Arc<str>,
     },
-    /// Elements that cannot be multiplied.
+    /// The element type does not support scale factors.
     #[error("{operation} of {tensor} takes no scale factors: {dtype}")]
     Factors {
         /// The operation.
@@ -105,7 +105,7 @@ pub enum Error {
         /// The expected and the actual value.
         reason: String,
     },
-    /// A group needs members, all of one process set.
+    /// The group is empty, or its members are in different process sets.
     #[error(
         "a group needs at least one member and a single process set: {members} members in {sets} \
          sets"
@@ -116,7 +116,7 @@ pub enum Error {
         /// Process sets they name.
         sets: usize,
     },
-    /// A buffer is on a device that the engine was not given.
+    /// A buffer is on a device that the engine does not know.
     #[error("no such device for {tensor}: {ordinal}")]
     UnknownDevice {
         /// The tensor.
@@ -124,14 +124,14 @@ pub enum Error {
         /// The ordinal.
         ordinal: u32,
     },
-    /// The handle was never given out, or its result was already taken.
+    /// The handle was never issued, or its result was already taken.
     #[error("unknown handle, or its result was already taken: {handle}")]
     UnknownHandle {
         /// The handle.
-        handle: Handle,
+        handle: RequestHandle,
     },
-    /// The ranks submitted different requests under one name. Comes from `wait`, on every
-    /// submitting rank; the engine continues.
+    /// The ranks submitted different requests under one name. `wait` returns it on every submitting
+    /// rank; the engine continues.
     #[error("{text}")]
     Mismatch {
         /// The tensor.
@@ -139,7 +139,7 @@ pub enum Error {
         /// The difference, then the submission of every rank.
         text: Arc<str>,
     },
-    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the
+    /// The operation is not defined for this element type. `wait` returns it on every rank; the
     /// engine continues.
     #[error("{operation} of {tensor} failed: {cause}")]
     Unsupported {
@@ -158,26 +158,26 @@ pub enum Error {
         /// The tensor.
         tensor: Arc<str>,
         /// The reason why the engine stopped.
-        cause: Arc<Cause>,
+        cause: Arc<StopCause>,
     },
     /// The engine had stopped before this call.
     #[error("the engine has stopped: {cause}")]
     Stopped {
         /// The reason.
-        cause: Arc<Cause>,
+        cause: Arc<StopCause>,
     },
-    /// This process was forked from the one that started the engine.
+    /// This process is a fork of the process that started the engine.
     #[error(
         "process {pid} was forked from process {parent}, which started the engine: start workers \
          with the spawn or forkserver method"
     )]
     Forked {
-        /// The process that called.
+        /// The calling process.
         pid: u32,
         /// The process that owns the engine.
         parent: u32,
     },
-    /// A timeline's file could not be written.
+    /// The file of a timeline could not be written.
     #[error("cannot write the timeline: {path}: {reason}")]
     Timeline {
         /// The file.
@@ -185,7 +185,7 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
-    /// The world, the process sets and the links given at start do not fit together.
+    /// The world, the process sets and the links given to the start do not fit together.
     #[error("cannot start the engine: {reason}")]
     Start {
         /// The reason.
@@ -196,11 +196,11 @@ pub enum Error {
 /// The reason why an engine stopped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Cause {
-    /// `shutdown` was called here.
+pub enum StopCause {
+    /// `shutdown` was called on this rank.
     #[error("the engine was shut down on this rank")]
     ShutDown,
-    /// A peer shut its engine down in good order.
+    /// A peer shut its engine down in order.
     #[error("rank {rank} on {host} shut down")]
     Departed {
         /// The peer.
@@ -214,13 +214,13 @@ pub enum Cause {
         /// Its number.
         set: ProcessSetId,
     },
-    /// A link or a device failed underneath.
+    /// A link or a device failed.
     #[error(transparent)]
     Collective(#[from] farandole_collectives::Error),
-    /// A link failed underneath.
+    /// A link failed.
     #[error(transparent)]
     Transport(#[from] farandole_transport::Error),
-    /// Another rank stopped and said why.
+    /// Another rank stopped and sent the reason.
     #[error("rank {rank} on {host} stopped: {text}")]
     Reported {
         /// The rank that stopped.
@@ -238,24 +238,24 @@ pub enum Cause {
     },
     /// An operation took longer than the collective timeout.
     #[error("{operation} of {tensor} timed out after {elapsed:.1?}, the limit being {limit:?}: \
-             {}", Waiting(.missing))]
+             {}", MissingRanksText(.missing))]
     Deadline {
         /// The operation.
         operation: &'static str,
         /// The tensor.
         tensor: Arc<str>,
-        /// Since its submission.
+        /// Time since its submission.
         elapsed: Duration,
         /// The collective timeout.
         limit: Duration,
-        /// Ranks that did not come, as far as this rank knows; `None` when all came and the
-        /// transfer was slow.
+        /// Ranks that this rank knows have not submitted the operation; `None` if all have
+        /// submitted it and the transfer was slow.
         missing: Option<Vec<Rank>>,
     },
-    /// A bug: the driving thread has panicked, and its message is on stderr.
+    /// The driving thread panicked, which is a bug; its message is on stderr.
     #[error("the engine panicked, and said where on stderr: this is a bug")]
     Panicked,
-    /// A peer sent what it may not.
+    /// A peer sent an invalid control message.
     #[error("bad control message from rank {rank}: {reason}")]
     Protocol {
         /// The peer.
@@ -265,9 +265,9 @@ pub enum Cause {
     },
 }
 
-struct Waiting<'a>(&'a Option<Vec<Rank>>);
+struct MissingRanksText<'a>(&'a Option<Vec<Rank>>);
 
-impl fmt::Display for Waiting<'_> {
+impl fmt::Display for MissingRanksText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             None => f.write_str("all ranks had come"),
@@ -283,8 +283,8 @@ impl fmt::Display for Waiting<'_> {
 }
 
 impl Error {
-    /// The reactions that are open to the trainer.
-    pub fn fault(&self) -> Fault {
+    /// Returns the origin of the fault, which decides how a trainer may react.
+    pub fn fault(&self) -> FaultOrigin {
         match self {
             Self::DuplicateName { .. }
             | Self::UnknownSet { .. }
@@ -302,34 +302,34 @@ impl Error {
             | Self::Mismatch { .. }
             | Self::Unsupported { .. }
             | Self::Timeline { .. }
-            | Self::Forked { .. } => Fault::Usage,
+            | Self::Forked { .. } => FaultOrigin::Usage,
             Self::Failed { cause, .. } => cause.fault(),
-            Self::Stopped { cause } if matches!(**cause, Cause::ShutDown) => Fault::Usage,
+            Self::Stopped { cause } if matches!(**cause, StopCause::ShutDown) => FaultOrigin::Usage,
             Self::Stopped { cause } => cause.fault(),
-            Self::Start { .. } => Fault::Environment,
+            Self::Start { .. } => FaultOrigin::Environment,
         }
     }
 }
 
-impl Cause {
-    /// Returns whether nothing is wrong: a rank has left.
+impl StopCause {
+    /// Returns whether this is no failure: a rank has departed or a set was removed.
     pub(crate) fn is_orderly(&self) -> bool {
         matches!(self, Self::ShutDown | Self::Departed { .. } | Self::Removed { .. })
     }
 
-    /// The reactions that are open to the trainer.
-    pub fn fault(&self) -> Fault {
+    /// Returns the origin of the fault, which decides how a trainer may react.
+    pub fn fault(&self) -> FaultOrigin {
         match self {
-            Self::ShutDown | Self::Departed { .. } => Fault::Membership,
-            Self::Removed { .. } | Self::Disagreement { .. } => Fault::Usage,
+            Self::ShutDown | Self::Departed { .. } => FaultOrigin::Membership,
+            Self::Removed { .. } | Self::Disagreement { .. } => FaultOrigin::Usage,
             Self::Collective(error) => match error {
                 farandole_collectives::Error::Transport(_)
-                | farandole_collectives::Error::Lost { .. } => Fault::Peer,
-                farandole_collectives::Error::Device { .. } => Fault::Environment,
-                _ => Fault::Bug,
+                | farandole_collectives::Error::Lost { .. } => FaultOrigin::Peer,
+                farandole_collectives::Error::Device { .. } => FaultOrigin::Environment,
+                _ => FaultOrigin::Bug,
             },
-            Self::Transport(_) | Self::Reported { .. } | Self::Deadline { .. } => Fault::Peer,
-            Self::Protocol { .. } | Self::Panicked => Fault::Bug,
+            Self::Transport(_) | Self::Reported { .. } | Self::Deadline { .. } => FaultOrigin::Peer,
+            Self::Protocol { .. } | Self::Panicked => FaultOrigin::Bug,
         }
     }
 }

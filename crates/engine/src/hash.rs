@@ -6,32 +6,32 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
-pub(crate) type Map<K, V> = HashMap<K, V, BuildHasherDefault<Quick>>;
-pub(crate) type Set<K> = HashSet<K, BuildHasherDefault<Quick>>;
+pub(crate) type Map<K, V> = HashMap<K, V, BuildHasherDefault<FastHasher>>;
+pub(crate) type Set<K> = HashSet<K, BuildHasherDefault<FastHasher>>;
 
-/// Eight bytes at a time: rotate, exclusive or, multiply.
+/// Hasher that takes eight bytes at a time: rotate, exclusive or, multiply.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Quick(u64);
+pub(crate) struct FastHasher(u64);
 
-impl Quick {
-    fn add(&mut self, word: u64) {
+impl FastHasher {
+    fn mix_word(&mut self, word: u64) {
         self.0 = (self.0.rotate_left(26) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 }
 
-impl Hasher for Quick {
+impl Hasher for FastHasher {
     fn write(&mut self, bytes: &[u8]) {
         let (words, rest) = bytes.as_chunks::<8>();
         for word in words {
-            self.add(u64::from_le_bytes(*word));
+            self.mix_word(u64::from_le_bytes(*word));
         }
         let mut last = [0; 8];
         last[..rest.len()].copy_from_slice(rest);
-        self.add(u64::from_le_bytes(last) ^ ((bytes.len() as u64) << 56));
+        self.mix_word(u64::from_le_bytes(last) ^ ((bytes.len() as u64) << 56));
     }
 
     fn write_u64(&mut self, word: u64) {
-        self.add(word);
+        self.mix_word(word);
     }
 
     fn finish(&self) -> u64 {
@@ -39,9 +39,9 @@ impl Hasher for Quick {
     }
 }
 
-/// A number that names a list of names; never 0.
-pub(crate) fn of_names<'a>(names: impl Iterator<Item = &'a str>) -> u64 {
-    let mut hash = Quick::default();
+/// Returns a hash of a list of names; never 0.
+pub(crate) fn hash_names<'a>(names: impl Iterator<Item = &'a str>) -> u64 {
+    let mut hash = FastHasher::default();
     for name in names {
         hash.write(name.as_bytes());
     }

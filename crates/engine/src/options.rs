@@ -1,81 +1,84 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The parts of an engine, which its caller provides.
+//! The parts of an engine that its caller provides.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole_collectives::{Communicator, Device, Fabric};
+use farandole_collectives::{Communicator, Device, DeviceFabric};
 use farandole_config::Config;
 use farandole_transport::Link;
 use farandole_world::{ProcessSetId, Rank, World};
 
-use crate::{Observer, Tune};
+use crate::{AutotuneOptions, EngineObserver};
 
 /// Sleep of the one driving thread until a peer or a local thread has work for it.
 ///
-/// The order is `prepare`, look once more at everything that could have come, then `park` or
-/// `cancel`: anything delivered after `prepare` ends the `park`, also if it comes first.
+/// The order of calls is: `prepare_park`; check every source of work once more; then `park` or
+/// `cancel_park`. Data that arrives after `prepare_park` ends the `park`, even if it arrives before
+/// `park` is called.
 pub trait ProgressHost: Send + Sync {
-    /// Announces sleep: from here on a peer that commits to a link, and `unpark`, will wake this
+    /// Prepares a sleep: from now on a peer that commits to a link, and `unpark`, wake this
     /// process.
-    fn prepare(&self);
+    fn prepare_park(&self);
 
     /// Sleeps until woken, for at most `limit`.
     fn park(&self, limit: Duration);
 
-    /// Takes `prepare` back.
-    fn cancel(&self);
+    /// Cancels `prepare_park`.
+    fn cancel_park(&self);
 
-    /// Ends the current `park`, or the next one if `prepare` was called; any thread may call it.
+    /// Ends the current `park`, or the next one if `prepare_park` was called. Any thread may call
+    /// this.
     fn unpark(&self);
 
-    /// Returns whether every peer is alive.
+    /// Checks that every peer is alive.
     ///
     /// # Errors
-    /// `PeerLost` naming the first that is not.
-    fn check(&self) -> farandole_transport::Result<()>;
+    /// `PeerLost` with the first peer that is not alive.
+    fn check_peers(&self) -> farandole_transport::Result<()>;
 
-    /// Tells the peers that this process is alive.
-    fn beat(&self);
+    /// Sends a heartbeat to the peers.
+    fn send_heartbeat(&self);
 }
 
-/// The knobs that matter here.
+/// The settings that the engine uses.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Settings {
-    /// The longest one collective may take.
+pub struct EngineSettings {
+    /// Longest time that one collective may take.
     pub collective_timeout: Duration,
-    /// Bytes up to which tensors are fused; 0 turns fusion off.
+    /// Largest number of bytes of a fused operation; 0 turns fusion off.
     pub fusion_threshold: u64,
-    /// Whether tensors of a group may be fused with others.
+    /// Whether tensors of a group may be fused with tensors outside of the group.
     pub group_fusion: bool,
-    /// Tensors remembered per process set; 0 turns the cache off.
+    /// Number of cached tensors per process set; 0 turns the cache off.
     pub cache_capacity: usize,
-    /// Longest time between a lost link and the reason for it: its peer's farewell, its report of
-    /// what it stopped for, or a report of the process that watches. A peer that closed a link is
-    /// most often not the one to blame.
-    pub hearsay: Duration,
-    /// Busy-waiting before a waiting thread sleeps.
+    /// Longest time between the loss of a link and the message that explains it: the peer's
+    /// departure, the peer's abort, or the report of the process that watches. The explanation is
+    /// needed because a peer that closed a link is mostly not the cause of the failure.
+    pub loss_report_allowance: Duration,
+    /// Longest time that a waiting thread spins before it sleeps.
     pub spin: Duration,
-    /// A tensor waiting this long for other ranks is reported; `None`: never.
+    /// Time that a tensor waits for other ranks until it is reported; `None`: never.
     pub stall_check: Option<Duration>,
-    /// A tensor waiting this long for other ranks stops the engine; `None`: never. Not below
+    /// Time that a tensor waits for other ranks until the engine stops; `None`: never. Not below
     /// `stall_check`.
     pub stall_shutdown: Option<Duration>,
-    /// The engine stops when every rank has waited this long in a barrier, a join or a change of
-    /// process sets that not all came to; looked at with every report, `None`: never.
+    /// Time after which the engine stops if every rank waits in a barrier, a join or a change of
+    /// process sets that other ranks have not entered; `None`: never. Checked with every stall
+    /// report.
     pub meeting_timeout: Option<Duration>,
-    /// Ranges for NVIDIA's profilers, where their library can be loaded.
+    /// Whether to create NVTX ranges for NVIDIA's profilers, if their library can be loaded.
     pub nvtx: bool,
-    /// Bytes that the timelines of all ranks may take together, where each has its own; 0: no
-    /// limit.
+    /// Largest total size in bytes of the timelines of all ranks, if every rank writes its own; 0:
+    /// no limit.
     pub timeline_limit: u64,
-    /// Searches for the fusion threshold.
-    pub tune: Option<Tune>,
+    /// Options of the search for the fusion threshold; `None`: no search.
+    pub tune: Option<AutotuneOptions>,
 }
 
-impl From<&Config> for Settings {
+impl From<&Config> for EngineSettings {
     fn from(config: &Config) -> Self {
         let check = Some(config.stall_check_time);
         let check = check.filter(|time| !time.is_zero() && !config.stall_check_disable);
@@ -84,7 +87,7 @@ impl From<&Config> for Settings {
             fusion_threshold: config.fusion_threshold,
             group_fusion: !config.disable_group_fusion,
             cache_capacity: usize::try_from(config.cache_capacity).unwrap_or(usize::MAX),
-            hearsay: farandole_transport::hearsay(config.peer_timeout),
+            loss_report_allowance: farandole_transport::loss_report_allowance(config.peer_timeout),
             spin: config.spin,
             stall_check: check,
             stall_shutdown: check.and_then(|check| {
@@ -94,49 +97,53 @@ impl From<&Config> for Settings {
             meeting_timeout: Some(config.meeting_timeout).filter(|time| !time.is_zero()),
             nvtx: !config.disable_nvtx_ranges,
             timeline_limit: config.timeline_limit,
-            tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| Tune {
-                warmup_samples: u32::try_from(config.autotune_warmup_samples).unwrap_or(u32::MAX),
-                steps_per_score: u32::try_from(config.autotune_steps_per_sample)
-                    .unwrap_or(u32::MAX),
-                most_samples: u32::try_from(config.autotune_samples).unwrap_or(u32::MAX),
-                log: config.autotune_log.clone(),
+            tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| {
+                AutotuneOptions {
+                    warmup_samples: u32::try_from(config.autotune_warmup_samples)
+                        .unwrap_or(u32::MAX),
+                    steps_per_score: u32::try_from(config.autotune_steps_per_sample)
+                        .unwrap_or(u32::MAX),
+                    max_samples: u32::try_from(config.autotune_samples).unwrap_or(u32::MAX),
+                    log: config.autotune_log.clone(),
+                }
             }),
         }
     }
 }
 
-/// One process set this rank is a member of.
-pub struct SetOptions {
-    /// Its number.
+/// Options of a process set with this rank in it.
+pub struct ProcessSetOptions {
+    /// Number of the set.
     pub id: ProcessSetId,
-    /// Its members, ascending.
+    /// Members of the set, ascending.
     pub members: Vec<Rank>,
-    /// A link to each of [`crate::control_peers`], used for nothing else.
+    /// A link to each of [`crate::control_peers`], only for control messages.
     pub control: Vec<Link>,
-    /// Moves the data; its members are `members`, in that order.
+    /// Communicator that moves the data; its members are `members`, in the same order.
     pub communicator: Box<dyn Communicator>,
 }
 
-/// Everything an engine is made of.
+/// The parts and settings of an engine.
 pub struct EngineOptions {
-    /// This rank's place in the world.
+    /// The world and this rank's place in it.
     pub world: World,
-    /// Knobs.
-    pub settings: Settings,
+    /// Settings.
+    pub settings: EngineSettings,
     /// Sleep, wake-up and liveness of this process.
     pub host: Arc<dyn ProgressHost>,
-    /// Process sets this rank is in; set 0 must be among them.
-    pub sets: Vec<SetOptions>,
-    /// Process sets without this rank, so that the error for them differs from that for a wrong
-    /// number.
+    /// Process sets with this rank in them; set 0 must be among them.
+    pub sets: Vec<ProcessSetOptions>,
+    /// Process sets without this rank. They make the error for such a set differ from the error for
+    /// an unknown number.
     pub foreign: Vec<ProcessSetId>,
     /// Devices whose memory requests may name; see
     /// [`Engine::add_device`](crate::Engine::add_device).
     pub devices: Vec<Arc<dyn Device>>,
-    /// Makes communicators among devices; without one, what is on devices goes through the host.
-    pub fabric: Option<Arc<dyn Fabric>>,
-    /// Hears of stalls, and is asked what this process does.
-    pub observer: Arc<dyn Observer>,
+    /// Factory of communicators among devices; without one, tensors on devices go through host
+    /// memory.
+    pub fabric: Option<Arc<dyn DeviceFabric>>,
+    /// Receiver of stall reports, which also describes the threads of this process.
+    pub observer: Arc<dyn EngineObserver>,
 }
 
 #[cfg(test)]
@@ -152,7 +159,7 @@ mod tests {
             "FARANDOLE_STALL_CHECK_DISABLE" => Some(off.to_owned()),
             _ => None,
         };
-        let settings = Settings::from(&Config::read(of, &BTreeMap::new()).unwrap());
+        let settings = EngineSettings::from(&Config::read(of, &BTreeMap::new()).unwrap());
         let seconds = |time: Option<Duration>| time.map(|time| time.as_secs());
         (seconds(settings.stall_check), seconds(settings.stall_shutdown))
     }

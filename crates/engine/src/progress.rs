@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Progress: waiting threads help, and the holder of the progress lock drives for all.
+//! Progress: waiting threads drive the engine. The holder of the progress lock drives for all.
 //!
-//! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken
-//! alone. [`signals`] contains what they exchange without a lock.
+//! Locks are taken in this order: `progress`, then `desk`. `background` is taken alone. [`signals`]
+//! contains the state that threads exchange without a lock.
 
 mod drive;
-mod patience;
 mod signals;
+mod spin_budget;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,77 +18,80 @@ use std::time::{Duration, Instant};
 use farandole_world::World;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use self::patience::Patience;
-use self::signals::Signals;
-use crate::background::Background;
-use crate::callbacks::{Call, Callbacks};
-use crate::desk::{Desk, Submission};
-use crate::set::{Finished, ProcessSet};
-use crate::{Cause, Completion, Error, Handle, ProgressHost, Result, Settings, Statistics};
+use self::signals::DriverSignals;
+use self::spin_budget::SpinBudget;
+use crate::background::BackgroundThread;
+use crate::callbacks::{Call, CallbackQueue};
+use crate::set::{FinishedRequest, ProcessSet};
+use crate::submission_table::{CheckedSubmission, SubmissionTable};
+use crate::{
+    EngineSettings, EngineStatistics, Error, ProgressHost, RequestCompletion, RequestHandle,
+    Result, StopCause,
+};
 
-/// Interval at which this process sends signs of life and checks its peers.
-pub(crate) const BEAT: Duration = Duration::from_millis(250);
-/// A waiter that does not get the progress lock tries again after this time at the latest.
-const RETRY: Duration = Duration::from_millis(50);
-/// Time for which a waiter spins for the progress lock before it sleeps.
-const CONTEND: Duration = Duration::from_micros(20);
+/// Interval at which this process sends heartbeats and checks its peers.
+pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(250);
+/// Longest sleep of a waiter before it tries to take the progress lock again.
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// Time that a waiter spins for the progress lock before it sleeps.
+const LOCK_SPIN_TIME: Duration = Duration::from_micros(20);
 
 /// The state under the progress lock.
-pub(crate) struct Driver {
+pub(crate) struct DriverState {
     pub(crate) sets: Vec<ProcessSet>,
-    intake: VecDeque<Submission>,
-    finished: Vec<Finished>,
+    intake: VecDeque<CheckedSubmission>,
+    finished: Vec<FinishedRequest>,
     calls: Vec<Call>,
-    ticked: Instant,
-    /// The driver slept: look at clocks and peers with the next step.
+    last_tick: Instant,
+    /// Whether the driver has slept: the next step then checks clocks and peers.
     woken: bool,
-    patience: Patience,
-    /// Grows with every result posted.
-    posted: u64,
+    spin_budget: SpinBudget,
+    /// Number of times that results were posted.
+    results_posted: u64,
     /// Statistics of removed sets.
-    pub(crate) past: Statistics,
+    pub(crate) removed_set_statistics: EngineStatistics,
     pub(crate) stopped: bool,
 }
 
-impl Driver {
+impl DriverState {
     fn is_busy(&self) -> bool {
         !self.stopped && self.sets.iter().any(ProcessSet::is_busy)
     }
 }
 
-/// The waiter for which a thread drives.
+/// The condition until which a thread drives.
 #[derive(Clone, Copy)]
-enum Until {
-    /// Itself: until its result is there or its time is over.
-    Done(Handle, Instant),
-    /// For all: until nothing is in progress or another thread wants to drive.
+enum DriveGoal {
+    /// Drives for its own result, until the result is there or the deadline has passed.
+    Done(RequestHandle, Instant),
+    /// Drives for all, until nothing is in progress or another thread wants to drive.
     Idle,
-    /// For no local waiter: sleeping on behalf of peers until anything happens.
-    Something,
+    /// Drives for peers, without a local waiter: sleeps until any event occurs.
+    AnyEvent,
 }
 
-/// Everything the threads of an engine share.
-pub(crate) struct Inner {
+/// State that the threads of an engine share.
+pub(crate) struct EngineShared {
     pub(crate) world: Arc<World>,
-    pub(crate) settings: Arc<Settings>,
+    pub(crate) settings: Arc<EngineSettings>,
     pub(crate) host: Arc<dyn ProgressHost>,
-    pub(crate) progress: Mutex<Driver>,
-    pub(crate) desk: Mutex<Desk>,
-    pub(crate) callbacks: Callbacks,
-    pub(crate) background: Background,
-    /// With `desk`: a result was posted, or the progress lock is free.
+    pub(crate) progress: Mutex<DriverState>,
+    pub(crate) desk: Mutex<SubmissionTable>,
+    pub(crate) callbacks: CallbackQueue,
+    pub(crate) background: BackgroundThread,
+    /// Condition of the `desk` lock: a result was posted, or the progress lock is free.
     changed: Condvar,
-    signals: Signals,
-    /// Grows each time a thread drove.
+    signals: DriverSignals,
+    /// Number of times that a thread has driven.
     pub(crate) drives: AtomicU64,
-    /// Ranks outnumber cores: give way instead of spinning.
-    crowded: bool,
+    /// Whether the host has more ranks than cores: threads then yield instead of spinning.
+    oversubscribed: bool,
 }
 
-impl Inner {
+impl EngineShared {
     pub(crate) fn new(
         world: Arc<World>,
-        settings: Arc<Settings>,
+        settings: Arc<EngineSettings>,
         host: Arc<dyn ProgressHost>,
         sets: Vec<ProcessSet>,
     ) -> Self {
@@ -96,77 +99,86 @@ impl Inner {
         let crowded = world.local_ranks().len() > cores;
         let spin = if crowded { settings.spin / 8 } else { settings.spin };
         Self {
-            crowded,
+            oversubscribed: crowded,
             world,
             settings,
             host,
-            desk: Mutex::new(Desk::default()),
-            progress: Mutex::new(Driver {
+            desk: Mutex::new(SubmissionTable::default()),
+            progress: Mutex::new(DriverState {
                 sets,
                 intake: VecDeque::new(),
                 finished: Vec::new(),
                 calls: Vec::new(),
-                ticked: Instant::now(),
+                last_tick: Instant::now(),
                 woken: true,
-                patience: Patience::new(spin),
-                posted: 0,
-                past: Statistics::default(),
+                spin_budget: SpinBudget::new(spin),
+                results_posted: 0,
+                removed_set_statistics: EngineStatistics::default(),
                 stopped: false,
             }),
-            callbacks: Callbacks::default(),
-            background: Background::default(),
+            callbacks: CallbackQueue::default(),
+            background: BackgroundThread::default(),
             changed: Condvar::new(),
-            signals: Signals::default(),
+            signals: DriverSignals::default(),
             drives: AtomicU64::new(0),
         }
     }
 
-    /// A submitter has left something on the desk and continues with other things: peers hear of it
-    /// now, the background thread does the rest. Quick, for the caller may hold a lock of its own.
-    pub(crate) fn announce(&self) {
-        self.signals.submitted();
-        self.see_that_somebody_drives();
+    /// Announces a submission whose caller does not wait: peers get the announcement now, the
+    /// background thread does the rest. Returns quickly, because the caller may hold another lock.
+    pub(crate) fn announce_submission(&self) {
+        self.signals.mark_submitted();
+        self.ensure_driven();
     }
 
-    /// If no thread drives, submits the requests on the desk and lets the background thread drive.
-    pub(crate) fn see_that_somebody_drives(&self) {
+    /// Announces the queued requests and wakes the background thread, if no thread drives.
+    pub(crate) fn ensure_driven(&self) {
         match self.progress.try_lock() {
             Some(mut driver) => {
-                self.hand_in(&mut driver);
-                self.leave(driver);
+                self.enqueue_or_stop(&mut driver);
+                self.release_driver(driver);
             }
             None => self.wake_driver(),
         }
     }
 
-    /// A submitter has left something on the desk and is about to wait for it.
-    pub(crate) fn announce_quietly(&self) {
-        self.signals.submitted_quietly();
+    /// Announces a submission whose caller is about to wait for the result.
+    pub(crate) fn announce_before_wait(&self) {
+        self.signals.mark_submitted_unfenced();
     }
 
     fn wake_driver(&self) {
-        if self.signals.has_sleeper() {
+        if self.signals.has_parked_driver() {
             self.host.unpark();
         }
     }
 
-    /// Waits for a result, and drives if no other thread does.
-    pub(crate) fn wait(&self, handle: Handle, deadline: Instant) -> Result<Option<Completion>> {
-        self.signals.wants();
-        while let Some(mut driver) = self.contend(handle, deadline) {
-            self.drive(&mut driver, Until::Done(handle, deadline));
-            self.unlock(driver);
+    /// Waits for a result, and drives if no other thread drives.
+    pub(crate) fn wait(
+        &self,
+        handle: RequestHandle,
+        deadline: Instant,
+    ) -> Result<Option<RequestCompletion>> {
+        self.signals.increment_wanted();
+        while let Some(mut driver) = self.acquire_driver(handle, deadline) {
+            self.drive_until(&mut driver, DriveGoal::Done(handle, deadline));
+            self.unlock_driver(driver);
             if Instant::now() >= deadline || !self.desk.lock().is_pending(handle) {
                 break;
             }
         }
-        self.signals.wants_no_more();
-        self.see_to_it();
-        self.desk.lock().take(handle)
+        self.signals.decrement_wanted();
+        self.request_drive_if_needed();
+        self.desk.lock().take_result(handle)
     }
 
-    /// The progress lock, or nothing when the result is there or the time is over.
-    fn contend(&self, handle: Handle, deadline: Instant) -> Option<MutexGuard<'_, Driver>> {
+    /// Acquires the progress lock. Returns `None` if the result is there or the deadline has
+    /// passed.
+    fn acquire_driver(
+        &self,
+        handle: RequestHandle,
+        deadline: Instant,
+    ) -> Option<MutexGuard<'_, DriverState>> {
         let start = Instant::now();
         loop {
             if !self.signals.is_summoned()
@@ -176,99 +188,100 @@ impl Inner {
             }
             self.wake_driver();
             let spun = start.elapsed();
-            if spun < CONTEND {
-                self.pause(spun);
+            if spun < LOCK_SPIN_TIME {
+                self.spin_or_yield(spun);
                 continue;
             }
             let mut desk = self.desk.lock();
             if Instant::now() >= deadline || !desk.is_pending(handle) {
                 return None;
             }
-            self.signals.waits();
+            self.signals.register_waiter();
             let free = if self.signals.is_summoned() { None } else { self.progress.try_lock() };
             if free.is_none() {
-                let retry = deadline.min(Instant::now() + RETRY);
+                let retry = deadline.min(Instant::now() + LOCK_RETRY_INTERVAL);
                 self.changed.wait_until(&mut desk, retry);
             }
-            self.signals.waits_no_more();
+            self.signals.unregister_waiter();
             if free.is_some() {
                 return free;
             }
         }
     }
 
-    /// The progress lock, for a short time: the driving thread makes way.
-    pub(crate) fn summon(&self) -> MutexGuard<'_, Driver> {
-        self.signals.summons();
+    /// Acquires the progress lock for a short time: the driving thread yields it.
+    pub(crate) fn preempt_driver(&self) -> MutexGuard<'_, DriverState> {
+        self.signals.increment_summoned();
         let driver = loop {
             self.wake_driver();
             if let Some(driver) = self.progress.try_lock_for(Duration::from_millis(1)) {
                 break driver;
             }
         };
-        self.signals.has_come();
+        self.signals.decrement_summoned();
         driver
     }
 
-    /// Takes up a set.
-    pub(crate) fn add(&self, set: ProcessSet) -> Result<()> {
-        let mut driver = self.summon();
-        let stopped = self.desk.lock().stopped().cloned();
+    /// Adds a process set.
+    pub(crate) fn add_set(&self, set: ProcessSet) -> Result<()> {
+        let mut driver = self.preempt_driver();
+        let stopped = self.desk.lock().stop_cause().cloned();
         if stopped.is_none() {
             driver.sets.push(set);
         }
-        self.leave(driver);
+        self.release_driver(driver);
         stopped.map_or(Ok(()), |cause| Err(Error::Stopped { cause }))
     }
 
-    /// Leaves a set; it ends when its members need its links no more, at `deadline` at the latest.
-    pub(crate) fn remove(&self, key: usize, cause: Cause, deadline: Instant) {
+    /// Retires a process set. Its links close when no member needs them any more, at the latest at
+    /// `deadline`.
+    pub(crate) fn remove_set(&self, key: usize, cause: StopCause, deadline: Instant) {
         let cause = Arc::new(cause);
-        let mut driver = self.summon();
-        self.desk.lock().leave(key, &cause);
-        self.hand_in(&mut driver);
+        let mut driver = self.preempt_driver();
+        self.desk.lock().close_set(key, &cause);
+        self.enqueue_or_stop(&mut driver);
         let driven = &mut *driver;
         if let Some(set) = driven.sets.iter_mut().find(|set| set.key == key) {
-            set.retire(cause, deadline, &mut driven.finished);
+            set.retire_set(cause, deadline, &mut driven.finished);
         }
-        self.post_all(driven, key);
-        self.leave(driver);
+        self.post_finished(driven, key);
+        self.release_driver(driver);
     }
 
-    /// Releases the lock, and wakes a thread that wants it, or else the background thread.
-    pub(crate) fn leave(&self, driver: MutexGuard<'_, Driver>) {
-        self.unlock(driver);
-        self.see_to_it();
+    /// Releases the progress lock. Wakes a thread that wants it, or else the background thread.
+    pub(crate) fn release_driver(&self, driver: MutexGuard<'_, DriverState>) {
+        self.unlock_driver(driver);
+        self.request_drive_if_needed();
     }
 
-    fn unlock(&self, driver: MutexGuard<'_, Driver>) {
-        self.signals.leaves(driver.is_busy());
+    fn unlock_driver(&self, driver: MutexGuard<'_, DriverState>) {
+        self.signals.store_busy(driver.is_busy());
         self.drives.fetch_add(1, Ordering::Relaxed);
         drop(driver);
-        if self.signals.unlocked() {
-            // Under the lock, so that a waiter is either asleep or has not looked yet.
+        if self.signals.should_notify_waiters() {
+            // Notify under the lock: a waiter is then either asleep or has not checked yet.
             let desk = self.desk.lock();
             self.changed.notify_all();
             drop(desk);
         }
     }
 
-    /// If work is left and no thread wants to drive, wakes the background thread.
-    fn see_to_it(&self) {
-        if self.signals.is_left() {
-            self.background.call();
+    /// Wakes the background thread if work is left and no other thread wants to drive.
+    fn request_drive_if_needed(&self) {
+        if self.signals.needs_driver() {
+            self.background.request_drive();
         }
     }
 
-    /// Lets the background thread drive until nothing is left or another thread wants to; true if
-    /// it had the lock.
+    /// Drives on the background thread until no work is left or another thread wants to drive.
+    /// Returns whether it had the lock.
     pub(crate) fn drive_in_background(&self, listen: bool) -> bool {
         if self.signals.is_wanted() || self.signals.is_summoned() {
             return false;
         }
         let Some(mut driver) = self.progress.try_lock() else { return false };
-        self.drive(&mut driver, if listen { Until::Something } else { Until::Idle });
-        self.leave(driver);
+        self.drive_until(&mut driver, if listen { DriveGoal::AnyEvent } else { DriveGoal::Idle });
+        self.release_driver(driver);
         true
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Process sets by their number.
+//! The registry of process sets by their number.
 
 use std::sync::Arc;
 
@@ -11,47 +11,48 @@ use parking_lot::RwLock;
 use crate::hash::Map;
 use crate::{Error, Result};
 
-/// A process set this rank is in.
+/// A process set with this rank in it.
 #[derive(Clone, Debug)]
-pub(crate) struct Member {
-    /// Names the set inside the engine; numbers of process sets are used again, keys are not.
+pub(crate) struct SetMembership {
+    /// Identifies the set inside the engine: numbers of process sets are reused, keys are not.
     pub(crate) key: usize,
     pub(crate) ranks: Arc<[Rank]>,
 }
 
-/// The set of each number. The lock is taken alone, or before the progress lock.
+/// The process set of each number; `None` for a set without this rank. The lock is taken alone, or
+/// before the progress lock.
 #[derive(Default)]
-pub(crate) struct Registry(RwLock<State>);
+pub(crate) struct ProcessSetRegistry(RwLock<RegistryState>);
 
 #[derive(Default)]
-struct State {
+struct RegistryState {
     next: usize,
-    sets: Map<u64, Option<Member>>,
+    sets: Map<u64, Option<SetMembership>>,
 }
 
-impl Registry {
-    /// Enters a set under a number that is free; the key of it.
-    pub(crate) fn add(&self, set: ProcessSetId, ranks: Arc<[Rank]>) -> Result<usize> {
+impl ProcessSetRegistry {
+    /// Adds a set under an unused number and returns its key.
+    pub(crate) fn add_set(&self, set: ProcessSetId, ranks: Arc<[Rank]>) -> Result<usize> {
         let mut state = self.0.write();
         let key = state.next;
-        let place = state.free(set)?;
-        *place = Some(Member { key, ranks });
+        let place = state.vacant_entry(set)?;
+        *place = Some(SetMembership { key, ranks });
         state.next += 1;
         Ok(key)
     }
 
-    /// Enters a set that this rank is not in.
-    pub(crate) fn add_foreign(&self, set: ProcessSetId) -> Result<()> {
-        self.0.write().free(set).map(drop)
+    /// Adds a set without this rank.
+    pub(crate) fn add_foreign_set(&self, set: ProcessSetId) -> Result<()> {
+        self.0.write().vacant_entry(set).map(drop)
     }
 
-    /// Forgets a set; what this rank had of it.
-    pub(crate) fn remove(&self, set: ProcessSetId) -> Result<Option<Member>> {
+    /// Removes a set and returns this rank's membership, if any.
+    pub(crate) fn remove_set(&self, set: ProcessSetId) -> Result<Option<SetMembership>> {
         self.0.write().sets.remove(&set.0.into()).ok_or(Error::UnknownSet { set })
     }
 
-    /// A set this rank must be in.
-    pub(crate) fn member(&self, set: ProcessSetId, me: Rank) -> Result<Member> {
+    /// Returns the membership of this rank in a set, or an error if it is not a member.
+    pub(crate) fn find_membership(&self, set: ProcessSetId, me: Rank) -> Result<SetMembership> {
         match self.0.read().sets.get(&set.0.into()) {
             Some(Some(member)) => Ok(member.clone()),
             Some(None) => Err(Error::NotAMember { rank: me, set }),
@@ -60,8 +61,8 @@ impl Registry {
     }
 }
 
-impl State {
-    fn free(&mut self, set: ProcessSetId) -> Result<&mut Option<Member>> {
+impl RegistryState {
+    fn vacant_entry(&mut self, set: ProcessSetId) -> Result<&mut Option<SetMembership>> {
         if self.sets.contains_key(&set.0.into()) {
             return Err(Error::Start { reason: format!("process set {set} is given twice") });
         }

@@ -6,24 +6,24 @@
 use std::fmt;
 use std::sync::Arc;
 
-use farandole_collectives::{Buffer, DataType, Event, Memory, ReduceOp, Room};
+use farandole_collectives::{Buffer, DataType, DeviceEvent, HostMemory, ReduceOp, ResultMemory};
 use farandole_world::{ProcessSetId, Rank};
 
-use crate::signature::Topic;
+use crate::signature::ChangeTopic;
 
-/// Names a submitted request until its result is taken. Numbers grow and are never used again.
+/// Identifier of a submitted request until its result is taken. Numbers grow and are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Handle(pub u64);
+pub struct RequestHandle(pub u64);
 
-impl fmt::Display for Handle {
+impl fmt::Display for RequestHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)
     }
 }
 
-/// A collective.
+/// Kind of a collective.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Kind {
+pub enum RequestKind {
     /// `output = postscale * reduce(prescale * input)`.
     Allreduce {
         /// The operation that combines elements; `Average` divides by the size of the process set.
@@ -35,20 +35,21 @@ pub enum Kind {
     },
     /// The root's input becomes the output of all ranks.
     Broadcast {
-        /// The sender, a rank of the world also inside a process set.
+        /// The sender, a rank of the world even in a process set.
         root: Rank,
     },
-    /// Inputs concatenated along the first dimension in rank order; first dimensions may differ.
+    /// The inputs are concatenated along the first dimension in rank order; first dimensions may
+    /// differ.
     Allgather,
-    /// Rows of the input dealt out to the members in set order; the output holds what they dealt to
-    /// this one.
+    /// The rows of the input are split among the members in set order. The output holds the rows
+    /// that the members sent to this rank.
     Alltoall {
-        /// Rows for each member, all rows of the input; `None`: as many for each.
+        /// Number of rows for each member; their sum is the number of rows of the input. `None`:
+        /// the same number for each.
         splits: Option<Vec<u64>>,
     },
-    /// Like `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are
-    /// dealt out evenly in set order, and what is left over goes to the first members, one row
-    /// each.
+    /// Like `Allreduce` with `Average` or `Sum`, but every member gets only its own rows. Rows are
+    /// split evenly in set order; each of the first members gets one of the rows left over.
     Reducescatter {
         /// The operation that combines elements; `Average` divides by the size of the process set.
         op: ReduceOp,
@@ -57,58 +58,59 @@ pub enum Kind {
         /// Multiplies the result.
         postscale: f64,
     },
-    /// Nothing but the meeting.
+    /// Every rank waits until all ranks have submitted; no data moves.
     Barrier,
-    /// This rank has nothing more to do until all ranks have joined: meanwhile it takes part in
-    /// their reductions without changing the results, though averages count it. It may submit
-    /// nothing else.
+    /// This rank has no more work until all ranks have joined. Meanwhile it takes part in the
+    /// reductions of other ranks without changing their results, but averages count it. It may
+    /// submit nothing else.
     Join {
-        /// Also in gathers, with no rows, and in broadcasts from ranks that have not joined.
+        /// Whether it also takes part in gathers, with no rows, and in broadcasts from ranks that
+        /// have not joined.
         allow_gather: bool,
     },
-    /// A meeting about a change of the process sets: it fails on all ranks when they do not ask for
-    /// the same.
-    Change(Change),
+    /// Agreement on a change of the process sets; it fails on all ranks if their changes differ.
+    Change(ProcessSetChange),
 }
 
-/// The request.
+/// A change of the process sets.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
-    /// A set of these ranks, ascending.
+pub enum ProcessSetChange {
+    /// Adds a set of these ranks, ascending.
     Add(Vec<Rank>),
-    /// No set of this number any more.
+    /// Removes the set of this number.
     Remove(ProcessSetId),
-    /// Sets from the start: how many, and whether there may be others later.
+    /// Number of sets at the start, and whether sets may be added later.
     Begin {
-        /// Their number.
+        /// Number of sets.
         sets: usize,
-        /// Whether there may be others later.
+        /// Whether sets may be added later.
         dynamic: bool,
     },
-    /// Outcome on this rank of a change that was agreed on before: nothing, or the reason why it
-    /// failed.
+    /// Outcome on this rank of an agreed change: `None`, or the reason why it failed.
     Outcome(Option<String>),
 }
 
-impl Change {
-    pub(crate) fn spell(&self) -> (Topic, Vec<u64>) {
+impl ProcessSetChange {
+    pub(crate) fn encode_numbers(&self) -> (ChangeTopic, Vec<u64>) {
         match self {
-            Self::Add(ranks) => (Topic::Add, ranks.iter().map(|rank| rank.0.into()).collect()),
-            Self::Remove(set) => (Topic::Remove, vec![set.0.into()]),
+            Self::Add(ranks) => {
+                (ChangeTopic::Add, ranks.iter().map(|rank| rank.0.into()).collect())
+            }
+            Self::Remove(set) => (ChangeTopic::Remove, vec![set.0.into()]),
             Self::Begin { sets, dynamic } => {
-                (Topic::Begin, vec![*sets as u64, u64::from(*dynamic)])
+                (ChangeTopic::Begin, vec![*sets as u64, u64::from(*dynamic)])
             }
             Self::Outcome(reason) => {
                 let text = reason.as_deref().unwrap_or_default();
-                (Topic::Outcome, text.bytes().map(u64::from).collect())
+                (ChangeTopic::Outcome, text.bytes().map(u64::from).collect())
             }
         }
     }
 }
 
-impl Kind {
-    /// Lower-case name, as in messages.
-    pub const fn name(&self) -> &'static str {
+impl RequestKind {
+    /// Returns the lower-case name, as in messages.
+    pub const fn operation_name(&self) -> &'static str {
         match self {
             Self::Allreduce { .. } => "allreduce",
             Self::Broadcast { .. } => "broadcast",
@@ -123,44 +125,45 @@ impl Kind {
 }
 
 /// One rank's part in one collective.
-pub struct Request {
-    /// Equal on all ranks; unique among the operations this rank has in flight in the set.
+pub struct CollectiveRequest {
+    /// Name of the operation: equal on all ranks, and unique among this rank's operations in
+    /// progress in the set.
     pub name: String,
     /// The collective.
-    pub kind: Kind,
+    pub kind: RequestKind,
     /// Element type.
     pub dtype: DataType,
     /// Dimensions of `input`, row-major.
     pub shape: Vec<u64>,
-    /// Read only; may be the output too.
+    /// Memory of the input, which is only read. It may be the output too.
     pub input: Buffer,
-    /// Memory of the result. `None`: the engine allocates host memory and hands it over in the
-    /// [`Completion`].
+    /// Memory of the result. `None`: the engine allocates memory and returns it in the
+    /// [`RequestCompletion`].
     pub output: Option<Buffer>,
     /// The process set.
     pub process_set: ProcessSetId,
     /// Work on the device that must be done before `input` is read and `output` written.
-    pub ready: Option<Arc<dyn Event>>,
+    pub ready: Option<Arc<dyn DeviceEvent>>,
 }
 
-impl Request {
-    /// A barrier among the members of `process_set`.
+impl CollectiveRequest {
+    /// Returns a barrier among the members of `process_set`.
     pub fn barrier(name: impl Into<String>, process_set: ProcessSetId) -> Self {
-        Self::meeting(name.into(), Kind::Barrier, process_set)
+        Self::without_data(name.into(), RequestKind::Barrier, process_set)
     }
 
-    /// An agreement of all ranks on a change of the process sets.
-    pub fn change(name: impl Into<String>, change: Change) -> Self {
-        Self::meeting(name.into(), Kind::Change(change), ProcessSetId::GLOBAL)
+    /// Returns an agreement of all ranks on a change of the process sets.
+    pub fn set_change(name: impl Into<String>, change: ProcessSetChange) -> Self {
+        Self::without_data(name.into(), RequestKind::Change(change), ProcessSetId::GLOBAL)
     }
 
-    /// See [`Kind::Join`].
+    /// Returns a join; see [`RequestKind::Join`].
     pub fn join(name: impl Into<String>, allow_gather: bool) -> Self {
-        Self::meeting(name.into(), Kind::Join { allow_gather }, ProcessSetId::GLOBAL)
+        Self::without_data(name.into(), RequestKind::Join { allow_gather }, ProcessSetId::GLOBAL)
     }
 
-    fn meeting(name: String, kind: Kind, process_set: ProcessSetId) -> Self {
-        let nothing = Memory::new(0).buffer();
+    fn without_data(name: String, kind: RequestKind, process_set: ProcessSetId) -> Self {
+        let nothing = HostMemory::new(0).as_buffer();
         Self {
             name,
             kind,
@@ -174,7 +177,7 @@ impl Request {
     }
 }
 
-impl fmt::Debug for Request {
+impl fmt::Debug for CollectiveRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Request")
             .field("name", &self.name)
@@ -188,29 +191,29 @@ impl fmt::Debug for Request {
 
 /// The result of a request.
 #[derive(Clone, Default)]
-pub struct Completion {
-    /// The output, when the request brought none; host memory.
-    pub output: Option<Memory>,
-    /// The output instead, where a communicator among devices has made it.
-    pub room: Option<Arc<dyn Room>>,
+pub struct RequestCompletion {
+    /// Host memory of the output, if the request had no output.
+    pub output: Option<HostMemory>,
+    /// Device memory of the output, if a communicator among devices has allocated it.
+    pub room: Option<Arc<dyn ResultMemory>>,
     /// Allgather: first dimension of each member's input, in set order. Alltoall: rows received
     /// from each member. Empty otherwise.
     pub rows: Vec<u64>,
     /// Join: the rank that came last, the same on all ranks.
     pub last: Option<Rank>,
-    /// The result is there once this is reached; `None` when it is there already. Its users let
-    /// their stream wait.
-    pub reached: Option<Arc<dyn Event>>,
+    /// Event after which the result is valid; `None` if it is valid already. Users of the result
+    /// make their stream wait for it.
+    pub reached: Option<Arc<dyn DeviceEvent>>,
 }
 
-impl fmt::Debug for Completion {
+impl fmt::Debug for RequestCompletion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Completion")
             .field("output", &self.output)
-            .field("room", &self.room.as_ref().map(|room| room.buffer()))
+            .field("room", &self.room.as_ref().map(|room| room.as_buffer()))
             .field("rows", &self.rows)
             .field("last", &self.last)
-            .field("reached", &self.reached.as_ref().map(|event| event.ordinal()))
+            .field("reached", &self.reached.as_ref().map(|event| event.device_ordinal()))
             .finish()
     }
 }

@@ -7,12 +7,12 @@ use std::fmt;
 
 use farandole_collectives::{DataType, ReduceOp};
 
-use crate::wire::{Malformed, Read, Reader, Writer};
+use crate::wire::{FrameReader, FrameWriter, MalformedFrame, Read};
 
-/// A collective with its factors as bits, so that equality means agreement. The root is a rank of
-/// the world.
+/// A collective, with its factors as bits, so that equal values mean agreement. The root is a rank
+/// of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Call {
+pub(crate) enum CollectiveCall {
     Allreduce {
         op: ReduceOp,
         prescale: u64,
@@ -22,7 +22,7 @@ pub(crate) enum Call {
         root: u32,
     },
     Allgather,
-    /// Among so many members.
+    /// Alltoall among this number of members.
     Alltoall {
         members: u32,
     },
@@ -32,31 +32,32 @@ pub(crate) enum Call {
         postscale: u64,
     },
     Barrier,
-    /// An agreement; the shape says on what.
-    Change(Topic),
-    /// Travels on a way of its own.
+    /// Agreement on a change of process sets; the shape encodes the change.
+    Change(ChangeTopic),
+    /// Join; it travels in its own kind of item.
     Join {
         gather: bool,
     },
 }
 
-/// The kind of an agreement.
+/// Kind of a change of process sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Topic {
-    /// A process set of the ranks in the shape.
+pub(crate) enum ChangeTopic {
+    /// Addition of a process set; the shape has its ranks.
     Add,
-    /// The end of the process set in the shape.
+    /// Removal of a process set; the shape has its number.
     Remove,
-    /// As many process sets, and whether there may be others later.
+    /// Process sets at the start; the shape has their number and whether sets may be added later.
     Begin,
-    /// Nothing when the change succeeded, else bytes of the reason.
+    /// Outcome of a change; the shape is empty after a success, else it has the bytes of the
+    /// reason.
     Outcome,
 }
 
-impl Topic {
+impl ChangeTopic {
     const ALL: [Self; 4] = [Self::Add, Self::Remove, Self::Begin, Self::Outcome];
 
-    fn show(self, shape: &[u64], f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn write_description(self, shape: &[u64], f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let number = |at: usize| shape.get(at).copied().unwrap_or_default();
         match self {
             Self::Add => write!(f, "an addition of process set {shape:?}"),
@@ -75,15 +76,15 @@ impl Topic {
     }
 }
 
-impl Signature {
-    /// The matter of a meeting, if the name of its kind does not state it.
-    pub(crate) fn matter(&self) -> Option<Box<str>> {
-        matches!(self.call, Call::Change(_)).then(|| self.to_string().into())
+impl RequestSignature {
+    /// Returns the full text of a change of process sets; `None` for other operations.
+    pub(crate) fn change_text(&self) -> Option<Box<str>> {
+        matches!(self.call, CollectiveCall::Change(_)).then(|| self.to_string().into())
     }
 }
 
-impl Call {
-    pub(crate) const fn name(&self) -> &'static str {
+impl CollectiveCall {
+    pub(crate) const fn operation_name(&self) -> &'static str {
         match self {
             Self::Allreduce { .. } => "allreduce",
             Self::Broadcast { .. } => "broadcast",
@@ -96,27 +97,27 @@ impl Call {
         }
     }
 
-    /// Row counts that every member tells beside its signature.
-    pub(crate) const fn counts(&self) -> usize {
+    /// Returns the number of row counts that every member sends beside its signature.
+    pub(crate) const fn row_counts_per_member(&self) -> usize {
         match self {
             Self::Allgather => 1,
             _ => 0,
         }
     }
 
-    /// Returns whether members bring different numbers of rows: the first dimension of the shape is
-    /// not agreed on.
-    pub(crate) const fn is_by_rows(&self) -> bool {
+    /// Returns whether members may have different numbers of rows, so that the first dimension is
+    /// not part of the agreement.
+    pub(crate) const fn has_variable_rows(&self) -> bool {
         matches!(self, Self::Allgather | Self::Alltoall { .. })
     }
 
-    /// Returns whether no data moves.
-    pub(crate) const fn is_meeting(&self) -> bool {
+    /// Returns whether the operation moves no data.
+    pub(crate) const fn moves_no_data(&self) -> bool {
         matches!(self, Self::Barrier | Self::Change(_) | Self::Join { .. })
     }
 
-    /// Reduction and factors.
-    pub(crate) const fn reduction(&self) -> Option<(ReduceOp, u64, u64)> {
+    /// Returns the reduction and its factors.
+    pub(crate) const fn reduction_factors(&self) -> Option<(ReduceOp, u64, u64)> {
         match *self {
             Self::Allreduce { op, prescale, postscale }
             | Self::Reducescatter { op, prescale, postscale } => Some((op, prescale, postscale)),
@@ -125,24 +126,24 @@ impl Call {
     }
 }
 
-/// The memory that holds the tensors of an operation. Ranks may differ; they agree on the union of
-/// all of them.
+/// Kind of memory that holds the tensors of an operation. Ranks may differ; they agree on the union
+/// of their sites.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub(crate) enum Site {
-    /// In memory of the host.
+pub(crate) enum MemorySite {
+    /// Host memory.
     Host = 0,
-    /// Here and there.
+    /// Host memory and device memory.
     Mixed = 1,
-    /// On the device that the rank works with.
+    /// Memory of the device that the rank works with.
     Device = 2,
 }
 
-impl Site {
+impl MemorySite {
     const ALL: [Self; 3] = [Self::Host, Self::Mixed, Self::Device];
 
-    /// Returns the site of tensors of both.
-    pub(crate) const fn with(self, other: Self) -> Self {
+    /// Returns the site of an operation on tensors in both sites.
+    pub(crate) const fn union_with(self, other: Self) -> Self {
         match (self, other) {
             (Self::Host, Self::Host) | (Self::Device, Self::Device) => self,
             _ => Self::Mixed,
@@ -151,165 +152,175 @@ impl Site {
 }
 
 /// The properties that must be equal on all ranks, except the site. The first dimension of an
-/// allgather or alltoall counts as 0 here, because it may differ. Row counts of an allgather travel
-/// as `rows` beside the signature; members of an alltoall tell each other theirs.
+/// allgather or alltoall is 0 here, because it may differ. Row counts of an allgather travel as
+/// `rows` beside the signature. The members of an alltoall exchange theirs directly.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Signature {
-    pub(crate) call: Call,
+pub(crate) struct RequestSignature {
+    pub(crate) call: CollectiveCall,
     pub(crate) dtype: DataType,
     pub(crate) shape: Vec<u64>,
     /// Memory of input and output.
-    pub(crate) site: Site,
-    /// Names the group's list of names; 0 outside a group.
+    pub(crate) site: MemorySite,
+    /// Hash of the names in the group; 0 outside of a group.
     pub(crate) group: u64,
-    /// Members of the group.
+    /// Number of members of the group.
     pub(crate) group_size: u32,
 }
 
-impl Signature {
-    /// Returns whether they are equal but for the site.
-    pub(crate) fn matches(&self, other: &Self) -> bool {
+impl RequestSignature {
+    /// Returns whether the signatures are equal except for the site.
+    pub(crate) fn matches_except_site(&self, other: &Self) -> bool {
         self.call == other.call
             && self.dtype == other.dtype
             && self.shape == other.shape
             && (self.group, self.group_size) == (other.group, other.group_size)
     }
 
-    /// Returns whether what was agreed on is also right with a member that wants `own`.
-    pub(crate) fn covers(&self, own: &Self) -> bool {
-        self.matches(own) && self.site.with(own.site) == self.site
+    /// Returns whether this agreement also covers the request `own` of a member.
+    pub(crate) fn covers_request(&self, own: &Self) -> bool {
+        self.matches_except_site(own) && self.site.union_with(own.site) == self.site
     }
 
-    /// Bytes of one row where rows are counted beside the signature, of the whole tensor otherwise.
-    /// Saturates.
+    /// Returns the bytes of one row if rows are counted beside the signature, else of the whole
+    /// tensor. Saturates.
     pub(crate) fn unit_bytes(&self) -> u64 {
-        self.bytes_beyond(usize::from(self.call.is_by_rows()))
+        self.bytes_after_dimensions(usize::from(self.call.has_variable_rows()))
     }
 
-    /// Bytes of one row. Saturates.
+    /// Returns the bytes of one row. Saturates.
     pub(crate) fn row_bytes(&self) -> u64 {
-        self.bytes_beyond(1)
+        self.bytes_after_dimensions(1)
     }
 
-    fn bytes_beyond(&self, dimensions: usize) -> u64 {
+    fn bytes_after_dimensions(&self, dimensions: usize) -> u64 {
         let elements = self
             .shape
             .iter()
             .skip(dimensions)
             .fold(1u64, |product, dim| product.saturating_mul(*dim));
-        elements.saturating_mul(self.dtype.size() as u64)
+        elements.saturating_mul(self.dtype.element_size() as u64)
     }
 
-    pub(crate) fn encode(&self, writer: &mut Writer<'_>) {
+    pub(crate) fn encode_to(&self, writer: &mut FrameWriter<'_>) {
         match self.call {
-            Call::Allreduce { op, prescale, postscale } => {
-                writer.byte(0);
-                writer.byte(op as u8);
-                writer.fixed(prescale);
-                writer.fixed(postscale);
+            CollectiveCall::Allreduce { op, prescale, postscale } => {
+                writer.write_byte(0);
+                writer.write_byte(op as u8);
+                writer.write_u64(prescale);
+                writer.write_u64(postscale);
             }
-            Call::Broadcast { root } => {
-                writer.byte(1);
-                writer.number(root.into());
+            CollectiveCall::Broadcast { root } => {
+                writer.write_byte(1);
+                writer.write_varint(root.into());
             }
-            Call::Allgather => writer.byte(2),
-            Call::Barrier => writer.byte(3),
-            Call::Join { gather } => {
-                writer.byte(7);
-                writer.byte(gather.into());
+            CollectiveCall::Allgather => writer.write_byte(2),
+            CollectiveCall::Barrier => writer.write_byte(3),
+            CollectiveCall::Join { gather } => {
+                writer.write_byte(7);
+                writer.write_byte(gather.into());
             }
-            Call::Change(topic) => {
-                writer.byte(6);
-                writer.byte(topic as u8);
+            CollectiveCall::Change(topic) => {
+                writer.write_byte(6);
+                writer.write_byte(topic as u8);
             }
-            Call::Alltoall { members } => {
-                writer.byte(4);
-                writer.number(members.into());
+            CollectiveCall::Alltoall { members } => {
+                writer.write_byte(4);
+                writer.write_varint(members.into());
             }
-            Call::Reducescatter { op, prescale, postscale } => {
-                writer.byte(5);
-                writer.byte(op as u8);
-                writer.fixed(prescale);
-                writer.fixed(postscale);
+            CollectiveCall::Reducescatter { op, prescale, postscale } => {
+                writer.write_byte(5);
+                writer.write_byte(op as u8);
+                writer.write_u64(prescale);
+                writer.write_u64(postscale);
             }
         }
-        writer.byte(self.dtype as u8);
-        writer.numbers(self.shape.iter().copied());
-        writer.byte(self.site as u8);
-        writer.number(self.group_size.into());
+        writer.write_byte(self.dtype as u8);
+        writer.write_varints(self.shape.iter().copied());
+        writer.write_byte(self.site as u8);
+        writer.write_varint(self.group_size.into());
         if self.group_size > 0 {
-            writer.fixed(self.group);
+            writer.write_u64(self.group);
         }
     }
 
-    pub(crate) fn decode(reader: &mut Reader<'_>) -> Read<Self> {
-        let call = match reader.byte()? {
+    pub(crate) fn decode_from(reader: &mut FrameReader<'_>) -> Read<Self> {
+        let call = match reader.read_byte()? {
             0 => {
-                let op = reduce_op(reader)?;
-                Call::Allreduce { op, prescale: reader.fixed()?, postscale: reader.fixed()? }
+                let op = read_reduce_op(reader)?;
+                CollectiveCall::Allreduce {
+                    op,
+                    prescale: reader.read_u64()?,
+                    postscale: reader.read_u64()?,
+                }
             }
-            1 => Call::Broadcast { root: reader.small()? },
-            2 => Call::Allgather,
-            3 => Call::Barrier,
-            4 => Call::Alltoall { members: reader.small()? },
+            1 => CollectiveCall::Broadcast { root: reader.read_u32()? },
+            2 => CollectiveCall::Allgather,
+            3 => CollectiveCall::Barrier,
+            4 => CollectiveCall::Alltoall { members: reader.read_u32()? },
             5 => {
-                let op = reduce_op(reader)?;
-                Call::Reducescatter { op, prescale: reader.fixed()?, postscale: reader.fixed()? }
+                let op = read_reduce_op(reader)?;
+                CollectiveCall::Reducescatter {
+                    op,
+                    prescale: reader.read_u64()?,
+                    postscale: reader.read_u64()?,
+                }
             }
             6 => {
-                let topic = reader.byte()?;
-                Call::Change(*Topic::ALL.get(usize::from(topic)).ok_or(Malformed::Tag(topic))?)
+                let topic = reader.read_byte()?;
+                CollectiveCall::Change(
+                    *ChangeTopic::ALL.get(usize::from(topic)).ok_or(MalformedFrame::Tag(topic))?,
+                )
             }
-            7 => Call::Join { gather: reader.byte()? != 0 },
-            other => return Err(Malformed::Tag(other)),
+            7 => CollectiveCall::Join { gather: reader.read_byte()? != 0 },
+            other => return Err(MalformedFrame::Tag(other)),
         };
-        let dtype = reader.byte()?;
-        let dtype = DataType::from_wire(dtype).ok_or(Malformed::Tag(dtype))?;
-        let shape = reader.numbers()?;
-        let site = reader.byte()?;
-        let site = *Site::ALL.get(usize::from(site)).ok_or(Malformed::Tag(site))?;
-        let group_size = reader.small()?;
-        let group = if group_size > 0 { reader.fixed()? } else { 0 };
+        let dtype = reader.read_byte()?;
+        let dtype = DataType::from_wire(dtype).ok_or(MalformedFrame::Tag(dtype))?;
+        let shape = reader.read_varints()?;
+        let site = reader.read_byte()?;
+        let site = *MemorySite::ALL.get(usize::from(site)).ok_or(MalformedFrame::Tag(site))?;
+        let group_size = reader.read_u32()?;
+        let group = if group_size > 0 { reader.read_u64()? } else { 0 };
         Ok(Self { call, dtype, shape, site, group, group_size })
     }
 }
 
-fn reduce_op(reader: &mut Reader<'_>) -> Read<ReduceOp> {
-    let op = reader.byte()?;
-    ReduceOp::from_wire(op).ok_or(Malformed::Tag(op))
+fn read_reduce_op(reader: &mut FrameReader<'_>) -> Read<ReduceOp> {
+    let op = reader.read_byte()?;
+    ReduceOp::from_wire(op).ok_or(MalformedFrame::Tag(op))
 }
 
-/// `allreduce Sum of float32 [2, 3] on the host`; a first dimension that may differ is shown as
-/// `..`.
-impl fmt::Display for Signature {
+/// Like `allreduce Sum of float32 [2, 3] on the host`; a first dimension that may differ is shown
+/// as `..`.
+impl fmt::Display for RequestSignature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Call::Change(topic) = self.call {
-            return topic.show(&self.shape, f);
+        if let CollectiveCall::Change(topic) = self.call {
+            return topic.write_description(&self.shape, f);
         }
-        f.write_str(self.call.name())?;
-        if let Some((op, ..)) = self.call.reduction() {
+        f.write_str(self.call.operation_name())?;
+        if let Some((op, ..)) = self.call.reduction_factors() {
             write!(f, " {op:?}")?;
         }
         write!(f, " of {} [", self.dtype)?;
         for (index, dim) in self.shape.iter().enumerate() {
             let comma = if index > 0 { ", " } else { "" };
             match index {
-                0 if self.call.is_by_rows() => f.write_str("..")?,
+                0 if self.call.has_variable_rows() => f.write_str("..")?,
                 _ => write!(f, "{comma}{dim}")?,
             }
         }
         f.write_str(match self.site {
-            Site::Host => "] on the host",
-            Site::Mixed => "] on host and device",
-            Site::Device => "] on a device",
+            MemorySite::Host => "] on the host",
+            MemorySite::Mixed => "] on host and device",
+            MemorySite::Device => "] on a device",
         })?;
-        if let Some((_, prescale, postscale)) = self.call.reduction() {
+        if let Some((_, prescale, postscale)) = self.call.reduction_factors() {
             let (prescale, postscale) = (f64::from_bits(prescale), f64::from_bits(postscale));
             if (prescale, postscale) != (1.0, 1.0) {
                 write!(f, ", factors {prescale} and {postscale}")?;
             }
         }
-        if let Call::Broadcast { root } = self.call {
+        if let CollectiveCall::Broadcast { root } = self.call {
             write!(f, " from rank {root}")?;
         }
         if self.group_size > 0 {
@@ -325,14 +336,14 @@ pub(crate) mod tests {
 
     use super::*;
 
-    pub(crate) fn plain(shape: &[u64]) -> Signature {
+    pub(crate) fn plain(shape: &[u64]) -> RequestSignature {
         let one = 1f64.to_bits();
-        let call = Call::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one };
-        Signature {
+        let call = CollectiveCall::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one };
+        RequestSignature {
             call,
             dtype: DataType::F32,
             shape: shape.to_vec(),
-            site: Site::Host,
+            site: MemorySite::Host,
             group: 0,
             group_size: 0,
         }
@@ -343,51 +354,58 @@ pub(crate) mod tests {
         fn signatures_survive_the_wire(shape in prop::collection::vec(any::<u64>(), 0..6), root: u32, gather: bool, site in 0usize..3,
             group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..9, factor: u64) {
             let call = match which {
-                0 => Call::Allreduce { op: ReduceOp::Max, prescale: factor, postscale: !factor },
-                1 => Call::Broadcast { root },
-                2 => Call::Allgather,
-                3 => Call::Alltoall { members: root },
-                5 => Call::Change(Topic::Remove),
-                6 => Call::Change(Topic::Outcome),
-                7 => Call::Join { gather },
-                4 => Call::Reducescatter { op: ReduceOp::Sum, prescale: !factor, postscale: factor },
-                _ => Call::Barrier,
+                0 => CollectiveCall::Allreduce { op: ReduceOp::Max, prescale: factor, postscale: !factor },
+                1 => CollectiveCall::Broadcast { root },
+                2 => CollectiveCall::Allgather,
+                3 => CollectiveCall::Alltoall { members: root },
+                5 => CollectiveCall::Change(ChangeTopic::Remove),
+                6 => CollectiveCall::Change(ChangeTopic::Outcome),
+                7 => CollectiveCall::Join { gather },
+                4 => CollectiveCall::Reducescatter { op: ReduceOp::Sum, prescale: !factor, postscale: factor },
+                _ => CollectiveCall::Barrier,
             };
             let group = if group_size > 0 { group } else { 0 };
-            let site = Site::ALL[site];
-            let signature = Signature { call, dtype: DataType::ALL[dtype], shape, site, group, group_size };
+            let site = MemorySite::ALL[site];
+            let signature = RequestSignature { call, dtype: DataType::ALL[dtype], shape, site, group, group_size };
             let mut frame = Vec::new();
-            signature.encode(&mut Writer(&mut frame));
-            prop_assert_eq!(Signature::decode(&mut Reader(&frame)), Ok(signature));
+            signature.encode_to(&mut FrameWriter(&mut frame));
+            prop_assert_eq!(RequestSignature::decode_from(&mut FrameReader(&frame)), Ok(signature));
         }
     }
 
     #[test]
     fn an_agreement_for_mixed_memory_is_right_for_any_memory() {
-        let at = |site| Signature { site, ..plain(&[2]) };
+        let at = |site| RequestSignature { site, ..plain(&[2]) };
         for (agreed, own, covers) in [
-            (Site::Host, Site::Host, true),
-            (Site::Device, Site::Device, true),
-            (Site::Mixed, Site::Device, true),
-            (Site::Mixed, Site::Host, true),
-            (Site::Device, Site::Host, false),
-            (Site::Host, Site::Device, false),
-            (Site::Device, Site::Mixed, false),
+            (MemorySite::Host, MemorySite::Host, true),
+            (MemorySite::Device, MemorySite::Device, true),
+            (MemorySite::Mixed, MemorySite::Device, true),
+            (MemorySite::Mixed, MemorySite::Host, true),
+            (MemorySite::Device, MemorySite::Host, false),
+            (MemorySite::Host, MemorySite::Device, false),
+            (MemorySite::Device, MemorySite::Mixed, false),
         ] {
-            assert_eq!(at(agreed).covers(&at(own)), covers, "{agreed:?} {own:?}");
+            assert_eq!(at(agreed).covers_request(&at(own)), covers, "{agreed:?} {own:?}");
         }
-        assert!(!at(Site::Mixed).covers(&plain(&[3])));
+        assert!(!at(MemorySite::Mixed).covers_request(&plain(&[3])));
     }
 
     #[test]
     fn a_signature_reads_like_a_call() {
         assert_eq!(plain(&[2, 3]).to_string(), "allreduce Sum of float32 [2, 3] on the host");
-        let gathered = Signature { call: Call::Allgather, shape: vec![0, 4], ..plain(&[]) };
+        let gathered =
+            RequestSignature { call: CollectiveCall::Allgather, shape: vec![0, 4], ..plain(&[]) };
         assert_eq!(gathered.to_string(), "allgather of float32 [.., 4] on the host");
-        let change = |topic, shape: &[u64]| Signature { call: Call::Change(topic), ..plain(shape) };
-        assert_eq!(change(Topic::Add, &[0, 4]).to_string(), "an addition of process set [0, 4]");
-        assert_eq!(change(Topic::Begin, &[2, 1]).to_string(), "2 process sets, dynamic");
-        assert_eq!(change(Topic::Outcome, &[]).to_string(), "a success");
-        assert_eq!(change(Topic::Outcome, &[110, 111]).to_string(), "a failure (no)");
+        let change = |topic, shape: &[u64]| RequestSignature {
+            call: CollectiveCall::Change(topic),
+            ..plain(shape)
+        };
+        assert_eq!(
+            change(ChangeTopic::Add, &[0, 4]).to_string(),
+            "an addition of process set [0, 4]"
+        );
+        assert_eq!(change(ChangeTopic::Begin, &[2, 1]).to_string(), "2 process sets, dynamic");
+        assert_eq!(change(ChangeTopic::Outcome, &[]).to_string(), "a success");
+        assert_eq!(change(ChangeTopic::Outcome, &[110, 111]).to_string(), "a failure (no)");
     }
 }

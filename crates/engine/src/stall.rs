@@ -10,151 +10,153 @@ use std::time::Duration;
 use farandole_world::{ProcessSetId, Rank};
 use parking_lot::Mutex;
 
-use crate::tally::spans;
+use crate::announcement_tally::rank_ranges_text;
 
-/// Tensors of a rank that are named in a report.
-pub(crate) const NAMED: usize = 6;
-/// Longest time in which a process must report what its threads do.
-pub(crate) const STACK_LIMIT: Duration = Duration::from_secs(2);
+/// Largest number of tensors of a rank that a report names.
+pub(crate) const MAX_NAMED_TENSORS: usize = 6;
+/// Longest time that a process may take to report the stacks of its threads.
+pub(crate) const STACK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Hears what happens inside. Called with the progress lock held: it must not block nor call the
-/// engine.
-pub trait Observer: Send + Sync {
-    /// Tensors have waited too long for some ranks. Called on the coordinator of the process set.
-    fn stalled(&self, report: &StallReport);
-
-    /// Something that a user should know and that is no failure. Called on the first rank of a
+/// Receiver of the engine's events. Its methods are called with the progress lock held: they must
+/// neither block nor call the engine.
+pub trait EngineObserver: Send + Sync {
+    /// Reports tensors that have waited too long for some ranks. Called on the coordinator of the
     /// process set.
-    fn note(&self, _text: &str) {}
+    fn on_stall(&self, report: &StallReport);
 
-    /// Another rank waits for this one and wants to know what its threads do. The text is given to
-    /// `answer` later, from any thread; dropping it says that the text is unknown.
-    fn describe(&self, answer: Answer) {
+    /// Passes a notice to the user that is no failure. Called on the first rank of a process set.
+    fn on_notice(&self, _text: &str) {}
+
+    /// Requests the stacks of this process's threads, because another rank waits for this one. Send
+    /// the text with [`StackAnswer::send_text`] later, from any thread. If the answer is dropped,
+    /// the stacks count as unknown.
+    fn describe_threads(&self, answer: StackAnswer) {
         drop(answer);
     }
 }
 
-/// Hears nothing.
+/// Observer that ignores all events.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Silent;
+pub struct SilentObserver;
 
-impl Observer for Silent {
-    fn stalled(&self, _report: &StallReport) {}
+impl EngineObserver for SilentObserver {
+    fn on_stall(&self, _report: &StallReport) {}
 }
 
 /// The stacks of a missing rank's threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stack {
-    /// No thread of that process can report them.
+pub enum ThreadStacks {
+    /// The process has no means to report them.
     Unknown,
-    /// They do not answer: one of them holds the interpreter, or the process does not run.
-    Silent,
-    /// Their stacks.
+    /// The process does not answer: one of its threads holds the interpreter, or the process does
+    /// not run.
+    NoAnswer,
+    /// The stacks as text.
     Text(String),
 }
 
-/// A pending answer with the stacks of this process.
+/// A pending answer, to be completed with the stacks of this process.
 #[derive(Debug)]
-pub struct Answer(Arc<Slot>);
+pub struct StackAnswer(Arc<StackAnswerSlot>);
 
 #[derive(Debug, Default)]
-pub(crate) struct Slot(Mutex<Option<Stack>>);
+pub(crate) struct StackAnswerSlot(Mutex<Option<ThreadStacks>>);
 
-impl Answer {
-    pub(crate) fn new() -> (Self, Arc<Slot>) {
-        let slot = Arc::new(Slot::default());
+impl StackAnswer {
+    pub(crate) fn new() -> (Self, Arc<StackAnswerSlot>) {
+        let slot = Arc::new(StackAnswerSlot::default());
         (Self(Arc::clone(&slot)), slot)
     }
 
-    /// Answers.
-    pub fn give(self, text: String) {
-        *self.0.0.lock() = Some(Stack::Text(text));
+    /// Sends the stacks.
+    pub fn send_text(self, text: String) {
+        *self.0.0.lock() = Some(ThreadStacks::Text(text));
     }
 }
 
-impl Drop for Answer {
+impl Drop for StackAnswer {
     fn drop(&mut self) {
-        self.0.0.lock().get_or_insert(Stack::Unknown);
+        self.0.0.lock().get_or_insert(ThreadStacks::Unknown);
     }
 }
 
-impl Slot {
-    /// The answer, if it is there.
-    pub(crate) fn answer(&self) -> Option<Stack> {
+impl StackAnswerSlot {
+    /// Returns the answer, if it is there.
+    pub(crate) fn current_answer(&self) -> Option<ThreadStacks> {
         self.0.lock().clone()
     }
 }
 
 /// A tensor that some ranks submitted and others did not.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stall {
+pub struct StalledTensor {
     /// The tensor.
     pub tensor: Arc<str>,
     /// The operation on it: `allreduce of gradient.3`, `an addition of process set [0, 1]`.
-    pub what: String,
-    /// Whether it moves no data, so that its submitters wait for it and do nothing else.
+    pub operation: String,
+    /// Whether the operation moves no data, so that its submitters only wait for it.
     pub meeting: bool,
-    /// Since the first rank submitted it, as far as the coordinator knows.
+    /// Time since the earliest submission that the coordinator knows.
     pub waiting: Duration,
-    /// Ranks that submitted it.
-    pub came: Vec<Rank>,
-    /// Ranks that did not.
+    /// Ranks that have submitted it.
+    pub submitters: Vec<Rank>,
+    /// Ranks that have not submitted it.
     pub missing: Vec<Rank>,
-    /// Whether the engine stops because of it.
+    /// Whether the engine stops because of this tensor.
     pub fatal: bool,
 }
 
-/// The wait of a rank that is missing elsewhere.
+/// An operation that a missing rank waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wait {
-    /// The operation, and its process set if that is not the global one.
-    pub what: String,
-    /// Whether it moves no data.
+pub struct RankWait {
+    /// The operation, and its process set unless it is the global one.
+    pub operation: String,
+    /// Whether the operation moves no data.
     pub meeting: bool,
-    /// Since it was submitted.
+    /// Time since its submission.
     pub since: Duration,
 }
 
-/// A rank that is missing somewhere.
+/// A rank that has not submitted a stalled tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Absentee {
+pub struct MissingRank {
     /// The rank.
     pub rank: Rank,
     /// Its host.
     pub host: String,
-    /// Its waits, a few of them; `None` if it did not answer.
-    pub waits: Option<Vec<Wait>>,
+    /// A few of the operations that it waits for; `None` if it did not answer.
+    pub waits: Option<Vec<RankWait>>,
     /// The stacks of its threads.
-    pub stack: Stack,
+    pub stack: ThreadStacks,
 }
 
-/// Everything that has waited too long in a process set, and the known facts about the missing
-/// ranks.
+/// Report of the tensors that have waited too long in a process set, and of the missing ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StallReport {
     /// The process set.
     pub set: ProcessSetId,
     /// The time after which a wait is too long.
     pub limit: Duration,
-    /// The tensors, the one that has waited longest first.
-    pub stalls: Vec<Stall>,
-    /// The ranks that were asked, ascending.
-    pub absentees: Vec<Absentee>,
-    /// For how long each rank has waited in a barrier, a join or a change of process sets that not
-    /// all came to, if so.
-    pub parted: Option<Duration>,
-    /// Longest time for which that may last.
-    pub ends: Option<Duration>,
+    /// The stalled tensors, the longest wait first.
+    pub stalls: Vec<StalledTensor>,
+    /// The missing ranks that were asked, ascending.
+    pub absentees: Vec<MissingRank>,
+    /// Time for which every rank has waited in a barrier, a join or a change of process sets that
+    /// other ranks have not entered; `None` if this is not so.
+    pub deadlocked_for: Option<Duration>,
+    /// Time of such a wait after which the engine stops; `None`: never.
+    pub deadlock_limit: Option<Duration>,
 }
 
 impl StallReport {
-    /// Returns whether the engine stops because of it.
+    /// Returns whether the engine stops because of this report.
     pub fn is_fatal(&self) -> bool {
         self.stalls.iter().any(|stall| stall.fatal)
     }
 
-    /// Every missing rank with the tensors it is missing in, and whether one of them is fatal.
-    fn by_rank(&self) -> Vec<(Rank, Vec<&str>, bool)> {
+    /// Returns every missing rank with the tensors that it has not submitted, and whether one of
+    /// them is fatal.
+    fn missing_by_rank(&self) -> Vec<(Rank, Vec<&str>, bool)> {
         let mut ranks: Vec<Rank> =
             self.stalls.iter().flat_map(|stall| stall.missing.clone()).collect();
         ranks.sort_unstable();
@@ -171,29 +173,34 @@ impl StallReport {
 }
 
 impl StallReport {
-    /// The error that ends the job if its ranks have waited in different meetings for too long.
-    pub(crate) fn parting(&self, lasted: Duration) -> String {
+    /// Returns the error text for a job whose ranks have waited in different barriers, joins or
+    /// changes of process sets for too long.
+    pub(crate) fn deadlock_text(&self, lasted: Duration) -> String {
         let mut text = format!(
             "the programs of the ranks have parted ways: for {lasted:.1?} every rank has waited in \
              a barrier, a join or a change of process sets that not all ranks came to"
         );
         let meetings = self.stalls.iter().filter(|stall| stall.meeting);
-        for (index, stall) in meetings.clone().take(NAMED).enumerate() {
+        for (index, stall) in meetings.clone().take(MAX_NAMED_TENSORS).enumerate() {
             let mark = if index == 0 { ':' } else { ';' };
-            text.push_str(&format!("{mark} {} in {}", spans(&stall.came), stall.what));
+            text.push_str(&format!(
+                "{mark} {} in {}",
+                rank_ranges_text(&stall.submitters),
+                stall.operation
+            ));
             if self.set != ProcessSetId::GLOBAL {
                 text.push_str(&format!(" (process set {})", self.set));
             }
         }
-        for absentee in self.absentees.iter().take(NAMED) {
-            if meetings.clone().any(|stall| stall.came.contains(&absentee.rank)) {
+        for absentee in self.absentees.iter().take(MAX_NAMED_TENSORS) {
+            if meetings.clone().any(|stall| stall.submitters.contains(&absentee.rank)) {
                 continue;
             }
             let waits = absentee.waits.iter().flatten().find(|wait| wait.meeting);
             text.push_str(&format!(
                 "; rank {} in {}",
                 absentee.rank,
-                waits.map_or("none", |wait| &wait.what)
+                waits.map_or("none", |wait| &wait.operation)
             ));
         }
         text
@@ -212,28 +219,32 @@ impl fmt::Display for StallReport {
             write!(f, " This is process set {}.", self.set)?;
         }
         f.write_str("\nMissing ranks:")?;
-        for (rank, names, fatal) in self.by_rank() {
-            let more = if names.len() > NAMED { " ..." } else { "" };
+        for (rank, names, fatal) in self.missing_by_rank() {
+            let more = if names.len() > MAX_NAMED_TENSORS { " ..." } else { "" };
             let mark = if fatal { "!" } else { "" };
-            write!(f, "\n{rank}{mark}: [{}{more}]", names[..names.len().min(NAMED)].join(", "))?;
+            write!(
+                f,
+                "\n{rank}{mark}: [{}{more}]",
+                names[..names.len().min(MAX_NAMED_TENSORS)].join(", ")
+            )?;
         }
-        let told = |(index, stall): &(usize, &Stall)| *index == 0 || stall.meeting;
-        for (_, stall) in self.stalls.iter().enumerate().filter(told).take(NAMED) {
-            let came: Vec<String> = stall.came.iter().take(64).map(Rank::to_string).collect();
-            let more = if stall.came.len() > came.len() { " ..." } else { "" };
-            let (what, waiting) = (&stall.what, stall.waiting);
+        let told = |(index, stall): &(usize, &StalledTensor)| *index == 0 || stall.meeting;
+        for (_, stall) in self.stalls.iter().enumerate().filter(told).take(MAX_NAMED_TENSORS) {
+            let came: Vec<String> = stall.submitters.iter().take(64).map(Rank::to_string).collect();
+            let more = if stall.submitters.len() > came.len() { " ..." } else { "" };
+            let (what, waiting) = (&stall.operation, stall.waiting);
             write!(
                 f,
                 "\n{what} has waited for {waiting:.1?}; submitted by ranks: {}{more}",
                 came.join(", ")
             )?;
         }
-        if self.parted.is_some() {
+        if self.deadlocked_for.is_some() {
             f.write_str(
                 "\nEvery rank waits in a barrier, a join or a change of process sets that not all \
                  ranks came to: their programs have parted ways.",
             )?;
-            if let Some(ends) = self.ends {
+            if let Some(ends) = self.deadlock_limit {
                 write!(
                     f,
                     " The job ends when that has lasted for {} seconds.",
@@ -241,12 +252,12 @@ impl fmt::Display for StallReport {
                 )?;
             }
         }
-        // The stacks of absent ranks come last: a log that cuts long lines cuts these.
+        // Stacks come last: a log that truncates long messages then loses only stacks.
         self.absentees.iter().try_for_each(|absentee| write!(f, "\n{absentee}"))
     }
 }
 
-impl fmt::Display for Absentee {
+impl fmt::Display for MissingRank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Rank {} on {} ", self.rank, self.host)?;
         match self.waits.as_deref() {
@@ -256,20 +267,20 @@ impl fmt::Display for Absentee {
                 f.write_str("waits in ")?;
                 for (index, wait) in waits.iter().enumerate() {
                     let comma = if index > 0 { ", " } else { "" };
-                    write!(f, "{comma}{} (for {:.1?})", wait.what, wait.since)?;
+                    write!(f, "{comma}{} (for {:.1?})", wait.operation, wait.since)?;
                 }
                 f.write_str(".")?;
             }
         }
         match &self.stack {
-            Stack::Unknown => Ok(()),
-            Stack::Silent if self.waits.is_none() => Ok(()),
-            Stack::Silent => write!(
+            ThreadStacks::Unknown => Ok(()),
+            ThreadStacks::NoAnswer if self.waits.is_none() => Ok(()),
+            ThreadStacks::NoAnswer => write!(
                 f,
-                " Its Python threads: no answer within {STACK_LIMIT:?}, so one of them holds the \
+                " Its Python threads: no answer within {STACK_TIMEOUT:?}, so one of them holds the \
                  interpreter."
             ),
-            Stack::Text(text) => {
+            ThreadStacks::Text(text) => {
                 f.write_str(" Its Python threads:")?;
                 text.trim_end().lines().try_for_each(|line| write!(f, "\n  {line}"))
             }
@@ -281,13 +292,13 @@ impl fmt::Display for Absentee {
 mod tests {
     use super::*;
 
-    fn stall(tensor: &str, missing: &[u32], fatal: bool) -> Stall {
-        Stall {
+    fn stall(tensor: &str, missing: &[u32], fatal: bool) -> StalledTensor {
+        StalledTensor {
             tensor: tensor.into(),
-            what: format!("allreduce of {tensor}"),
+            operation: format!("allreduce of {tensor}"),
             meeting: false,
             waiting: Duration::from_millis(61_200),
-            came: vec![Rank(0), Rank(2)],
+            submitters: vec![Rank(0), Rank(2)],
             missing: missing.iter().copied().map(Rank).collect(),
             fatal,
         }
@@ -295,12 +306,17 @@ mod tests {
 
     #[test]
     fn a_report_reads_as_horovods_and_continues_with_what_the_missing_do() {
-        let mut stalls: Vec<Stall> = (0..8).map(|k| stall(&format!("t{k}"), &[1], false)).collect();
+        let mut stalls: Vec<StalledTensor> =
+            (0..8).map(|k| stall(&format!("t{k}"), &[1], false)).collect();
         stalls[1] = stall("t1", &[3], true);
-        let absentee =
-            |rank, waits, stack| Absentee { rank: Rank(rank), host: "h".to_owned(), waits, stack };
-        let wait = Wait {
-            what: "allreduce of other".to_owned(),
+        let absentee = |rank, waits, stack| MissingRank {
+            rank: Rank(rank),
+            host: "h".to_owned(),
+            waits,
+            stack,
+        };
+        let wait = RankWait {
+            operation: "allreduce of other".to_owned(),
             meeting: false,
             since: Duration::from_secs(2),
         };
@@ -309,12 +325,12 @@ mod tests {
             limit: Duration::from_secs(60),
             stalls,
             absentees: vec![
-                absentee(1, Some(vec![wait]), Stack::Text("MainThread\nin f\n".to_owned())),
-                absentee(3, Some(vec![]), Stack::Silent),
-                absentee(4, None, Stack::Silent),
+                absentee(1, Some(vec![wait]), ThreadStacks::Text("MainThread\nin f\n".to_owned())),
+                absentee(3, Some(vec![]), ThreadStacks::NoAnswer),
+                absentee(4, None, ThreadStacks::NoAnswer),
             ],
-            parted: None,
-            ends: None,
+            deadlocked_for: None,
+            deadlock_limit: None,
         };
         assert!(report.is_fatal());
         assert_eq!(
@@ -333,12 +349,12 @@ mod tests {
 
     #[test]
     fn an_answer_that_is_dropped_says_so() {
-        let (answer, slot) = Answer::new();
-        assert_eq!(slot.answer(), None);
+        let (answer, slot) = StackAnswer::new();
+        assert_eq!(slot.current_answer(), None);
         drop(answer);
-        assert_eq!(slot.answer(), Some(Stack::Unknown));
-        let (answer, slot) = Answer::new();
-        answer.give("x".to_owned());
-        assert_eq!(slot.answer(), Some(Stack::Text("x".to_owned())));
+        assert_eq!(slot.current_answer(), Some(ThreadStacks::Unknown));
+        let (answer, slot) = StackAnswer::new();
+        answer.send_text("x".to_owned());
+        assert_eq!(slot.current_answer(), Some(ThreadStacks::Text("x".to_owned())));
     }
 }

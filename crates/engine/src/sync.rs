@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Atomics of the machine, or of loom, which tries every order of their effects (`--cfg loom`).
+//! Atomics of the standard library, or with `--cfg loom` of loom, which tries every order of their
+//! effects.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};

@@ -10,7 +10,7 @@ use farandole_world::{Rank, World};
 
 /// One member's place in the tree of its set. Members are positions in the set.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Tree {
+pub(crate) struct ControlTree {
     pub(crate) me: u32,
     pub(crate) parent: Option<u32>,
     pub(crate) children: Vec<u32>,
@@ -21,9 +21,9 @@ pub(crate) struct Tree {
     pub(crate) hosts: usize,
 }
 
-/// Parents of every member.
-pub(crate) fn parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
-    let host = |rank: &Rank| world.seats.get(rank.index()).map(|seat| seat.host.machine());
+/// Returns the parent of every member, and the number of hosts.
+pub(crate) fn control_parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
+    let host = |rank: &Rank| world.seats.get(rank.index()).map(|seat| seat.host.machine_name());
     let mut leader_of = HashMap::new();
     let mut leaders: Vec<u32> = Vec::new();
     let parents = (0u32..)
@@ -41,15 +41,15 @@ pub(crate) fn parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usi
     (parents, leaders.len())
 }
 
-impl Tree {
-    /// The place of `me`, or `None` when it is not a member.
+impl ControlTree {
+    /// Returns the place of `me` in the tree, or `None` if it is not a member.
     pub(crate) fn new(world: &World, members: &[Rank], me: Rank) -> Option<Self> {
         let me = u32::try_from(members.iter().position(|rank| *rank == me)?).ok()?;
-        let (parents, hosts) = parents(world, members);
+        let (parents, hosts) = control_parents(world, members);
         let all = || (0u32..).take(members.len());
         let children: Vec<u32> =
             all().filter(|member| parents[*member as usize] == Some(me)).collect();
-        // A parent's number is lower than its child's, so walking up ends.
+        // A parent has a lower number than its child, so the walk up ends.
         let is_below = |top: u32, mut member: u32| loop {
             if member == top {
                 return true;
@@ -72,15 +72,15 @@ impl Tree {
     }
 }
 
-/// The ranks to which this world's rank needs a control link in a set of these members.
+/// Returns the ranks to which this world's rank needs a control link in a set of these members.
 pub fn control_peers(world: &World, members: &[Rank]) -> Vec<Rank> {
-    let Some(tree) = Tree::new(world, members, world.rank) else { return Vec::new() };
+    let Some(tree) = ControlTree::new(world, members, world.rank) else { return Vec::new() };
     tree.parent.iter().chain(&tree.children).map(|member| members[*member as usize]).collect()
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
+    use farandole_world::{Generation, HostHash, TaskId, TaskPlacement, assign_ranks};
 
     use super::*;
 
@@ -90,10 +90,10 @@ pub(crate) mod tests {
         for (host, ranks) in hosts.iter().enumerate() {
             for _ in 0..*ranks {
                 let task = TaskId(u32::try_from(places.len()).unwrap());
-                places.push(TaskPlace { task, host: HostHash(format!("host{host}")) });
+                places.push(TaskPlacement { task, host: HostHash(format!("host{host}")) });
             }
         }
-        assign(Generation(0), &places).unwrap()
+        assign_ranks(Generation(0), &places).unwrap()
     }
 
     fn ranks(count: u32) -> Vec<Rank> {
@@ -103,7 +103,7 @@ pub(crate) mod tests {
     #[test]
     fn every_member_hangs_under_member_0_through_its_leader() {
         let world = world(&[2, 2, 2, 2, 2]);
-        let tree = |rank| Tree::new(&world, &ranks(10), Rank(rank)).unwrap();
+        let tree = |rank| ControlTree::new(&world, &ranks(10), Rank(rank)).unwrap();
         assert_eq!(tree(0).children, [1, 2, 4, 8]);
         assert_eq!(tree(4).children, [5, 6]);
         assert_eq!((tree(6).parent, tree(7).parent, tree(8).parent), (Some(4), Some(6), Some(0)));
@@ -126,7 +126,7 @@ pub(crate) mod tests {
     #[test]
     fn the_coordinator_of_many_hosts_has_few_children() {
         let world = world(&[4; 64]);
-        let tree = Tree::new(&world, &ranks(256), Rank(0)).unwrap();
+        let tree = ControlTree::new(&world, &ranks(256), Rank(0)).unwrap();
         assert_eq!(tree.children.len(), 3 + 6, "three local ranks and log2 of 64 hosts");
     }
 }

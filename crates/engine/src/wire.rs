@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Numbers and texts in control frames: integers as LEB128 varints, texts and lists after their
+//! Encoding of control frames: integers are LEB128 varints; texts and lists are prefixed with their
 //! length.
 
 /// Appends values to a frame.
 #[derive(Debug)]
-pub(crate) struct Writer<'a>(pub(crate) &'a mut Vec<u8>);
+pub(crate) struct FrameWriter<'a>(pub(crate) &'a mut Vec<u8>);
 
-impl Writer<'_> {
-    pub(crate) fn byte(&mut self, value: u8) {
+impl FrameWriter<'_> {
+    pub(crate) fn write_byte(&mut self, value: u8) {
         self.0.push(value);
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the low seven bits are what is meant")]
-    pub(crate) fn number(&mut self, mut value: u64) {
+    pub(crate) fn write_varint(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.0.push(value as u8 | 0x80);
             value >>= 7;
@@ -22,26 +22,26 @@ impl Writer<'_> {
         self.0.push(value as u8);
     }
 
-    pub(crate) fn fixed(&mut self, value: u64) {
+    pub(crate) fn write_u64(&mut self, value: u64) {
         self.0.extend_from_slice(&value.to_le_bytes());
     }
 
-    pub(crate) fn text(&mut self, value: &str) {
-        self.number(value.len() as u64);
+    pub(crate) fn write_text(&mut self, value: &str) {
+        self.write_varint(value.len() as u64);
         self.0.extend_from_slice(value.as_bytes());
     }
 
-    pub(crate) fn numbers(&mut self, values: impl ExactSizeIterator<Item = u64>) {
-        self.number(values.len() as u64);
-        values.for_each(|value| self.number(value));
+    pub(crate) fn write_varints(&mut self, values: impl ExactSizeIterator<Item = u64>) {
+        self.write_varint(values.len() as u64);
+        values.for_each(|value| self.write_varint(value));
     }
 }
 
 /// The error of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Malformed {
+pub(crate) enum MalformedFrame {
     #[error("it ends early")]
-    Short,
+    Truncated,
     #[error("a number has more than 64 bits")]
     Overlong,
     #[error("a text is not UTF-8")]
@@ -53,71 +53,71 @@ pub(crate) enum Malformed {
     #[error("an unknown cache entry: {0}")]
     Cache(u64),
     #[error("a source announced a tensor twice")]
-    Twice,
+    DuplicateAnnouncement,
     #[error("a list out of order: {0}")]
-    Order(u64),
+    ListOutOfOrder(u64),
     #[error("rows of {0} members are given for another number of them")]
     Rows(usize),
 }
 
-pub(crate) type Read<T> = Result<T, Malformed>;
+pub(crate) type Read<T> = Result<T, MalformedFrame>;
 
-/// Takes values off a frame.
+/// Reads values from a frame.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
+pub(crate) struct FrameReader<'a>(pub(crate) &'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> FrameReader<'a> {
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    pub(crate) fn byte(&mut self) -> Read<u8> {
-        let (first, rest) = self.0.split_first().ok_or(Malformed::Short)?;
+    pub(crate) fn read_byte(&mut self) -> Read<u8> {
+        let (first, rest) = self.0.split_first().ok_or(MalformedFrame::Truncated)?;
         self.0 = rest;
         Ok(*first)
     }
 
-    pub(crate) fn number(&mut self) -> Read<u64> {
+    pub(crate) fn read_varint(&mut self) -> Read<u64> {
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {
-            let byte = self.byte()?;
+            let byte = self.read_byte()?;
             if shift == 63 && byte > 1 {
-                return Err(Malformed::Overlong);
+                return Err(MalformedFrame::Overlong);
             }
             value |= u64::from(byte & 0x7f) << shift;
             if byte < 0x80 {
                 return Ok(value);
             }
         }
-        Err(Malformed::Overlong)
+        Err(MalformedFrame::Overlong)
     }
 
-    pub(crate) fn small(&mut self) -> Read<u32> {
-        u32::try_from(self.number()?).map_err(|_| Malformed::Overlong)
+    pub(crate) fn read_u32(&mut self) -> Read<u32> {
+        u32::try_from(self.read_varint()?).map_err(|_| MalformedFrame::Overlong)
     }
 
-    /// A count of things that take at least one byte each, so that no frame makes us allocate more
-    /// than it is long.
-    pub(crate) fn count(&mut self) -> Read<usize> {
-        let count = usize::try_from(self.number()?).map_err(|_| Malformed::Overlong)?;
-        if count > self.0.len() { Err(Malformed::Short) } else { Ok(count) }
+    /// Reads a count of items that take at least one byte each. The count is limited by the bytes
+    /// left, so that a frame cannot cause a larger allocation.
+    pub(crate) fn read_count(&mut self) -> Read<usize> {
+        let count = usize::try_from(self.read_varint()?).map_err(|_| MalformedFrame::Overlong)?;
+        if count > self.0.len() { Err(MalformedFrame::Truncated) } else { Ok(count) }
     }
 
-    pub(crate) fn fixed(&mut self) -> Read<u64> {
-        let (first, rest) = self.0.split_first_chunk::<8>().ok_or(Malformed::Short)?;
+    pub(crate) fn read_u64(&mut self) -> Read<u64> {
+        let (first, rest) = self.0.split_first_chunk::<8>().ok_or(MalformedFrame::Truncated)?;
         self.0 = rest;
         Ok(u64::from_le_bytes(*first))
     }
 
-    pub(crate) fn text(&mut self) -> Read<&'a str> {
-        let length = self.count()?;
+    pub(crate) fn read_text(&mut self) -> Read<&'a str> {
+        let length = self.read_count()?;
         let (text, rest) = self.0.split_at(length);
         self.0 = rest;
-        std::str::from_utf8(text).map_err(|_| Malformed::Text)
+        std::str::from_utf8(text).map_err(|_| MalformedFrame::Text)
     }
 
-    pub(crate) fn numbers(&mut self) -> Read<Vec<u64>> {
-        (0..self.count()?).map(|_| self.number()).collect()
+    pub(crate) fn read_varints(&mut self) -> Read<Vec<u64>> {
+        (0..self.read_count()?).map(|_| self.read_varint()).collect()
     }
 }
 
@@ -131,28 +131,28 @@ mod tests {
         #[test]
         fn written_values_are_read(numbers in prop::collection::vec(any::<u64>(), 0..20), text: String, fixed: u64) {
             let mut frame = Vec::new();
-            let mut writer = Writer(&mut frame);
-            writer.numbers(numbers.iter().copied());
-            writer.text(&text);
-            writer.fixed(fixed);
-            let mut reader = Reader(&frame);
-            prop_assert_eq!(reader.numbers(), Ok(numbers));
-            prop_assert_eq!(reader.text(), Ok(text.as_str()));
-            prop_assert_eq!(reader.fixed(), Ok(fixed));
+            let mut writer = FrameWriter(&mut frame);
+            writer.write_varints(numbers.iter().copied());
+            writer.write_text(&text);
+            writer.write_u64(fixed);
+            let mut reader = FrameReader(&frame);
+            prop_assert_eq!(reader.read_varints(), Ok(numbers));
+            prop_assert_eq!(reader.read_text(), Ok(text.as_str()));
+            prop_assert_eq!(reader.read_u64(), Ok(fixed));
             prop_assert!(reader.is_empty());
         }
 
         #[test]
         fn no_bytes_make_a_reader_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
-            let mut reader = Reader(&bytes);
-            while reader.numbers().is_ok() && reader.text().is_ok() && !reader.is_empty() {}
+            let mut reader = FrameReader(&bytes);
+            while reader.read_varints().is_ok() && reader.read_text().is_ok() && !reader.is_empty() {}
         }
     }
 
     #[test]
     fn a_count_beyond_the_frame_is_refused_before_anything_is_allocated() {
         let mut frame = Vec::new();
-        Writer(&mut frame).number(u64::MAX);
-        assert_eq!(Reader(&frame).numbers(), Err(Malformed::Short));
+        FrameWriter(&mut frame).write_varint(u64::MAX);
+        assert_eq!(FrameReader(&frame).read_varints(), Err(MalformedFrame::Truncated));
     }
 }

@@ -7,47 +7,47 @@
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use farandole::collectives::Memory;
-use farandole::engine::{Callback, Completion, Error};
-use farandole_door::{Code, Done, Outcome, Output};
+use farandole::collectives::HostMemory;
+use farandole::engine::{Callback, Error, RequestCompletion};
+use farandole_door::{Done, EngineStatusCode, SubmissionOutcome, TensorOutput};
 use parking_lot::Mutex;
 
-use crate::message::Failure;
-use crate::names;
+use crate::message::SubmissionFailure;
+use crate::operation_numbers;
 
 /// The receiver of an outcome.
-pub(crate) struct Receiver {
+pub(crate) struct OutcomeReceiver {
     done: Done,
     context: *mut c_void,
 }
 
 // SAFETY: the context is the caller's, and the caller expects `done` on another thread (DO-2).
-unsafe impl Send for Receiver {}
+unsafe impl Send for OutcomeReceiver {}
 
-impl Receiver {
+impl OutcomeReceiver {
     /// # Safety
     /// `done` may be called once with `context`, from any thread.
     pub(crate) unsafe fn new(done: Done, context: *mut c_void) -> Self {
         Self { done, context }
     }
 
-    /// Tells the other side, once.
-    pub(crate) fn tell(self, results: Result<Vec<Completion>, Failure>) {
+    /// Sends the outcome to the other side of the door, once.
+    pub(crate) fn send_outcome(self, results: Result<Vec<RequestCompletion>, SubmissionFailure>) {
         match results {
             Ok(completions) => {
                 if completions.iter().any(|completion| completion.last.is_some()) {
                     // Before any caller gets it, and submits the next operation.
-                    names::joined();
+                    operation_numbers::record_join();
                 }
-                let outputs: Vec<Output> = completions.iter().map(output).collect();
-                self.call(Code::Good, c"", &outputs);
+                let outputs: Vec<TensorOutput> = completions.iter().map(to_output).collect();
+                self.call_done(EngineStatusCode::Success, c"", &outputs);
             }
-            Err(failure) => self.call(failure.code, &failure.terminated(), &[]),
+            Err(failure) => self.call_done(failure.code, &failure.to_c_string(), &[]),
         }
     }
 
-    fn call(self, code: Code, message: &CStr, outputs: &[Output]) {
-        let outcome = Outcome {
+    fn call_done(self, code: EngineStatusCode, message: &CStr, outputs: &[TensorOutput]) {
+        let outcome = SubmissionOutcome {
             code: code as u32,
             message: message.as_ptr(),
             outputs: outputs.as_ptr(),
@@ -58,8 +58,9 @@ impl Receiver {
     }
 }
 
-/// The memory goes along as a raw box that [`free`] takes back.
-fn output(completion: &Completion) -> Output {
+/// Converts a completion to an output of the door. The memory goes along as a raw box that
+/// [`free_output`] takes back.
+fn to_output(completion: &RequestCompletion) -> TensorOutput {
     let (address, bytes, owner) = match &completion.output {
         Some(memory) => {
             let owner = Box::into_raw(Box::new(memory.clone()));
@@ -67,7 +68,7 @@ fn output(completion: &Completion) -> Output {
         }
         None => (std::ptr::null_mut(), 0, std::ptr::null_mut()),
     };
-    Output {
+    TensorOutput {
         address,
         bytes,
         owner,
@@ -80,25 +81,25 @@ fn output(completion: &Completion) -> Output {
 /// Frees an output's memory.
 ///
 /// # Safety
-/// `owner` is null, or came with an [`Output`] and was not freed.
-pub(crate) unsafe extern "C" fn free(owner: *mut c_void) {
+/// `owner` is null, or came with an [`TensorOutput`] and was not freed.
+pub(crate) unsafe extern "C" fn free_output(owner: *mut c_void) {
     if !owner.is_null() {
         // SAFETY: made by `output`, given back once by the caller's promise.
-        drop(unsafe { Box::from_raw(owner.cast::<Memory>()) });
+        drop(unsafe { Box::from_raw(owner.cast::<HostMemory>()) });
     }
 }
 
 /// Results of one submission as they come in.
-struct Gathering {
-    receiver: Option<Receiver>,
-    results: Vec<Option<Completion>>,
+struct GroupCompletion {
+    receiver: Option<OutcomeReceiver>,
+    results: Vec<Option<RequestCompletion>>,
     missing: usize,
-    failure: Option<Failure>,
+    failure: Option<SubmissionFailure>,
 }
 
-/// Returns one callback for each of `count` requests; the last to run tells the receiver.
-pub(crate) fn callbacks(receiver: Receiver, count: usize) -> Vec<Callback> {
-    let gathering = Arc::new(Mutex::new(Gathering {
+/// Returns one callback for each of `count` requests; the last one to run calls the receiver.
+pub(crate) fn group_callbacks(receiver: OutcomeReceiver, count: usize) -> Vec<Callback> {
+    let gathering = Arc::new(Mutex::new(GroupCompletion {
         receiver: Some(receiver),
         results: (0..count).map(|_| None).collect(),
         missing: count,
@@ -107,12 +108,16 @@ pub(crate) fn callbacks(receiver: Receiver, count: usize) -> Vec<Callback> {
     (0..count)
         .map(|index| -> Callback {
             let gathering = Arc::clone(&gathering);
-            Box::new(move |result| arrive(&gathering, index, result))
+            Box::new(move |result| record_result(&gathering, index, result))
         })
         .collect()
 }
 
-fn arrive(gathering: &Mutex<Gathering>, index: usize, result: Result<Completion, Error>) {
+fn record_result(
+    gathering: &Mutex<GroupCompletion>,
+    index: usize,
+    result: Result<RequestCompletion, Error>,
+) {
     let mut gathered = gathering.lock();
     gathered.missing -= 1;
     match result {
@@ -128,5 +133,5 @@ fn arrive(gathering: &Mutex<Gathering>, index: usize, result: Result<Completion,
         None => Ok(gathered.results.drain(..).flatten().collect()),
     };
     drop(gathered);
-    receiver.tell(results);
+    receiver.send_outcome(results);
 }

@@ -15,10 +15,10 @@
 
 mod completion;
 mod message;
-mod names;
+mod operation_numbers;
 mod request;
 mod table;
 
-pub use farandole_door::CAPSULE;
-pub use names::{joined, joins};
-pub use table::door;
+pub use farandole_door::CAPSULE_NAME;
+pub use operation_numbers::{join_count, record_join};
+pub use table::engine_table;

@@ -7,34 +7,34 @@ use std::error::Error as _;
 use std::ffi::CString;
 
 use farandole::engine::Error;
-use farandole::world::Fault;
-use farandole_door::Code;
+use farandole::world::FaultOrigin;
+use farandole_door::EngineStatusCode;
 
 /// The reason why a call failed.
 #[derive(Debug)]
-pub(crate) struct Failure {
-    pub(crate) code: Code,
+pub(crate) struct SubmissionFailure {
+    pub(crate) code: EngineStatusCode,
     pub(crate) text: String,
 }
 
-impl Failure {
-    pub(crate) fn usage(text: impl Into<String>) -> Self {
-        Self { code: Code::Usage, text: text.into() }
+impl SubmissionFailure {
+    pub(crate) fn usage_error(text: impl Into<String>) -> Self {
+        Self { code: EngineStatusCode::Usage, text: text.into() }
     }
 
     /// Returns the text without the bytes that would end it early.
-    pub(crate) fn terminated(&self) -> CString {
+    pub(crate) fn to_c_string(&self) -> CString {
         let bytes: Vec<u8> = self.text.bytes().filter(|byte| *byte != 0).collect();
         CString::new(bytes).unwrap_or_default()
     }
 }
 
-impl From<Error> for Failure {
+impl From<Error> for SubmissionFailure {
     fn from(error: Error) -> Self {
         let code = match &error {
-            Error::Mismatch { .. } => Code::Mismatch,
-            Error::Unsupported { .. } => Code::Unsupported,
-            other => of(other.fault()),
+            Error::Mismatch { .. } => EngineStatusCode::Mismatch,
+            Error::Unsupported { .. } => EngineStatusCode::Unsupported,
+            other => code_for_fault(other.fault()),
         };
         let mut text = error.to_string();
         let mut source = error.source();
@@ -50,21 +50,21 @@ impl From<Error> for Failure {
     }
 }
 
-impl From<farandole::session::Error> for Failure {
+impl From<farandole::session::Error> for SubmissionFailure {
     fn from(error: farandole::session::Error) -> Self {
         let code = match &error {
-            farandole::session::Error::NotInitialized => Code::Mismatch,
-            other => of(other.fault()),
+            farandole::session::Error::NotInitialized => EngineStatusCode::Mismatch,
+            other => code_for_fault(other.fault()),
         };
         Self { code, text: error.to_string() }
     }
 }
 
-fn of(fault: Fault) -> Code {
+fn code_for_fault(fault: FaultOrigin) -> EngineStatusCode {
     match fault {
-        Fault::Usage => Code::Usage,
-        Fault::Peer | Fault::Membership => Code::Peer,
-        Fault::Environment => Code::Environment,
-        Fault::Bug => Code::Bug,
+        FaultOrigin::Usage => EngineStatusCode::Usage,
+        FaultOrigin::Peer | FaultOrigin::Membership => EngineStatusCode::Peer,
+        FaultOrigin::Environment => EngineStatusCode::Environment,
+        FaultOrigin::Bug => EngineStatusCode::Bug,
     }
 }

@@ -9,34 +9,42 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole::engine::{Completion, Request};
+use farandole::engine::{CollectiveRequest, RequestCompletion};
 use farandole::session::{self, Session};
 use farandole::world::ProcessSetId;
-use farandole_door::{Call, Code, Done, Door, Place, VERSION};
+use farandole_door::{
+    Done, EngineStatusCode, EngineTable, ProcessSetPlacement, SubmissionHeader, TABLE_VERSION,
+};
 
-use crate::completion::{self, Receiver};
-use crate::message::Failure;
+use crate::completion::{self, OutcomeReceiver};
+use crate::message::SubmissionFailure;
 use crate::request;
 
 /// A table's size never comes near 4 GiB.
 #[expect(clippy::cast_possible_truncation, reason = "a handful of pointers")]
-const BYTES: u32 = size_of::<Door>() as u32;
+const TABLE_BYTES: u32 = size_of::<EngineTable>() as u32;
 
-static DOOR: Door = Door { version: VERSION, bytes: BYTES, submit, place, free: completion::free };
+static ENGINE_TABLE: EngineTable = EngineTable {
+    version: TABLE_VERSION,
+    bytes: TABLE_BYTES,
+    submit: submit_requests,
+    place: write_placement,
+    free: completion::free_output,
+};
 
 /// Longest attended wait before it begins again; the engine's own deadlines end it.
-const SLICE: Duration = Duration::from_secs(3600);
+const ATTENDED_WAIT_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Returns the table of this process, valid until it ends.
-pub fn door() -> &'static Door {
-    &DOOR
+pub fn engine_table() -> &'static EngineTable {
+    &ENGINE_TABLE
 }
 
 /// # Safety
-/// Like `farandole_door::Door::submit` demands.
-unsafe extern "C" fn submit(
-    call: *const Call,
-    requests: *const farandole_door::Request,
+/// Like `farandole_door::EngineTable::submit` demands.
+unsafe extern "C" fn submit_requests(
+    call: *const SubmissionHeader,
+    requests: *const farandole_door::TensorRequest,
     count: usize,
     done: Done,
     context: *mut c_void,
@@ -46,137 +54,153 @@ unsafe extern "C" fn submit(
     // SAFETY: the caller promises `count` requests and a call.
     let (call, requests) = unsafe { (&*call, std::slice::from_raw_parts(requests, count)) };
     // SAFETY: the caller expects `done` once, on whatever thread.
-    let receiver = unsafe { Receiver::new(done, context) };
-    let taken = guarded(|| {
-        let session = session::current()?;
-        // SAFETY: the caller promises what the requests point at.
-        let requests = unsafe { request::all(&session, call, requests) }?;
+    let receiver = unsafe { OutcomeReceiver::new(done, context) };
+    let taken = catch_panic(|| {
+        let session = session::current_session()?;
+        // SAFETY: the caller promises that the pointers in the requests are valid.
+        let requests = unsafe { request::convert_requests(&session, call, requests) }?;
         match call.attended {
-            0 => start(&session, requests, receiver),
-            1 => attend(&session, requests, receiver),
-            _ => help(&session, requests, receiver),
+            0 => submit_unattended(&session, requests, receiver),
+            1 => drive_to_end(&session, requests, receiver),
+            _ => drive_briefly(&session, requests, receiver),
         }
     });
     // SAFETY: `capacity` bytes are at `message`.
-    unsafe { answer(taken, message, capacity) }
+    unsafe { write_status(taken, message, capacity) }
 }
 
 /// Leaves the requests with the engine's own threads.
-fn start(
+fn submit_unattended(
     session: &Arc<Session>,
-    mut requests: Vec<Request>,
-    receiver: Receiver,
-) -> Result<(), Failure> {
-    let mut callbacks = completion::callbacks(receiver, requests.len());
+    mut requests: Vec<CollectiveRequest>,
+    receiver: OutcomeReceiver,
+) -> Result<(), SubmissionFailure> {
+    let mut callbacks = completion::group_callbacks(receiver, requests.len());
     if requests.len() == 1
         && let (Some(request), Some(done)) = (requests.pop(), callbacks.pop())
     {
-        return Ok(session.engine().submit_with(request, done)?);
+        return Ok(session.engine().submit_with_callback(request, done)?);
     }
-    Ok(session.engine().submit_group_with(requests, callbacks)?)
+    Ok(session.engine().submit_group_with_callbacks(requests, callbacks)?)
 }
 
 /// Drives the requests on this thread for a moment, and leaves the rest to the engine's own
 /// threads.
-fn help(session: &Arc<Session>, requests: Vec<Request>, receiver: Receiver) -> Result<(), Failure> {
+fn drive_briefly(
+    session: &Arc<Session>,
+    requests: Vec<CollectiveRequest>,
+    receiver: OutcomeReceiver,
+) -> Result<(), SubmissionFailure> {
     let (count, mut receiver) = (requests.len(), Some(receiver));
     let later = || {
-        receiver.take().map(|receiver| completion::callbacks(receiver, count)).unwrap_or_default()
+        receiver
+            .take()
+            .map(|receiver| completion::group_callbacks(receiver, count))
+            .unwrap_or_default()
     };
-    if let Some(results) = session.engine().submit_helping(requests, later)?
+    if let Some(results) = session.engine().submit_and_help(requests, later)?
         && let Some(receiver) = receiver
     {
         let merge = |results, result: Result<_, farandole::engine::Error>| {
-            merged(results, result.map_err(Failure::from))
+            push_result(results, result.map_err(SubmissionFailure::from))
         };
-        receiver.tell(results.into_iter().fold(Ok(Vec::with_capacity(count)), merge));
+        receiver.send_outcome(results.into_iter().fold(Ok(Vec::with_capacity(count)), merge));
     }
     Ok(())
 }
 
 /// Drives the requests on this thread.
-fn attend(
+fn drive_to_end(
     session: &Arc<Session>,
-    mut requests: Vec<Request>,
-    receiver: Receiver,
-) -> Result<(), Failure> {
+    mut requests: Vec<CollectiveRequest>,
+    receiver: OutcomeReceiver,
+) -> Result<(), SubmissionFailure> {
     let engine = session.engine();
     let handles = match requests.len() {
         1 => requests
             .pop()
-            .map(|request| engine.submit_attended(request))
+            .map(|request| engine.submit_before_wait(request))
             .into_iter()
             .collect::<Result<_, _>>()?,
-        _ => engine.submit_group_attended(requests)?,
+        _ => engine.submit_group_before_wait(requests)?,
     };
     let mut results = Ok(Vec::with_capacity(handles.len()));
     for handle in handles {
         let result = loop {
-            match engine.wait(handle, SLICE) {
+            match engine.wait(handle, ATTENDED_WAIT_LIMIT) {
                 Ok(None) => {}
                 Ok(Some(completion)) => break Ok(completion),
                 Err(error) => break Err(error),
             }
         };
-        results = merged(results, result.map_err(Failure::from));
+        results = push_result(results, result.map_err(SubmissionFailure::from));
     }
-    receiver.tell(results);
+    receiver.send_outcome(results);
     Ok(())
 }
 
 /// Returns the first failure, or all completions.
-fn merged(
-    results: Result<Vec<Completion>, Failure>,
-    result: Result<Completion, Failure>,
-) -> Result<Vec<Completion>, Failure> {
+fn push_result(
+    results: Result<Vec<RequestCompletion>, SubmissionFailure>,
+    result: Result<RequestCompletion, SubmissionFailure>,
+) -> Result<Vec<RequestCompletion>, SubmissionFailure> {
     let mut results = results?;
     results.push(result?);
     Ok(results)
 }
 
 /// # Safety
-/// Like `farandole_door::Door::place` demands.
-unsafe extern "C" fn place(
+/// Like `farandole_door::EngineTable::place` demands.
+unsafe extern "C" fn write_placement(
     process_set: u32,
-    place: *mut Place,
+    place: *mut ProcessSetPlacement,
     message: *mut c_char,
     capacity: usize,
 ) -> u32 {
-    let found = guarded(|| {
-        let session = session::current()?;
+    let found = catch_panic(|| {
+        let session = session::current_session()?;
         let world = session.world();
-        let (members, position) = match session.engine().members(ProcessSetId(process_set)) {
+        let (members, position) = match session.engine().set_members(ProcessSetId(process_set)) {
             Ok(members) => (members.len(), members.iter().position(|rank| *rank == world.rank)),
             Err(farandole::engine::Error::NotAMember { .. }) => (0, None),
             Err(error) => return Err(error.into()),
         };
-        let found = Place {
+        let found = ProcessSetPlacement {
             set_size: u32::try_from(members).unwrap_or(u32::MAX),
             set_rank: position.and_then(|position| i32::try_from(position).ok()).unwrap_or(-1),
             rank: world.rank.0,
-            local_size: world.seat().local_size,
-            local_rank: world.seat().local_rank.0,
+            local_size: world.own_placement().local_size,
+            local_rank: world.own_placement().local_rank.0,
         };
-        // SAFETY: the caller promises room for a `Place`.
+        // SAFETY: the caller promises room for a `ProcessSetPlacement`.
         unsafe { place.write(found) };
         Ok(())
     });
     // SAFETY: `capacity` bytes are at `message`.
-    unsafe { answer(found, message, capacity) }
+    unsafe { write_status(found, message, capacity) }
 }
 
-/// A panic must not cross the door.
-fn guarded(run: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
+/// Converts a panic to a failure, because a panic must not cross the door.
+fn catch_panic(
+    run: impl FnOnce() -> Result<(), SubmissionFailure>,
+) -> Result<(), SubmissionFailure> {
     catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
-        Err(Failure { code: Code::Bug, text: "the engine panicked".to_owned() })
+        Err(SubmissionFailure {
+            code: EngineStatusCode::Bug,
+            text: "the engine panicked".to_owned(),
+        })
     })
 }
 
 /// # Safety
 /// `capacity` bytes are at `message`.
-unsafe fn answer(result: Result<(), Failure>, message: *mut c_char, capacity: usize) -> u32 {
-    let Err(failure) = result else { return Code::Good as u32 };
-    let text = failure.terminated();
+unsafe fn write_status(
+    result: Result<(), SubmissionFailure>,
+    message: *mut c_char,
+    capacity: usize,
+) -> u32 {
+    let Err(failure) = result else { return EngineStatusCode::Success as u32 };
+    let text = failure.to_c_string();
     let bytes = text.as_bytes();
     let length = bytes.len().min(capacity.saturating_sub(1));
     if capacity > 0 {

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Reasons why a file is not decoded here.
+//! Reasons why a file is not decoded by this crate.
 
-/// Result of this room.
+/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A file that this crate does not decode. Another decoder may open it.
+/// A file that this crate does not decode. Another decoder may read it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Another format, or no image.
+    /// Another format, or not an image.
     #[error("it is neither a PNG nor a JPEG")]
     Format,
-    /// A PNG or a JPEG of a kind that is left to another decoder.
+    /// A PNG or JPEG of a rare kind, which another decoder must read.
     #[error("it is {kind}")]
-    Kind {
+    RareKind {
         /// Kind of the file.
         kind: &'static str,
     },
-    /// More pixels than any file may have.
+    /// More pixels than allowed.
     #[error("it has {width} x {height} pixels, more than {most}")]
-    Large {
+    TooManyPixels {
         /// Pixels of a row.
         width: u32,
         /// Rows.
@@ -29,24 +29,24 @@ pub enum Error {
         /// Largest number of pixels.
         most: u64,
     },
-    /// Bytes that are no image.
+    /// Damaged bytes.
     #[error("it is damaged: {what}")]
     Damaged {
         /// The library's error.
         what: String,
     },
-    /// Memory of another size than an image has.
+    /// Output memory whose size differs from the image.
     #[error("an image has {expected} values, and there is room for {found}")]
-    Room {
+    OutputSize {
         /// Values of an image.
         expected: usize,
-        /// Values that there is room for.
+        /// Values in the output memory.
         found: usize,
     },
 }
 
 impl Error {
-    pub(crate) fn damaged(what: impl ToString) -> Self {
+    pub(crate) fn damaged_error(what: impl ToString) -> Self {
         Self::Damaged { what: what.to_string() }
     }
 }

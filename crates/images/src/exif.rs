@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The orientation in EXIF metadata.
+//! Reads the orientation from EXIF metadata.
 
-/// The tag of the orientation.
-const ORIENTATION: u16 = 0x0112;
-/// The type of 16-bit numbers.
-const SHORT: u16 = 3;
-/// Bytes of an entry of a directory.
-const ENTRY: usize = 12;
+/// Tag of the orientation.
+const ORIENTATION_TAG: u16 = 0x0112;
+/// Type of 16-bit numbers.
+const SHORT_TYPE: u16 = 3;
+/// Bytes of a directory entry.
+const ENTRY_BYTES: usize = 12;
 
-/// The orientation that a TIFF structure says; `None` in it without one.
+/// Reads the orientation of a TIFF structure; `None` if it contains none.
 ///
 /// # Errors
 /// A structure that cannot be read.
-pub(crate) fn orientation(tiff: &[u8]) -> Result<Option<u16>, ()> {
+pub(crate) fn read_orientation(tiff: &[u8]) -> Result<Option<u16>, ()> {
     let big = match tiff.get(..4) {
         Some(b"II*\0") => false,
         Some(b"MM\0*") => true,
@@ -34,11 +34,11 @@ pub(crate) fn orientation(tiff: &[u8]) -> Result<Option<u16>, ()> {
         .and_then(|at| tiff.get(usize::try_from(at).ok()?..))
         .ok_or(())?;
     let count = directory.get(..2).and_then(short).ok_or(())?;
-    let entries = directory.get(2..2 + usize::from(count) * ENTRY).ok_or(())?;
-    for entry in entries.chunks_exact(ENTRY) {
+    let entries = directory.get(2..2 + usize::from(count) * ENTRY_BYTES).ok_or(())?;
+    for entry in entries.chunks_exact(ENTRY_BYTES) {
         let field = |from: usize| entry.get(from..from + 2).and_then(short);
-        if field(0) == Some(ORIENTATION) {
-            let single = field(2) == Some(SHORT) && entry.get(4..8).and_then(long) == Some(1);
+        if field(0) == Some(ORIENTATION_TAG) {
+            let single = field(2) == Some(SHORT_TYPE) && entry.get(4..8).and_then(long) == Some(1);
             return if single { field(8).map(Some).ok_or(()) } else { Err(()) };
         }
     }
@@ -49,7 +49,7 @@ pub(crate) fn orientation(tiff: &[u8]) -> Result<Option<u16>, ()> {
 mod tests {
     use super::*;
 
-    fn tiff(entries: &[[u8; ENTRY]]) -> Vec<u8> {
+    fn tiff(entries: &[[u8; ENTRY_BYTES]]) -> Vec<u8> {
         let mut bytes = b"II*\0\x08\0\0\0".to_vec();
         bytes.extend([u8::try_from(entries.len()).unwrap(), 0]);
         entries.iter().for_each(|entry| bytes.extend(entry));
@@ -60,10 +60,10 @@ mod tests {
     fn the_orientation_is_found_in_either_byte_order() {
         let other = [0x0F, 1, 2, 0, 4, 0, 0, 0, 1, 2, 3, 4];
         let turned = [0x12, 1, 3, 0, 1, 0, 0, 0, 6, 0, 0, 0];
-        assert_eq!(orientation(&tiff(&[other, turned])), Ok(Some(6)));
-        assert_eq!(orientation(&tiff(&[other])), Ok(None));
+        assert_eq!(read_orientation(&tiff(&[other, turned])), Ok(Some(6)));
+        assert_eq!(read_orientation(&tiff(&[other])), Ok(None));
         assert_eq!(
-            orientation(b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x08\0\0"),
+            read_orientation(b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x08\0\0"),
             Ok(Some(8))
         );
     }
@@ -79,9 +79,9 @@ mod tests {
             b"II*\0\xFF\xFF\xFF\xFF\0\0",
             b"II*\0\x08\0\0\0\x05\0",
         ] {
-            assert_eq!(orientation(bytes), Err(()), "{bytes:?}");
+            assert_eq!(read_orientation(bytes), Err(()), "{bytes:?}");
         }
-        assert_eq!(orientation(&tiff(&[long])), Err(()));
-        assert_eq!(orientation(&tiff(&[two])), Err(()));
+        assert_eq!(read_orientation(&tiff(&[long])), Err(()));
+        assert_eq!(read_orientation(&tiff(&[two])), Err(()));
     }
 }

@@ -1,46 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! JPEG files.
+//! Decodes JPEG files.
 
 use zune_jpeg::JpegDecoder;
 use zune_jpeg::zune_core::bytestream::ZCursor;
 use zune_jpeg::zune_core::colorspace::ColorSpace;
 use zune_jpeg::zune_core::options::DecoderOptions;
 
-use crate::decoder::affordable;
+use crate::decoder::check_pixel_count;
 use crate::error::{Error, Result};
-use crate::exif::orientation;
-use crate::pixels::Pixels;
-use crate::steps::Mode;
+use crate::exif::read_orientation;
+use crate::pixels::PixelBuffer;
+use crate::transform::ColorMode;
 
-/// First bytes of a file.
-pub(crate) const SIGNATURE: &[u8] = b"\xFF\xD8\xFF";
+/// First bytes of a JPEG file.
+pub(crate) const FILE_SIGNATURE: &[u8] = b"\xFF\xD8\xFF";
 
-const EXIF: &[u8] = b"Exif\0\0";
-const XMP: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
-const TURNED: &[u8] = b"tiff:Orientation";
-const ADOBE: &[u8] = b"Adobe";
-const END: &[u8] = b"\xFF\xD9";
+const EXIF_PREFIX: &[u8] = b"Exif\0\0";
+const XMP_PREFIX: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
+const XMP_ORIENTATION_KEY: &[u8] = b"tiff:Orientation";
+const ADOBE_PREFIX: &[u8] = b"Adobe";
+const END_MARKER: &[u8] = b"\xFF\xD9";
 
 /// Content of the segments before the first scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Header {
+struct JpegHeader {
     width: u16,
     height: u16,
-    /// Components: 1 is gray, 3 are luma and chroma.
+    /// Number of components: 1 for gray, 3 for luma and chroma.
     components: u8,
     orientation: u16,
-    /// The first byte of the first scan.
+    /// Offset of the first scan.
     scan: usize,
 }
 
-const fn odd(kind: &'static str) -> Error {
-    Error::Kind { kind }
+const fn rare_kind_error(kind: &'static str) -> Error {
+    Error::RareKind { kind }
 }
 
-/// The next segment from `at` on: its marker, its content, and where the next one is.
-fn segment(file: &[u8], at: usize) -> Option<(u8, &[u8], usize)> {
+/// Returns the next segment from `at` on: its marker, its content, and the offset of the segment
+/// after it.
+fn next_segment(file: &[u8], at: usize) -> Option<(u8, &[u8], usize)> {
     let rest = file.get(at..)?;
     let filled = rest.iter().take_while(|byte| **byte == 0xFF).count();
     let marker = *rest.get(filled).filter(|_| filled > 0)?;
@@ -52,25 +53,24 @@ fn segment(file: &[u8], at: usize) -> Option<(u8, &[u8], usize)> {
 /// Reads the segments before the first scan.
 ///
 /// # Errors
-/// A kind of JPEG that is rare.
-fn header(file: &[u8]) -> Result<Header> {
-    let cut = || Error::damaged("it ends before its first scan");
+/// A rare kind of JPEG, or a damaged file.
+fn read_header(file: &[u8]) -> Result<JpegHeader> {
+    let cut = || Error::damaged_error("it ends before its first scan");
     let (mut at, mut frame, mut exif, mut xmp) = (2, None, None, false);
     loop {
-        let (marker, content, next) = segment(file, at).ok_or_else(cut)?;
+        let (marker, content, next) = next_segment(file, at).ok_or_else(cut)?;
         match marker {
             0xDA => {
                 let (width, height, components) = frame.ok_or_else(cut)?;
                 let turned = match exif {
-                    Some(exif) => {
-                        orientation(exif).map_err(|()| odd("a JPEG with odd EXIF metadata"))?
-                    }
+                    Some(exif) => read_orientation(exif)
+                        .map_err(|()| rare_kind_error("a JPEG with odd EXIF metadata"))?,
                     None => None,
                 };
                 if turned.is_none() && xmp {
-                    return Err(odd("a JPEG that XMP metadata says to turn"));
+                    return Err(rare_kind_error("a JPEG that XMP metadata says to turn"));
                 }
-                return Ok(Header {
+                return Ok(JpegHeader {
                     width,
                     height,
                     components,
@@ -85,33 +85,43 @@ fn header(file: &[u8]) -> Result<Header> {
                 let ids: Vec<u8> =
                     rest.chunks(3).filter_map(|component| component.first().copied()).collect();
                 match (precision, components, ids.as_slice()) {
-                    (8, 3, b"RGB") => return Err(odd("a JPEG that stores red, green and blue")),
+                    (8, 3, b"RGB") => {
+                        return Err(rare_kind_error("a JPEG that stores red, green and blue"));
+                    }
                     (8, 1 | 3, _) => {}
-                    (8, _, _) => return Err(odd("a JPEG of four colors")),
-                    _ => return Err(odd("a JPEG of more than 8 bits")),
+                    (8, _, _) => return Err(rare_kind_error("a JPEG of four colors")),
+                    _ => return Err(rare_kind_error("a JPEG of more than 8 bits")),
                 }
                 let size =
                     (u16::from_be_bytes([*wide, *narrow]), u16::from_be_bytes([*high, *low]));
                 if size.0 == 0 || size.1 == 0 {
-                    return Err(odd("a JPEG that does not say its size"));
+                    return Err(rare_kind_error("a JPEG that does not say its size"));
                 }
                 frame = Some((size.0, size.1, *components));
             }
-            // Tables of Huffman codes and of arithmetic coding have numbers of frames.
+            // Tables for Huffman and arithmetic coding have markers in the range of frame markers.
             0xC4 | 0xCC => {}
-            0xC0..=0xCF => return Err(odd("a JPEG that is lossless, arithmetic or hierarchical")),
-            0xE1 if content.starts_with(EXIF) => {
-                let before = exif.replace(content.get(EXIF.len()..).unwrap_or_default());
+            0xC0..=0xCF => {
+                return Err(rare_kind_error("a JPEG that is lossless, arithmetic or hierarchical"));
+            }
+            0xE1 if content.starts_with(EXIF_PREFIX) => {
+                let before = exif.replace(content.get(EXIF_PREFIX.len()..).unwrap_or_default());
                 if before.is_some() {
-                    return Err(odd("a JPEG with EXIF metadata in parts"));
+                    return Err(rare_kind_error("a JPEG with EXIF metadata in parts"));
                 }
             }
-            0xE1 if content.starts_with(XMP) => {
-                xmp |= content.windows(TURNED.len()).any(|text| text == TURNED);
+            0xE1 if content.starts_with(XMP_PREFIX) => {
+                xmp |= content
+                    .windows(XMP_ORIENTATION_KEY.len())
+                    .any(|text| text == XMP_ORIENTATION_KEY);
             }
-            // The last byte says how colors are stored: 1 is luma and chroma.
-            0xEE if content.starts_with(ADOBE) && content.get(11).is_some_and(|how| *how != 1) => {
-                return Err(odd("a JPEG whose Adobe segment names another color space"));
+            // The last byte is the color transform: 1 is luma and chroma.
+            0xEE if content.starts_with(ADOBE_PREFIX)
+                && content.get(11).is_some_and(|how| *how != 1) =>
+            {
+                return Err(rare_kind_error(
+                    "a JPEG whose Adobe segment names another color space",
+                ));
             }
             0xD9 => return Err(cut()),
             _ => {}
@@ -120,37 +130,41 @@ fn header(file: &[u8]) -> Result<Header> {
     }
 }
 
-/// Decodes a file for a mode; returns its orientation. A file is left to others if it is at least
-/// `small` pixels high and wide: they can decode it at a part of its size.
+/// Decodes a file for a color mode; returns its orientation. A file that is at least `small` pixels
+/// high and wide is rejected, because other decoders can decode it at a reduced size.
 ///
 /// # Errors
 /// Files that are damaged, large, or of a rare kind.
-pub(crate) fn decode(file: &[u8], mode: Mode, small: u32, image: &mut Pixels) -> Result<u16> {
-    let header = header(file)?;
+pub(crate) fn decode_image(
+    file: &[u8],
+    mode: ColorMode,
+    small: u32,
+    image: &mut PixelBuffer,
+) -> Result<u16> {
+    let header = read_header(file)?;
     let (width, height) = (u32::from(header.width), u32::from(header.height));
-    affordable(width, height)?;
+    check_pixel_count(width, height)?;
     if width.min(height) >= small {
-        return Err(odd("a JPEG that is decoded faster at a part of its size"));
+        return Err(rare_kind_error("a JPEG that is decoded faster at a part of its size"));
     }
-    // Without an end, the last rows may be missing.
-    if !file
-        .get(header.scan..)
-        .is_some_and(|rest| rest.ends_with(END) || rest.windows(2).any(|two| two == END))
-    {
-        return Err(Error::damaged("it is truncated"));
+    // Without an end marker, the last rows may be missing.
+    if !file.get(header.scan..).is_some_and(|rest| {
+        rest.ends_with(END_MARKER) || rest.windows(2).any(|two| two == END_MARKER)
+    }) {
+        return Err(Error::damaged_error("it is truncated"));
     }
-    let gray = header.components == 1 || mode == Mode::Gray;
+    let gray = header.components == 1 || mode == ColorMode::Gray;
     let (colors, channels) = if gray { (ColorSpace::Luma, 1) } else { (ColorSpace::RGB, 3) };
     let options = DecoderOptions::default().set_strict_mode(true).jpeg_set_out_colorspace(colors);
     let options =
         options.set_max_width(usize::from(u16::MAX)).set_max_height(usize::from(u16::MAX));
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(file), options);
-    decoder.decode_headers().map_err(Error::damaged)?;
-    image.resize(width, height, channels);
+    decoder.decode_headers().map_err(Error::damaged_error)?;
+    image.resize_buffer(width, height, channels);
     if decoder.output_buffer_size() != Some(image.bytes.len()) {
-        return Err(odd("a JPEG whose parts disagree about its size"));
+        return Err(rare_kind_error("a JPEG whose parts disagree about its size"));
     }
-    decoder.decode_into(&mut image.bytes).map_err(Error::damaged)?;
+    decoder.decode_into(&mut image.bytes).map_err(Error::damaged_error)?;
     Ok(header.orientation)
 }
 
@@ -179,11 +193,16 @@ mod tests {
     fn size_components_and_orientation_are_read() {
         let bytes =
             file(&[(0xE0, b"JFIF\0"), (0xE1, TURN), (0xC4, b""), (0xC2, COLORS), (0xDA, b"\x01")]);
-        let wanted =
-            Header { width: 512, height: 256, components: 3, orientation: 6, scan: bytes.len() };
-        assert_eq!(header(&bytes).unwrap(), wanted);
+        let wanted = JpegHeader {
+            width: 512,
+            height: 256,
+            components: 3,
+            orientation: 6,
+            scan: bytes.len(),
+        };
+        assert_eq!(read_header(&bytes).unwrap(), wanted);
         let plain = file(&[(0xC0, b"\x08\x00\x01\x00\x02\x01\x01\x11\x00"), (0xDA, b"")]);
-        let found = header(&plain).unwrap();
+        let found = read_header(&plain).unwrap();
         assert_eq!((found.width, found.height, found.components, found.orientation), (2, 1, 1, 1));
     }
 
@@ -210,15 +229,15 @@ mod tests {
             (&[], "ends before"),
         ];
         for (segments, told) in cases {
-            let error = header(&file(segments)).unwrap_err().to_string();
+            let error = read_header(&file(segments)).unwrap_err().to_string();
             assert!(error.contains(told), "{error} instead of {told}");
         }
         assert!(
-            header(&file(&[(0xE1, xmp), (0xE1, TURN), (0xC0, COLORS), (0xDA, b"")])).is_ok(),
+            read_header(&file(&[(0xE1, xmp), (0xE1, TURN), (0xC0, COLORS), (0xDA, b"")])).is_ok(),
             "EXIF comes first"
         );
         assert!(
-            header(&file(&[(0xEE, b"Adobe\0\x64\0\0\0\0\x01"), (0xC0, COLORS), (0xDA, b"")]))
+            read_header(&file(&[(0xEE, b"Adobe\0\x64\0\0\0\0\x01"), (0xC0, COLORS), (0xDA, b"")]))
                 .is_ok()
         );
     }

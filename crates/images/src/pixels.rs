@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Decoded pixels, and their color modes.
+//! Decoded pixels and their color modes.
 
-use crate::steps::Mode;
+use crate::transform::ColorMode;
 
-/// An image of 8 bits a channel, row by row.
+/// An image with 8 bits per channel, row by row.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Pixels {
+pub(crate) struct PixelBuffer {
     pub(crate) width: u32,
     pub(crate) height: u32,
     pub(crate) channels: usize,
     pub(crate) bytes: Vec<u8>,
 }
 
-impl Pixels {
-    /// Bytes of a row.
-    pub(crate) fn row(&self) -> usize {
+impl PixelBuffer {
+    /// Returns the bytes of a row.
+    pub(crate) fn row_bytes(&self) -> usize {
         self.width as usize * self.channels
     }
 
-    /// Takes another size, with any values.
-    pub(crate) fn resize(&mut self, width: u32, height: u32, channels: usize) {
+    /// Changes the size; the values are then undefined.
+    pub(crate) fn resize_buffer(&mut self, width: u32, height: u32, channels: usize) {
         (self.width, self.height, self.channels) = (width, height, channels);
         self.bytes.resize(width as usize * height as usize * channels, 0);
     }
 
-    /// Converts to a mode; `spare` takes the memory of before.
-    pub(crate) fn convert(&mut self, mode: Mode, spare: &mut Vec<u8>) {
+    /// Converts to a color mode; `spare` gets the previous memory of the image.
+    pub(crate) fn convert_mode(&mut self, mode: ColorMode, spare: &mut Vec<u8>) {
         let count = self.bytes.len() / self.channels.max(1);
-        let wanted = mode.channels();
+        let wanted = mode.channel_count();
         if self.channels == wanted {
             return;
         }
@@ -37,16 +37,16 @@ impl Pixels {
         let pixels =
             spare.chunks_exact_mut(wanted).zip(self.bytes.chunks_exact(self.channels.max(1)));
         match mode {
-            // The alpha channel is left out.
-            Mode::Rgb if self.channels > 3 => {
+            // The alpha channel is ignored.
+            ColorMode::Rgb if self.channels > 3 => {
                 pixels.for_each(|(to, from)| to.copy_from_slice(from.get(..3).unwrap_or(&[0; 3])));
             }
-            Mode::Rgb => {
+            ColorMode::Rgb => {
                 pixels.for_each(|(to, from)| to.fill(from.first().copied().unwrap_or_default()))
             }
-            Mode::Gray => pixels.for_each(|(to, from)| {
+            ColorMode::Gray => pixels.for_each(|(to, from)| {
                 let value = match *from {
-                    [red, green, blue, ..] => luma(red, green, blue),
+                    [red, green, blue, ..] => rgb_to_luma(red, green, blue),
                     [gray, ..] => gray,
                     [] => 0,
                 };
@@ -58,8 +58,8 @@ impl Pixels {
     }
 }
 
-/// Luma of ITU-R 601-2, as Pillow computes it.
-fn luma(red: u8, green: u8, blue: u8) -> u8 {
+/// Returns the luma of ITU-R 601-2, like Pillow.
+fn rgb_to_luma(red: u8, green: u8, blue: u8) -> u8 {
     let sum = u32::from(red) * 19595 + u32::from(green) * 38470 + u32::from(blue) * 7471 + 0x8000;
     sum.to_le_bytes()[2]
 }
@@ -68,21 +68,21 @@ fn luma(red: u8, green: u8, blue: u8) -> u8 {
 mod tests {
     use super::*;
 
-    fn converted(channels: usize, bytes: &[u8], mode: Mode) -> Vec<u8> {
-        let mut image = Pixels { width: 1, height: 1, channels, bytes: bytes.to_vec() };
-        image.convert(mode, &mut Vec::new());
+    fn converted(channels: usize, bytes: &[u8], mode: ColorMode) -> Vec<u8> {
+        let mut image = PixelBuffer { width: 1, height: 1, channels, bytes: bytes.to_vec() };
+        image.convert_mode(mode, &mut Vec::new());
         image.bytes
     }
 
     #[test]
     fn modes_are_converted_and_alpha_is_left_out() {
-        assert_eq!(converted(1, &[7], Mode::Rgb), [7, 7, 7]);
-        assert_eq!(converted(2, &[7, 9], Mode::Rgb), [7, 7, 7]);
-        assert_eq!(converted(2, &[7, 9], Mode::Gray), [7]);
-        assert_eq!(converted(4, &[1, 2, 3, 9], Mode::Rgb), [1, 2, 3]);
-        assert_eq!(converted(3, &[255, 255, 255], Mode::Gray), [255]);
-        assert_eq!(converted(4, &[255, 0, 0, 9], Mode::Gray), [76]);
-        assert_eq!(converted(3, &[0, 255, 0], Mode::Gray), [150]);
-        assert_eq!(converted(3, &[0, 0, 255], Mode::Gray), [29]);
+        assert_eq!(converted(1, &[7], ColorMode::Rgb), [7, 7, 7]);
+        assert_eq!(converted(2, &[7, 9], ColorMode::Rgb), [7, 7, 7]);
+        assert_eq!(converted(2, &[7, 9], ColorMode::Gray), [7]);
+        assert_eq!(converted(4, &[1, 2, 3, 9], ColorMode::Rgb), [1, 2, 3]);
+        assert_eq!(converted(3, &[255, 255, 255], ColorMode::Gray), [255]);
+        assert_eq!(converted(4, &[255, 0, 0, 9], ColorMode::Gray), [76]);
+        assert_eq!(converted(3, &[0, 255, 0], ColorMode::Gray), [150]);
+        assert_eq!(converted(3, &[0, 0, 255], ColorMode::Gray), [29]);
     }
 }

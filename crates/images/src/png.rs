@@ -1,37 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! PNG files.
+//! Decodes PNG files.
 
 use std::io::Cursor;
 
 use png::{ColorType, Decoder, Limits, Transformations};
 
-use crate::decoder::affordable;
+use crate::decoder::check_pixel_count;
 use crate::error::{Error, Result};
-use crate::exif::orientation;
-use crate::pixels::Pixels;
+use crate::exif::read_orientation;
+use crate::pixels::PixelBuffer;
 
-/// First bytes of a file.
-pub(crate) const SIGNATURE: &[u8] = b"\x89PNG\r\n\x1a\n";
+/// First bytes of a PNG file.
+pub(crate) const FILE_SIGNATURE: &[u8] = b"\x89PNG\r\n\x1a\n";
 
-/// Bytes that the library may take beside the pixels: rows, and metadata.
-const BESIDE: usize = 64 << 20;
+/// Bytes that the library may use in addition to the pixels, for rows and metadata.
+const MAX_EXTRA_BYTES: usize = 64 << 20;
 
 /// Decodes a file; returns its orientation.
 ///
 /// # Errors
-/// Files that are damaged, animated, or say in a rare place how they are turned.
-pub(crate) fn decode(file: &[u8], image: &mut Pixels) -> Result<u16> {
-    let mut decoder = Decoder::new_with_limits(Cursor::new(file), Limits { bytes: BESIDE });
+/// Files that are damaged or animated, or that store their orientation in a rare place.
+pub(crate) fn decode_image(file: &[u8], image: &mut PixelBuffer) -> Result<u16> {
+    let mut decoder =
+        Decoder::new_with_limits(Cursor::new(file), Limits { bytes: MAX_EXTRA_BYTES });
     decoder.set_ignore_iccp_chunk(true);
-    // The high byte of 16 bits is taken.
+    // Of 16-bit values, the high byte is kept.
     decoder.set_transformations(Transformations::normalize_to_color8());
-    let header = decoder.read_header_info().map_err(Error::damaged)?;
-    affordable(header.width, header.height)?;
-    let mut reader = decoder.read_info().map_err(Error::damaged)?;
+    let header = decoder.read_header_info().map_err(Error::damaged_error)?;
+    check_pixel_count(header.width, header.height)?;
+    let mut reader = decoder.read_info().map_err(Error::damaged_error)?;
     if reader.info().is_animated() {
-        return Err(Error::Kind { kind: "an animation" });
+        return Err(Error::RareKind { kind: "an animation" });
     }
     let (width, height) = reader.info().size();
     let channels = match reader.output_color_type().0 {
@@ -40,13 +41,13 @@ pub(crate) fn decode(file: &[u8], image: &mut Pixels) -> Result<u16> {
         ColorType::Rgb => 3,
         ColorType::Rgba => 4,
     };
-    image.resize(width, height, channels);
-    reader.next_frame(&mut image.bytes).map_err(Error::damaged)?;
-    reader.finish().map_err(Error::damaged)?;
+    image.resize_buffer(width, height, channels);
+    reader.next_frame(&mut image.bytes).map_err(Error::damaged_error)?;
+    reader.finish().map_err(Error::damaged_error)?;
     let info = reader.info();
     if let Some(exif) = &info.exif_metadata
-        && let Some(turned) =
-            orientation(exif).map_err(|()| Error::Kind { kind: "a PNG with odd EXIF metadata" })?
+        && let Some(turned) = read_orientation(exif)
+            .map_err(|()| Error::RareKind { kind: "a PNG with odd EXIF metadata" })?
     {
         return Ok(turned);
     }
@@ -54,7 +55,7 @@ pub(crate) fn decode(file: &[u8], image: &mut Pixels) -> Result<u16> {
     let texts = texts.chain(info.compressed_latin1_text.iter().map(|text| &text.keyword));
     let mut texts = texts.chain(info.utf8_text.iter().map(|text| &text.keyword));
     if texts.any(|keyword| keyword == "XML:com.adobe.xmp" || keyword == "Raw profile type exif") {
-        return Err(Error::Kind { kind: "a PNG with XMP or EXIF metadata in a text" });
+        return Err(Error::RareKind { kind: "a PNG with XMP or EXIF metadata in a text" });
     }
     Ok(1)
 }

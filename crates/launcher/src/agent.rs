@@ -10,110 +10,119 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_registrar::{Cancel, Client, Exit, How, MAX_RESULT, Ticket, Verdict, host};
-use farandole_telemetry::{LogLine, Record, Sink};
+use farandole_registrar::{
+    CancellationToken, ExitKind, ExitReport, GenerationVerdict, MAX_RESULT_BYTES, TaskClient,
+    Ticket, host,
+};
+use farandole_telemetry::{LogLine, RecordSink, WorkerRecord};
 use farandole_world::{Rank, TaskId, World};
 use parking_lot::Mutex;
 
-use crate::environment::{Master, only_elastic, unranked, variables};
+use crate::environment::{
+    MasterAddress, elastic_worker_variables, unset_elastic_variables, worker_variables,
+};
 use crate::error::{Error, Result};
-use crate::gather::Gathered;
-use crate::master::master;
-use crate::worker::{Manner, Remains, Start, TakeLine, Waited, Worker};
+use crate::master_address::share_master_address;
+use crate::timeline_upload::WorkerTimeline;
+use crate::worker::{
+    ExitWait, StopSignal, TakeLine, WorkerExit, WorkerProcess, WorkerStartOptions,
+};
 
 /// Longest time to connect to the registrar.
-const DIAL: Duration = Duration::from_secs(20);
+const REGISTRAR_CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Longest time to report the end of a worker.
-const REPORT: Duration = Duration::from_secs(30);
-/// The same, when the job is over and the driver may be gone.
-const LATE_REPORT: Duration = Duration::from_secs(1);
-/// The same for a cancelled agent: its verdict is known already.
-const CANCELLED_REPORT: Duration = Duration::from_secs(3);
-/// Times beyond these are taken for these: outside of them, timers always fire, or overflow.
-const SHORTEST: Duration = Duration::from_millis(100);
-const LONGEST: Duration = Duration::from_secs(365 * 86_400);
+const EXIT_REPORT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Longest time to report the end of a worker when the job is over and the driver may be gone.
+const LATE_REPORT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest time to report the end of a cancelled agent's worker: the verdict is known already.
+const CANCELLED_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Limits for configured times: shorter timers would fire at once, longer ones would overflow.
+const MIN_PEER_TIMEOUT: Duration = Duration::from_millis(100);
+const MAX_AGENT_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
 /// Python's switch for unbuffered output.
-const UNBUFFERED: &str = "PYTHONUNBUFFERED";
-/// Errors by which a worker says that another one failed first.
-const PEER_ERRORS: [&str; 2] = ["FarandoleInternalError", "HorovodInternalError"];
+const PYTHON_UNBUFFERED_VARIABLE: &str = "PYTHONUNBUFFERED";
+/// Errors in which a worker says that another worker failed first.
+const PEER_ERROR_CLASSES: [&str; 2] = ["FarandoleInternalError", "HorovodInternalError"];
 
-/// The target of a worker's lines.
+/// The receiver of a worker's lines.
 #[derive(Clone)]
-pub enum Output {
-    /// To the driver, through the registrar.
+pub enum OutputTarget {
+    /// The driver, through the registrar.
     Registrar,
-    /// Somewhere in this process.
-    Sink(Arc<dyn Sink>),
+    /// A sink in this process.
+    Sink(Arc<dyn RecordSink>),
 }
 
 /// The task of an agent.
 #[derive(Clone)]
-pub struct Task {
+pub struct AgentTask {
     /// Address and secrets of the registrar.
     pub ticket: Ticket,
     /// The task to register as.
     pub task: TaskId,
-    /// Name of the host to register under; this host's own by default. Tasks under different names
-    /// count as tasks of different hosts.
+    /// Name of the host to register under; the host's own name by default. Tasks under different
+    /// names count as tasks of different hosts.
     pub host: Option<String>,
-    /// Fencing token: a higher one replaces earlier starts of the task.
+    /// Fencing token: a start with a higher one replaces earlier starts of the task.
     pub attempt: u64,
     /// Program and arguments.
     pub command: Vec<String>,
-    /// Changes to the inherited environment; `None` removes.
+    /// Changes to the inherited environment; `None` removes a variable.
     pub environment: BTreeMap<String, Option<String>>,
     /// Bytes the worker reads from `FARANDOLE_PAYLOAD_FD`, if any.
     pub payload: Option<Vec<u8>>,
     /// Whether the worker may write a result to `FARANDOLE_RESULT_FD`.
     pub collect_result: bool,
-    /// Whether the worker starts at once, without a rank, and asks for one itself: a worker of an
+    /// Whether the worker starts at once, without a rank, and requests one itself: a worker of an
     /// elastic job.
     pub elastic: bool,
-    /// Whether an agent whose worker has ended well waits for the others: one that is lost makes
-    /// all begin again.
-    pub together: bool,
-    /// Target of its lines.
-    pub output: Output,
+    /// Whether an agent whose worker has succeeded waits for the other agents, because the job
+    /// starts over if one of them is lost.
+    pub wait_for_peers: bool,
+    /// Receiver of the worker's lines.
+    pub output: OutputTarget,
     /// Longest time for registration and assignment.
     pub start_timeout: Duration,
-    /// Longest time for which the registrar may be silent before the worker is ended.
+    /// Longest time for which the registrar may be silent before the agent ends the worker.
     pub peer_timeout: Duration,
-    /// The same for a registrar with a journal, which may come back; zero without one.
+    /// Like `peer_timeout`, for a registrar with a journal, which may be restarted; zero without
+    /// one.
     pub outage: Duration,
 }
 
 /// The outcome of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outcome {
-    /// Its rank; `None` when the job ended before there were ranks.
+pub struct WorkerOutcome {
+    /// Rank of the worker; `None` when the job ended before ranks were assigned.
     pub rank: Option<Rank>,
     /// Number of ranks.
     pub size: Option<usize>,
-    /// The way it ended; `None` when none was started.
-    pub how: Option<How>,
-    /// The last lines of its stderr.
+    /// The way in which the worker ended; `None` when none was started.
+    pub exit_kind: Option<ExitKind>,
+    /// The last lines of the worker's stderr.
     pub stderr_tail: Vec<String>,
-    /// The bytes that it wrote to its result pipe.
+    /// The bytes that the worker wrote to its result pipe.
     pub result: Option<Vec<u8>>,
-    /// Whether something else ended it: the job's abort, or another rank's failure.
+    /// Whether the job's abort or another rank's failure ended the worker.
     pub aborted: bool,
-    /// The reason why the job ended, unless all was well.
+    /// The reason why the job ended; `None` if it succeeded.
     pub reason: Option<String>,
-    /// No worker failed: another agent was lost or started again, and the task may register again.
+    /// Whether no worker failed and the task may register again: another agent was lost or
+    /// restarted.
     pub retry: bool,
 }
 
-impl Outcome {
+impl WorkerOutcome {
     /// Returns whether the worker did its work.
     pub fn is_success(&self) -> bool {
-        !self.aborted && self.how.as_ref().is_some_and(How::is_success)
+        !self.aborted && self.exit_kind.as_ref().is_some_and(ExitKind::is_success)
     }
 
     pub(crate) fn without_worker(reason: String) -> Self {
         Self {
             rank: None,
             size: None,
-            how: None,
+            exit_kind: None,
             stderr_tail: Vec::new(),
             result: None,
             aborted: true,
@@ -124,15 +133,15 @@ impl Outcome {
 }
 
 /// The events that an agent waits for once its worker runs.
-enum Signal {
+enum AgentSignal {
     Exited,
-    Stop(Verdict),
-    Cancelled(Manner, String),
+    Stop(GenerationVerdict),
+    Cancelled(StopSignal, String),
 }
 
-enum Phase {
-    /// Nothing was started: cancelling breaks the connection.
-    Starting(Cancel),
+enum AgentPhase {
+    /// Nothing was started yet: cancelling breaks the connection.
+    Starting(CancellationToken),
     Running,
     Cancelled(String),
 }
@@ -140,137 +149,146 @@ enum Phase {
 /// A running agent. Dropping it cancels it.
 pub struct Agent {
     task: TaskId,
-    phase: Arc<Mutex<Phase>>,
-    signals: mpsc::Sender<Signal>,
-    outcome: Mutex<mpsc::Receiver<Result<Outcome>>>,
+    phase: Arc<Mutex<AgentPhase>>,
+    signals: mpsc::Sender<AgentSignal>,
+    outcome: Mutex<mpsc::Receiver<Result<WorkerOutcome>>>,
 }
 
 impl Agent {
-    /// Starts it in a thread of its own.
+    /// Starts the agent in a new thread.
     ///
     /// # Errors
-    /// `Usage` for an empty command, `System` when there is no thread.
-    pub fn start(mut task: Task) -> Result<Self> {
+    /// `Usage` for an empty command, `System` when no thread can be started.
+    pub fn spawn_thread(mut task: AgentTask) -> Result<Self> {
         if task.command.first().is_none_or(String::is_empty) {
             return Err(Error::Usage { reason: "the command is empty".to_owned() });
         }
-        task.start_timeout = task.start_timeout.min(LONGEST);
-        task.peer_timeout = task.peer_timeout.clamp(SHORTEST, LONGEST);
-        task.outage = task.outage.min(LONGEST);
+        task.start_timeout = task.start_timeout.min(MAX_AGENT_TIMEOUT);
+        task.peer_timeout = task.peer_timeout.clamp(MIN_PEER_TIMEOUT, MAX_AGENT_TIMEOUT);
+        task.outage = task.outage.min(MAX_AGENT_TIMEOUT);
         let number = task.task;
-        let cancel = Cancel::new();
-        let phase = Arc::new(Mutex::new(Phase::Starting(cancel.clone())));
+        let cancel = CancellationToken::new();
+        let phase = Arc::new(Mutex::new(AgentPhase::Starting(cancel.clone())));
         let (signals, received) = mpsc::channel();
         let (sender, outcome) = mpsc::channel();
-        let run = Run { task, phase: Arc::clone(&phase), signals: signals.clone(), received };
+        let run = AgentRun {
+            task,
+            phase: Arc::clone(&phase),
+            signals: signals.clone(),
+            received_signals: received,
+        };
         thread::Builder::new()
             .name(format!("farandole-agent-{number}"))
             .spawn(move || {
-                // A caller that no longer waits has cancelled.
-                drop(sender.send(run.run(cancel)));
+                // A caller that no longer waits has cancelled the agent.
+                drop(sender.send(run.run_task(cancel)));
             })
             .map_err(|source| Error::System { what: "starting a thread", source })?;
         Ok(Self { task: number, phase, signals, outcome: Mutex::new(outcome) })
     }
 
-    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Holds
-    /// one answer.
-    pub fn wait(&self, timeout: Duration) -> Option<Result<Outcome>> {
+    /// Waits until the worker has ended and this was reported; `None` when `timeout` passes first.
+    /// Returns the outcome only once.
+    pub fn wait_for_outcome(&self, timeout: Duration) -> Option<Result<WorkerOutcome>> {
         match self.outcome.lock().recv_timeout(timeout) {
             Ok(outcome) => Some(outcome),
             Err(mpsc::RecvTimeoutError::Timeout) => None,
             Err(mpsc::RecvTimeoutError::Disconnected) => {
-                Some(Err(Error::Vanished { task: self.task }))
+                Some(Err(Error::ThreadEnded { task: self.task }))
             }
         }
     }
 
-    /// Ends the worker, or the wait for ranks. The outcome still comes.
-    pub fn cancel(&self, reason: &str) {
-        self.end(Manner::Terminate, reason);
+    /// Ends the worker, or the wait for ranks. [`Agent::wait_for_outcome`] still returns an
+    /// outcome.
+    pub fn cancel_worker(&self, reason: &str) {
+        self.request_end(StopSignal::Terminate, reason);
     }
 
-    /// Like [`Agent::cancel`], by SIGINT, with time for a last checkpoint.
-    pub fn interrupt(&self, reason: &str) {
-        self.end(Manner::Ask, reason);
+    /// Like [`Agent::cancel_worker`], with SIGINT and time for a last checkpoint.
+    pub fn interrupt_worker(&self, reason: &str) {
+        self.request_end(StopSignal::Interrupt, reason);
     }
 
-    /// Like [`Agent::cancel`], by SIGKILL.
-    pub fn kill(&self, reason: &str) {
-        self.end(Manner::Kill, reason);
+    /// Like [`Agent::cancel_worker`], with SIGKILL.
+    pub fn kill_worker(&self, reason: &str) {
+        self.request_end(StopSignal::Kill, reason);
     }
 
-    fn end(&self, manner: Manner, reason: &str) {
+    fn request_end(&self, manner: StopSignal, reason: &str) {
         let mut phase = self.phase.lock();
-        if let Phase::Starting(cancel) = &*phase {
-            cancel.cancel();
-            *phase = Phase::Cancelled(reason.to_owned());
+        if let AgentPhase::Starting(cancel) = &*phase {
+            cancel.cancel_calls();
+            *phase = AgentPhase::Cancelled(reason.to_owned());
         }
-        // An agent that has ended hears nothing.
-        drop(self.signals.send(Signal::Cancelled(manner, reason.to_owned())));
+        // An agent that has ended receives no signals.
+        drop(self.signals.send(AgentSignal::Cancelled(manner, reason.to_owned())));
     }
 }
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        self.cancel("the agent is no longer needed");
+        self.cancel_worker("the agent is no longer needed");
     }
 }
 
-/// The variables of a worker's place at its start.
-struct Place {
-    /// `None` in an elastic job, where it asks.
+/// Rank and variables of a worker at its start.
+struct WorkerPlacement {
+    /// `None` in an elastic job, where the worker requests a rank.
     rank: Option<Rank>,
     size: Option<usize>,
     variables: BTreeMap<String, Option<String>>,
 }
 
-impl Place {
-    fn ranked(ticket: &Ticket, world: &World, master: &Master) -> Self {
-        let set =
-            variables(ticket, world, master).into_iter().map(|(name, value)| (name, Some(value)));
-        let variables = only_elastic().chain(set).collect();
+impl WorkerPlacement {
+    fn with_rank(ticket: &Ticket, world: &World, master: &MasterAddress) -> Self {
+        let set = worker_variables(ticket, world, master)
+            .into_iter()
+            .map(|(name, value)| (name, Some(value)));
+        let variables = unset_elastic_variables().chain(set).collect();
         Self { rank: Some(world.rank), size: Some(world.size()), variables }
     }
 }
 
-struct Run {
-    task: Task,
-    phase: Arc<Mutex<Phase>>,
-    signals: mpsc::Sender<Signal>,
-    received: mpsc::Receiver<Signal>,
+struct AgentRun {
+    task: AgentTask,
+    phase: Arc<Mutex<AgentPhase>>,
+    signals: mpsc::Sender<AgentSignal>,
+    received_signals: mpsc::Receiver<AgentSignal>,
 }
 
-impl Run {
-    fn run(self, cancel: Cancel) -> Result<Outcome> {
+impl AgentRun {
+    fn run_task(self, cancel: CancellationToken) -> Result<WorkerOutcome> {
         let deadline = Instant::now() + self.task.start_timeout;
-        let client = match self.register(cancel, deadline) {
+        let client = match self.register_task(cancel, deadline) {
             Ok(client) => client,
-            Err(error) => return self.not_started(None, error),
+            Err(error) => return self.outcome_before_start(None, error),
         };
         if self.task.elastic {
-            let variables = unranked(&self.task.ticket, self.task.task, self.task.outage);
-            return self.supervise(&client, &Place { rank: None, size: None, variables });
+            let variables =
+                elastic_worker_variables(&self.task.ticket, self.task.task, self.task.outage);
+            return self
+                .supervise_worker(&client, &WorkerPlacement { rank: None, size: None, variables });
         }
         let world = match client.await_assignment(deadline) {
             Ok(world) => world,
-            Err(error) => return self.not_started(None, error),
+            Err(error) => return self.outcome_before_start(None, error),
         };
-        match master(&client, &world, deadline) {
+        match share_master_address(&client, &world, deadline) {
             Ok(master) => {
-                let place = Place::ranked(&self.task.ticket, &world, &master);
-                self.supervise(&client, &place)
+                let place = WorkerPlacement::with_rank(&self.task.ticket, &world, &master);
+                self.supervise_worker(&client, &place)
             }
-            Err(error) => self.not_started(Some(world.rank), error),
+            Err(error) => self.outcome_before_start(Some(world.rank), error),
         }
     }
 
-    /// Returns the outcome of an error before there was a worker.
-    fn not_started(
+    /// Returns the outcome for an error that occurred before the worker started.
+    fn outcome_before_start(
         &self,
         rank: Option<Rank>,
         error: farandole_registrar::Error,
-    ) -> Result<Outcome> {
+    ) -> Result<WorkerOutcome> {
         let task = self.task.task;
         let mut again = false;
         let reason = match error {
@@ -279,120 +297,140 @@ impl Run {
                 reason
             }
             farandole_registrar::Error::Closed { .. } => match &*self.phase.lock() {
-                Phase::Cancelled(reason) => reason.clone(),
-                _ => return Err(Error::Vanished { task }),
+                AgentPhase::Cancelled(reason) => reason.clone(),
+                _ => return Err(Error::ThreadEnded { task }),
             },
             source => return Err(Error::Registrar { task, source: Box::new(source) }),
         };
-        Ok(Outcome { rank, retry: again, ..Outcome::without_worker(reason) })
+        Ok(WorkerOutcome { rank, retry: again, ..WorkerOutcome::without_worker(reason) })
     }
 
-    /// From nothing to a task that the registrar knows.
-    fn register(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<Client> {
+    /// Connects to the registrar and registers the task.
+    fn register_task(
+        &self,
+        cancel: CancellationToken,
+        deadline: Instant,
+    ) -> farandole_registrar::Result<TaskClient> {
         let task = &self.task;
-        // The registrar is up before all tasks: an agent that cannot connect soon never will, and
-        // its error must come while a caller still waits for it.
-        let dialed = Instant::now() + DIAL.min(task.start_timeout / 2);
-        let client = Client::connect_or_cancel(&task.ticket, task.task, None, dialed, cancel)?;
-        let mut facts = host::facts();
+        // The registrar starts before all tasks. So an agent that cannot connect soon never will,
+        // and its error must come while the caller still waits for it.
+        let dialed = Instant::now() + REGISTRAR_CONNECT_TIMEOUT.min(task.start_timeout / 2);
+        let client =
+            TaskClient::connect_cancellable(&task.ticket, task.task, None, dialed, cancel)?;
+        let mut facts = host::host_facts();
         if let Some(name) = &task.host {
             facts.hostname.clone_from(name);
         }
-        client.wait_out(task.outage);
-        client.register(task.attempt, &facts, deadline)?;
+        client.tolerate_outage(task.outage);
+        client.register_task(task.attempt, &facts, deadline)?;
         let stop = self.signals.clone();
-        client.watch(task.outage.max(2 * task.peer_timeout), move |verdict| {
-            // An agent that has ended hears nothing.
-            drop(stop.send(Signal::Stop(verdict)));
+        client.start_heartbeats(task.outage.max(2 * task.peer_timeout), move |verdict| {
+            // An agent that has ended receives no signals.
+            drop(stop.send(AgentSignal::Stop(verdict)));
         });
         Ok(client)
     }
 
-    fn supervise(self, client: &Client, place: &Place) -> Result<Outcome> {
+    fn supervise_worker(
+        self,
+        client: &TaskClient,
+        place: &WorkerPlacement,
+    ) -> Result<WorkerOutcome> {
         {
             let mut phase = self.phase.lock();
-            if let Phase::Cancelled(reason) = &*phase {
-                return Ok(Outcome { rank: place.rank, ..Outcome::without_worker(reason.clone()) });
+            if let AgentPhase::Cancelled(reason) = &*phase {
+                return Ok(WorkerOutcome {
+                    rank: place.rank,
+                    ..WorkerOutcome::without_worker(reason.clone())
+                });
             }
-            *phase = Phase::Running;
+            *phase = AgentPhase::Running;
         }
         let exited = self.signals.clone();
-        let (start, gathered) = self.start(client, place);
-        let started = Worker::start(start, move || {
-            // An agent that has ended hears nothing.
-            drop(exited.send(Signal::Exited));
+        let (start, gathered) = self.worker_start_options(client, place);
+        let started = WorkerProcess::spawn_process(start, move || {
+            // An agent that has ended receives no signals.
+            drop(exited.send(AgentSignal::Exited));
         });
         let worker = match started {
             Ok(worker) => worker,
             Err(error) => {
-                let how = How::NotStarted(error.told());
-                let exit = Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
-                // The error below says what happened, whether or not the registrar could be told.
-                drop(client.exit(&exit, Instant::now() + REPORT));
+                let how = ExitKind::NotStarted(error.message_with_causes());
+                let exit =
+                    ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+                // The error below is returned whether or not this report reaches the registrar.
+                drop(client.report_exit(&exit, Instant::now() + EXIT_REPORT_TIMEOUT));
                 return Err(error);
             }
         };
-        let mut ended_by = match self.received.recv() {
-            Ok(Signal::Exited) => None,
+        let mut ended_by = match self.received_signals.recv() {
+            Ok(AgentSignal::Exited) => None,
             Ok(other) => {
                 let manner = match &other {
-                    Signal::Cancelled(manner, _) => *manner,
-                    _ => Manner::Terminate,
+                    AgentSignal::Cancelled(manner, _) => *manner,
+                    _ => StopSignal::Terminate,
                 };
-                worker.end(manner, |manner, deadline| self.exited_by(manner, deadline));
+                worker.stop_group(manner, |manner, deadline| self.wait_for_exit(manner, deadline));
                 Some(other)
             }
-            Err(_) => return Err(Error::Vanished { task: self.task.task }),
+            Err(_) => return Err(Error::ThreadEnded { task: self.task.task }),
         };
-        let mut cancelled = matches!(ended_by, Some(Signal::Cancelled(..)));
-        let remains = worker.finish(|| {
-            while let Ok(signal) = self.received.try_recv() {
-                cancelled |= matches!(signal, Signal::Cancelled(..));
-                if ended_by.is_none() && !matches!(signal, Signal::Exited) {
+        let mut cancelled = matches!(ended_by, Some(AgentSignal::Cancelled(..)));
+        let remains = worker.collect_exit(|| {
+            while let Ok(signal) = self.received_signals.try_recv() {
+                cancelled |= matches!(signal, AgentSignal::Cancelled(..));
+                if ended_by.is_none() && !matches!(signal, AgentSignal::Exited) {
                     ended_by = Some(signal);
                 }
             }
             cancelled
         })?;
-        // A failure is reported first: a peer's report of the consequence must not overtake that of
-        // the cause.
+        // Report a failure before sending the timeline: a peer's report of the consequence must not
+        // arrive before the report of the cause.
         let (first, last) =
-            if remains.how.is_success() { (gathered, None) } else { (None, gathered) };
+            if remains.exit_kind.is_success() { (gathered, None) } else { (None, gathered) };
         if let Some(gathered) = first {
-            gathered.send(client, self.time_of(ended_by.as_ref()));
+            gathered.send_to_driver(client, self.report_timeout(ended_by.as_ref()));
         }
-        let outcome = self.report(client, place, remains, ended_by);
+        let outcome = self.report_exit(client, place, remains, ended_by);
         if let Some(gathered) = last {
-            gathered.send(client, LATE_REPORT);
+            gathered.send_to_driver(client, LATE_REPORT_TIMEOUT);
         }
         Ok(outcome)
     }
 
-    fn start(&self, client: &Client, place: &Place) -> (Start, Option<Gathered>) {
+    fn worker_start_options(
+        &self,
+        client: &TaskClient,
+        place: &WorkerPlacement,
+    ) -> (WorkerStartOptions, Option<WorkerTimeline>) {
         let mut environment = self.task.environment.clone();
-        let gathered = Gathered::asked(&mut environment);
-        if farandole_config::environment(UNBUFFERED).is_none() {
-            // A line is seen when it is printed, and not lost with a killed worker.
-            environment.entry(UNBUFFERED.to_owned()).or_insert_with(|| Some("1".to_owned()));
+        let gathered = WorkerTimeline::create_if_requested(&mut environment);
+        if farandole_config::environment_variable(PYTHON_UNBUFFERED_VARIABLE).is_none() {
+            // Unbuffered, so that lines appear when they are printed, and are not lost with a
+            // killed worker.
+            environment
+                .entry(PYTHON_UNBUFFERED_VARIABLE.to_owned())
+                .or_insert_with(|| Some("1".to_owned()));
         }
         environment.extend(place.variables.clone());
         let take_line: TakeLine = match &self.task.output {
-            Output::Registrar => {
+            OutputTarget::Registrar => {
                 let client = client.clone();
                 Arc::new(move |stream, text| {
-                    // A fork of this process has no reader threads, so this cannot be one.
-                    drop(client.log(stream, &text));
+                    // `send_log_line` fails only in a fork, and a fork has no reader threads.
+                    drop(client.send_log_line(stream, &text));
                 })
             }
-            Output::Sink(sink) => {
+            OutputTarget::Sink(sink) => {
                 let (sink, task, rank) =
                     (Arc::clone(sink), self.task.task.0, place.rank.map(|rank| rank.0));
                 Arc::new(move |stream, text| {
-                    sink.accept(Record::Log(LogLine { task, rank, stream, text }))
+                    sink.accept_record(WorkerRecord::Log(LogLine { task, rank, stream, text }))
                 })
             }
         };
-        let start = Start {
+        let start = WorkerStartOptions {
             command: self.task.command.clone(),
             environment,
             payload: self.task.payload.clone(),
@@ -402,64 +440,72 @@ impl Run {
         (start, gathered)
     }
 
-    /// Reports a success and waits until the others have ended, or until it is cancelled.
-    fn exit_together(
+    /// Reports a success and waits until the other workers have ended, or until the agent is
+    /// cancelled.
+    fn report_success_together(
         &self,
-        client: &Client,
-        exit: &Exit,
-    ) -> farandole_registrar::Result<Option<Verdict>> {
+        client: &TaskClient,
+        exit: &ExitReport,
+    ) -> farandole_registrar::Result<Option<GenerationVerdict>> {
         loop {
-            if let Poll::Ready(verdict) = client.exit_together(exit, Instant::now() + REPORT)? {
+            if let Poll::Ready(verdict) =
+                client.report_exit_and_wait(exit, Instant::now() + EXIT_REPORT_TIMEOUT)?
+            {
                 return Ok(verdict);
             }
-            while let Ok(signal) = self.received.try_recv() {
-                if let Signal::Cancelled(_, reason) = signal {
-                    return Ok(Some(Verdict { reason, cause: None, retry: false }));
+            while let Ok(signal) = self.received_signals.try_recv() {
+                if let AgentSignal::Cancelled(_, reason) = signal {
+                    return Ok(Some(GenerationVerdict { reason, cause: None, retry: false }));
                 }
             }
         }
     }
 
-    fn exited_by(&self, manner: Manner, deadline: Instant) -> Waited {
+    fn wait_for_exit(&self, manner: StopSignal, deadline: Instant) -> ExitWait {
         loop {
-            match self.received.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Signal::Exited) => return Waited::Exited,
-                Ok(Signal::Cancelled(harsher, _)) if harsher > manner => {
-                    return Waited::Hurried(harsher);
+            match self
+                .received_signals
+                .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+            {
+                Ok(AgentSignal::Exited) => return ExitWait::Exited,
+                Ok(AgentSignal::Cancelled(harsher, _)) if harsher > manner => {
+                    return ExitWait::Escalated(harsher);
                 }
                 Ok(_) => {}
-                Err(_) => return Waited::Passed,
+                Err(_) => return ExitWait::TimedOut,
             }
         }
     }
 
     /// Returns the longest time for the report of a worker's end.
-    fn time_of(&self, ended_by: Option<&Signal>) -> Duration {
+    fn report_timeout(&self, ended_by: Option<&AgentSignal>) -> Duration {
         match ended_by {
-            Some(Signal::Stop(_)) => LATE_REPORT,
-            Some(Signal::Cancelled(..)) => CANCELLED_REPORT,
-            _ => REPORT.max(self.task.outage),
+            Some(AgentSignal::Stop(_)) => LATE_REPORT_TIMEOUT,
+            Some(AgentSignal::Cancelled(..)) => CANCELLED_REPORT_TIMEOUT,
+            _ => EXIT_REPORT_TIMEOUT.max(self.task.outage),
         }
     }
 
-    /// Reports to the registrar, and learns which task failed first.
-    fn report(
+    /// Reports the worker's end to the registrar, and learns which task failed first.
+    fn report_exit(
         &self,
-        client: &Client,
-        place: &Place,
-        remains: Remains,
-        ended_by: Option<Signal>,
-    ) -> Outcome {
-        let Remains { how, stderr_tail, result } = remains;
-        let stopped = matches!(ended_by, Some(Signal::Stop(_)));
-        let deadline = Instant::now() + self.time_of(ended_by.as_ref());
+        client: &TaskClient,
+        place: &WorkerPlacement,
+        remains: WorkerExit,
+        ended_by: Option<AgentSignal>,
+    ) -> WorkerOutcome {
+        let WorkerExit { exit_kind: how, stderr_tail, result } = remains;
+        let stopped = matches!(ended_by, Some(AgentSignal::Stop(_)));
+        let deadline = Instant::now() + self.report_timeout(ended_by.as_ref());
         let peer_error = !how.is_success() && stderr_tail.iter().any(|line| is_peer_error(line));
-        let exit = Exit { how: how.clone(), peer_error, stopped, stderr_tail: stderr_tail.clone() };
-        let told = client.flush(deadline).and_then(|()| {
-            if let Some(result) = result.as_deref().filter(|result| result.len() <= MAX_RESULT)
+        let exit =
+            ExitReport { how: how.clone(), peer_error, stopped, stderr_tail: stderr_tail.clone() };
+        let told = client.flush_records(deadline).and_then(|()| {
+            if let Some(result) =
+                result.as_deref().filter(|result| result.len() <= MAX_RESULT_BYTES)
                 && !stopped
             {
-                client.result(result, deadline)?;
+                client.send_result(result, deadline)?;
             }
             Ok(())
         });
@@ -467,15 +513,15 @@ impl Run {
             tracing::warn!(%error, task = self.task.task.0, "output or result did not reach the \
                                                              driver");
         }
-        let verdict = if self.task.together && how.is_success() && ended_by.is_none() {
-            self.exit_together(client, &exit)
+        let verdict = if self.task.wait_for_peers && how.is_success() && ended_by.is_none() {
+            self.report_success_together(client, &exit)
         } else {
-            client.exit(&exit, deadline)
+            client.report_exit(&exit, deadline)
         };
-        let outcome = Outcome {
+        let outcome = WorkerOutcome {
             rank: place.rank,
             size: place.size,
-            how: Some(how.clone()),
+            exit_kind: Some(how.clone()),
             stderr_tail,
             result,
             aborted: false,
@@ -483,27 +529,27 @@ impl Run {
             retry: false,
         };
         match (ended_by, verdict) {
-            (Some(Signal::Stop(verdict)), _) => Outcome {
+            (Some(AgentSignal::Stop(verdict)), _) => WorkerOutcome {
                 aborted: true,
                 reason: Some(verdict.reason),
                 retry: verdict.retry,
                 ..outcome
             },
-            (Some(Signal::Cancelled(_, reason)), _) => {
-                Outcome { aborted: true, reason: Some(reason), ..outcome }
+            (Some(AgentSignal::Cancelled(_, reason)), _) => {
+                WorkerOutcome { aborted: true, reason: Some(reason), ..outcome }
             }
             (_, Ok(None)) => outcome,
             (_, Ok(Some(verdict))) => {
                 let aborted = verdict.cause != Some(self.task.task);
-                Outcome {
+                WorkerOutcome {
                     aborted,
                     reason: Some(verdict.reason),
                     retry: aborted && verdict.retry,
                     ..outcome
                 }
             }
-            // A success that could not be reported is still one: its result travels by other ways,
-            // too.
+            // A success that could not be reported is still a success: the outcome also carries the
+            // result.
             (_, Err(_)) if how.is_success() => outcome,
             (_, Err(error)) => {
                 let who = match place.rank {
@@ -511,17 +557,17 @@ impl Run {
                     None => format!("task {}", self.task.task),
                 };
                 let reason = format!("{who} {how} ({error})");
-                Outcome { reason: Some(reason), ..outcome }
+                WorkerOutcome { reason: Some(reason), ..outcome }
             }
         }
     }
 }
 
-/// Returns whether a line of a traceback ends it with a peer's error.
+/// Returns whether a line ends a traceback with an error of a peer.
 fn is_peer_error(line: &str) -> bool {
     let class = line.split(':').next().unwrap_or_default();
     let name = class.rsplit('.').next().unwrap_or_default().trim_end();
-    PEER_ERRORS.contains(&name) && !class.starts_with(char::is_whitespace)
+    PEER_ERROR_CLASSES.contains(&name) && !class.starts_with(char::is_whitespace)
 }
 
 #[cfg(test)]

@@ -1,80 +1,89 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The allocation of a batch system: hosts, slots, and the program that reaches the hosts.
+//! The allocation of a batch system: hosts, slots, and the program that connects to the hosts.
 //!
 //! | system | recognised by | hosts and slots from | hosts reached by |
 //! | --- | --- | --- | --- |
 //! | Slurm | `SLURM_JOB_ID` | `SLURM_JOB_NODELIST`, `SLURM_TASKS_PER_NODE` | `srun` |
 //! | LSF | `LSB_JOBID` | `LSB_MCPU_HOSTS`, `LSB_DJOB_HOSTFILE` or `LSB_HOSTS` | `blaunch`, or ssh |
 //! | PBS, Torque | `PBS_JOBID` | the file `PBS_NODEFILE` | ssh |
-//! | Grid Engine | `PE_HOSTFILE` | that file | `qrsh -inherit`, or ssh |
-//! | Kubernetes MPIJob | `OMPI_MCA_orte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or `HYDRA_HOST_FILE` | that file | the rsh agent it names, or ssh |
+//! | Grid Engine | `PE_HOSTFILE` | the same file | `qrsh -inherit`, or ssh |
+//! | Kubernetes MPIJob | host file of MPI | the same file | the rsh agent of MPI, or ssh |
+//!
+//! The host file of an MPIJob is in `OMPI_MCA_orte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or
+//! `HYDRA_HOST_FILE`.
 
 use std::path::PathBuf;
 
-use farandole_world::nodelist::{expand, repeated};
+use farandole_world::nodelist::{expand_counts, expand_nodes};
 
 use crate::error::{Error, Result};
-use crate::hosts::{HostSlots, merged, parse_hostfile};
-use crate::shell::Shell;
+use crate::hosts::{HostSlots, merge_hosts, parse_hostfile};
+use crate::shell::RemoteShell;
 
-/// Folder in which the MPI operator of Kubernetes puts the program.
-const KUBECTL: &str = "/opt/kube/kubectl";
+/// Path at which the MPI operator of Kubernetes installs kubectl.
+const OPERATOR_KUBECTL_PATH: &str = "/opt/kube/kubectl";
 
-/// Looks up variables of the environment, and reads files: a test replaces both.
-pub trait Surroundings {
+/// The source of environment variables and files, which a test replaces.
+pub trait LaunchEnvironment {
     /// Returns the variable's value, if it is set and not empty.
-    fn variable(&self, name: &str) -> Option<String>;
+    fn environment_variable(&self, name: &str) -> Option<String>;
 
     /// Returns the file's text.
     ///
     /// # Errors
-    /// The system's.
-    fn file(&self, path: &str) -> std::io::Result<String>;
+    /// The file cannot be read.
+    fn read_file(&self, path: &str) -> std::io::Result<String>;
 
     /// Returns whether a program can be started by this name or path.
-    fn program(&self, name: &str) -> bool;
+    fn has_program(&self, name: &str) -> bool;
 }
 
 /// This process's own environment and files.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Here;
+pub struct LocalEnvironment;
 
-impl Surroundings for Here {
-    fn variable(&self, name: &str) -> Option<String> {
-        farandole_config::environment(name)
+impl LaunchEnvironment for LocalEnvironment {
+    fn environment_variable(&self, name: &str) -> Option<String> {
+        farandole_config::environment_variable(name)
     }
 
-    fn file(&self, path: &str) -> std::io::Result<String> {
+    fn read_file(&self, path: &str) -> std::io::Result<String> {
         std::fs::read_to_string(path)
     }
 
-    fn program(&self, name: &str) -> bool {
-        let path = farandole_config::environment("PATH").unwrap_or_default();
+    fn has_program(&self, name: &str) -> bool {
+        let path = farandole_config::environment_variable("PATH").unwrap_or_default();
         std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
     }
 }
 
-/// A batch system's job that this process runs in.
+/// The batch job in which this process runs.
 #[derive(Clone, Debug)]
-pub struct Allocation {
+pub struct BatchAllocation {
     /// The batch system.
     pub system: &'static str,
-    /// Its hosts.
+    /// The hosts of the job.
     pub hosts: Vec<HostSlots>,
-    /// Its program that reaches them; `None` for ssh.
-    pub shell: Option<Shell>,
-    /// The file that names them, where that changes while the job runs.
+    /// The program of the batch system that connects to the hosts; `None` for ssh.
+    pub shell: Option<RemoteShell>,
+    /// The file that lists the hosts, if it changes while the job runs.
     pub file: Option<PathBuf>,
 }
 
-/// Returns the batch system's job that this process runs in, if it is in one.
+/// Returns the batch job in which this process runs, if any.
 ///
 /// # Errors
-/// `Usage` naming the variable or the file that cannot be understood.
-pub fn allocation(here: &dyn Surroundings) -> Result<Option<Allocation>> {
-    for find in [kubernetes, slurm, lsf, pbs, grid_engine] {
+/// `Usage` naming the variable or the file that does not parse.
+pub fn detect_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    for find in [
+        kubernetes_allocation,
+        slurm_allocation,
+        lsf_allocation,
+        pbs_allocation,
+        grid_engine_allocation,
+    ] {
         if let Some(found) = find(here)? {
             return Ok(Some(found));
         }
@@ -82,18 +91,22 @@ pub fn allocation(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     Ok(None)
 }
 
-fn slurm(here: &dyn Surroundings) -> Result<Option<Allocation>> {
-    if here.variable("SLURM_JOB_ID").is_none() {
+fn slurm_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    if here.environment_variable("SLURM_JOB_ID").is_none() {
         return Ok(None);
     }
-    let Some(list) =
-        here.variable("SLURM_JOB_NODELIST").or_else(|| here.variable("SLURM_NODELIST"))
+    let Some(list) = here
+        .environment_variable("SLURM_JOB_NODELIST")
+        .or_else(|| here.environment_variable("SLURM_NODELIST"))
     else {
         return Ok(None);
     };
-    let nodes = expand(&list).ok_or_else(|| wrong("SLURM_JOB_NODELIST", &list))?;
-    let counts = match here.variable("SLURM_TASKS_PER_NODE") {
-        Some(text) => repeated(&text).ok_or_else(|| wrong("SLURM_TASKS_PER_NODE", &text))?,
+    let nodes =
+        expand_nodes(&list).ok_or_else(|| malformed_variable("SLURM_JOB_NODELIST", &list))?;
+    let counts = match here.environment_variable("SLURM_TASKS_PER_NODE") {
+        Some(text) => {
+            expand_counts(&text).ok_or_else(|| malformed_variable("SLURM_TASKS_PER_NODE", &text))?
+        }
         None => vec![1; nodes.len()],
     };
     if counts.len() != nodes.len() {
@@ -106,52 +119,53 @@ fn slurm(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     }
     let hosts =
         nodes.into_iter().zip(counts).map(|(host, slots)| HostSlots { host, slots }).collect();
-    let shell = here.program("srun").then(Shell::srun);
-    Ok(Some(Allocation { system: "Slurm", hosts, shell, file: None }))
+    let shell = here.has_program("srun").then(RemoteShell::via_srun);
+    Ok(Some(BatchAllocation { system: "Slurm", hosts, shell, file: None }))
 }
 
-fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
-    if here.variable("LSB_JOBID").is_none() {
+fn lsf_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    if here.environment_variable("LSB_JOBID").is_none() {
         return Ok(None);
     }
-    let mut hosts = if let Some(text) = here.variable("LSB_MCPU_HOSTS") {
+    let mut hosts = if let Some(text) = here.environment_variable("LSB_MCPU_HOSTS") {
         let words: Vec<&str> = text.split_whitespace().collect();
         let pairs =
             words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
         let hosts: Option<Vec<HostSlots>> =
             if words.len().is_multiple_of(2) { pairs.collect() } else { None };
-        hosts.ok_or_else(|| wrong("LSB_MCPU_HOSTS", &text))?
-    } else if let Some(path) = here.variable("LSB_DJOB_HOSTFILE") {
-        listed(here, "LSB_DJOB_HOSTFILE", &path)?
-    } else if let Some(text) = here.variable("LSB_HOSTS") {
+        hosts.ok_or_else(|| malformed_variable("LSB_MCPU_HOSTS", &text))?
+    } else if let Some(path) = here.environment_variable("LSB_DJOB_HOSTFILE") {
+        read_hostfile(here, "LSB_DJOB_HOSTFILE", &path)?
+    } else if let Some(text) = here.environment_variable("LSB_HOSTS") {
         text.split_whitespace().map(|host| HostSlots::new(host, 1)).collect()
     } else {
         return Ok(None);
     };
-    // IBM's Cluster System Manager runs the batch script on a host of its own, which LSF names
-    // first.
-    if here.variable("CSM_ALLOCATION_ID").is_some() && hosts.len() > 1 {
+    // IBM's Cluster System Manager runs the batch script on a separate host, which LSF lists first.
+    if here.environment_variable("CSM_ALLOCATION_ID").is_some() && hosts.len() > 1 {
         hosts.remove(0);
     }
-    let shell = here.program("blaunch").then(Shell::blaunch);
-    Ok(Some(Allocation { system: "LSF", hosts: merged(hosts), shell, file: None }))
+    let shell = here.has_program("blaunch").then(RemoteShell::via_blaunch);
+    Ok(Some(BatchAllocation { system: "LSF", hosts: merge_hosts(hosts), shell, file: None }))
 }
 
-fn pbs(here: &dyn Surroundings) -> Result<Option<Allocation>> {
-    let (Some(_), Some(path)) = (here.variable("PBS_JOBID"), here.variable("PBS_NODEFILE")) else {
+fn pbs_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    let (Some(_), Some(path)) =
+        (here.environment_variable("PBS_JOBID"), here.environment_variable("PBS_NODEFILE"))
+    else {
         return Ok(None);
     };
-    Ok(Some(Allocation {
+    Ok(Some(BatchAllocation {
         system: "PBS",
-        hosts: listed(here, "PBS_NODEFILE", &path)?,
+        hosts: read_hostfile(here, "PBS_NODEFILE", &path)?,
         shell: None,
         file: None,
     }))
 }
 
-fn grid_engine(here: &dyn Surroundings) -> Result<Option<Allocation>> {
-    let Some(path) = here.variable("PE_HOSTFILE") else { return Ok(None) };
-    let text = read(here, "PE_HOSTFILE", &path)?;
+fn grid_engine_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    let Some(path) = here.environment_variable("PE_HOSTFILE") else { return Ok(None) };
+    let text = read_named_file(here, "PE_HOSTFILE", &path)?;
     // `host slots queue processors` on each line.
     let mut hosts = Vec::new();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
@@ -162,48 +176,54 @@ fn grid_engine(here: &dyn Surroundings) -> Result<Option<Allocation>> {
         })?;
         hosts.push(HostSlots::new(host, slots));
     }
-    let shell = here.program("qrsh").then(Shell::qrsh);
-    Ok(Some(Allocation { system: "Grid Engine", hosts: merged(hosts), shell, file: None }))
+    let shell = here.has_program("qrsh").then(RemoteShell::via_qrsh);
+    Ok(Some(BatchAllocation {
+        system: "Grid Engine",
+        hosts: merge_hosts(hosts),
+        shell,
+        file: None,
+    }))
 }
 
-fn kubernetes(here: &dyn Surroundings) -> Result<Option<Allocation>> {
-    const FILES: [&str; 4] = [
+fn kubernetes_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    const HOSTFILE_VARIABLES: [&str; 4] = [
         "OMPI_MCA_orte_default_hostfile",
         "PRTE_MCA_prte_default_hostfile",
         "I_MPI_HYDRA_HOST_FILE",
         "HYDRA_HOST_FILE",
     ];
-    let Some((name, path)) = FILES.iter().find_map(|name| Some((*name, here.variable(name)?)))
+    let Some((name, path)) =
+        HOSTFILE_VARIABLES.iter().find_map(|name| Some((*name, here.environment_variable(name)?)))
     else {
         return Ok(None);
     };
-    let hosts = listed(here, name, &path)?;
+    let hosts = read_hostfile(here, name, &path)?;
     let agent = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"]
         .iter()
-        .find_map(|name| here.variable(name));
+        .find_map(|name| here.environment_variable(name));
     let shell = match agent.as_deref() {
         None | Some("ssh" | "") => None,
-        // The operator's script asks kubectl for no standard input, which carries our words.
+        // The operator's script calls kubectl without standard input, which our protocol needs.
         Some(agent) if agent.ends_with("kubexec.sh") => {
-            let on_path = here.program("kubectl") && !here.program(KUBECTL);
-            Some(Shell::kubectl(if on_path { "kubectl" } else { KUBECTL }))
+            let on_path = here.has_program("kubectl") && !here.has_program(OPERATOR_KUBECTL_PATH);
+            Some(RemoteShell::via_kubectl(if on_path { "kubectl" } else { OPERATOR_KUBECTL_PATH }))
         }
-        Some(agent) => Some(Shell::custom(agent)?),
+        Some(agent) => Some(RemoteShell::from_command(agent)?),
     };
-    Ok(Some(Allocation { system: "MPIJob", hosts, shell, file: Some(path.into()) }))
+    Ok(Some(BatchAllocation { system: "MPIJob", hosts, shell, file: Some(path.into()) }))
 }
 
-/// Returns the hosts of a file with a host a line.
-fn listed(here: &dyn Surroundings, name: &str, path: &str) -> Result<Vec<HostSlots>> {
-    parse_hostfile(&format!("{path} ({name})"), &read(here, name, path)?)
+/// Returns the hosts of a file with one host per line.
+fn read_hostfile(here: &dyn LaunchEnvironment, name: &str, path: &str) -> Result<Vec<HostSlots>> {
+    parse_hostfile(&format!("{path} ({name})"), &read_named_file(here, name, path)?)
 }
 
-fn read(here: &dyn Surroundings, name: &str, path: &str) -> Result<String> {
-    here.file(path)
+fn read_named_file(here: &dyn LaunchEnvironment, name: &str, path: &str) -> Result<String> {
+    here.read_file(path)
         .map_err(|error| Error::Usage { reason: format!("cannot read {path} ({name}): {error}") })
 }
 
-fn wrong(name: &str, text: &str) -> Error {
+fn malformed_variable(name: &str, text: &str) -> Error {
     Error::Usage { reason: format!("{name} cannot be understood: {text}") }
 }
 
@@ -221,19 +241,19 @@ mod tests {
         programs: Vec<&'static str>,
     }
 
-    impl Surroundings for Played {
-        fn variable(&self, name: &str) -> Option<String> {
+    impl LaunchEnvironment for Played {
+        fn environment_variable(&self, name: &str) -> Option<String> {
             self.variables.get(name).map(|value| (*value).to_owned())
         }
 
-        fn file(&self, path: &str) -> io::Result<String> {
+        fn read_file(&self, path: &str) -> io::Result<String> {
             self.files
                 .get(path)
                 .map(|text| (*text).to_owned())
                 .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
         }
 
-        fn program(&self, name: &str) -> bool {
+        fn has_program(&self, name: &str) -> bool {
             self.programs.contains(&name)
         }
     }
@@ -250,7 +270,7 @@ mod tests {
     }
 
     fn shown(here: &Played) -> String {
-        let found = allocation(here).unwrap().unwrap();
+        let found = detect_allocation(here).unwrap().unwrap();
         let hosts: Vec<String> =
             found.hosts.iter().map(|host| format!("{}:{}", host.host, host.slots)).collect();
         format!("{} {}", found.system, hosts.join(" "))
@@ -258,7 +278,7 @@ mod tests {
 
     #[test]
     fn every_system_tells_its_hosts() {
-        assert!(allocation(&Played::default()).unwrap().is_none());
+        assert!(detect_allocation(&Played::default()).unwrap().is_none());
         let slurm = [
             ("SLURM_JOB_ID", "7"),
             ("SLURM_JOB_NODELIST", "gpu[01-03],login"),
@@ -287,7 +307,7 @@ mod tests {
 
     #[test]
     fn an_invalid_value_is_named() {
-        let message = |here: &Played| allocation(here).unwrap_err().to_string();
+        let message = |here: &Played| detect_allocation(here).unwrap_err().to_string();
         let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a[1-")];
         assert!(
             message(&played(&slurm, &[]))
@@ -305,20 +325,22 @@ mod tests {
     #[test]
     fn hosts_are_reached_by_the_systems_own_program_where_there_is_one() {
         let mut here = played(&[("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a")], &[]);
-        assert!(allocation(&here).unwrap().unwrap().shell.is_none());
+        assert!(detect_allocation(&here).unwrap().unwrap().shell.is_none());
         here.programs = vec!["srun"];
-        let shell = allocation(&here).unwrap().unwrap().shell.unwrap();
-        assert_eq!(shell.argv("a", "true")[0], "srun");
+        let shell = detect_allocation(&here).unwrap().unwrap().shell.unwrap();
+        assert_eq!(shell.build_argv("a", "true")[0], "srun");
         let mut here = played(
             &[("HYDRA_HOST_FILE", "/hosts"), ("OMPI_MCA_plm_rsh_agent", "/etc/mpi/kubexec.sh")],
             &[("/hosts", "w-0\n")],
         );
-        for (programs, expected) in
-            [(&[][..], KUBECTL), (&["kubectl"], "kubectl"), (&["kubectl", KUBECTL], KUBECTL)]
-        {
+        for (programs, expected) in [
+            (&[][..], OPERATOR_KUBECTL_PATH),
+            (&["kubectl"], "kubectl"),
+            (&["kubectl", OPERATOR_KUBECTL_PATH], OPERATOR_KUBECTL_PATH),
+        ] {
             here.programs = programs.to_vec();
-            let shell = allocation(&here).unwrap().unwrap().shell.unwrap();
-            assert_eq!(shell.argv("w-0", "true")[..4], [expected, "exec", "-i", "w-0"]);
+            let shell = detect_allocation(&here).unwrap().unwrap().shell.unwrap();
+            assert_eq!(shell.build_argv("w-0", "true")[..4], [expected, "exec", "-i", "w-0"]);
         }
     }
 }

@@ -5,24 +5,24 @@
 
 use std::io;
 
-use farandole_world::{Fault, TaskId};
+use farandole_world::{FaultOrigin, TaskId};
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A launch that failed. A worker that ran and failed is an [`crate::Outcome`].
+/// A launch that failed. A worker that ran and failed is an [`crate::WorkerOutcome`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The call cannot be carried out as made.
+    /// The arguments of the launch are invalid.
     #[error("cannot launch: {reason}")]
     Usage {
         /// The reason.
         reason: String,
     },
-    /// There is no registrar for the job.
+    /// The job has no registrar.
     #[error("the job cannot begin")]
-    Begin {
+    JobStart {
         /// The failure.
         source: Box<farandole_registrar::Error>,
     },
@@ -39,66 +39,66 @@ pub enum Error {
     Spawn {
         /// The program.
         program: String,
-        /// The system's answer.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The system refused something that a launch needs.
+    /// The system refused a call that the launch needs.
     #[error("{what} failed")]
     System {
-        /// The call.
+        /// The failed call.
         what: &'static str,
-        /// The system's answer.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The launch was cancelled before there was a worker.
+    /// The launch was cancelled before a worker started.
     #[error("cancelled: {reason}")]
     Cancelled {
         /// The reason.
         reason: String,
     },
-    /// A host cannot be worked with.
+    /// A host cannot be used.
     #[error("{host}: {reason}")]
     Host {
         /// The host.
         host: String,
-        /// The reason, in the words of the program that connects to the host, if it gave one.
+        /// The reason, in the words of the program that connects to the host, if it printed one.
         reason: String,
     },
-    /// Several hosts cannot be worked with.
+    /// Several hosts cannot be used.
     #[error("{} hosts cannot be used: {}", .0.len(), .0.join("; "))]
     Hosts(Vec<String>),
-    /// The hosts of an elastic job could not be found at its beginning.
+    /// The first discovery of an elastic job's hosts failed.
     #[error("{reason}")]
     Discovery {
-        /// The reason, with the name of the request.
+        /// The reason, with the name of the source.
         reason: String,
     },
-    /// A thread of the launcher ended without an answer.
+    /// A thread of the launcher ended without a result.
     #[error("the launcher's thread of task {task} ended unexpectedly")]
-    Vanished {
+    ThreadEnded {
         /// The task.
         task: TaskId,
     },
 }
 
 impl Error {
-    /// Returns the first error, or all hosts' in one.
-    pub(crate) fn of_hosts(mut errors: Vec<Self>) -> Option<Self> {
+    /// Returns the most important error; errors of several hosts are combined into one.
+    pub(crate) fn combine_host_errors(mut errors: Vec<Self>) -> Option<Self> {
         let of_hosts = errors.iter().filter(|error| matches!(error, Self::Host { .. })).count();
         if of_hosts < 2 {
-            // A host's failure is what the other agents' failures come from.
+            // The failure of a host causes the failures of the other agents.
             let first =
                 errors.iter().position(|error| matches!(error, Self::Host { .. })).unwrap_or(0);
             return (!errors.is_empty()).then(|| errors.swap_remove(first));
         }
         errors.retain(|error| matches!(error, Self::Host { .. }));
-        let mut reasons: Vec<String> = errors.iter().map(Self::told).collect();
+        let mut reasons: Vec<String> = errors.iter().map(Self::message_with_causes).collect();
         reasons.sort();
         Some(Self::Hosts(reasons))
     }
 
-    /// With its causes, in one line.
-    pub fn told(&self) -> String {
+    /// Returns the message with its causes, in one line.
+    pub fn message_with_causes(&self) -> String {
         let mut text = self.to_string();
         let mut source = std::error::Error::source(self);
         while let Some(cause) = source {
@@ -109,13 +109,15 @@ impl Error {
     }
 
     /// Returns the party at fault.
-    pub fn fault(&self) -> Fault {
+    pub fn fault(&self) -> FaultOrigin {
         match self {
-            Self::Usage { .. } => Fault::Usage,
-            Self::Begin { source } | Self::Registrar { source, .. } => source.fault(),
-            Self::Spawn { .. } | Self::System { .. } | Self::Cancelled { .. } => Fault::Environment,
-            Self::Host { .. } | Self::Hosts(_) | Self::Discovery { .. } => Fault::Environment,
-            Self::Vanished { .. } => Fault::Bug,
+            Self::Usage { .. } => FaultOrigin::Usage,
+            Self::JobStart { source } | Self::Registrar { source, .. } => source.fault(),
+            Self::Spawn { .. } | Self::System { .. } | Self::Cancelled { .. } => {
+                FaultOrigin::Environment
+            }
+            Self::Host { .. } | Self::Hosts(_) | Self::Discovery { .. } => FaultOrigin::Environment,
+            Self::ThreadEnded { .. } => FaultOrigin::Bug,
         }
     }
 }

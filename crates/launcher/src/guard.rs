@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A small process that outlives this one until it has ended the worker's whole process group.
+//! A small process that survives this one and then kills the worker's whole process group.
 //!
-//! The kernel's parent-death signal reaches the worker alone; its children (data loaders) would
-//! live on. The guard is a program blocked on a pipe that only this process holds: a line means all
-//! is well, an end of file that we are gone. A shell does it; where an image has none, the
-//! interpreter that this process may be does as well.
+//! The kernel's parent-death signal reaches only the worker; its children, such as data loaders,
+//! would survive. The guard is a program blocked on a pipe whose other end only this process holds:
+//! a line dismisses the guard, and an end of file means that this process has ended. The guard is a
+//! shell; in an image without a shell, it is the Python interpreter, if this process is one.
 
 use std::io::{self, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -15,34 +15,34 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::process::Pid;
 
-const SHELL: &str = r#"read -r word || kill -9 "-$1""#;
-const PYTHON: &str =
+const SHELL_GUARD_SCRIPT: &str = r#"read -r word || kill -9 "-$1""#;
+const PYTHON_GUARD_SCRIPT: &str =
     "import os, sys\nif not sys.stdin.readline():\n    os.killpg(int(sys.argv[1]), 9)";
 
 /// The guard of one process group.
-pub(crate) struct Guard {
+pub(crate) struct ProcessGroupGuard {
     program: Child,
 }
 
-/// A program that can be a guard: the group's number is its last argument.
-struct Candidate {
+/// A program that can be a guard. Its last argument is the number of the group.
+struct GuardProgram {
     program: PathBuf,
     arguments: &'static [&'static str],
 }
 
-impl Guard {
-    /// Starts to guard `group`.
+impl ProcessGroupGuard {
+    /// Starts a guard of `group`.
     ///
     /// # Errors
-    /// What kept each program from being started, when none could.
-    pub(crate) fn start(group: Pid) -> io::Result<Self> {
-        Self::first_of(&candidates(std::env::current_exe().ok()), group)
+    /// None of the programs could be started; the error has the reason of each.
+    pub(crate) fn spawn_guard(group: Pid) -> io::Result<Self> {
+        Self::spawn_first(&guard_programs(std::env::current_exe().ok()), group)
     }
 
-    fn first_of(candidates: &[Candidate], group: Pid) -> io::Result<Self> {
+    fn spawn_first(candidates: &[GuardProgram], group: Pid) -> io::Result<Self> {
         let mut failures = Vec::new();
         for candidate in candidates {
-            match candidate.spawn(group) {
+            match candidate.spawn_for_group(group) {
                 Ok(program) => return Ok(Self { program }),
                 Err(error) => failures.push(format!("{}: {error}", candidate.program.display())),
             }
@@ -53,18 +53,18 @@ impl Guard {
         )))
     }
 
-    /// Dismisses the guard: the group is gone.
-    pub(crate) fn dismiss(mut self) {
+    /// Dismisses the guard after the group has ended.
+    pub(crate) fn dismiss_guard(mut self) {
         if let Some(mut pipe) = self.program.stdin.take() {
-            // A guard that is gone already needs no dismissal.
+            // A guard that has ended needs no dismissal.
             drop(pipe.write_all(b"done\n"));
         }
         drop(self.program.wait());
     }
 }
 
-impl Candidate {
-    fn spawn(&self, group: Pid) -> io::Result<Child> {
+impl GuardProgram {
+    fn spawn_for_group(&self, group: Pid) -> io::Result<Child> {
         Command::new(&self.program)
             .args(self.arguments)
             .arg(group.as_raw_nonzero().to_string())
@@ -72,22 +72,25 @@ impl Candidate {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Out of the terminal's foreground group, so that Ctrl-C does not end it.
+            // Outside the terminal's foreground group, so that Ctrl-C does not end it.
             .process_group(0)
             .spawn()
     }
 }
 
-/// Best first.
-fn candidates(this: Option<PathBuf>) -> Vec<Candidate> {
-    let shell =
-        Candidate { program: "/bin/sh".into(), arguments: &["-c", SHELL, "farandole-guard"] };
+/// Returns the programs that can be guards, best first.
+fn guard_programs(this: Option<PathBuf>) -> Vec<GuardProgram> {
+    let shell = GuardProgram {
+        program: "/bin/sh".into(),
+        arguments: &["-c", SHELL_GUARD_SCRIPT, "farandole-guard"],
+    };
     let is_python = |path: &PathBuf| {
         path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))
     };
-    let python = this
-        .filter(is_python)
-        .map(|program| Candidate { program, arguments: &["-I", "-S", "-c", PYTHON] });
+    let python = this.filter(is_python).map(|program| GuardProgram {
+        program,
+        arguments: &["-I", "-S", "-c", PYTHON_GUARD_SCRIPT],
+    });
     [shell].into_iter().chain(python).collect()
 }
 
@@ -95,36 +98,39 @@ fn candidates(this: Option<PathBuf>) -> Vec<Candidate> {
 mod tests {
     use super::*;
 
-    fn nowhere() -> Candidate {
-        Candidate { program: "/no/such/shell".into(), arguments: &[] }
+    fn nowhere() -> GuardProgram {
+        GuardProgram { program: "/no/such/shell".into(), arguments: &[] }
     }
 
-    /// Returns a process with a group of its own, and the guard `candidate` makes for it.
-    fn guarded(candidate: Candidate) -> (Child, Guard) {
+    /// Returns a process that leads a group, and the guard that `candidate` starts for it.
+    fn guarded(candidate: GuardProgram) -> (Child, ProcessGroupGuard) {
         let sleeper = Command::new("sleep").arg("600").process_group(0).spawn().unwrap();
         let group = Pid::from_raw(sleeper.id().try_into().unwrap()).unwrap();
-        (sleeper, Guard::first_of(&[nowhere(), candidate], group).unwrap())
+        (sleeper, ProcessGroupGuard::spawn_first(&[nowhere(), candidate], group).unwrap())
     }
 
-    fn python() -> Candidate {
-        Candidate { program: "python3".into(), arguments: &["-I", "-S", "-c", PYTHON] }
+    fn python() -> GuardProgram {
+        GuardProgram {
+            program: "python3".into(),
+            arguments: &["-I", "-S", "-c", PYTHON_GUARD_SCRIPT],
+        }
     }
 
     #[test]
     fn without_a_shell_the_interpreter_ends_the_group_when_this_process_is_gone() {
         use std::os::unix::process::ExitStatusExt as _;
         let (mut sleeper, mut guard) = guarded(python());
-        // What the kernel does to the pipe of a process that was killed.
+        // The kernel closes the pipe of a killed process in the same way.
         drop(guard.program.stdin.take());
         assert_eq!(sleeper.wait().unwrap().signal(), Some(9));
-        guard.dismiss();
+        guard.dismiss_guard();
     }
 
     #[test]
     fn a_dismissed_guard_leaves_the_group_alone() {
-        for candidate in [python(), candidates(None).remove(0)] {
+        for candidate in [python(), guard_programs(None).remove(0)] {
             let (mut sleeper, guard) = guarded(candidate);
-            guard.dismiss();
+            guard.dismiss_guard();
             assert!(sleeper.try_wait().unwrap().is_none());
             sleeper.kill().unwrap();
             sleeper.wait().unwrap();
@@ -134,14 +140,17 @@ mod tests {
     #[test]
     fn programs_that_cannot_be_started_are_named() {
         let group = rustix::process::getpid();
-        let error = Guard::first_of(&[nowhere()], group).err().unwrap().to_string();
+        let error = ProcessGroupGuard::spawn_first(&[nowhere()], group).err().unwrap().to_string();
         assert!(error.contains("/no/such/shell: No such file"), "{error}");
     }
 
     #[test]
     fn only_an_interpreter_is_asked_to_interpret() {
         let programs = |path: &str| -> Vec<PathBuf> {
-            candidates(Some(path.into())).into_iter().map(|candidate| candidate.program).collect()
+            guard_programs(Some(path.into()))
+                .into_iter()
+                .map(|candidate| candidate.program)
+                .collect()
         };
         assert_eq!(
             programs("/usr/bin/python3.11"),

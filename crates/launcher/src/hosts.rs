@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Hosts and their slots: `-H`, host files, and which tasks go to which host.
+//! Hosts and their slots: `-H`, host files, and the placement of tasks on hosts.
 
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 
-/// A host and how many workers it takes.
+/// A host and its number of worker slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostSlots {
-    /// Its name, address, or alias of the program that reaches it.
+    /// Name, address, or an alias that the connecting program knows.
     pub host: String,
-    /// Workers it takes.
+    /// Largest number of workers on the host.
     pub slots: u32,
 }
 
@@ -23,17 +23,17 @@ impl HostSlots {
     }
 }
 
-/// The tasks of one host: consecutive numbers.
+/// The tasks of one host, which have consecutive numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placement {
+pub struct HostTasks {
     /// The host.
     pub host: String,
     /// Its tasks.
     pub tasks: Range<u32>,
 }
 
-/// Reads `host:slots,host:slots` as `-H` has it. A host without slots has one; an IPv6 address with
-/// slots stands in brackets. A host that is named twice has the slots of both.
+/// Parses `host:slots,host:slots` as in `-H`. A host without slots has one; an IPv6 address with
+/// slots needs brackets. If a host is named twice, its slots are added.
 ///
 /// # Errors
 /// `Usage` naming the entry.
@@ -41,7 +41,7 @@ pub fn parse_hosts(text: &str) -> Result<Vec<HostSlots>> {
     let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     let hosts = entries
         .map(|entry| {
-            entry_of(entry).ok_or_else(|| Error::Usage {
+            parse_host_entry(entry).ok_or_else(|| Error::Usage {
                 reason: format!(
                     "a host is written as name:slots, such as node1:4 or [fe80::1]:4: {entry}"
                 ),
@@ -51,40 +51,40 @@ pub fn parse_hosts(text: &str) -> Result<Vec<HostSlots>> {
     if hosts.is_empty() {
         return Err(Error::Usage { reason: "the list of hosts is empty".to_owned() });
     }
-    Ok(merged(hosts))
+    Ok(merge_hosts(hosts))
 }
 
-/// Reads a host file: a host a line, as `host slots=4` (Open MPI, Horovod), `host:4` (MPICH) or
-/// `host` (one slot); what follows `#` is a comment. A host on several lines has the slots of all
-/// of them. `name` is the file's, for errors.
+/// Parses a host file with one host per line, as `host slots=4` (Open MPI, Horovod), `host:4`
+/// (MPICH) or `host` (one slot); a comment begins with `#`. If a host is on several lines, its
+/// slots are added. `name` is the name of the file, for errors.
 ///
 /// # Errors
 /// `Usage` naming the file and the line.
 pub fn parse_hostfile(name: &str, text: &str) -> Result<Vec<HostSlots>> {
     let mut hosts = Vec::new();
-    // Editors of other systems begin a file with a mark of its encoding.
+    // Some editors begin a file with a byte order mark.
     for (number, line) in (1..).zip(text.trim_start_matches('\u{feff}').lines()) {
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() {
             continue;
         }
-        // Spaces around the sign are Open MPI's.
+        // Open MPI allows spaces around `=`.
         let words = line.split('=').map(str::trim).collect::<Vec<_>>().join("=");
-        hosts.push(line_of(&words).ok_or_else(|| Error::Usage {
+        hosts.push(parse_hostfile_line(&words).ok_or_else(|| Error::Usage {
             reason: format!("{name} line {number} is not a host, as in \"node1 slots=4\": {line}"),
         })?);
     }
     if hosts.is_empty() {
         return Err(Error::Usage { reason: format!("{name} names no host") });
     }
-    Ok(merged(hosts))
+    Ok(merge_hosts(hosts))
 }
 
-/// Gives the first `num_proc` slots, host by host, to tasks in their order.
+/// Assigns the first `num_proc` slots, host by host, to the tasks in their order.
 ///
 /// # Errors
 /// `Usage` when there are fewer slots.
-pub fn place(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<Placement>> {
+pub fn place_tasks(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<HostTasks>> {
     let available: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
     if u64::from(num_proc) > available {
         let listed: Vec<String> =
@@ -102,7 +102,7 @@ pub fn place(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<Placement>> {
     for host in hosts {
         let count = host.slots.min(num_proc - first);
         if count > 0 {
-            placements.push(Placement { host: host.host.clone(), tasks: first..first + count });
+            placements.push(HostTasks { host: host.host.clone(), tasks: first..first + count });
             first += count;
         }
     }
@@ -110,7 +110,7 @@ pub fn place(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<Placement>> {
 }
 
 /// Returns one host for each name, in the order of first mention.
-pub(crate) fn merged(hosts: Vec<HostSlots>) -> Vec<HostSlots> {
+pub(crate) fn merge_hosts(hosts: Vec<HostSlots>) -> Vec<HostSlots> {
     let mut merged: Vec<HostSlots> = Vec::with_capacity(hosts.len());
     for host in hosts {
         match merged.iter_mut().find(|known| known.host == host.host) {
@@ -121,33 +121,33 @@ pub(crate) fn merged(hosts: Vec<HostSlots>) -> Vec<HostSlots> {
     merged
 }
 
-fn line_of(line: &str) -> Option<HostSlots> {
+fn parse_hostfile_line(line: &str) -> Option<HostSlots> {
     let mut words = line.split_whitespace();
-    let mut host = entry_of(words.next()?)?;
+    let mut host = parse_host_entry(words.next()?)?;
     for word in words {
         match word.split_once('=')? {
             ("slots" | "cpu", value) => host.slots = value.parse().ok()?,
-            // Known to Open MPI and to Intel's and MPICH's hydra, and without a meaning here.
+            // Keywords of Open MPI and of Intel's and MPICH's hydra, which have no effect here.
             ("max_slots" | "max-slots" | "binding" | "ifname", _) => {}
-            // A misspelt `slots` would leave the host with one slot.
+            // Rejected: a misspelt `slots` would leave the host with one slot.
             _ => return None,
         }
     }
     Some(host)
 }
 
-fn entry_of(entry: &str) -> Option<HostSlots> {
-    host_of(entry).map(|(host, slots)| HostSlots::new(host, slots.unwrap_or(1)))
+fn parse_host_entry(entry: &str) -> Option<HostSlots> {
+    split_host_slots(entry).map(|(host, slots)| HostSlots::new(host, slots.unwrap_or(1)))
 }
 
-/// `name`, `name:4`, `::1`, `[::1]`, `[::1]:4`, `user@name:4`: the host, and its slots where they
-/// are given.
-pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
+/// Splits `name`, `name:4`, `::1`, `[::1]`, `[::1]:4` or `user@name:4` into the host and its slots,
+/// if it has any.
+pub(crate) fn split_host_slots(entry: &str) -> Option<(&str, Option<u32>)> {
     if let Some(rest) = entry.strip_prefix('[') {
         let (host, rest) = rest.split_once(']')?;
         let slots =
             if rest.is_empty() { None } else { Some(rest.strip_prefix(':')?.parse().ok()?) };
-        return is_name(host).then_some((host, slots));
+        return is_host_name(host).then_some((host, slots));
     }
     let (host, slots) = match entry.split_once(':') {
         // More than one colon and no brackets: an IPv6 address without slots.
@@ -159,12 +159,12 @@ pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
         Some((host, slots)) => (host, Some(slots.parse().ok()?)),
         None => (entry, None),
     };
-    is_name(host).then_some((host, slots))
+    is_host_name(host).then_some((host, slots))
 }
 
-/// Returns whether it may be a host: what starts with a dash would be an option of the program that
-/// reaches it.
-fn is_name(text: &str) -> bool {
+/// Returns whether the text may be a host. A text that starts with a dash would be an option of the
+/// program that connects to the host.
+fn is_host_name(text: &str) -> bool {
     let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '@' | '%');
     !text.is_empty() && !text.starts_with('-') && text.chars().all(plain)
 }
@@ -239,15 +239,15 @@ mod tests {
     #[test]
     fn slots_beyond_the_processes_stay_free_and_too_few_are_refused_in_horovods_words() {
         let hosts = parse_hosts("a:2,b:0,c:4").unwrap();
-        let placed = place(&hosts, 3).unwrap();
+        let placed = place_tasks(&hosts, 3).unwrap();
         assert_eq!(
             placed,
             [
-                Placement { host: "a".into(), tasks: 0..2 },
-                Placement { host: "c".into(), tasks: 2..3 }
+                HostTasks { host: "a".into(), tasks: 0..2 },
+                HostTasks { host: "c".into(), tasks: 2..3 }
             ]
         );
-        let error = place(&hosts, 7).unwrap_err().to_string();
+        let error = place_tasks(&hosts, 7).unwrap_err().to_string();
         assert!(
             error.contains(
                 "Requested more processes (7) than there are available slots (6): a has 2"
@@ -264,7 +264,7 @@ mod tests {
             let hosts: Vec<HostSlots> =
                 (0..).zip(&slots).map(|(number, count): (u32, _)| HostSlots::new(format!("h{number}"), *count)).collect();
             let total: u32 = slots.iter().sum();
-            match place(&hosts, asked) {
+            match place_tasks(&hosts, asked) {
                 Err(_) => prop_assert!(asked > total),
                 Ok(placed) => {
                     let tasks: Vec<u32> = placed.iter().flat_map(|placement| placement.tasks.clone()).collect();

@@ -4,9 +4,9 @@
 //! A registrar, this host's agents, and an agent on each other host: `farandole run`.
 //!
 //! ```text
-//! run --+-- Registrar <------------- TLS ---------------+
-//!       |-- Agent (thread) --> worker                    |
-//!       '-- Remote --ssh--> serve_host --> Agent ... ----'
+//! run --+-- Registrar <---------------- TLS ----------------+
+//!       |-- Agent (thread) --> worker                       |
+//!       '-- RemoteAgent --ssh--> serve_host --> Agent ... --'
 //! ```
 
 use std::collections::BTreeMap;
@@ -14,90 +14,98 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Event, Options, Registrar};
-use farandole_telemetry::Sink;
+use farandole_registrar::{JobEvent, Registrar, RegistrarOptions};
+use farandole_telemetry::RecordSink;
 use farandole_world::World;
 
-use crate::agent::{Outcome, Output};
-use crate::crew::{Crew, Elsewhere, News, Wish};
+use crate::agent::{OutputTarget, WorkerOutcome};
+use crate::agent_pool::{AgentPool, AgentPoolEvent, RemoteHost, StopLevel};
 use crate::error::{Error, Result};
-use crate::hosts::{HostSlots, Placement};
-use crate::near::placements;
-use crate::report::Report;
-use crate::work::Work;
+use crate::hosts::{HostSlots, HostTasks};
+use crate::local_hosts::split_local_tasks;
+use crate::report::JobReport;
+use crate::worker_program::WorkerProgram;
 
 /// Interval at which the caller is asked whether to stop.
-const SLICE: Duration = Duration::from_millis(20);
-/// Longest time in which other hosts must answer after one has failed before the start: the error
-/// names all that fail.
-const OTHERS: Duration = Duration::from_secs(10);
-/// Longest time in which a host whose agent fell silent must return with its last messages.
-const SILENT: Duration = Duration::from_secs(2);
-/// Longest time in which hosts must end their workers once the job is over.
-const ENDING: Duration = Duration::from_secs(20);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Longest time in which the other hosts must answer after one has failed before the start, so that
+/// the error can name all failed hosts.
+const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait for the last messages of a host whose agent fell silent.
+const SILENT_HOST_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest time in which hosts must end their workers after the end of the job.
+const JOB_END_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The program to run, and the hosts.
 #[derive(Clone, Debug)]
-pub struct Job {
+pub struct StaticJob {
     /// Number of processes.
     pub num_proc: u32,
-    /// Hosts and their slots, in the order of ranks; none means this host alone.
+    /// Hosts and their slots, in the order of ranks; an empty list means only this host.
     pub hosts: Vec<HostSlots>,
     /// The program of each process.
-    pub work: Work,
+    pub program: WorkerProgram,
 }
 
-/// Hears of the ranks.
+/// Observes the world when ranks are assigned.
 type Assigned<'a> = dyn Fn(&World) + 'a;
 
-impl Job {
-    /// Returns a job of this host alone.
-    pub fn here(
+impl StaticJob {
+    /// Returns a job that uses only this host.
+    pub fn on_this_host(
         num_proc: u32,
         command: Vec<String>,
         environment: BTreeMap<String, Option<String>>,
         config: Config,
     ) -> Self {
-        Self { num_proc, hosts: Vec::new(), work: Work::program(command, environment, config) }
+        Self {
+            num_proc,
+            hosts: Vec::new(),
+            program: WorkerProgram::for_this_host(command, environment, config),
+        }
     }
 
-    /// Like [`Job::run_told`], without reporting the ranks.
+    /// Like [`StaticJob::run_with_observer`], without an observer.
     ///
     /// # Errors
-    /// Like [`Job::run_told`].
-    pub fn run(&self, sink: &Arc<dyn Sink>, wish: &dyn Fn() -> Wish) -> Result<Report> {
-        self.run_told(sink, wish, &|_| {})
+    /// Like [`StaticJob::run_with_observer`].
+    pub fn run(
+        &self,
+        sink: &Arc<dyn RecordSink>,
+        wish: &dyn Fn() -> StopLevel,
+    ) -> Result<JobReport> {
+        self.run_with_observer(sink, wish, &|_| {})
     }
 
     /// Runs the command until all processes have ended, or until one has failed and the others were
-    /// ended, or until `wish` says so. Lines of the workers go to `sink`; `assigned` hears of the
-    /// ranks.
+    /// ended, or until `wish` asks to stop. Lines of the workers go to `sink`; `assigned` receives
+    /// the world when ranks are assigned.
     ///
     /// # Errors
-    /// `Usage` for no process, an empty command or too few slots; `Begin` without a registrar;
+    /// `Usage` for no process, an empty command or too few slots; `JobStart` without a registrar;
     /// `Host` and `Hosts` for hosts that cannot be used, or were lost; `Registrar`, `Spawn`,
     /// `System`.
-    pub fn run_told(
+    pub fn run_with_observer(
         &self,
-        sink: &Arc<dyn Sink>,
-        wish: &dyn Fn() -> Wish,
+        sink: &Arc<dyn RecordSink>,
+        wish: &dyn Fn() -> StopLevel,
         assigned: &Assigned<'_>,
-    ) -> Result<Report> {
+    ) -> Result<JobReport> {
         if self.num_proc == 0 {
             return Err(Error::Usage { reason: "at least one process is needed".to_owned() });
         }
-        self.work.check()?;
-        let (here, there) = placements(&self.hosts, self.num_proc)?;
-        let mut options = Options::from_config(self.num_proc, &self.work.config);
+        self.program.check_command()?;
+        let (here, there) = split_local_tasks(&self.hosts, self.num_proc)?;
+        let mut options = RegistrarOptions::from_config(self.num_proc, &self.program.config);
         if there.is_empty() {
-            // No other process needs to connect to it.
+            // No other host needs to connect to it.
             options.host = Some("127.0.0.1".to_owned());
             options.bind = String::new();
         }
-        let registrar = Registrar::start(options)
-            .map_err(|source| Error::Begin { source: Box::new(source) })?;
-        let mut conduct = Conduct::start(self, &registrar, (sink, assigned), here, there)?;
-        let ended = conduct.run(wish);
+        let registrar = Registrar::start_job(options)
+            .map_err(|source| Error::JobStart { source: Box::new(source) })?;
+        let mut conduct = JobRun::start_agents(self, &registrar, (sink, assigned), here, there)?;
+        let ended = conduct.run_until_done(wish);
         drop(conduct);
         registrar.close();
         ended
@@ -105,79 +113,79 @@ impl Job {
 }
 
 /// A running job.
-struct Conduct<'a> {
+struct JobRun<'a> {
     registrar: &'a Registrar,
-    sink: &'a Arc<dyn Sink>,
-    assigned: &'a Assigned<'a>,
-    crew: Crew<'a>,
-    outcomes: BTreeMap<u32, Outcome>,
-    /// Hosts and agents that could not do their part.
+    sink: &'a Arc<dyn RecordSink>,
+    observe_world: &'a Assigned<'a>,
+    agent_pool: AgentPool<'a>,
+    outcomes: BTreeMap<u32, WorkerOutcome>,
+    /// Errors of hosts and agents.
     errors: Vec<Error>,
-    /// Hosts whose last words were given up on.
-    unheard: Vec<Error>,
-    began: Instant,
+    /// Errors of hosts whose last messages were given up.
+    silent_host_errors: Vec<Error>,
+    started_at: Instant,
     failed_at: Option<Instant>,
     over_at: Option<Instant>,
-    wish: Wish,
+    stop_level: StopLevel,
 }
 
-impl<'a> Conduct<'a> {
-    fn start(
-        job: &'a Job,
+impl<'a> JobRun<'a> {
+    fn start_agents(
+        job: &'a StaticJob,
         registrar: &'a Registrar,
-        (sink, assigned): (&'a Arc<dyn Sink>, &'a Assigned<'a>),
+        (sink, assigned): (&'a Arc<dyn RecordSink>, &'a Assigned<'a>),
         here: Vec<u32>,
-        there: Vec<Placement>,
+        there: Vec<HostTasks>,
     ) -> Result<Self> {
-        let mut crew = Crew::new(&job.work, registrar.ticket().clone(), false);
+        let mut crew = AgentPool::new(&job.program, registrar.ticket().clone(), false);
         for placement in there {
-            crew.start_there(placement.host, placement.tasks.collect())?;
+            crew.start_remote_agents(placement.host, placement.tasks.collect())?;
         }
         for task in here {
-            crew.start_here(task, Output::Sink(Arc::clone(sink)))?;
+            crew.start_local_agent(task, OutputTarget::Sink(Arc::clone(sink)))?;
         }
         Ok(Self {
             registrar,
             sink,
-            assigned,
-            crew,
+            observe_world: assigned,
+            agent_pool: crew,
             outcomes: BTreeMap::new(),
             errors: Vec::new(),
-            unheard: Vec::new(),
-            began: Instant::now(),
+            silent_host_errors: Vec::new(),
+            started_at: Instant::now(),
             failed_at: None,
             over_at: None,
-            wish: Wish::GoOn,
+            stop_level: StopLevel::Continue,
         })
     }
 
-    fn run(&mut self, wish: &dyn Fn() -> Wish) -> Result<Report> {
-        while !self.crew.is_done() {
-            self.events(Instant::now() + SLICE);
-            self.hear();
-            self.follow(wish());
-            self.give_up();
+    fn run_until_done(&mut self, wish: &dyn Fn() -> StopLevel) -> Result<JobReport> {
+        while !self.agent_pool.is_done() {
+            self.handle_registrar_events(Instant::now() + STOP_POLL_INTERVAL);
+            self.handle_agent_events();
+            self.apply_stop_level(wish());
+            self.abandon_silent_hosts();
         }
-        // What the workers of other hosts wrote last came before their ends did.
-        self.events(Instant::now());
-        let interrupted = self.wish > Wish::GoOn;
-        if self.errors.is_empty() && self.outcomes.values().all(Outcome::is_success) {
-            // If hosts fall silent together, no agent is left to say why the job ended.
-            self.errors.append(&mut self.unheard);
+        // The last lines of workers on other hosts arrived before the reports of their ends.
+        self.handle_registrar_events(Instant::now());
+        let interrupted = self.stop_level > StopLevel::Continue;
+        if self.errors.is_empty() && self.outcomes.values().all(WorkerOutcome::is_success) {
+            // If hosts fall silent together, no agent is left to report why the job ended.
+            self.errors.append(&mut self.silent_host_errors);
         }
-        match Error::of_hosts(std::mem::take(&mut self.errors)) {
+        match Error::combine_host_errors(std::mem::take(&mut self.errors)) {
             Some(error) if !interrupted => Err(error),
-            _ => Ok(Report {
+            _ => Ok(JobReport {
                 outcomes: std::mem::take(&mut self.outcomes).into_values().collect(),
                 interrupted,
             }),
         }
     }
 
-    /// Takes what the registrar has heard.
-    fn events(&mut self, deadline: Instant) {
-        // Made in this process, so it is not a fork's.
-        let Ok(drained) = self.registrar.events(deadline) else { return };
+    /// Handles the reports of the registrar.
+    fn handle_registrar_events(&mut self, deadline: Instant) {
+        // Fails only in a forked process; this process started the registrar.
+        let Ok(drained) = self.registrar.drain_events(deadline) else { return };
         if drained.dropped > 0 {
             tracing::warn!(
                 lines = drained.dropped,
@@ -186,14 +194,14 @@ impl<'a> Conduct<'a> {
         }
         for event in drained.records {
             match event {
-                Event::Record(record) => self.sink.accept(record),
-                Event::Assigned { world } => (self.assigned)(&world),
-                Event::Lost { task, .. } => {
-                    if let Some(host) = self.crew.elsewhere(task.0) {
+                JobEvent::Record(record) => self.sink.accept_record(record),
+                JobEvent::Assigned { world } => (self.observe_world)(&world),
+                JobEvent::Lost { task, .. } => {
+                    if let Some(host) = self.agent_pool.host_of_task(task.0) {
                         host.silent_since.get_or_insert_with(Instant::now);
                     }
                 }
-                Event::Aborted { .. } => {
+                JobEvent::Aborted { .. } => {
                     self.over_at.get_or_insert_with(Instant::now);
                 }
                 _ => {}
@@ -201,74 +209,78 @@ impl<'a> Conduct<'a> {
         }
     }
 
-    fn hear(&mut self) {
-        for news in self.crew.news() {
+    fn handle_agent_events(&mut self) {
+        for news in self.agent_pool.take_events() {
             match news {
-                News::Ended { task, outcome: Ok(outcome) } => {
+                AgentPoolEvent::WorkerEnded { task, outcome: Ok(outcome) } => {
                     self.outcomes.insert(task, outcome);
                 }
-                // The other agents learn of it from the registrar; their ends are waited for.
-                News::Ended { outcome: Err(error), .. } => self.failed(error),
-                News::Gone { error, .. } if self.over_at.is_some() || self.wish > Wish::GoOn => {
-                    // What ended the job has a name already.
+                // The registrar informs the other agents; the job still waits for their ends.
+                AgentPoolEvent::WorkerEnded { outcome: Err(error), .. } => self.record_error(error),
+                AgentPoolEvent::HostLost { error, .. }
+                    if self.over_at.is_some() || self.stop_level > StopLevel::Continue =>
+                {
+                    // The error that ended the job is already recorded.
                     tracing::info!(%error, "a host ended without its last words");
                 }
-                News::Gone { error, begun, .. } => {
+                AgentPoolEvent::HostLost { error, begun, .. } => {
                     if begun {
-                        self.abort(&error.told());
+                        self.abort_job(&error.message_with_causes());
                     }
-                    self.failed(error);
+                    self.record_error(error);
                 }
             }
         }
     }
 
-    fn failed(&mut self, error: Error) {
+    fn record_error(&mut self, error: Error) {
         self.failed_at.get_or_insert_with(Instant::now);
         self.errors.push(error);
     }
 
-    fn abort(&mut self, reason: &str) {
+    fn abort_job(&mut self, reason: &str) {
         self.over_at.get_or_insert_with(Instant::now);
-        // Made in this process, so it is not a fork's.
-        drop(self.registrar.abort(reason));
+        // Fails only in a forked process; this process started the registrar.
+        drop(self.registrar.abort_job(reason));
     }
 
-    /// Ends a job that cannot begin or continue, and the rest of a job that is over.
-    fn give_up(&mut self) {
+    /// Aborts a job that cannot start or continue, and closes connections after the end of the job.
+    fn abandon_silent_hosts(&mut self) {
         let now = Instant::now();
         let passed =
             |since: Option<Instant>, limit| since.is_some_and(|since| now >= since + limit);
-        let all_answered = self.crew.hosts.iter().all(|host| host.ready);
+        let all_answered = self.agent_pool.hosts.iter().all(|host| host.ready);
         if self.over_at.is_none()
             && self.failed_at.is_some()
-            && (all_answered || passed(self.failed_at, OTHERS))
+            && (all_answered || passed(self.failed_at, HOST_ANSWER_TIMEOUT))
         {
-            let reasons: Vec<String> = self.errors.iter().map(Error::told).collect();
-            self.abort(&reasons.join("; "));
+            let reasons: Vec<String> = self.errors.iter().map(Error::message_with_causes).collect();
+            self.abort_job(&reasons.join("; "));
         }
-        let (over, late) = (self.over_at.is_some(), passed(self.over_at, ENDING));
-        let ending = over || self.wish > Wish::GoOn;
-        for (host, _) in self.crew.hang_up(|host| ending && !host.ready) {
-            // Nothing runs there that could end.
-            let reason = format!("it has not answered within {:.1?}", self.began.elapsed());
+        let (over, late) = (self.over_at.is_some(), passed(self.over_at, JOB_END_TIMEOUT));
+        let ending = over || self.stop_level > StopLevel::Continue;
+        for (host, _) in self.agent_pool.close_connections(|host| ending && !host.ready) {
+            // No worker runs there, so there is no end to wait for.
+            let reason = format!("it has not answered within {:.1?}", self.started_at.elapsed());
             self.errors.push(Error::Host { host, reason });
         }
-        let given_up = |host: &Elsewhere| late || (over && passed(host.silent_since, SILENT));
-        for (host, tasks) in self.crew.hang_up(given_up) {
+        let given_up =
+            |host: &RemoteHost| late || (over && passed(host.silent_since, SILENT_HOST_TIMEOUT));
+        for (host, tasks) in self.agent_pool.close_connections(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");
-            self.unheard.push(Error::Host { host, reason: "its agent fell silent".to_owned() });
+            self.silent_host_errors
+                .push(Error::Host { host, reason: "its agent fell silent".to_owned() });
         }
     }
 
-    fn follow(&mut self, wish: Wish) {
-        if wish <= self.wish {
+    fn apply_stop_level(&mut self, wish: StopLevel) {
+        if wish <= self.stop_level {
             return;
         }
-        self.wish = wish;
-        self.crew.follow(wish);
-        if wish > Wish::Interrupt {
-            self.abort("interrupted");
+        self.stop_level = wish;
+        self.agent_pool.apply_stop_level(wish);
+        if wish > StopLevel::Interrupt {
+            self.abort_job("interrupted");
         }
     }
 }

@@ -5,22 +5,28 @@
 //!
 //! Owns the agent, which is one task's side of a job (it registers, waits for a rank, starts the
 //! worker, watches it, and reports its end); the job, which is a registrar and an agent for each
-//! task; hosts and slots, also those of batch systems; and the protocol with the agent of another
-//! host through ssh or a similar program. The registrar decides which failure came first, and ssh
-//! knows keys and passwords. Payloads and results are not interpreted here.
+//! task; hosts and slots, also of batch systems; and the protocol with the agent of another host
+//! through ssh or a similar program. The registrar decides which failure came first, and ssh
+//! manages keys and passwords. Payloads and results are not interpreted here.
 //!
 //! ```text
-//! agent thread: Client --register, assignment--> env --> spawner thread --fork, exec--> worker (own session)
-//!      |  ^                                                                    |-- stdout, stderr: lines -> Output
-//!      |  '-- exit, stop, cancel                                               |-- payload pipe, result pipe
-//!      '-- guard (a shell on a pipe): ends the worker's group when this process is gone
+//! agent thread: TaskClient --register, assignment--> environment --> spawner thread
+//!      |  ^                                                               |
+//!      |  |                                                           fork, exec
+//!      |  |                                                               v
+//!      |  |                                                      worker (own session)
+//!      |  |                                        stdout, stderr: lines --> OutputTarget
+//!      |  |                                                payload pipe, result pipe
+//!      |  '-- exit, stop, cancel
+//!      '-- guard (a shell on a pipe): kills the worker's group after the end of this process
 //! ```
 //!
-//! One connection and one process for each other host:
+//! Each other host has one connection and one agent process:
 //!
 //! ```text
-//! Job --Remote--> ssh HOST "exec sh -c 'exec python -m farandole agent'" --> serve_host --> Agent, Agent, ...
-//!      order, payload: standard input      ends, results: standard output      output of workers: registrar
+//! StaticJob --RemoteAgent--> ssh HOST "exec sh -c 'exec python -m farandole agent'"
+//!                               --> serve_host --> Agent, Agent, ...
+//!  standard input: order, payload   standard output: ends, results   registrar: workers' output
 //! ```
 //!
 //! Invariants:
@@ -38,38 +44,38 @@
 #![deny(unsafe_code)]
 
 mod agent;
+mod agent_pool;
+mod agent_protocol;
 pub mod allocation;
-mod crew;
 pub mod elastic;
 mod environment;
 mod error;
-mod gather;
 mod guard;
-mod hosted;
+mod host_agent;
 pub mod hosts;
 mod job;
 mod lines;
-mod master;
-mod near;
-mod orders;
+mod local_hosts;
+mod master_address;
 mod remote;
 mod report;
 mod shell;
 mod spawn;
-mod work;
+mod timeline_upload;
 mod worker;
+mod worker_program;
 
-pub use agent::{Agent, Outcome, Output, Task};
-pub use crew::Wish;
+pub use agent::{Agent, AgentTask, OutputTarget, WorkerOutcome};
+pub use agent_pool::StopLevel;
+pub use agent_protocol::AgentHello;
 pub use environment::forwarded_environment;
 pub use error::{Error, Result};
-pub use hosted::serve_host;
+pub use host_agent::serve_host;
 pub use hosts::HostSlots;
-pub use job::Job;
-pub use near::placements;
-pub use orders::Hello;
-pub use remote::{Notice, Remote, RemoteTasks};
-pub use report::Report;
-pub use shell::Shell;
-pub use work::Work;
-pub use worker::ALLOCATOR;
+pub use job::StaticJob;
+pub use local_hosts::split_local_tasks;
+pub use remote::{AgentNotice, RemoteAgent, RemoteTasks};
+pub use report::JobReport;
+pub use shell::RemoteShell;
+pub use worker::ALLOCATOR_VARIABLES;
+pub use worker_program::WorkerProgram;

@@ -1,49 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Lines of a byte stream, and the last few of them.
+//! Lines of a byte stream, and its last lines.
 
 use std::collections::VecDeque;
 
 /// Longest line; a longer one is cut into pieces.
-const MAX_LINE: usize = 64 << 10;
-/// Longest line kept in a tail.
-const MAX_TAIL_LINE: usize = 4 << 10;
+const MAX_LINE_BYTES: usize = 64 << 10;
+/// Longest line kept in an [`OutputTail`].
+const MAX_TAIL_LINE_BYTES: usize = 4 << 10;
 
-/// The end of a line.
+/// The way in which a line ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
-    /// By a line feed, the end of the stream, or its length.
+pub(crate) enum LineEnding {
+    /// A line feed, the end of the stream, or the maximal length.
     Line,
-    /// By a carriage return: on a terminal the next line overwrites it, as progress bars want.
-    Return,
+    /// A carriage return: on a terminal, the next line overwrites this one, as in progress bars.
+    CarriageReturn,
 }
 
-/// Splits at `\n`, `\r\n` and `\r`; bytes that are not UTF-8 become U+FFFD. A character is never
-/// cut in two.
+/// Splits a stream at `\n`, `\r\n` and `\r`, and never inside a character. Bytes that are not UTF-8
+/// become U+FFFD.
 #[derive(Default)]
-pub(crate) struct Splitter {
+pub(crate) struct LineSplitter {
     pending: Vec<u8>,
     after_return: bool,
 }
 
-impl Splitter {
-    /// Takes bytes in, and hands out the lines they complete.
-    pub(crate) fn feed(&mut self, bytes: &[u8], mut emit: impl FnMut(String, Ending)) {
+impl LineSplitter {
+    /// Adds bytes, and emits the lines that they complete.
+    pub(crate) fn push_bytes(&mut self, bytes: &[u8], mut emit: impl FnMut(String, LineEnding)) {
         for &byte in bytes {
             let completes_pair = std::mem::replace(&mut self.after_return, false) && byte == b'\n';
             match byte {
                 b'\n' if completes_pair => {}
-                b'\n' => emit(self.take(), Ending::Line),
+                b'\n' => emit(self.take_pending(), LineEnding::Line),
                 b'\r' => {
                     self.after_return = true;
                     if !self.pending.is_empty() {
-                        emit(self.take(), Ending::Return);
+                        emit(self.take_pending(), LineEnding::CarriageReturn);
                     }
                 }
                 _ => {
-                    if self.pending.len() >= MAX_LINE && byte & 0b1100_0000 != 0b1000_0000 {
-                        emit(self.take(), Ending::Line);
+                    if self.pending.len() >= MAX_LINE_BYTES && byte & 0b1100_0000 != 0b1000_0000 {
+                        emit(self.take_pending(), LineEnding::Line);
                     }
                     self.pending.push(byte);
                 }
@@ -51,14 +51,14 @@ impl Splitter {
         }
     }
 
-    /// Hands out what the stream ended with.
-    pub(crate) fn finish(&mut self, mut emit: impl FnMut(String, Ending)) {
+    /// Emits the rest of the stream as a line.
+    pub(crate) fn finish_stream(&mut self, mut emit: impl FnMut(String, LineEnding)) {
         if !self.pending.is_empty() {
-            emit(self.take(), Ending::Line);
+            emit(self.take_pending(), LineEnding::Line);
         }
     }
 
-    fn take(&mut self) -> String {
+    fn take_pending(&mut self) -> String {
         let bytes = std::mem::take(&mut self.pending);
         String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
@@ -66,18 +66,18 @@ impl Splitter {
 }
 
 /// The last lines of a stream, as a terminal would show them.
-pub(crate) struct Tail {
+pub(crate) struct OutputTail {
     lines: VecDeque<String>,
     capacity: usize,
     overwrite: bool,
 }
 
-impl Tail {
+impl OutputTail {
     pub(crate) fn new(capacity: usize) -> Self {
         Self { lines: VecDeque::with_capacity(capacity), capacity, overwrite: false }
     }
 
-    pub(crate) fn push(&mut self, line: &str, ending: Ending) {
+    pub(crate) fn push(&mut self, line: &str, ending: LineEnding) {
         if self.overwrite || self.lines.len() == self.capacity {
             if self.overwrite {
                 self.lines.pop_back();
@@ -85,12 +85,12 @@ impl Tail {
                 self.lines.pop_front();
             }
         }
-        self.overwrite = ending == Ending::Return;
-        self.lines.push_back(line[..line.floor_char_boundary(MAX_TAIL_LINE)].to_owned());
+        self.overwrite = ending == LineEnding::CarriageReturn;
+        self.lines.push_back(line[..line.floor_char_boundary(MAX_TAIL_LINE_BYTES)].to_owned());
     }
 
     /// Returns the lines, oldest first.
-    pub(crate) fn lines(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn last_lines(&self) -> impl Iterator<Item = &str> {
         self.lines.iter().map(String::as_str)
     }
 }
@@ -99,13 +99,13 @@ impl Tail {
 mod tests {
     use super::*;
 
-    fn split(chunks: &[&[u8]]) -> Vec<(String, Ending)> {
-        let mut splitter = Splitter::default();
+    fn split(chunks: &[&[u8]]) -> Vec<(String, LineEnding)> {
+        let mut splitter = LineSplitter::default();
         let mut lines = Vec::new();
         for chunk in chunks {
-            splitter.feed(chunk, |line, ending| lines.push((line, ending)));
+            splitter.push_bytes(chunk, |line, ending| lines.push((line, ending)));
         }
-        splitter.finish(|line, ending| lines.push((line, ending)));
+        splitter.finish_stream(|line, ending| lines.push((line, ending)));
         lines
     }
 
@@ -127,20 +127,22 @@ mod tests {
 
     #[test]
     fn an_endless_line_comes_in_pieces_of_whole_characters() {
-        let text = "\u{20ac}".repeat(MAX_LINE);
+        let text = "\u{20ac}".repeat(MAX_LINE_BYTES);
         let pieces = texts(&[text.as_bytes()]);
         assert!(
-            pieces.iter().all(|piece| piece.len() <= MAX_LINE + 3 && !piece.contains('\u{fffd}'))
+            pieces
+                .iter()
+                .all(|piece| piece.len() <= MAX_LINE_BYTES + 3 && !piece.contains('\u{fffd}'))
         );
         assert_eq!(pieces.concat(), text);
     }
 
     #[test]
     fn a_progress_bar_takes_one_line_of_the_tail() {
-        let mut tail = Tail::new(2);
+        let mut tail = OutputTail::new(2);
         for (line, ending) in split(&[b"start\n10%\r50%\r100%\nend"]) {
             tail.push(&line, ending);
         }
-        assert_eq!(tail.lines().collect::<Vec<_>>(), ["100%", "end"]);
+        assert_eq!(tail.last_lines().collect::<Vec<_>>(), ["100%", "end"]);
     }
 }

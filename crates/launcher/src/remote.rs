@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The launcher's side of another host: one connection, one agent there.
+//! The launcher's connection to another host and its agent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, BufRead as _, BufReader, Read, Write as _};
@@ -15,44 +15,47 @@ use farandole_world::TaskId;
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal};
 
-use crate::agent::Outcome;
+use crate::agent::WorkerOutcome;
+use crate::agent_protocol::{
+    AGENT_GREETING, AGENT_PROTOCOL_VERSION, AgentFrameKind, AgentHello, AgentOrder, TaskEndMessage,
+    read_frame, write_frame, write_json_frame,
+};
 use crate::error::{Error, Result};
-use crate::lines::{Ending, Splitter, Tail};
-use crate::orders::{Ended, GREETING, Hello, Kind, Order, VERSION, read, write, write_json};
-use crate::shell::{Shell, quoted};
-use crate::spawn::{spawn, spawn_lasting};
-use crate::worker::{kill_group, pid_of, wait_without_reaping};
+use crate::lines::{LineEnding, LineSplitter, OutputTail};
+use crate::shell::{RemoteShell, quote_word};
+use crate::spawn::{spawn_bound_child, spawn_detached_child};
+use crate::worker::{child_pid, kill_group, wait_without_reaping};
 
-/// Bytes of a login shell's own words that are skipped before an agent must have greeted.
-const CHATTER: u64 = 1 << 20;
-/// Lines of the program's stderr that a failure tells.
-const TAIL: usize = 12;
-/// Longest time for the last lines on stderr after the agent has ended.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Largest number of bytes that a login shell may print before the agent's greeting.
+const MAX_LOGIN_OUTPUT_BYTES: u64 = 1 << 20;
+/// Lines of the program's stderr that an error quotes.
+const STDERR_TAIL_LINES: usize = 12;
+/// Longest time to wait for the last lines on stderr after the agent has ended.
+const STDERR_END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The program to run on another host.
+/// The tasks of another host, and their program.
 #[derive(Clone, Debug)]
 pub struct RemoteTasks {
-    /// The host, as its shell knows it.
+    /// Name of the host, as `shell` accepts it.
     pub host: String,
     /// The program that connects to the host.
-    pub shell: Shell,
-    /// The Python interpreter there that has the package.
+    pub shell: RemoteShell,
+    /// The Python interpreter with the package, on that host.
     pub python: String,
-    /// Folders that its agent is to import from, as `PYTHONPATH` has them, if any.
+    /// Folders from which the agent imports, in the format of `PYTHONPATH`, if any.
     pub python_path: Option<String>,
-    /// Version of the launcher's own interpreter, where workers there read what it has pickled:
-    /// then theirs must be the same.
+    /// Version of the launcher's own interpreter, if workers load objects that it pickled: then the
+    /// workers' version must be the same.
     pub same_python: Option<String>,
     /// Address and secrets of the registrar.
     pub ticket: Ticket,
     /// The host's tasks.
     pub tasks: Vec<u32>,
-    /// Whether they are of an elastic job.
+    /// Whether the tasks belong to an elastic job.
     pub elastic: bool,
     /// Program and arguments.
     pub command: Vec<String>,
-    /// Changes to the environment of that host; `None` removes.
+    /// Changes to the environment of that host; `None` removes a variable.
     pub environment: BTreeMap<String, Option<String>>,
     /// Folder in which workers start, if it exists there.
     pub folder: Option<String>,
@@ -62,68 +65,77 @@ pub struct RemoteTasks {
     pub collect_result: bool,
     /// Longest time for registration and assignment.
     pub start_timeout: Duration,
-    /// Longest time for which the registrar may be silent before the workers are ended.
+    /// Longest time for which the registrar may be silent before the agent ends the workers.
     pub peer_timeout: Duration,
-    /// The same for a registrar with a journal, which may come back; zero without one.
+    /// Like `peer_timeout`, for a registrar with a journal, which may be restarted; zero without
+    /// one.
     pub outage: Duration,
-    /// Whether the program that reaches the host continues after the end of this process.
-    pub lasting: bool,
+    /// Whether the program that connects to the host continues after the end of this process.
+    pub detached: bool,
 }
 
 /// An event of another host.
 #[derive(Debug)]
-pub enum Notice {
-    /// Its agent has started and has its order.
+pub enum AgentNotice {
+    /// The agent there has started and has its order.
     Ready,
     /// A worker ended, or could not be run.
-    Ended {
-        /// Its task.
+    WorkerEnded {
+        /// The task of the worker.
         task: TaskId,
         /// The outcome.
-        outcome: Result<Outcome>,
+        outcome: Result<WorkerOutcome>,
     },
-    /// The connection has ended, and some tasks' ends were not reported.
-    Gone {
+    /// The connection has ended, and the ends of some tasks were not reported.
+    HostLost {
         /// The tasks.
         tasks: BTreeSet<u32>,
         /// The error, with the name of the host.
         error: Error,
     },
-    /// The connection has ended, and all ends were reported.
-    Done,
+    /// The connection has ended, and the ends of all tasks were reported.
+    AllReported,
 }
 
 /// A connection to another host. Dropping it ends the workers there.
-pub struct Remote {
+pub struct RemoteAgent {
     host: String,
-    /// Whether the workers continue after the end of our words.
-    outlives: bool,
+    /// Whether the workers continue when this connection ends.
+    workers_outlive_launcher: bool,
     group: Pid,
-    /// Held while signalling and while reaping, so that no signal goes to a process that took over
-    /// the number.
+    /// Locked while signalling and while reaping, so that no signal goes to another process that
+    /// got the same number.
     child: Arc<Mutex<Option<Child>>>,
     orders: Arc<Mutex<Option<ChildStdin>>>,
 }
 
-impl Remote {
-    /// Starts the program that reaches the host, and hands every notice to `tell`, from threads of
-    /// its own, until `Gone` or `Done`.
+impl RemoteAgent {
+    /// Starts the program that connects to the host. From then on, background threads call `tell`
+    /// with every notice until `HostLost` or `AllReported`.
     ///
     /// # Errors
     /// `Host` when the program cannot be started.
-    pub fn start(tasks: RemoteTasks, tell: impl Fn(Notice) + Send + 'static) -> Result<Self> {
-        let argv = tasks.shell.argv(&tasks.host, &script(&tasks));
-        let mut command = Command::new(tasks.shell.program());
+    pub fn connect_agent(
+        tasks: RemoteTasks,
+        tell: impl Fn(AgentNotice) + Send + 'static,
+    ) -> Result<Self> {
+        let argv = tasks.shell.build_argv(&tasks.host, &remote_shell_script(&tasks));
+        let mut command = Command::new(tasks.shell.program_name());
         command
             .args(&argv[1..])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         let failed = |reason: String| Error::Host { host: tasks.host.clone(), reason };
-        let start = if tasks.lasting { spawn_lasting(command) } else { spawn(command, Vec::new()) };
-        let mut child = start
-            .map_err(|error| failed(format!("cannot start {}: {error}", tasks.shell.program())))?;
-        let group = pid_of(&child)?;
+        let start = if tasks.detached {
+            spawn_detached_child(command)
+        } else {
+            spawn_bound_child(command, Vec::new())
+        };
+        let mut child = start.map_err(|error| {
+            failed(format!("cannot start {}: {error}", tasks.shell.program_name()))
+        })?;
+        let group = child_pid(&child)?;
         let (Some(stdin), Some(stdout), Some(stderr)) =
             (child.stdin.take(), child.stdout.take(), child.stderr.take())
         else {
@@ -131,7 +143,7 @@ impl Remote {
         };
         let remote = Self {
             host: tasks.host.clone(),
-            outlives: !tasks.outage.is_zero(),
+            workers_outlive_launcher: !tasks.outage.is_zero(),
             group,
             child: Arc::new(Mutex::new(Some(child))),
             orders: Arc::new(Mutex::new(Some(stdin))),
@@ -141,95 +153,97 @@ impl Remote {
             |name: &str| thread::Builder::new().name(format!("farandole-{name}-{}", tasks.host));
         let system = |source| Error::System { what: "starting a thread", source };
         let host = tasks.host.clone();
-        named("err").spawn(move || drop(words.send(listen(&host, stderr)))).map_err(system)?;
+        named("err")
+            .spawn(move || drop(words.send(read_stderr_tail(&host, stderr))))
+            .map_err(system)?;
         let (orders, child) = (Arc::clone(&remote.orders), Arc::clone(&remote.child));
         named("host")
-            .spawn(move || converse(&tasks, stdout, &orders, (group, &child), &tail, &tell))
+            .spawn(move || serve_connection(&tasks, stdout, &orders, (group, &child), &tail, &tell))
             .map_err(system)?;
         Ok(remote)
     }
 
-    /// Returns the host.
-    pub fn host(&self) -> &str {
+    /// Returns the name of the host.
+    pub fn host_name(&self) -> &str {
         &self.host
     }
 
-    /// Asks the workers there to end.
-    pub fn interrupt(&self) {
-        self.say(Kind::Interrupt);
+    /// Interrupts the workers there with SIGINT.
+    pub fn interrupt_workers(&self) {
+        self.send_frame(AgentFrameKind::Interrupt);
     }
 
-    /// Tells the workers there to end.
-    pub fn terminate(&self) {
-        self.say(Kind::Terminate);
+    /// Terminates the workers there with SIGTERM.
+    pub fn terminate_workers(&self) {
+        self.send_frame(AgentFrameKind::Terminate);
     }
 
-    /// Ends the workers there at once.
-    pub fn kill(&self) {
-        self.say(Kind::Kill);
+    /// Kills the workers there with SIGKILL.
+    pub fn kill_workers(&self) {
+        self.send_frame(AgentFrameKind::Kill);
     }
 
-    /// Ends the connection, however unwilling: an agent at its other end then ends the workers.
-    pub fn hang_up(&self) {
-        if self.outlives {
-            self.terminate();
+    /// Closes the connection, by a signal if necessary: the agent at its other end then ends the
+    /// workers.
+    pub fn close_connection(&self) {
+        if self.workers_outlive_launcher {
+            self.terminate_workers();
         }
-        // Dropping our end of the pipe tells the agent; a program that does not pass it on is
-        // ended.
+        // The agent notices the closed pipe. A connecting program that does not pass it on is ended
+        // by the signal.
         drop(self.orders.lock().take());
         if self.child.lock().is_some() {
             kill_group(self.group, Signal::TERM);
         }
     }
 
-    fn say(&self, kind: Kind) {
+    fn send_frame(&self, kind: AgentFrameKind) {
         if let Some(pipe) = self.orders.lock().as_mut() {
-            // An agent that is gone has ended its workers.
-            drop(write(pipe, kind, b""));
+            // An agent that has ended has also ended its workers.
+            drop(write_frame(pipe, kind, b""));
         }
     }
 }
 
-impl Drop for Remote {
+impl Drop for RemoteAgent {
     fn drop(&mut self) {
-        self.hang_up();
+        self.close_connection();
     }
 }
 
-/// Returns the script that the host's shell runs. Secrets and variables come through standard
-/// input, because everybody on both hosts can see a command line.
-fn script(tasks: &RemoteTasks) -> String {
+/// Returns the script that the host's shell runs. Secrets and variables are sent on standard input,
+/// because all users of both hosts can see a command line.
+fn remote_shell_script(tasks: &RemoteTasks) -> String {
     let path = match &tasks.python_path {
-        Some(path) => format!("PYTHONPATH={} ", quoted(path)),
+        Some(path) => format!("PYTHONPATH={} ", quote_word(path)),
         None => String::new(),
     };
-    let line = format!("{path}exec {} -m farandole agent", quoted(&tasks.python));
-    // Relative entries of the path, and an interpreter that is given so, mean the launcher's
-    // folder.
+    let line = format!("{path}exec {} -m farandole agent", quote_word(&tasks.python));
+    // A relative interpreter, or relative entries of its path, refer to the launcher's folder.
     let line = match &tasks.folder {
-        Some(folder) => format!("cd {} 2>/dev/null; {line}", quoted(folder)),
+        Some(folder) => format!("cd {} 2>/dev/null; {line}", quote_word(folder)),
         None => line,
     };
-    // Whatever the user's login shell is, it can start this one.
-    format!("exec /bin/sh -c {}", quoted(&line))
+    // Any login shell of the user can start /bin/sh.
+    format!("exec /bin/sh -c {}", quote_word(&line))
 }
 
-/// Speaks with the agent until it is gone.
-fn converse(
+/// Exchanges messages with the agent until it has ended.
+fn serve_connection(
     tasks: &RemoteTasks,
     stdout: impl Read,
     orders: &Mutex<Option<ChildStdin>>,
     (group, child): (Pid, &Mutex<Option<Child>>),
     tail: &mpsc::Receiver<Vec<String>>,
-    tell: &impl Fn(Notice),
+    tell: &impl Fn(AgentNotice),
 ) {
     let mut open: BTreeSet<u32> = tasks.tasks.iter().copied().collect();
     let mut input = BufReader::new(stdout);
-    let heard = hear(tasks, &mut input, orders, &mut open, tell);
+    let heard = handle_messages(tasks, &mut input, orders, &mut open, tell);
     drop(orders.lock().take());
     drop(input);
-    if let Err(Said::Refused(_)) = &heard {
-        // It waits for an order that will not come.
+    if let Err(ConversationEnd::Refused(_)) = &heard {
+        // The agent waits for an order that will not come.
         kill_group(group, Signal::TERM);
     }
     wait_without_reaping(group);
@@ -238,81 +252,90 @@ fn converse(
         .take()
         .map_or_else(|| Err(io::ErrorKind::NotFound.into()), |mut child| child.wait());
     if open.is_empty() {
-        return tell(Notice::Done);
+        return tell(AgentNotice::AllReported);
     }
     let reason = match heard {
-        Err(Said::Refused(reason)) => reason,
-        Err(Said::Broken(error)) => {
+        Err(ConversationEnd::Refused(reason)) => reason,
+        Err(ConversationEnd::Broken(error)) => {
             tracing::debug!(%error, host = tasks.host, "the agent's words broke off");
-            epitaph(status, &last_words(tail))
+            describe_connection_end(status, &last_stderr_lines(tail))
         }
-        Ok(()) => epitaph(status, &last_words(tail)),
+        Ok(()) => describe_connection_end(status, &last_stderr_lines(tail)),
     };
-    tell(Notice::Gone { tasks: open, error: Error::Host { host: tasks.host.clone(), reason } });
+    tell(AgentNotice::HostLost {
+        tasks: open,
+        error: Error::Host { host: tasks.host.clone(), reason },
+    });
 }
 
 /// The reason why an agent sends no more messages.
-enum Said {
-    /// It is not one that we may work with.
+enum ConversationEnd {
+    /// The agent is incompatible.
     Refused(String),
-    /// A message was not understood, or could not be answered.
+    /// A message was malformed, or could not be answered.
     Broken(io::Error),
 }
 
-impl From<io::Error> for Said {
+impl From<io::Error> for ConversationEnd {
     fn from(error: io::Error) -> Self {
         Self::Broken(error)
     }
 }
 
-fn hear(
+fn handle_messages(
     tasks: &RemoteTasks,
     input: &mut impl io::BufRead,
     orders: &Mutex<Option<ChildStdin>>,
     open: &mut BTreeSet<u32>,
-    tell: &impl Fn(Notice),
-) -> std::result::Result<(), Said> {
-    skip_chatter(input)?;
-    let Some((Kind::Hello, body)) = read(input)? else { return Ok(()) };
-    let hello: Hello = serde_json::from_slice(&body).map_err(io::Error::other)?;
-    admissible(&hello, tasks.same_python.as_deref()).map_err(Said::Refused)?;
-    give_order(tasks, orders)?;
-    tell(Notice::Ready);
-    while let Some((kind, body)) = read(input)? {
-        if kind != Kind::Ended {
+    tell: &impl Fn(AgentNotice),
+) -> std::result::Result<(), ConversationEnd> {
+    skip_login_output(input)?;
+    let Some((AgentFrameKind::Hello, body)) = read_frame(input)? else { return Ok(()) };
+    let hello: AgentHello = serde_json::from_slice(&body).map_err(io::Error::other)?;
+    check_versions(&hello, tasks.same_python.as_deref()).map_err(ConversationEnd::Refused)?;
+    send_order(tasks, orders)?;
+    tell(AgentNotice::Ready);
+    while let Some((kind, body)) = read_frame(input)? {
+        if kind != AgentFrameKind::Ended {
             continue;
         }
-        let ended: Ended = serde_json::from_slice(&body).map_err(io::Error::other)?;
-        let result = match ended.result.then(|| read(input)).transpose()?.flatten() {
-            Some((Kind::Result, bytes)) => Some(bytes),
+        let ended: TaskEndMessage = serde_json::from_slice(&body).map_err(io::Error::other)?;
+        let result = match ended.result.then(|| read_frame(input)).transpose()?.flatten() {
+            Some((AgentFrameKind::Result, bytes)) => Some(bytes),
             Some(_) => return Err(io::Error::from(io::ErrorKind::InvalidData).into()),
             None => None,
         };
-        let task = ended.task();
+        let task = ended.task_id();
         if open.remove(&task.0) {
-            tell(Notice::Ended { task, outcome: ended.outcome(&tasks.host, result) });
+            tell(AgentNotice::WorkerEnded {
+                task,
+                outcome: ended.into_outcome(&tasks.host, result),
+            });
         }
     }
     Ok(())
 }
 
-/// Reads past what a login shell prints.
-fn skip_chatter(input: &mut impl io::BufRead) -> io::Result<()> {
-    let mut limited = input.take(CHATTER);
+/// Skips the output of a login shell.
+fn skip_login_output(input: &mut impl io::BufRead) -> io::Result<()> {
+    let mut limited = input.take(MAX_LOGIN_OUTPUT_BYTES);
     loop {
         let mut line = Vec::new();
         if limited.read_until(b'\n', &mut line)? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        if line.trim_ascii_end() == GREETING.as_bytes() {
+        if line.trim_ascii_end() == AGENT_GREETING.as_bytes() {
             return Ok(());
         }
     }
 }
 
-fn admissible(hello: &Hello, same_python: Option<&str>) -> std::result::Result<(), String> {
+fn check_versions(
+    hello: &AgentHello,
+    same_python: Option<&str>,
+) -> std::result::Result<(), String> {
     let ours = env!("CARGO_PKG_VERSION");
-    if hello.version != VERSION && hello.farandole == ours {
+    if hello.version != AGENT_PROTOCOL_VERSION && hello.farandole == ours {
         return Err(format!(
             "another build of farandole {ours} is installed there ({}); install one build \
              everywhere",
@@ -336,10 +359,10 @@ fn admissible(hello: &Hello, same_python: Option<&str>) -> std::result::Result<(
     }
 }
 
-fn give_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Result<()> {
+fn send_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Result<()> {
     let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    let order = Order {
-        ticket: tasks.ticket.encode(),
+    let order = AgentOrder {
+        ticket: tasks.ticket.encode_text(),
         tasks: tasks.tasks.clone(),
         command: tasks.command.clone(),
         environment: tasks.environment.clone(),
@@ -353,19 +376,19 @@ fn give_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Re
     };
     let mut pipe = orders.lock();
     let pipe = pipe.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
-    write_json(pipe, Kind::Order, &order)?;
+    write_json_frame(pipe, AgentFrameKind::Order, &order)?;
     if let Some(payload) = &tasks.payload {
-        write(pipe, Kind::Payload, payload)?;
+        write_frame(pipe, AgentFrameKind::Payload, payload)?;
     }
     pipe.flush()
 }
 
-/// Reads the program's stderr to its end and keeps the last lines; each is also an event, for a job
-/// that continues.
-fn listen(host: &str, mut stderr: impl Read) -> Vec<String> {
-    let mut splitter = Splitter::default();
-    let mut tail = Tail::new(TAIL);
-    let mut take = |line: String, ending: Ending| {
+/// Reads the program's stderr to its end and returns the last lines. Also logs each line at once,
+/// for a job that continues.
+fn read_stderr_tail(host: &str, mut stderr: impl Read) -> Vec<String> {
+    let mut splitter = LineSplitter::default();
+    let mut tail = OutputTail::new(STDERR_TAIL_LINES);
+    let mut take = |line: String, ending: LineEnding| {
         tracing::info!(host, "{line}");
         tail.push(&line, ending);
     };
@@ -374,19 +397,19 @@ fn listen(host: &str, mut stderr: impl Read) -> Vec<String> {
         if length == 0 {
             break;
         }
-        splitter.feed(&buffer[..length], &mut take);
+        splitter.push_bytes(&buffer[..length], &mut take);
     }
-    splitter.finish(&mut take);
-    tail.lines().map(str::to_owned).collect()
+    splitter.finish_stream(&mut take);
+    tail.last_lines().map(str::to_owned).collect()
 }
 
-fn last_words(tail: &mpsc::Receiver<Vec<String>>) -> Vec<String> {
+fn last_stderr_lines(tail: &mpsc::Receiver<Vec<String>>) -> Vec<String> {
     // A process that the program left behind may hold the pipe.
-    tail.recv_timeout(LAST_WORDS).unwrap_or_default()
+    tail.recv_timeout(STDERR_END_TIMEOUT).unwrap_or_default()
 }
 
-/// Describes the end of a connection: the program's own last words, or its exit status.
-fn epitaph(status: io::Result<ExitStatus>, words: &[String]) -> String {
+/// Describes the end of a connection: by the program's last lines, or else by its exit status.
+fn describe_connection_end(status: io::Result<ExitStatus>, words: &[String]) -> String {
     let how = match status {
         Ok(status) => match (status.code(), std::os::unix::process::ExitStatusExt::signal(&status))
         {
@@ -408,36 +431,36 @@ fn epitaph(status: io::Result<ExitStatus>, words: &[String]) -> String {
 mod tests {
     use super::*;
 
-    fn hello(farandole: &str, python: &str) -> Hello {
-        Hello {
+    fn hello(farandole: &str, python: &str) -> AgentHello {
+        AgentHello {
             farandole: farandole.to_owned(),
-            ..Hello::new(python.to_owned(), "/usr/bin/python3".to_owned())
+            ..AgentHello::new(python.to_owned(), "/usr/bin/python3".to_owned())
         }
     }
 
     #[test]
     fn another_version_is_refused_by_name_and_another_python_only_where_functions_travel() {
         let ours = env!("CARGO_PKG_VERSION");
-        assert_eq!(admissible(&hello(ours, "3.12.1"), None), Ok(()));
-        assert_eq!(admissible(&hello(ours, "3.12.1"), Some("3.12.9")), Ok(()));
-        let python = admissible(&hello(ours, "3.12.1"), Some("3.11.2")).unwrap_err();
+        assert_eq!(check_versions(&hello(ours, "3.12.1"), None), Ok(()));
+        assert_eq!(check_versions(&hello(ours, "3.12.1"), Some("3.12.9")), Ok(()));
+        let python = check_versions(&hello(ours, "3.12.1"), Some("3.11.2")).unwrap_err();
         assert!(
             python.starts_with("Python 3.12.1 runs there (/usr/bin/python3), and 3.11.2 here"),
             "{python}"
         );
-        let version = admissible(&hello("9.9.9", "3.11.2"), None).unwrap_err();
+        let version = check_versions(&hello("9.9.9", "3.11.2"), None).unwrap_err();
         assert!(version.starts_with("farandole 9.9.9 is installed there"), "{version}");
     }
 
     #[test]
     fn output_of_a_login_shell_is_skipped() {
         let mut input =
-            io::Cursor::new([b"Welcome!\n\xff\n", GREETING.as_bytes(), b"\nrest"].concat());
-        skip_chatter(&mut input).unwrap();
+            io::Cursor::new([b"Welcome!\n\xff\n", AGENT_GREETING.as_bytes(), b"\nrest"].concat());
+        skip_login_output(&mut input).unwrap();
         let mut rest = String::new();
         input.read_to_string(&mut rest).unwrap();
         assert_eq!(rest, "rest");
-        assert!(skip_chatter(&mut io::Cursor::new(b"no agent\n")).is_err());
+        assert!(skip_login_output(&mut io::Cursor::new(b"no agent\n")).is_err());
     }
 
     #[test]
@@ -446,11 +469,11 @@ mod tests {
         let words =
             ["ssh: connect to host h3 port 22: Connection refused\r".to_owned(), String::new()];
         assert_eq!(
-            epitaph(Ok(ExitStatus::from_raw(255 << 8)), &words),
+            describe_connection_end(Ok(ExitStatus::from_raw(255 << 8)), &words),
             "ssh: connect to host h3 port 22: Connection refused"
         );
         assert_eq!(
-            epitaph(Ok(ExitStatus::from_raw(9)), &[]),
+            describe_connection_end(Ok(ExitStatus::from_raw(9)), &[]),
             "the connection was ended by SIGKILL"
         );
     }

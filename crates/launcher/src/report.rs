@@ -1,41 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The report of the command about the end of a job.
+//! The report about the end of a job.
 
-use farandole_registrar::How;
+use farandole_registrar::ExitKind;
 
-use crate::agent::Outcome;
+use crate::agent::WorkerOutcome;
 
 /// The outcome of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
-    /// Every worker's end, by task.
-    pub outcomes: Vec<Outcome>,
-    /// Whether the caller ended it.
+pub struct JobReport {
+    /// The outcome of every worker, by task.
+    pub outcomes: Vec<WorkerOutcome>,
+    /// Whether the caller stopped the job.
     pub interrupted: bool,
 }
 
-impl Report {
+impl JobReport {
     /// Returns the worker that failed first.
-    pub fn first_failure(&self) -> Option<&Outcome> {
+    pub fn first_failure(&self) -> Option<&WorkerOutcome> {
         self.outcomes.iter().find(|outcome| !outcome.aborted && !outcome.is_success())
     }
 
-    /// Returns the reason why the run ended, unless all was well.
-    pub fn reason(&self) -> Option<&str> {
+    /// Returns the reason why the job ended; `None` if it succeeded.
+    pub fn failure_reason(&self) -> Option<&str> {
         self.first_failure()
             .and_then(|outcome| outcome.reason.as_deref())
             .or_else(|| self.outcomes.iter().find_map(|outcome| outcome.reason.as_deref()))
     }
 
-    /// As a shell has it: the first failure's exit code, 128 and the signal's number, or 1.
+    /// Returns a shell's exit code: the first failure's exit code, 128 + the number of a signal, or
+    /// 1.
     pub fn exit_code(&self) -> i32 {
-        match self.first_failure().and_then(|outcome| outcome.how.as_ref()) {
-            Some(How::Code(code)) => *code,
-            Some(How::Signal(signal)) => 128 + signal,
-            Some(How::NotStarted(_)) => 1,
-            None => i32::from(!self.outcomes.iter().all(Outcome::is_success)),
+        match self.first_failure().and_then(|outcome| outcome.exit_kind.as_ref()) {
+            Some(ExitKind::Code(code)) => *code,
+            Some(ExitKind::Signal(signal)) => 128 + signal,
+            Some(ExitKind::NotStarted(_)) => 1,
+            None => i32::from(!self.outcomes.iter().all(WorkerOutcome::is_success)),
         }
     }
 }

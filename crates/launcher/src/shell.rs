@@ -1,56 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The program that runs a command on another host: ssh, that of a batch system, or a similar one.
+//! The program that runs a command on another host: ssh, a batch system's program, or a similar
+//! one.
 
 use std::path::Path;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// The placeholder of the host in a shell's words.
-const HOST: &str = "{host}";
+/// Placeholder of the host in the words of a [`RemoteShell`].
+const HOST_PLACEHOLDER: &str = "{host}";
 /// Time that ssh waits for a connection by default.
-const CONNECT: Duration = Duration::from_secs(10);
-/// The longest that ssh waits for a connection.
-const LONGEST_CONNECT: Duration = Duration::from_secs(30);
+const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time for which ssh waits for a connection.
+const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The words of such a program.
+/// The words of a command that connects to another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shell {
+pub struct RemoteShell {
     words: Vec<String>,
 }
 
-impl Default for Shell {
-    /// OpenSSH as the user has configured it.
+impl Default for RemoteShell {
+    /// Returns OpenSSH with the user's configuration.
     fn default() -> Self {
-        Self::over_ssh(vec!["ssh".to_owned()], None, None, CONNECT)
+        Self::with_ssh_options(vec!["ssh".to_owned()], None, None, DEFAULT_CONNECT_TIMEOUT)
     }
 }
 
-impl Shell {
-    /// OpenSSH, or a program with its options. It reads keys, known hosts, jump hosts and
-    /// `~/.ssh/config` itself; it must not ask for a password, because there may be no user to type
-    /// it.
+impl RemoteShell {
+    /// Returns OpenSSH, or a program with the same options. ssh reads keys, known hosts, jump hosts
+    /// and `~/.ssh/config` itself. It must not ask for a password, because there may be no user to
+    /// type it.
     ///
     /// # Errors
-    /// `Usage` for a command that no shell could read.
-    pub fn ssh(
+    /// `Usage` for a command that a shell could not parse.
+    pub fn from_ssh_command(
         command: &str,
         port: Option<u16>,
         identity: Option<&Path>,
         connect: Duration,
     ) -> Result<Self> {
-        Ok(Self::over_ssh(split(command)?, port, identity, connect))
+        Ok(Self::with_ssh_options(split_command(command)?, port, identity, connect))
     }
 
-    fn over_ssh(
+    fn with_ssh_options(
         mut words: Vec<String>,
         port: Option<u16>,
         identity: Option<&Path>,
         connect: Duration,
     ) -> Self {
-        let connect = connect.clamp(Duration::from_secs(1), LONGEST_CONNECT).as_secs();
+        let connect = connect.clamp(Duration::from_secs(1), MAX_CONNECT_TIMEOUT).as_secs();
         let options = ["-T", "-o", "BatchMode=yes", "-o"];
         words.extend(options.map(str::to_owned));
         words.push(format!("ConnectTimeout={connect}"));
@@ -60,36 +61,37 @@ impl Shell {
         if let Some(identity) = identity {
             words.extend(["-i".to_owned(), identity.display().to_string()]);
         }
-        words.push(HOST.to_owned());
+        words.push(HOST_PLACEHOLDER.to_owned());
         Self { words }
     }
 
-    /// Any program that is called as `PROGRAM HOST COMMAND` and hands its standard input on, such
-    /// as an MPI's rsh agent. A word `{host}` among its own says where the host goes instead.
+    /// Returns any program that is called as `PROGRAM HOST COMMAND` and forwards its standard
+    /// input, such as the rsh agent of an MPI. If one of its words contains `{host}`, the host
+    /// replaces that instead.
     ///
     /// # Errors
-    /// `Usage` for a command that no shell could read.
-    pub fn custom(command: &str) -> Result<Self> {
-        let mut words = split(command)?;
-        if !words.iter().any(|word| word.contains(HOST)) {
-            words.push(HOST.to_owned());
+    /// `Usage` for a command that a shell could not parse.
+    pub fn from_command(command: &str) -> Result<Self> {
+        let mut words = split_command(command)?;
+        if !words.iter().any(|word| word.contains(HOST_PLACEHOLDER)) {
+            words.push(HOST_PLACEHOLDER.to_owned());
         }
         Ok(Self { words })
     }
 
-    /// Like `--ssh-command` has it: a program whose name is ssh gets ssh's options.
+    /// Parses the value of `--ssh-command`: a program with the name ssh gets ssh's options.
     ///
     /// # Errors
-    /// Like [`Shell::ssh`].
-    pub fn of(
+    /// Like [`RemoteShell::from_ssh_command`].
+    pub fn from_ssh_option(
         command: &str,
         port: Option<u16>,
         identity: Option<&Path>,
         connect: Duration,
     ) -> Result<Self> {
-        let program = split(command)?.into_iter().next().unwrap_or_default();
+        let program = split_command(command)?.into_iter().next().unwrap_or_default();
         if Path::new(&program).file_name().is_some_and(|name| name == "ssh") {
-            return Self::ssh(command, port, identity, connect);
+            return Self::from_ssh_command(command, port, identity, connect);
         }
         if port.is_some() || identity.is_some() {
             let reason = format!(
@@ -97,12 +99,12 @@ impl Shell {
             );
             return Err(Error::Usage { reason });
         }
-        Self::custom(command)
+        Self::from_command(command)
     }
 
-    /// Slurm's: a step of one task on the host, beside the steps that run there.
-    pub(crate) fn srun() -> Self {
-        Self::fixed(&[
+    /// Returns Slurm's program: a step of one task on the host, beside the steps that run there.
+    pub(crate) fn via_srun() -> Self {
+        Self::from_words(&[
             "srun",
             "--quiet",
             "--nodes=1",
@@ -116,44 +118,44 @@ impl Shell {
         ])
     }
 
-    /// This host's: no program in between.
-    pub(crate) fn here() -> Self {
-        Self::fixed(&["/bin/sh", "-c"])
+    /// Returns a shell on this host, without a connecting program.
+    pub(crate) fn without_connection() -> Self {
+        Self::from_words(&["/bin/sh", "-c"])
     }
 
-    /// LSF's.
-    pub(crate) fn blaunch() -> Self {
-        Self::fixed(&["blaunch", HOST])
+    /// Returns LSF's program.
+    pub(crate) fn via_blaunch() -> Self {
+        Self::from_words(&["blaunch", HOST_PLACEHOLDER])
     }
 
-    /// Grid Engine's.
-    pub(crate) fn qrsh() -> Self {
-        Self::fixed(&["qrsh", "-inherit", HOST])
+    /// Returns Grid Engine's program.
+    pub(crate) fn via_qrsh() -> Self {
+        Self::from_words(&["qrsh", "-inherit", HOST_PLACEHOLDER])
     }
 
-    /// Kubernetes's.
-    pub(crate) fn kubectl(program: &str) -> Self {
-        Self::fixed(&[program, "exec", "-i", HOST, "--", "/bin/sh", "-c"])
+    /// Returns Kubernetes' program.
+    pub(crate) fn via_kubectl(program: &str) -> Self {
+        Self::from_words(&[program, "exec", "-i", HOST_PLACEHOLDER, "--", "/bin/sh", "-c"])
     }
 
     /// Returns the program and its arguments that run `script`, a line of POSIX shell, on `host`.
-    pub(crate) fn argv(&self, host: &str, script: &str) -> Vec<String> {
-        let words = self.words.iter().map(|word| word.replace(HOST, host));
+    pub(crate) fn build_argv(&self, host: &str, script: &str) -> Vec<String> {
+        let words = self.words.iter().map(|word| word.replace(HOST_PLACEHOLDER, host));
         words.chain([script.to_owned()]).collect()
     }
 
     /// Returns the program.
-    pub(crate) fn program(&self) -> &str {
+    pub(crate) fn program_name(&self) -> &str {
         self.words.first().map_or("", String::as_str)
     }
 
-    fn fixed(words: &[&str]) -> Self {
+    fn from_words(words: &[&str]) -> Self {
         Self { words: words.iter().map(|word| (*word).to_owned()).collect() }
     }
 }
 
-/// Returns a word as a POSIX shell reads it back.
-pub(crate) fn quoted(word: &str) -> String {
+/// Quotes a word for a POSIX shell.
+pub(crate) fn quote_word(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         return word.to_owned();
@@ -161,7 +163,7 @@ pub(crate) fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-fn split(command: &str) -> Result<Vec<String>> {
+fn split_command(command: &str) -> Result<Vec<String>> {
     match shlex::split(command) {
         Some(words) if !words.is_empty() => Ok(words),
         _ => Err(Error::Usage {
@@ -178,9 +180,14 @@ mod tests {
 
     #[test]
     fn ssh_must_not_ask_and_keeps_its_own_settings() {
-        let shell =
-            Shell::of("ssh -F 'my config'", Some(2222), Some(Path::new("/key")), CONNECT).unwrap();
-        let words = shell.argv("n1", "true");
+        let shell = RemoteShell::from_ssh_option(
+            "ssh -F 'my config'",
+            Some(2222),
+            Some(Path::new("/key")),
+            DEFAULT_CONNECT_TIMEOUT,
+        )
+        .unwrap();
+        let words = shell.build_argv("n1", "true");
         assert_eq!(
             words.join(" "),
             "ssh -F my config -T -o BatchMode=yes -o ConnectTimeout=10 -p 2222 -i /key n1 true"
@@ -189,20 +196,29 @@ mod tests {
 
     #[test]
     fn another_program_takes_the_host_where_it_says() {
-        let words = |command| Shell::of(command, None, None, CONNECT).unwrap().argv("n1", "a b");
+        let words = |command| {
+            RemoteShell::from_ssh_option(command, None, None, DEFAULT_CONNECT_TIMEOUT)
+                .unwrap()
+                .build_argv("n1", "a b")
+        };
         assert_eq!(words("/etc/mpi/kubexec.sh"), ["/etc/mpi/kubexec.sh", "n1", "a b"]);
         assert_eq!(words("run --on={host} --"), ["run", "--on=n1", "--", "a b"]);
-        let error = Shell::of("rsh", Some(1), None, CONNECT).unwrap_err().to_string();
+        let error = RemoteShell::from_ssh_option("rsh", Some(1), None, DEFAULT_CONNECT_TIMEOUT)
+            .unwrap_err()
+            .to_string();
         assert!(error.ends_with("reached by: rsh"), "{error}");
         for wrong in ["", "  ", "ssh 'open"] {
-            assert!(Shell::of(wrong, None, None, CONNECT).is_err(), "{wrong}");
+            assert!(
+                RemoteShell::from_ssh_option(wrong, None, None, DEFAULT_CONNECT_TIMEOUT).is_err(),
+                "{wrong}"
+            );
         }
     }
 
     proptest! {
         #[test]
         fn a_quoted_word_is_read_back_as_it_was(word in "[^\0]*") {
-            prop_assert_eq!(shlex::split(&quoted(&word)), Some(vec![word]));
+            prop_assert_eq!(shlex::split(&quote_word(&word)), Some(vec![word]));
         }
     }
 }

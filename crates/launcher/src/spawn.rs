@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Starts a process that dies with this one.
+//! Starts processes that end with this one.
 //!
-//! `PR_SET_PDEATHSIG` fires when the *thread* that forked ends, so one thread that never ends forks
-//! for all callers. Between fork and exec only system calls are made, as a fork of a process with
-//! threads demands.
+//! `PR_SET_PDEATHSIG` takes effect when the forking *thread* ends, so one thread that never ends
+//! forks for all callers. Between fork and exec there are only system calls, because this process
+//! has several threads.
 
 #![expect(unsafe_code, reason = "a hook between fork and exec")]
 
@@ -20,62 +20,63 @@ use parking_lot::Mutex;
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal, setsid};
 
-struct Request {
+struct SpawnRequest {
     command: Command,
     inherited: Vec<OwnedFd>,
-    lasting: bool,
+    detached: bool,
     reply: mpsc::SyncSender<io::Result<Child>>,
 }
 
-/// The spawner of this process; a fork, which has no threads of its parent, starts its own.
-static SPAWNER: Mutex<Option<(Pid, mpsc::Sender<Request>)>> = Mutex::new(None);
+/// The spawner thread of this process. A forked process has no threads of its parent, and starts a
+/// new one.
+static SPAWNER_THREAD: Mutex<Option<(Pid, mpsc::Sender<SpawnRequest>)>> = Mutex::new(None);
 
-/// Starts `command` as leader of a session, to be killed by the kernel when this process ends. The
-/// descriptors in `inherited` stay open in it under their numbers, and are closed here.
+/// Starts `command` as leader of a session. The kernel kills it when this process ends. The
+/// descriptors in `inherited` stay open in the child under their numbers, and are closed here.
 ///
 /// # Errors
-/// Like `Command::spawn`; `ESRCH` when this process ended in the meantime.
-pub(crate) fn spawn(command: Command, inherited: Vec<OwnedFd>) -> io::Result<Child> {
-    ask(command, inherited, false)
+/// Like `Command::spawn`; `ESRCH` when this process ended meanwhile.
+pub(crate) fn spawn_bound_child(command: Command, inherited: Vec<OwnedFd>) -> io::Result<Child> {
+    request_spawn(command, inherited, false)
 }
 
-/// Like [`spawn`], of a process that continues when this one ends.
+/// Like [`spawn_bound_child`], for a process that continues when this one ends.
 ///
 /// # Errors
 /// Like `Command::spawn`.
-pub(crate) fn spawn_lasting(command: Command) -> io::Result<Child> {
-    ask(command, Vec::new(), true)
+pub(crate) fn spawn_detached_child(command: Command) -> io::Result<Child> {
+    request_spawn(command, Vec::new(), true)
 }
 
-fn ask(command: Command, inherited: Vec<OwnedFd>, lasting: bool) -> io::Result<Child> {
+fn request_spawn(command: Command, inherited: Vec<OwnedFd>, lasting: bool) -> io::Result<Child> {
     let (reply, answer) = mpsc::sync_channel(1);
-    let request = Request { command, inherited, lasting, reply };
-    spawner()?.send(request).map_err(|_| io::Error::other("the spawner thread is gone"))?;
+    let request = SpawnRequest { command, inherited, detached: lasting, reply };
+    spawner_sender()?.send(request).map_err(|_| io::Error::other("the spawner thread is gone"))?;
     answer.recv().map_err(|_| io::Error::other("the spawner thread is gone"))?
 }
 
-fn spawner() -> io::Result<mpsc::Sender<Request>> {
-    let mut slot = SPAWNER.lock();
+fn spawner_sender() -> io::Result<mpsc::Sender<SpawnRequest>> {
+    let mut slot = SPAWNER_THREAD.lock();
     if let Some((made_in, sender)) = slot.as_ref()
         && *made_in == getpid()
     {
         return Ok(sender.clone());
     }
-    let (sender, requests) = mpsc::channel::<Request>();
-    // The static keeps a sender for good, so this thread ends only with the process.
+    let (sender, requests) = mpsc::channel::<SpawnRequest>();
+    // `SPAWNER_THREAD` always keeps a sender, so this thread ends only with the process.
     thread::Builder::new().name("farandole-spawner".to_owned()).spawn(move || {
         for request in requests {
-            let Request { command, inherited, lasting, reply } = request;
-            // A caller that gave up has dropped its end; its child is then not reaped until this
+            let SpawnRequest { command, inherited, detached: lasting, reply } = request;
+            // A caller that gave up has dropped the receiver. Its child is not reaped until this
             // process ends.
-            drop(reply.send(start(command, &inherited, lasting)));
+            drop(reply.send(fork_and_exec(command, &inherited, lasting)));
         }
     })?;
     *slot = Some((getpid(), sender.clone()));
     Ok(sender)
 }
 
-fn start(mut command: Command, inherited: &[OwnedFd], lasting: bool) -> io::Result<Child> {
+fn fork_and_exec(mut command: Command, inherited: &[OwnedFd], lasting: bool) -> io::Result<Child> {
     let parent = getpid();
     let numbers: Vec<RawFd> = inherited.iter().map(AsRawFd::as_raw_fd).collect();
     let prepare = move || {
@@ -84,18 +85,18 @@ fn start(mut command: Command, inherited: &[OwnedFd], lasting: bool) -> io::Resu
             return Ok(());
         }
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have ended before the call above: then the signal will not be sent.
+        // If the parent ended before the call above, the signal will not be sent.
         if getppid() != Some(parent) {
             return Err(Errno::SRCH.into());
         }
         for &number in &numbers {
-            // SAFETY: the descriptors are open in the parent until `start` returns, hence in this
-            // copy of it, and the borrow ends within the call.
+            // SAFETY: the descriptors are open in the parent until `fork_and_exec` returns, hence
+            // also in this forked copy, and the borrow ends within the call.
             fcntl_setfd(unsafe { BorrowedFd::borrow_raw(number) }, FdFlags::empty())?;
         }
         Ok(())
     };
-    // SAFETY: between fork and exec `prepare` makes system calls only: no lock, no allocation (the
+    // SAFETY: between fork and exec, `prepare` makes only system calls: no lock, no allocation (the
     // numbers were collected before; the errors are plain codes), no destructor.
     unsafe { command.pre_exec(prepare) };
     command.spawn()
@@ -119,7 +120,7 @@ mod tests {
                 write.as_raw_fd()
             ),
         ]);
-        let child = spawn(
+        let child = spawn_bound_child(
             {
                 command.stdout(Stdio::piped());
                 command
@@ -137,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_missing_program_is_an_error_here() {
-        let error = spawn(Command::new("/no/such/program"), Vec::new()).unwrap_err();
+        let error = spawn_bound_child(Command::new("/no/such/program"), Vec::new()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One worker process: its pipes, its output, its end.
+//! One worker process: its pipes, its output and its end.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,48 +15,48 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use farandole_config::PREFIX;
-use farandole_registrar::How;
-use farandole_telemetry::Stream;
+use farandole_config::FARANDOLE_PREFIX;
+use farandole_registrar::ExitKind;
+use farandole_telemetry::OutputStream;
 use parking_lot::Mutex;
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use crate::error::{Error, Result};
-use crate::guard::Guard;
-use crate::lines::{Ending, Splitter, Tail};
-use crate::spawn::spawn;
+use crate::guard::ProcessGroupGuard;
+use crate::lines::{LineEnding, LineSplitter, OutputTail};
+use crate::spawn::spawn_bound_child;
 
 /// Lines of stderr kept for the report of a failure.
-const TAIL: usize = 50;
+const STDERR_TAIL_LINES: usize = 50;
 /// Longest time in which a worker must end after SIGTERM.
-const GRACE: Duration = Duration::from_secs(2);
-/// Time for a last checkpoint: a worker that was asked to end is ended after it.
-const ASKED: Duration = Duration::from_secs(10);
-/// Longest time for the end of the pipes after every process of the group has ended, not counting
-/// the time for which the receiver of the lines keeps them waiting.
-const DRAIN: Duration = Duration::from_secs(2);
-/// Interval at which the caller is asked whether the rest of the output is still wanted.
-const SLICE: Duration = Duration::from_millis(50);
+const TERMINATE_GRACE_PERIOD: Duration = Duration::from_secs(2);
+/// Time for a last checkpoint: an interrupted worker is terminated after it.
+const INTERRUPT_GRACE_PERIOD: Duration = Duration::from_secs(10);
+/// Longest time for the end of the pipes after every process of the group has ended. The time
+/// during which the receiver of the lines blocks is not counted.
+const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval at which the caller is asked whether the rest of the output is still needed.
+const OUTPUT_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Takes a worker's lines; blocks to slow it down.
-pub(crate) type TakeLine = Arc<dyn Fn(Stream, String) + Send + Sync>;
+/// Receives a worker's lines; blocks to slow the worker down.
+pub(crate) type TakeLine = Arc<dyn Fn(OutputStream, String) + Send + Sync>;
 
 /// The program to start.
-pub(crate) struct Start {
+pub(crate) struct WorkerStartOptions {
     pub(crate) command: Vec<String>,
-    /// Changes to the inherited environment; `None` removes.
+    /// Changes to the inherited environment; `None` removes a variable.
     pub(crate) environment: BTreeMap<String, Option<String>>,
     pub(crate) payload: Option<Vec<u8>>,
     pub(crate) collect_result: bool,
     pub(crate) take_line: TakeLine,
 }
 
-/// A way to end a worker, from gentle to harsh.
+/// Signals that end a worker, from gentle to harsh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Manner {
+pub(crate) enum StopSignal {
     /// SIGINT, as Ctrl-C: Python raises `KeyboardInterrupt`.
-    Ask,
+    Interrupt,
     /// SIGTERM.
     Terminate,
     /// SIGKILL.
@@ -64,83 +64,90 @@ pub(crate) enum Manner {
 }
 
 /// The result of a wait for a worker's exit.
-pub(crate) enum Waited {
-    /// It has ended.
+pub(crate) enum ExitWait {
+    /// The worker has ended.
     Exited,
-    /// Time has passed.
-    Passed,
-    /// A harsher end was requested.
-    Hurried(Manner),
+    /// The time limit has passed.
+    TimedOut,
+    /// The caller requested a harsher signal.
+    Escalated(StopSignal),
 }
 
 /// The end of a worker, its last lines and its result.
-pub(crate) struct Remains {
-    pub(crate) how: How,
+pub(crate) struct WorkerExit {
+    pub(crate) exit_kind: ExitKind,
     pub(crate) stderr_tail: Vec<String>,
     pub(crate) result: Option<Vec<u8>>,
 }
 
-/// Variables with which the C library keeps the memory that a training step frees for the next
-/// step, which needs it again at once. By default it goes back to the system whenever it lies at
-/// the top of the heap, and the kernel clears 100 MB of gradients again in every step: up to half
-/// of the step's time. The last one asks for huge pages, where the kernel gives them on request:
-/// fresh memory then costs one fault for 2 MiB and not 512. Set for all workers that do not set
-/// them themselves. `farandole.common.heap` still returns memory that stays unused for longer.
-pub const ALLOCATOR: [(&str, &str); 3] = [
+/// Variables that make the C library keep the memory that a training step frees, because the next
+/// step needs it at once. By default, the C library returns memory at the top of the heap to the
+/// system, and the kernel clears 100 MB of gradients again in every step: up to half of the step's
+/// time. The last variable requests huge pages, if the kernel gives them on request: fresh memory
+/// then costs one page fault for 2 MiB instead of 512. They are set for all workers whose
+/// environment does not set them. `farandole.common.heap` still returns memory that stays unused
+/// for longer.
+pub const ALLOCATOR_VARIABLES: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "33554432"),
     ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
     ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
 ];
 
 #[expect(clippy::disallowed_methods, reason = "variables of the C library, not knobs")]
-fn is_set(name: &str) -> bool {
+fn is_variable_set(name: &str) -> bool {
     std::env::var_os(name).is_some()
 }
 
 /// A thread that reads one stream of the worker.
-struct Reader {
-    stream: Stream,
+struct OutputReader {
+    stream: OutputStream,
     thread: JoinHandle<()>,
-    /// It has lines that are not taken yet.
-    handing_on: Arc<AtomicBool>,
-    /// Its other end goes with the thread.
-    end: mpsc::Receiver<()>,
+    /// Whether the reader has lines that the receiver has not taken yet.
+    has_pending_lines: Arc<AtomicBool>,
+    /// Disconnected when the thread ends.
+    thread_end: mpsc::Receiver<()>,
 }
 
-impl Reader {
-    /// Waits for a moment; whether it has ended.
-    fn ends(&self) -> bool {
-        matches!(self.end.recv_timeout(SLICE), Err(mpsc::RecvTimeoutError::Disconnected))
+impl OutputReader {
+    /// Waits for one poll interval; returns whether the thread has ended.
+    fn wait_for_end(&self) -> bool {
+        matches!(
+            self.thread_end.recv_timeout(OUTPUT_POLL_INTERVAL),
+            Err(mpsc::RecvTimeoutError::Disconnected)
+        )
     }
 }
 
 /// A started worker.
-pub(crate) struct Worker {
+pub(crate) struct WorkerProcess {
     group: Pid,
-    /// Held while signalling and while reaping, so that no signal goes to a process that took over
-    /// the number.
+    /// Locked while signalling and while reaping, so that no signal goes to another process that
+    /// got the same number.
     child: Arc<Mutex<Option<Child>>>,
-    guard: Option<Guard>,
-    readers: Vec<Reader>,
+    guard: Option<ProcessGroupGuard>,
+    readers: Vec<OutputReader>,
     result: Option<JoinHandle<Vec<u8>>>,
-    tail: Arc<Mutex<Tail>>,
+    tail: Arc<Mutex<OutputTail>>,
 }
 
-impl Worker {
-    /// Starts the process; `on_exit` is called from another thread when it has ended by itself or
+impl WorkerProcess {
+    /// Starts the process. Another thread calls `on_exit` when the process has ended by itself or
     /// by a signal.
     ///
     /// # Errors
     /// `Spawn`, `System`, `Usage` for an empty command.
-    pub(crate) fn start(start: Start, on_exit: impl FnOnce() + Send + 'static) -> Result<Self> {
-        let Start { command, environment, payload, collect_result, take_line } = start;
+    pub(crate) fn spawn_process(
+        start: WorkerStartOptions,
+        on_exit: impl FnOnce() + Send + 'static,
+    ) -> Result<Self> {
+        let WorkerStartOptions { command, environment, payload, collect_result, take_line } = start;
         let (program, arguments) = command
             .split_first()
             .ok_or(Error::Usage { reason: "the command is empty".to_owned() })?;
         let mut prepared = Command::new(program);
         prepared.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        for (name, value) in ALLOCATOR {
-            if !is_set(name) {
+        for (name, value) in ALLOCATOR_VARIABLES {
+            if !is_variable_set(name) {
                 prepared.env(name, value);
             }
         }
@@ -153,24 +160,24 @@ impl Worker {
         let mut inherited = Vec::new();
         let mut payload_to = None;
         if let Some(payload) = payload {
-            let (read, write) = pipe()?;
-            prepared.env(format!("{PREFIX}PAYLOAD_FD"), read.as_raw_fd().to_string());
+            let (read, write) = create_pipe()?;
+            prepared.env(format!("{FARANDOLE_PREFIX}PAYLOAD_FD"), read.as_raw_fd().to_string());
             inherited.push(read);
             payload_to = Some((write, payload));
         }
         let mut result_from = None;
         if collect_result {
-            let (read, write) = pipe()?;
-            prepared.env(format!("{PREFIX}RESULT_FD"), write.as_raw_fd().to_string());
+            let (read, write) = create_pipe()?;
+            prepared.env(format!("{FARANDOLE_PREFIX}RESULT_FD"), write.as_raw_fd().to_string());
             inherited.push(write);
             result_from = Some(read);
         }
-        let mut child = spawn(prepared, inherited)
+        let mut child = spawn_bound_child(prepared, inherited)
             .map_err(|source| Error::Spawn { program: program.clone(), source })?;
-        let group = pid_of(&child)?;
-        let guard = Guard::start(group)
+        let group = child_pid(&child)?;
+        let guard = ProcessGroupGuard::spawn_guard(group)
             .map_err(|source| Error::System { what: "starting a guard", source });
-        let tail = Arc::new(Mutex::new(Tail::new(TAIL)));
+        let tail = Arc::new(Mutex::new(OutputTail::new(STDERR_TAIL_LINES)));
         let stdout = child.stdout.take();
         let stderr = child.stderr.take();
         let mut worker = Self {
@@ -181,134 +188,147 @@ impl Worker {
             result: None,
             tail,
         };
-        // From here on a failure drops the worker, which ends the process.
+        // If a later step fails, the worker is dropped, which ends the process.
         worker.guard = Some(guard?);
         if let Some(pipe) = stdout {
             let take = Arc::clone(&take_line);
-            worker
-                .read("stdout", Stream::Stdout, pipe, move |line, _| take(Stream::Stdout, line))?;
+            worker.spawn_output_reader("stdout", OutputStream::Stdout, pipe, move |line, _| {
+                take(OutputStream::Stdout, line)
+            })?;
         }
         if let Some(pipe) = stderr {
             let tail = Arc::clone(&worker.tail);
-            worker.read("stderr", Stream::Stderr, pipe, move |line, ending| {
-                tail.lock().push(&line, ending);
-                take_line(Stream::Stderr, line);
-            })?;
+            worker.spawn_output_reader(
+                "stderr",
+                OutputStream::Stderr,
+                pipe,
+                move |line, ending| {
+                    tail.lock().push(&line, ending);
+                    take_line(OutputStream::Stderr, line);
+                },
+            )?;
         }
         if let Some((pipe, payload)) = payload_to {
-            // Detached: it ends with the pipe, whose reader is the worker.
-            drop(named("payload", move || {
-                // A worker that does not read its payload says so by its exit.
+            // Detached: the thread ends with the pipe, which the worker reads.
+            drop(spawn_named_thread("payload", move || {
+                // A worker that does not read its payload reports that by its exit.
                 drop(File::from(pipe).write_all(&payload));
             })?);
         }
         if let Some(pipe) = result_from {
-            worker.result = Some(named("result", move || {
+            worker.result = Some(spawn_named_thread("result", move || {
                 let mut bytes = Vec::new();
-                // Output before a failure is still passed on; its reader judges it.
+                // Output before a failure is still returned; its receiver checks it.
                 drop(File::from(pipe).read_to_end(&mut bytes));
                 bytes
             })?);
         }
-        drop(named("exit", move || {
+        drop(spawn_named_thread("exit", move || {
             wait_without_reaping(group);
             on_exit();
         })?);
         Ok(worker)
     }
 
-    /// Ends the worker and its whole group, in the way that `manner` begins with and then in every
-    /// harsher one. `exited` waits for `on_exit` to be called, at most until the given time, or
-    /// until a harsher manner is asked for.
-    pub(crate) fn end(&self, mut manner: Manner, exited: impl Fn(Manner, Instant) -> Waited) {
+    /// Ends the worker's whole group: first with the signal `manner`, then with every harsher one.
+    /// `exited` waits until `on_exit` was called, the given time has passed, or the caller requests
+    /// a harsher signal.
+    pub(crate) fn stop_group(
+        &self,
+        mut manner: StopSignal,
+        exited: impl Fn(StopSignal, Instant) -> ExitWait,
+    ) {
         loop {
             let (signal, grace, next) = match manner {
-                Manner::Ask => (Signal::INT, ASKED, Manner::Terminate),
-                Manner::Terminate => (Signal::TERM, GRACE, Manner::Kill),
-                // Only a process stuck in the kernel outlasts this; reaping it then waits with it.
-                Manner::Kill => (Signal::KILL, 5 * GRACE, Manner::Kill),
+                StopSignal::Interrupt => {
+                    (Signal::INT, INTERRUPT_GRACE_PERIOD, StopSignal::Terminate)
+                }
+                StopSignal::Terminate => (Signal::TERM, TERMINATE_GRACE_PERIOD, StopSignal::Kill),
+                // Only a process that is stuck in the kernel survives this; then reaping it blocks,
+                // too.
+                StopSignal::Kill => (Signal::KILL, 5 * TERMINATE_GRACE_PERIOD, StopSignal::Kill),
             };
-            self.signal(signal);
+            self.signal_group(signal);
             manner = match exited(manner, Instant::now() + grace) {
-                Waited::Exited => return,
-                Waited::Passed if manner == Manner::Kill => return,
-                Waited::Passed => next,
-                Waited::Hurried(harsher) => harsher,
+                ExitWait::Exited => return,
+                ExitWait::TimedOut if manner == StopSignal::Kill => return,
+                ExitWait::TimedOut => next,
+                ExitWait::Escalated(harsher) => harsher,
             };
         }
     }
 
-    /// Reaps the ended worker, ends what it left behind, and collects its output: all of it,
-    /// however slowly it is taken, unless `given_up` says that the rest is not wanted.
+    /// Reaps the ended worker, kills the processes that it left behind, and collects its output. It
+    /// waits for a slow receiver of the output, unless `given_up` returns true.
     ///
     /// # Errors
-    /// `System` when the process cannot be waited for.
-    pub(crate) fn finish(mut self, mut given_up: impl FnMut() -> bool) -> Result<Remains> {
-        let status = self.reap();
-        let mut deadline = Instant::now() + DRAIN;
+    /// `System` when waiting for the process fails.
+    pub(crate) fn collect_exit(mut self, mut given_up: impl FnMut() -> bool) -> Result<WorkerExit> {
+        let status = self.reap_process();
+        let mut deadline = Instant::now() + OUTPUT_DRAIN_TIMEOUT;
         for reader in self.readers.drain(..) {
             loop {
-                if reader.ends() {
+                if reader.wait_for_end() {
                     break drop(reader.thread.join());
                 }
-                if reader.handing_on.load(Ordering::Acquire) {
-                    deadline = Instant::now() + DRAIN;
+                if reader.has_pending_lines.load(Ordering::Acquire) {
+                    deadline = Instant::now() + OUTPUT_DRAIN_TIMEOUT;
                 }
                 if given_up() || Instant::now() >= deadline {
-                    break report_unread(reader.stream);
+                    break warn_unread_output(reader.stream);
                 }
             }
         }
-        let result = self.result.take().and_then(|reader| join_value(reader, deadline));
-        let stderr_tail = self.tail.lock().lines().map(str::to_owned).collect();
-        Ok(Remains {
-            how: how(status?),
+        let result = self.result.take().and_then(|reader| join_until(reader, deadline));
+        let stderr_tail = self.tail.lock().last_lines().map(str::to_owned).collect();
+        Ok(WorkerExit {
+            exit_kind: exit_kind(status?),
             stderr_tail,
             result: result.filter(|bytes| !bytes.is_empty()),
         })
     }
 
-    fn reap(&mut self) -> Result<ExitStatus> {
+    fn reap_process(&mut self) -> Result<ExitStatus> {
         let mut child = self.child.lock();
-        // The leader is a zombie until it is reaped below, so the number of the group is still its
-        // own.
+        // The leader is a zombie until it is reaped below, so no other process can have the group's
+        // number.
         kill_group(self.group, Signal::KILL);
         let status = match child.take() {
             Some(mut child) => child.wait(),
             None => Err(io::Error::other("it was reaped before")),
         };
         if let Some(guard) = self.guard.take() {
-            guard.dismiss();
+            guard.dismiss_guard();
         }
         status.map_err(|source| Error::System { what: "waiting for the worker", source })
     }
 
-    fn signal(&self, signal: Signal) {
+    fn signal_group(&self, signal: Signal) {
         let child = self.child.lock();
         if child.is_some() {
             kill_group(self.group, signal);
         }
     }
 
-    fn read(
+    fn spawn_output_reader(
         &mut self,
         name: &str,
-        stream: Stream,
+        stream: OutputStream,
         mut pipe: impl Read + Send + 'static,
-        mut take: impl FnMut(String, Ending) + Send + 'static,
+        mut take: impl FnMut(String, LineEnding) + Send + 'static,
     ) -> Result<()> {
         let handing_on = Arc::new(AtomicBool::new(false));
         let hands_on = Arc::clone(&handing_on);
         let (ends, end) = mpsc::channel::<()>();
-        let thread = named(name, move || {
-            let mut splitter = Splitter::default();
+        let thread = spawn_named_thread(name, move || {
+            let mut splitter = LineSplitter::default();
             let mut buffer = vec![0; 64 << 10];
             loop {
                 match pipe.read(&mut buffer) {
                     Ok(0) => break,
                     Ok(length) => {
                         hands_on.store(true, Ordering::Release);
-                        splitter.feed(&buffer[..length], &mut take);
+                        splitter.push_bytes(&buffer[..length], &mut take);
                         hands_on.store(false, Ordering::Release);
                     }
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -316,42 +336,47 @@ impl Worker {
                 }
             }
             hands_on.store(true, Ordering::Release);
-            splitter.finish(&mut take);
+            splitter.finish_stream(&mut take);
             drop(ends);
         })?;
-        self.readers.push(Reader { stream, thread, handing_on, end });
+        self.readers.push(OutputReader {
+            stream,
+            thread,
+            has_pending_lines: handing_on,
+            thread_end: end,
+        });
         Ok(())
     }
 }
 
-impl Drop for Worker {
+impl Drop for WorkerProcess {
     fn drop(&mut self) {
         if self.child.lock().is_some() {
-            drop(self.reap());
+            drop(self.reap_process());
         }
     }
 }
 
 pub(crate) fn kill_group(group: Pid, signal: Signal) {
     if let Err(error) = kill_process_group(group, signal) {
-        // A group whose processes have all ended has no receiver of signals.
+        // If all processes of the group have ended, the signal has no receiver.
         tracing::debug!(%error, group = group.as_raw_pid(), "no process took the signal");
     }
 }
 
-fn report_unread(stream: Stream) {
+fn warn_unread_output(stream: OutputStream) {
     tracing::warn!(%stream, "the rest of a worker's output is not read");
 }
 
-fn how(status: ExitStatus) -> How {
+fn exit_kind(status: ExitStatus) -> ExitKind {
     match (status.code(), status.signal()) {
-        (Some(code), _) => How::Code(code),
-        (None, Some(signal)) => How::Signal(signal),
-        (None, None) => How::NotStarted("the system does not say how it ended".to_owned()),
+        (Some(code), _) => ExitKind::Code(code),
+        (None, Some(signal)) => ExitKind::Signal(signal),
+        (None, None) => ExitKind::NotStarted("the system does not say how it ended".to_owned()),
     }
 }
 
-/// Blocks until the process has ended, and leaves it to be reaped.
+/// Blocks until the process has ended, without reaping it.
 pub(crate) fn wait_without_reaping(pid: Pid) {
     loop {
         match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
@@ -362,8 +387,8 @@ pub(crate) fn wait_without_reaping(pid: Pid) {
     }
 }
 
-/// Returns a pipe whose ends are above the standard descriptors, which the child sets again.
-fn pipe() -> Result<(OwnedFd, OwnedFd)> {
+/// Returns a pipe whose ends do not collide with the child's standard descriptors.
+fn create_pipe() -> Result<(OwnedFd, OwnedFd)> {
     let system =
         |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
     let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(system("making a pipe"))?;
@@ -376,14 +401,14 @@ fn pipe() -> Result<(OwnedFd, OwnedFd)> {
     Ok((above(read)?, above(write)?))
 }
 
-pub(crate) fn pid_of(child: &Child) -> Result<Pid> {
+pub(crate) fn child_pid(child: &Child) -> Result<Pid> {
     i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or_else(|| Error::System {
         what: "reading the worker's number",
         source: io::Error::other(child.id().to_string()),
     })
 }
 
-fn named<T: Send + 'static>(
+fn spawn_named_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<JoinHandle<T>> {
@@ -393,8 +418,9 @@ fn named<T: Send + 'static>(
         .map_err(|source| Error::System { what: "starting a thread", source })
 }
 
-/// Returns the result of a thread, if it ends in time; otherwise it is left alone.
-fn join_value<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
+/// Returns the result of a thread if it ends before the deadline; otherwise, the thread is
+/// detached.
+fn join_until<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     let joiner = thread::Builder::new().name("farandole-join".to_owned()).spawn(move || {
         // There is no receiver after the deadline.

@@ -16,16 +16,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::PortRange;
-use farandole_launcher::{Agent, Error, Outcome, Output, Task};
-use farandole_registrar::{Client, How, Options, Registrar, host};
-use farandole_telemetry::{Record, Sink};
+use farandole_launcher::{Agent, AgentTask, Error, OutputTarget, WorkerOutcome};
+use farandole_registrar::{ExitKind, Registrar, RegistrarOptions, TaskClient, host};
+use farandole_telemetry::{RecordSink, WorkerRecord};
 use farandole_world::{Rank, TaskId};
 use parking_lot::Mutex;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
 fn registrar(tasks: u32) -> Registrar {
-    Registrar::start(Options {
+    Registrar::start_job(RegistrarOptions {
         tasks,
         job_id: None,
         host: Some("127.0.0.1".into()),
@@ -41,18 +41,22 @@ fn registrar(tasks: u32) -> Registrar {
 /// Lines by rank.
 struct Lines(Mutex<mpsc::Sender<(u32, String)>>);
 
-impl Sink for Lines {
-    fn accept(&self, record: Record) {
-        if let Record::Log(line) = record {
+impl RecordSink for Lines {
+    fn accept_record(&self, record: WorkerRecord) {
+        if let WorkerRecord::Log(line) = record {
             // A test that does not look at lines has dropped the other end.
             drop(self.0.lock().send((line.rank.unwrap(), line.text)));
         }
     }
 }
 
-fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiver<(u32, String)>) {
+fn task(
+    registrar: &Registrar,
+    number: u32,
+    script: &str,
+) -> (AgentTask, mpsc::Receiver<(u32, String)>) {
     let (sender, lines) = mpsc::channel();
-    let task = Task {
+    let task = AgentTask {
         ticket: registrar.ticket().clone(),
         task: TaskId(number),
         host: None,
@@ -62,8 +66,8 @@ fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiv
         payload: None,
         collect_result: false,
         elastic: false,
-        together: false,
-        output: Output::Sink(Arc::new(Lines(Mutex::new(sender)))),
+        wait_for_peers: false,
+        output: OutputTarget::Sink(Arc::new(Lines(Mutex::new(sender)))),
         start_timeout: LIMIT,
         peer_timeout: Duration::from_secs(5),
         outage: Duration::ZERO,
@@ -71,8 +75,8 @@ fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiv
     (task, lines)
 }
 
-fn outcome(agent: &Agent) -> Outcome {
-    agent.wait(LIMIT).unwrap_or_else(|| panic!("the agent hangs")).unwrap()
+fn outcome(agent: &Agent) -> WorkerOutcome {
+    agent.wait_for_outcome(LIMIT).unwrap_or_else(|| panic!("the agent hangs")).unwrap()
 }
 
 fn is_alive(pid: &str) -> bool {
@@ -104,7 +108,7 @@ fn a_worker_knows_its_rank_reads_its_payload_and_returns_a_result() {
             task.environment.insert("RANK".into(), Some("17".into()));
             task.payload = Some(vec![b'x'; 300_000]);
             task.collect_result = true;
-            (Agent::start(task).unwrap(), lines)
+            (Agent::spawn_thread(task).unwrap(), lines)
         })
         .collect();
     let mut greetings = Vec::new();
@@ -123,11 +127,11 @@ fn the_first_failure_ends_the_others_and_is_the_only_one_blamed() {
     let registrar = registrar(2);
     let (failing, _) = task(&registrar, 0, "echo before >&2; exit 7");
     let (waiting, _) = task(&registrar, 1, "sleep 600");
-    let agents = [Agent::start(failing).unwrap(), Agent::start(waiting).unwrap()];
+    let agents = [Agent::spawn_thread(failing).unwrap(), Agent::spawn_thread(waiting).unwrap()];
     let [failed, stopped] = [outcome(&agents[0]), outcome(&agents[1])];
-    assert_eq!((failed.aborted, failed.how), (false, Some(How::Code(7))));
+    assert_eq!((failed.aborted, failed.exit_kind), (false, Some(ExitKind::Code(7))));
     assert_eq!(failed.stderr_tail, ["before"]);
-    assert_eq!((stopped.aborted, stopped.how), (true, Some(How::Signal(15))));
+    assert_eq!((stopped.aborted, stopped.exit_kind), (true, Some(ExitKind::Signal(15))));
     let reason = stopped.reason.unwrap();
     assert!(reason.starts_with("rank 0 on ") && reason.ends_with("exited with code 7"), "{reason}");
     assert_eq!(failed.reason.unwrap(), reason);
@@ -138,11 +142,11 @@ fn a_worker_deaf_to_sigterm_is_killed_with_its_children() {
     // LN-2.
     let registrar = registrar(1);
     let (task, lines) = task(&registrar, 0, "trap '' TERM; sleep 600 & echo $$ $!; wait");
-    let agent = Agent::start(task).unwrap();
+    let agent = Agent::spawn_thread(task).unwrap();
     let (_, pids) = lines.recv_timeout(LIMIT).unwrap();
-    registrar.abort("enough").unwrap();
+    registrar.abort_job("enough").unwrap();
     let outcome = outcome(&agent);
-    assert_eq!(outcome.how, Some(How::Signal(9)));
+    assert_eq!(outcome.exit_kind, Some(ExitKind::Signal(9)));
     assert_eq!(outcome.reason.as_deref(), Some("enough"));
     for pid in pids.split(' ') {
         assert!(ends(pid), "process {pid} is left over");
@@ -154,7 +158,7 @@ fn children_of_a_worker_that_ended_well_end_too() {
     // LN-2.
     let registrar = registrar(1);
     let (task, lines) = task(&registrar, 0, "sleep 600 & echo $!");
-    let agent = Agent::start(task).unwrap();
+    let agent = Agent::spawn_thread(task).unwrap();
     assert!(outcome(&agent).is_success());
     let (_, pid) = lines.recv_timeout(LIMIT).unwrap();
     assert!(ends(&pid), "process {pid} is left over");
@@ -165,8 +169,8 @@ fn a_killed_worker_is_reported_with_its_signal_and_last_words() {
     let registrar = registrar(1);
     let (task, _) =
         task(&registrar, 0, "for i in $(seq 80); do echo line $i >&2; done; kill -9 $$");
-    let outcome = outcome(&Agent::start(task).unwrap());
-    assert_eq!((outcome.rank, outcome.how), (Some(Rank(0)), Some(How::Signal(9))));
+    let outcome = outcome(&Agent::spawn_thread(task).unwrap());
+    assert_eq!((outcome.rank, outcome.exit_kind), (Some(Rank(0)), Some(ExitKind::Signal(9))));
     assert_eq!(outcome.stderr_tail.len(), 50);
     assert_eq!(outcome.stderr_tail.last().unwrap(), "line 80");
     assert!(outcome.reason.unwrap().ends_with("was ended by SIGKILL"));
@@ -176,8 +180,8 @@ fn a_killed_worker_is_reported_with_its_signal_and_last_words() {
 fn a_cancelled_agent_answers_before_and_after_there_is_a_worker() {
     let registrar = registrar(2);
     let (waiting, _) = task(&registrar, 0, "true");
-    let early = Agent::start(waiting).unwrap();
-    early.cancel("changed my mind");
+    let early = Agent::spawn_thread(waiting).unwrap();
+    early.cancel_worker("changed my mind");
     let outcome_early = outcome(&early);
     assert_eq!(
         (outcome_early.rank, outcome_early.reason.as_deref()),
@@ -186,12 +190,12 @@ fn a_cancelled_agent_answers_before_and_after_there_is_a_worker() {
 
     let registrar = self::registrar(1);
     let (sleeping, lines) = task(&registrar, 0, "echo up; sleep 600");
-    let late = Agent::start(sleeping).unwrap();
+    let late = Agent::spawn_thread(sleeping).unwrap();
     lines.recv_timeout(LIMIT).unwrap();
-    late.cancel("changed my mind");
+    late.cancel_worker("changed my mind");
     let outcome_late = outcome(&late);
     assert!(outcome_late.aborted);
-    assert_eq!(outcome_late.how, Some(How::Signal(15)));
+    assert_eq!(outcome_late.exit_kind, Some(ExitKind::Signal(15)));
 }
 
 #[test]
@@ -200,8 +204,8 @@ fn a_missing_program_is_named_and_ends_the_others() {
     let (mut missing, _) = task(&registrar, 0, "");
     missing.command = vec!["/no/such/program".into()];
     let (waiting, _) = task(&registrar, 1, "sleep 600");
-    let agents = [Agent::start(missing).unwrap(), Agent::start(waiting).unwrap()];
-    let error = agents[0].wait(LIMIT).unwrap().unwrap_err();
+    let agents = [Agent::spawn_thread(missing).unwrap(), Agent::spawn_thread(waiting).unwrap()];
+    let error = agents[0].wait_for_outcome(LIMIT).unwrap().unwrap_err();
     assert!(
         matches!(&error, Error::Spawn { program, .. } if program == "/no/such/program"),
         "{error}"
@@ -214,7 +218,7 @@ fn a_worker_ends_when_the_registrar_is_gone() {
     let registrar = registrar(1);
     let (mut task, lines) = task(&registrar, 0, "echo up; sleep 600");
     task.peer_timeout = Duration::from_millis(200);
-    let agent = Agent::start(task).unwrap();
+    let agent = Agent::spawn_thread(task).unwrap();
     lines.recv_timeout(LIMIT).unwrap();
     drop(registrar);
     let outcome = outcome(&agent);
@@ -235,7 +239,7 @@ impl Bridge {
     fn to(registrar: &Registrar) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let target = registrar.ticket().addresses()[0].clone();
+        let target = registrar.ticket().registrar_addresses()[0].clone();
         let (end, streams) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
         let (ends, all) = (Arc::clone(&end), Arc::clone(&streams));
         let thread = thread::spawn(move || {
@@ -274,18 +278,18 @@ fn a_cancelled_agent_does_not_wait_for_a_registrar_that_is_gone() {
     let registrar = registrar(1);
     let bridge = Bridge::to(&registrar);
     let (mut task, lines) = task(&registrar, 0, "echo up; sleep 600");
-    task.ticket = task.ticket.readdressed(std::slice::from_ref(&bridge.address));
+    task.ticket = task.ticket.with_addresses(std::slice::from_ref(&bridge.address));
     task.peer_timeout = LIMIT;
-    let agent = Agent::start(task).unwrap();
+    let agent = Agent::spawn_thread(task).unwrap();
     lines.recv_timeout(LIMIT).unwrap();
     drop(bridge);
     let cancelled = Instant::now();
-    agent.cancel("changed my mind");
+    agent.cancel_worker("changed my mind");
     let outcome = outcome(&agent);
     assert!(cancelled.elapsed() < Duration::from_secs(8), "{:?}", cancelled.elapsed());
     assert_eq!(
-        (outcome.reason.as_deref(), outcome.how),
-        (Some("changed my mind"), Some(How::Signal(15)))
+        (outcome.reason.as_deref(), outcome.exit_kind),
+        (Some("changed my mind"), Some(ExitKind::Signal(15)))
     );
 }
 
@@ -293,13 +297,13 @@ fn a_cancelled_agent_does_not_wait_for_a_registrar_that_is_gone() {
 fn an_agent_cancelled_while_it_waits_for_rank_0_says_why() {
     let registrar = registrar(2);
     let (task, _) = task(&registrar, 1, "true");
-    let agent = Agent::start(task).unwrap();
+    let agent = Agent::spawn_thread(task).unwrap();
     // Takes a rank, and never says where to meet.
     let deadline = Instant::now() + LIMIT;
-    let first = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-    first.register(0, &host::facts(), deadline).unwrap();
+    let first = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+    first.register_task(0, &host::host_facts(), deadline).unwrap();
     first.await_assignment(deadline).unwrap();
-    agent.cancel("changed my mind");
+    agent.cancel_worker("changed my mind");
     let outcome = outcome(&agent);
     assert_eq!((outcome.aborted, outcome.reason.as_deref()), (true, Some("changed my mind")));
 }
@@ -307,9 +311,9 @@ fn an_agent_cancelled_while_it_waits_for_rank_0_says_why() {
 /// Holds up the worker's reader until the line is taken.
 struct Slow(Mutex<mpsc::SyncSender<String>>);
 
-impl Sink for Slow {
-    fn accept(&self, record: Record) {
-        if let Record::Log(line) = record {
+impl RecordSink for Slow {
+    fn accept_record(&self, record: WorkerRecord) {
+        if let WorkerRecord::Log(line) = record {
             // The rest is not taken once the test is over.
             drop(self.0.lock().send(line.text));
         }
@@ -320,8 +324,8 @@ impl Sink for Slow {
 fn with_untaken_output(registrar: &Registrar) -> (Agent, mpsc::Receiver<String>) {
     let (mut task, _) = task(registrar, 0, "seq 5000");
     let (sender, lines) = mpsc::sync_channel(0);
-    task.output = Output::Sink(Arc::new(Slow(Mutex::new(sender))));
-    (Agent::start(task).unwrap(), lines)
+    task.output = OutputTarget::Sink(Arc::new(Slow(Mutex::new(sender))));
+    (Agent::spawn_thread(task).unwrap(), lines)
 }
 
 #[test]
@@ -329,7 +333,10 @@ fn output_is_not_lost_however_late_it_is_taken() {
     // LN-4.
     let registrar = registrar(1);
     let (agent, lines) = with_untaken_output(&registrar);
-    assert!(agent.wait(Duration::from_secs(4)).is_none(), "the agent did not wait for the reader");
+    assert!(
+        agent.wait_for_outcome(Duration::from_secs(4)).is_none(),
+        "the agent did not wait for the reader"
+    );
     let taken: Vec<String> = lines.iter().take(5000).collect();
     assert_eq!(taken.last().unwrap(), "5000");
     assert!(outcome(&agent).is_success());
@@ -341,14 +348,14 @@ fn an_agent_that_is_cancelled_does_not_wait_for_the_reader_of_the_output() {
     let (agent, lines) = with_untaken_output(&registrar);
     lines.recv_timeout(LIMIT).unwrap();
     let cancelled = Instant::now();
-    agent.cancel("interrupted");
+    agent.cancel_worker("interrupted");
     outcome(&agent);
     assert!(cancelled.elapsed() < Duration::from_secs(8), "{:?}", cancelled.elapsed());
 }
 
 #[test]
 fn endless_and_missing_patience_are_bounded() {
-    let registrar = Registrar::start(Options {
+    let registrar = Registrar::start_job(RegistrarOptions {
         tasks: 1,
         job_id: None,
         host: Some("127.0.0.1".into()),
@@ -361,5 +368,5 @@ fn endless_and_missing_patience_are_bounded() {
     .unwrap();
     let (mut task, _) = task(&registrar, 0, "true");
     (task.start_timeout, task.peer_timeout) = (Duration::MAX, Duration::MAX);
-    assert!(outcome(&Agent::start(task).unwrap()).is_success());
+    assert!(outcome(&Agent::spawn_thread(task).unwrap()).is_success());
 }

@@ -17,9 +17,11 @@ use std::time::{Duration, Instant};
 
 use farandole_config::Config;
 use farandole_launcher::hosts::parse_hosts;
-use farandole_launcher::{Error, Hello, Job, Report, Shell, Wish, Work, serve_host};
-use farandole_registrar::How;
-use farandole_telemetry::{Record, Sink};
+use farandole_launcher::{
+    AgentHello, Error, JobReport, RemoteShell, StaticJob, StopLevel, WorkerProgram, serve_host,
+};
+use farandole_registrar::ExitKind;
+use farandole_telemetry::{RecordSink, WorkerRecord};
 use parking_lot::Mutex;
 
 /// Set in a process that plays an agent.
@@ -27,9 +29,9 @@ const AGENT: &str = "TEST_AGENT";
 
 struct Lines(Mutex<mpsc::Sender<String>>);
 
-impl Sink for Lines {
-    fn accept(&self, record: Record) {
-        if let Record::Log(line) = record {
+impl RecordSink for Lines {
+    fn accept_record(&self, record: WorkerRecord) {
+        if let WorkerRecord::Log(line) = record {
             // A test that does not look at lines has dropped the other end.
             drop(self.0.lock().send(format!("{} {}", line.rank.unwrap(), line.text)));
         }
@@ -67,23 +69,23 @@ impl Bed {
         fs::set_permissions(self.path(name), fs::Permissions::from_mode(0o700)).unwrap();
     }
 
-    fn job(&self, hosts: &str, num_proc: u32, script: &str) -> Job {
+    fn job(&self, hosts: &str, num_proc: u32, script: &str) -> StaticJob {
         let given = BTreeMap::from([("start_timeout".to_owned(), "30".to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
         let command = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
         let environment = BTreeMap::from([("GIVEN".to_owned(), Some("x y".to_owned()))]);
-        let work = Work {
-            shell: Shell::custom(&self.path("reach").display().to_string()).unwrap(),
+        let work = WorkerProgram {
+            shell: RemoteShell::from_command(&self.path("reach").display().to_string()).unwrap(),
             python: self.path("python").display().to_string(),
-            ..Work::program(command, environment, config)
+            ..WorkerProgram::for_this_host(command, environment, config)
         };
-        Job { num_proc, hosts: parse_hosts(hosts).unwrap(), work }
+        StaticJob { num_proc, hosts: parse_hosts(hosts).unwrap(), program: work }
     }
 }
 
-fn run(job: &Job, wish: impl Fn() -> Wish) -> (Result<Report, Error>, Vec<String>) {
+fn run(job: &StaticJob, wish: impl Fn() -> StopLevel) -> (Result<JobReport, Error>, Vec<String>) {
     let (sender, lines) = mpsc::channel();
-    let sink = Arc::new(Lines(Mutex::new(sender))) as Arc<dyn Sink>;
+    let sink = Arc::new(Lines(Mutex::new(sender))) as Arc<dyn RecordSink>;
     let report = job.run(&sink, &wish);
     drop(sink);
     let mut lines: Vec<String> = lines.iter().collect();
@@ -103,7 +105,7 @@ fn appears(path: &Path) {
 fn plays_an_agent() {
     if std::env::var(AGENT).is_ok() {
         serve_host(
-            &Hello::new("3.11.2".into(), "python".into()),
+            &AgentHello::new("3.11.2".into(), "python".into()),
             std::io::stdin(),
             std::io::stdout(),
         )
@@ -116,7 +118,7 @@ fn plays_an_agent() {
 fn ranks_follow_the_order_of_hosts_and_lines_and_variables_come_through() {
     let bed = Bed::new();
     let job = bed.job("localhost:1,far1:2,far2:2", 5, r#"echo "$HOST:$GIVEN:$WORLD_SIZE""#);
-    let (report, lines) = run(&job, || Wish::GoOn);
+    let (report, lines) = run(&job, || StopLevel::Continue);
     let report = report.unwrap();
     assert_eq!(report.exit_code(), 0, "{report:?}");
     let ranks: Vec<u32> = report.outcomes.iter().map(|outcome| outcome.rank.unwrap().0).collect();
@@ -134,8 +136,8 @@ fn hosts_that_cannot_be_reached_are_all_named_and_no_worker_starts() {
     let touched = bed.path("touched");
     let job =
         bed.job("localhost:1,down1:1,far:1,down2:1", 4, &format!("touch {}", touched.display()));
-    let (report, _) = run(&job, || Wish::GoOn);
-    let error = report.unwrap_err().told();
+    let (report, _) = run(&job, || StopLevel::Continue);
+    let error = report.unwrap_err().message_with_causes();
     assert_eq!(
         error,
         "2 hosts cannot be used: down1: reach: no route to down1; down2: reach: no route to down2"
@@ -147,8 +149,8 @@ fn hosts_that_cannot_be_reached_are_all_named_and_no_worker_starts() {
 fn a_missing_interpreter_is_reported_in_the_shells_words() {
     let bed = Bed::new();
     let mut job = bed.job("far:1", 1, "true");
-    job.work.python = "/no/such/python".to_owned();
-    let error = run(&job, || Wish::GoOn).0.unwrap_err().told();
+    job.program.python = "/no/such/python".to_owned();
+    let error = run(&job, || StopLevel::Continue).0.unwrap_err().message_with_causes();
     assert!(
         error.starts_with("far: ")
             && error.contains("/no/such/python")
@@ -161,10 +163,10 @@ fn a_missing_interpreter_is_reported_in_the_shells_words() {
 fn the_failure_of_a_worker_elsewhere_is_the_jobs() {
     let bed = Bed::new();
     let job = bed.job("localhost:1,far:2", 3, r#"test "$RANK" = 2 && exit 7; exec sleep 600"#);
-    let report = run(&job, || Wish::GoOn).0.unwrap();
+    let report = run(&job, || StopLevel::Continue).0.unwrap();
     assert_eq!(report.exit_code(), 7);
     assert_eq!(report.first_failure().unwrap().rank.unwrap().0, 2);
-    assert!(report.reason().unwrap().contains("rank 2"), "{report:?}");
+    assert!(report.failure_reason().unwrap().contains("rank 2"), "{report:?}");
 }
 
 #[test]
@@ -190,7 +192,7 @@ fn a_connection_that_breaks_ends_the_job_and_the_workers_behind_it() {
         )
         .unwrap();
     });
-    let error = run(&job, || Wish::GoOn).0.unwrap_err().told();
+    let error = run(&job, || StopLevel::Continue).0.unwrap_err().message_with_causes();
     killer.join().unwrap();
     assert_eq!(error, "far: the connection was ended by SIGKILL");
     for pid in fs::read_to_string(&pids).unwrap().lines() {
@@ -214,7 +216,8 @@ fn an_interrupt_leaves_time_and_a_second_one_does_not() {
     );
     let both = |ready: &Path| (0..2).all(|rank| ready.with_extension(rank.to_string()).exists());
     let job = bed.job("localhost:1,far:1", 2, &polite);
-    let (report, lines) = run(&job, || if both(&ready) { Wish::Interrupt } else { Wish::GoOn });
+    let (report, lines) =
+        run(&job, || if both(&ready) { StopLevel::Interrupt } else { StopLevel::Continue });
     assert!(report.unwrap().interrupted);
     assert_eq!(lines, ["0 saved", "1 saved"]);
 
@@ -230,19 +233,19 @@ fn an_interrupt_leaves_time_and_a_second_one_does_not() {
     let began = std::cell::Cell::new(None);
     let (report, _) = run(&job, || {
         if !both(&ready) {
-            return Wish::GoOn;
+            return StopLevel::Continue;
         }
         if began.get().is_none() {
             began.set(Some(Instant::now()));
         }
         // The second wish comes when the first has been taken.
-        if asked.replace(Some(())).is_none() { Wish::Interrupt } else { Wish::Kill }
+        if asked.replace(Some(())).is_none() { StopLevel::Interrupt } else { StopLevel::Kill }
     });
     let report = report.unwrap();
     assert!(began.get().unwrap().elapsed() < Duration::from_secs(8), "a kill takes no grace");
     assert!(
         report.interrupted
-            && report.outcomes.iter().all(|outcome| outcome.how == Some(How::Signal(9))),
+            && report.outcomes.iter().all(|outcome| outcome.exit_kind == Some(ExitKind::Signal(9))),
         "{report:?}"
     );
 }

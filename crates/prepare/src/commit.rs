@@ -1,34 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! From summaries to manifests.
+//! Merges the summaries of partitions into manifests.
 
 use std::collections::HashSet;
 
 use bytes::Bytes;
-use farandole_dataset::{Column, MANIFEST, Manifest};
+use farandole_dataset::{MANIFEST_FILE_NAME, Manifest, ManifestColumn};
 use farandole_store::Store;
 use serde::Serialize;
 
-use crate::convert::side;
+use crate::convert::format_shape;
 use crate::error::{Error, Result};
-use crate::spec::Spec;
-use crate::summary::{SideSummary, Summary};
-use crate::verify::size;
+use crate::spec::PrepareSpec;
+use crate::summary::{PartitionSummary, SideSummary};
+use crate::verify::check_size;
 
 /// A prepared data set.
 #[derive(Clone, Debug, Serialize)]
-pub struct Committed {
+pub struct PreparedDataset {
     /// Training data.
     pub train: Manifest,
-    /// Validation data, when asked for.
+    /// Validation data, if it was requested.
     pub val: Option<Manifest>,
-    /// Rows on no side.
+    /// Number of rows that are in neither.
     pub dropped: u64,
 }
 
-impl Committed {
-    /// As JSON.
+impl PreparedDataset {
+    /// Returns the manifests as JSON.
     ///
     /// # Errors
     /// None that this type can cause.
@@ -37,66 +37,71 @@ impl Committed {
     }
 }
 
-/// Makes the files of `summaries` a data set: checks that they are there, writes the manifests
-/// (training last) and deletes what earlier or failed attempts left.
+/// Makes the files of `summaries` a data set: checks that they exist, writes the manifests
+/// (training last), and deletes files of earlier or failed attempts.
 ///
 /// # Errors
-/// No rows, partitions that disagree, a file that is gone, and the store's.
-pub fn commit(url: &str, spec: &str, mut summaries: Vec<Summary>) -> Result<Committed> {
-    let (store, spec) = (Store::open(url)?, Spec::parse(spec)?);
+/// No rows, partitions that disagree, a missing file, and the store's errors.
+pub fn commit_partitions(
+    url: &str,
+    spec: &str,
+    mut summaries: Vec<PartitionSummary>,
+) -> Result<PreparedDataset> {
+    let (store, spec) = (Store::open(url)?, PrepareSpec::parse_json(spec)?);
     summaries.sort_by_key(|summary| summary.partition);
     if let Some(pair) = summaries.windows(2).find(|pair| pair[0].partition == pair[1].partition) {
-        return Err(Error::Twice { partition: pair[0].partition });
+        return Err(Error::DuplicatePartition { partition: pair[0].partition });
     }
     let rows = summaries.iter().map(|summary| summary.rows).sum();
     let dropped = summaries.iter().map(|summary| summary.dropped).sum();
-    let merge = |name: &'static str, pick: fn(&Summary) -> Option<&SideSummary>| {
+    let merge = |name: &'static str, pick: fn(&PartitionSummary) -> Option<&SideSummary>| {
         let sides =
             summaries.iter().filter_map(|summary| Some((summary.partition, pick(summary)?)));
-        merged(&spec, sides)?.ok_or(Error::Empty { side: name, rows, dropped })
+        merge_sides(&spec, sides)?.ok_or(Error::Empty { side: name, rows, dropped })
     };
     let train = merge("training", |summary| summary.train.as_ref())?;
-    let val = if spec.validates() {
+    let val = if spec.has_validation() {
         Some(merge("validation", |summary| summary.val.as_ref())?)
     } else {
         None
     };
     if let Some(val) = &val {
-        agree((0, &train.columns), (0, &val.columns))?;
+        check_columns_agree((0, &train.columns), (0, &val.columns))?;
     }
-    let train_store = store.resolve(&spec.train)?;
-    let val_store = spec.val.as_deref().map(|path| store.resolve(path)).transpose()?;
-    train.files.iter().try_for_each(|file| size(&train_store, file))?;
+    let train_store = store.resolve_path(&spec.train)?;
+    let val_store = spec.val.as_deref().map(|path| store.resolve_path(path)).transpose()?;
+    train.files.iter().try_for_each(|file| check_size(&train_store, file))?;
     if let (Some(store), Some(val)) = (&val_store, &val) {
-        val.files.iter().try_for_each(|file| size(store, file))?;
-        publish(store, val)?;
+        val.files.iter().try_for_each(|file| check_size(store, file))?;
+        publish_manifest(store, val)?;
     }
-    publish(&train_store, &train)?;
-    Ok(Committed { train, val, dropped })
+    publish_manifest(&train_store, &train)?;
+    Ok(PreparedDataset { train, val, dropped })
 }
 
-/// Returns the manifest of a directory; `None` if it was not prepared.
+/// Returns the manifest of a directory; `None` if there is none.
 ///
 /// # Errors
 /// A manifest that cannot be read.
 pub fn read_manifest(url: &str) -> Result<Option<Manifest>> {
-    match Store::open(url)?.read(MANIFEST) {
-        Ok(text) => Ok(Some(Manifest::parse(&text)?)),
+    match Store::open(url)?.read(MANIFEST_FILE_NAME) {
+        Ok(text) => Ok(Some(Manifest::parse_json(&text)?)),
         Err(farandole_store::Error::Missing { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
-fn merged<'a>(
-    spec: &Spec,
+fn merge_sides<'a>(
+    spec: &PrepareSpec,
     mut sides: impl Iterator<Item = (u64, &'a SideSummary)>,
 ) -> Result<Option<Manifest>> {
     let Some((first, side)) = sides.next() else { return Ok(None) };
     let (mut columns, mut files) = (side.columns.clone(), vec![side.file.clone()]);
     for (partition, side) in sides {
-        agree((first, &columns), (partition, &side.columns))?;
+        check_columns_agree((first, &columns), (partition, &side.columns))?;
         for (all, one) in columns.iter_mut().zip(&side.columns) {
-            // NaN in one partition leaves no extremes at all.
+            // If one partition has no minimum or maximum, because of NaN, the whole column has
+            // none.
             all.min = all.min.zip(one.min).map(|(a, b)| a.min(b));
             all.max = all.max.zip(one.max).map(|(a, b)| a.max(b));
         }
@@ -105,20 +110,26 @@ fn merged<'a>(
     Ok(Some(Manifest::new(spec.fingerprint.clone(), columns, files)))
 }
 
-fn agree(first: (u64, &[Column]), second: (u64, &[Column])) -> Result<()> {
-    let describe = |column: Option<&Column>| match column {
+fn check_columns_agree(
+    first: (u64, &[ManifestColumn]),
+    second: (u64, &[ManifestColumn]),
+) -> Result<()> {
+    let describe = |column: Option<&ManifestColumn>| match column {
         None => "missing".to_owned(),
         Some(column) if column.shape.is_empty() => {
-            format!("{} from {}", column.element.name(), column.source)
+            format!("{} from {}", column.element.numpy_name(), column.source)
         }
-        Some(column) => format!("{} values of {}", side(&column.shape), column.element.name()),
+        Some(column) => {
+            format!("{} values of {}", format_shape(&column.shape), column.element.numpy_name())
+        }
     };
     for number in 0..first.1.len().max(second.1.len()) {
         let (one, two) = (first.1.get(number), second.1.get(number));
-        let key =
-            |column: Option<&Column>| column.map(|c| (c.name.clone(), c.element, c.shape.clone()));
+        let key = |column: Option<&ManifestColumn>| {
+            column.map(|c| (c.name.clone(), c.element, c.shape.clone()))
+        };
         if key(one) != key(two) {
-            return Err(Error::Disagree {
+            return Err(Error::ColumnMismatch {
                 column: one.or(two).map(|column| column.name.clone()).unwrap_or_default(),
                 first: describe(one),
                 first_partition: first.0,
@@ -130,8 +141,8 @@ fn agree(first: (u64, &[Column]), second: (u64, &[Column])) -> Result<()> {
     Ok(())
 }
 
-fn publish(store: &Store, manifest: &Manifest) -> Result<()> {
-    store.write(MANIFEST, Bytes::from(manifest.to_json()?))?;
+fn publish_manifest(store: &Store, manifest: &Manifest) -> Result<()> {
+    store.write(MANIFEST_FILE_NAME, Bytes::from(manifest.to_json()?))?;
     let named: HashSet<&str> = manifest.files.iter().map(|file| file.path.as_str()).collect();
     for entry in store.list("")? {
         let ours = entry.path.starts_with("part-") && entry.path.ends_with(".parquet");

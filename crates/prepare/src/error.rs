@@ -3,28 +3,28 @@
 
 //! Errors of the data or of its destination.
 
-/// Result of this room.
+/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A preparation that cannot continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The specification is no JSON of the right form.
+    /// The specification is not JSON of the expected form.
     #[error("not a specification: {source}")]
     Spec {
         /// The parser's error.
         source: serde_json::Error,
     },
-    /// A value of the specification that cannot be.
+    /// An invalid value in the specification.
     #[error("{what}: {value}")]
-    Value {
+    InvalidValue {
         /// The reason why it is invalid.
         what: &'static str,
         /// The value.
         value: String,
     },
-    /// A column that the batches do not have.
+    /// A column that is missing in the batches.
     #[error("no column {column}, there are: {}", known.join(", "))]
     Column {
         /// The requested column.
@@ -32,37 +32,37 @@ pub enum Error {
         /// The existing columns.
         known: Vec<String>,
     },
-    /// A type that cannot be trained on.
+    /// A type that is not supported.
     #[error("column {column} has a type that cannot be prepared: {found}")]
     Type {
         /// The column.
         column: String,
-        /// Its Arrow type.
+        /// Arrow type of the column.
         found: String,
     },
-    /// Weights that are no numbers.
+    /// Sample weights that are not numbers.
     #[error("column {column} cannot be a sample weight, because it is {found}")]
     Weight {
         /// The column.
         column: String,
-        /// Its Arrow type.
+        /// Arrow type of the column.
         found: String,
     },
-    /// Batches of one partition disagree about a column.
+    /// Batches of one partition with different types of a column.
     #[error(
         "column {column} changed its type within partition {partition} from {before} to {after}"
     )]
-    Changed {
+    TypeChanged {
         /// The column.
         column: String,
         /// The partition.
         partition: u64,
         /// Type in the first batch.
         before: String,
-        /// Type now.
+        /// Type in this batch.
         after: String,
     },
-    /// Nulls or NaN where there may be none.
+    /// Nulls or NaN that are not allowed.
     #[error(
         "column {column} has {what} in {missing} of {rows} rows, in partition {partition}, first \
          at its row {row} (a fill can take their place)"
@@ -81,7 +81,7 @@ pub enum Error {
         /// The first such row within the partition.
         row: u64,
     },
-    /// Infinities where there may be none.
+    /// Infinities that are not allowed.
     #[error(
         "column {column} has infinite values in {infinite} of {rows} rows, in partition \
          {partition}, first at its row {row} (allow_nan takes them as they are)"
@@ -98,25 +98,25 @@ pub enum Error {
         /// The first such row within the partition.
         row: u64,
     },
-    /// A fill that no value of the column can be.
+    /// A fill value that the column's type cannot represent.
     #[error("column {column} is {kind}, which cannot hold the value of fill: {fill}")]
     Fill {
         /// The column.
         column: String,
-        /// Its type.
+        /// Type of the column.
         kind: String,
         /// The requested value.
         fill: String,
     },
-    /// A text in a validation column that says neither side.
+    /// A string in a validation column that names no known split.
     #[error(
         "validation column {column} has a text that is none of train, validation, test, true, \
          false, 1 and 0: {value}"
     )]
-    Side {
+    UnknownSplitWord {
         /// The column.
         column: String,
-        /// The text.
+        /// The string.
         value: String,
     },
     /// Rows of different lengths.
@@ -134,24 +134,24 @@ pub enum Error {
         /// The partition.
         partition: u64,
     },
-    /// Partitions disagree about a column.
+    /// Partitions with different types or shapes of a column.
     #[error(
         "column {column} is {first} in partition {first_partition} and {second} in partition \
          {second_partition}"
     )]
-    Disagree {
+    ColumnMismatch {
         /// The column.
         column: String,
-        /// Type and shape in one.
+        /// Type and shape in one partition.
         first: String,
-        /// The number of the partition.
+        /// Number of this partition.
         first_partition: u64,
-        /// Type and shape in the other.
+        /// Type and shape in the other partition.
         second: String,
-        /// The number of the partition.
+        /// Number of the other partition.
         second_partition: u64,
     },
-    /// A vector that contradicts itself.
+    /// A sparse vector that contradicts itself.
     #[error("column {column} has a broken sparse vector, an index past its size {size}: {index}")]
     Sparse {
         /// The column.
@@ -161,29 +161,29 @@ pub enum Error {
         /// The index.
         index: i64,
     },
-    /// Nothing to train on.
-    #[error("no rows of {side} data ({})", came_in(*rows, *dropped))]
+    /// No rows to train or to validate on.
+    #[error("no rows of {side} data ({})", describe_row_counts(*rows, *dropped))]
     Empty {
         /// Training or validation.
         side: &'static str,
         /// Rows of all partitions.
         rows: u64,
-        /// Rows that the validation column put on no side.
+        /// Rows that the validation column assigned to neither training nor validation.
         dropped: u64,
     },
-    /// The same partition twice.
+    /// Two summaries of the same partition.
     #[error("two attempts of one partition cannot both be committed: {partition}")]
-    Twice {
+    DuplicatePartition {
         /// The partition.
         partition: u64,
     },
-    /// A summary that was not written by `finish`.
+    /// Bytes that are not a summary of a partition.
     #[error("not a summary of a partition: {source}")]
     Summary {
         /// The parser's error.
         source: serde_json::Error,
     },
-    /// A file is not what its writer left.
+    /// A file whose size differs from the written size.
     #[error(
         "{path} has {found} bytes where its writer left {expected}: does another process prepare \
          into this directory?"
@@ -191,95 +191,95 @@ pub enum Error {
     Altered {
         /// The file.
         path: String,
-        /// Its size now; nothing when it is gone.
+        /// Size now; 0 if the file is missing.
         found: u64,
-        /// Its size then.
+        /// Size when it was written.
         expected: u64,
     },
-    /// A file that does not hold the bytes that were written.
+    /// A file whose content differs from the written bytes.
     #[error("{path} is damaged: its checksum is {found}, the manifest has {expected}")]
     Damaged {
         /// The file.
         path: String,
-        /// The checksum of its bytes.
+        /// Checksum of the file's bytes.
         found: String,
-        /// Their checksum when they were written.
+        /// Checksum when the file was written.
         expected: String,
     },
-    /// Used after its end.
+    /// A writer was used after its end.
     #[error("the writer of partition {partition} already ended")]
     Ended {
         /// The partition.
         partition: u64,
     },
-    /// The store.
+    /// Error of the store.
     #[error(transparent)]
     Store(#[from] farandole_store::Error),
-    /// The Parquet library.
+    /// Error of the Parquet library.
     #[error("cannot write {path}: {source}")]
     Parquet {
         /// The file.
         path: String,
-        /// Its error.
+        /// The library's error.
         source: parquet::errors::ParquetError,
     },
-    /// The Arrow library.
+    /// Error of the Arrow library.
     #[error("cannot convert column {column}: {source}")]
     Arrow {
         /// The column.
         column: String,
-        /// Its error.
+        /// The library's error.
         source: arrow::error::ArrowError,
     },
-    /// The manifest.
+    /// Error of the manifest.
     #[error(transparent)]
     Manifest(#[from] farandole_dataset::Error),
 }
 
-/// The reactions that are open to the caller.
+/// Kind of a failure: the caller can correct the request, or the environment failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// The data or the request.
+pub enum PrepareFault {
+    /// The data or the request is wrong.
     Usage,
-    /// The world outside.
+    /// The system, the network or a file failed.
     Environment,
 }
 
 impl Error {
-    /// Returns the party at fault.
-    pub fn fault(&self) -> Fault {
+    /// Returns the kind of the failure.
+    pub fn fault(&self) -> PrepareFault {
         match self {
             Self::Spec { .. }
-            | Self::Value { .. }
+            | Self::InvalidValue { .. }
             | Self::Column { .. }
             | Self::Type { .. }
             | Self::Weight { .. }
-            | Self::Changed { .. }
+            | Self::TypeChanged { .. }
             | Self::Missing { .. }
             | Self::Infinite { .. }
             | Self::Fill { .. }
-            | Self::Side { .. }
+            | Self::UnknownSplitWord { .. }
             | Self::Ragged { .. }
-            | Self::Disagree { .. }
+            | Self::ColumnMismatch { .. }
             | Self::Sparse { .. }
             | Self::Empty { .. }
-            | Self::Twice { .. }
+            | Self::DuplicatePartition { .. }
             | Self::Summary { .. }
             | Self::Ended { .. }
             | Self::Arrow { .. }
-            | Self::Manifest(_) => Fault::Usage,
+            | Self::Manifest(_) => PrepareFault::Usage,
             Self::Store(error) => match error.fault() {
-                farandole_store::Fault::Usage => Fault::Usage,
-                farandole_store::Fault::Environment => Fault::Environment,
+                farandole_store::Fault::Usage => PrepareFault::Usage,
+                farandole_store::Fault::Environment => PrepareFault::Environment,
             },
             Self::Altered { .. } | Self::Damaged { .. } | Self::Parquet { .. } => {
-                Fault::Environment
+                PrepareFault::Environment
             }
         }
     }
 }
 
-fn came_in(rows: u64, dropped: u64) -> String {
+fn describe_row_counts(rows: u64, dropped: u64) -> String {
     match rows {
         0 => "the data is empty".to_owned(),
         _ => format!("{rows} rows came in, {dropped} of them on no side"),

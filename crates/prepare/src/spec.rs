@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The description of a preparation, the same for all partitions.
+//! The specification of a preparation, which is the same for all partitions.
 
 use std::collections::BTreeMap;
 
-use farandole_dataset::Role;
+use farandole_dataset::ColumnRole;
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
@@ -13,86 +13,86 @@ use crate::error::{Error, Result};
 /// Compression of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Compression {
-    /// Not at all: the fastest to read where the disk keeps up.
+pub enum PageCompression {
+    /// No compression: the fastest to read if the disk is fast enough.
     #[default]
     None,
     /// Snappy.
     Snappy,
-    /// LZ4, raw.
+    /// LZ4, raw format.
     Lz4,
     /// Zstandard, level 1.
     Zstd,
 }
 
-/// The choice of validation rows.
+/// Rule that selects validation rows.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Validation {
-    /// This part of them, by a hash of their content.
+pub enum ValidationRule {
+    /// This fraction of the rows, selected by a hash of their content.
     Fraction(f64),
-    /// Rows whose hash is below this value: a fraction that is too small for the number of rows
-    /// becomes this.
+    /// Rows whose hash is below this value. Replaces a fraction that selects no row because there
+    /// are too few rows.
     Below(u64),
     /// Rows in which this column is true or above 0.
     Column(String),
 }
 
-/// The description of a preparation.
+/// The specification of a preparation.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Spec {
-    /// Target of training data: relative to the store, or a URL.
+pub struct PrepareSpec {
+    /// Directory of training data: relative to the store, or a URL.
     pub train: String,
-    /// Target of validation data.
+    /// Directory of validation data.
     #[serde(default)]
     pub val: Option<String>,
     /// Columns to keep, in this order; all if absent.
     #[serde(default)]
     pub columns: Option<Vec<String>>,
-    /// The label columns.
+    /// Label columns.
     #[serde(default)]
     pub labels: Vec<String>,
-    /// The one that weighs samples.
+    /// Column of sample weights.
     #[serde(default)]
     pub weight: Option<String>,
-    /// The choice of validation rows.
+    /// Rule that selects validation rows.
     #[serde(default)]
-    pub validation: Option<Validation>,
+    pub validation: Option<ValidationRule>,
     /// Seed of the split by fraction.
     #[serde(default)]
     pub seed: u64,
     /// Compression of pages.
     #[serde(default)]
-    pub compression: Compression,
-    /// Whether Spark's vectors are compressed whatever `compression` says: they are written dense,
-    /// and sparse ones are mostly zeros.
+    pub compression: PageCompression,
+    /// Whether Spark's vectors are compressed with every setting of `compression`: vectors are
+    /// written dense, and sparse ones are mostly zeros.
     #[serde(default)]
     pub compress_sparse: bool,
-    /// The replacement of nulls and NaN, as text, by column; `"*"` is for all other columns that
-    /// can hold it. Without it they are errors.
+    /// Replacement of nulls and NaN, as text, by column; `"*"` is for all other columns that can
+    /// represent it. Without a replacement, they are errors.
     #[serde(default)]
     pub fill: BTreeMap<String, String>,
-    /// Takes NaN and infinities as values like any others.
+    /// Whether NaN and infinities are accepted.
     #[serde(default)]
     pub allow_nan: bool,
-    /// Rows of a row group; chosen by size when absent.
+    /// Rows of a row group; chosen by size if absent.
     #[serde(default)]
     pub row_group_rows: Option<u64>,
-    /// The source of the data.
+    /// Hash that identifies the source data.
     #[serde(default)]
     pub fingerprint: String,
 }
 
-impl Spec {
-    /// Reads and checks one.
+impl PrepareSpec {
+    /// Parses and checks a specification.
     ///
     /// # Errors
-    /// No JSON of this form, or a value that cannot be.
-    pub fn parse(text: &str) -> Result<Self> {
+    /// JSON of another form, or an invalid value.
+    pub fn parse_json(text: &str) -> Result<Self> {
         let spec: Self = serde_json::from_str(text).map_err(|source| Error::Spec { source })?;
-        let wrong = |what, value: String| Err(Error::Value { what, value });
-        if let Some(Validation::Fraction(fraction)) = spec.validation
+        let wrong = |what, value: String| Err(Error::InvalidValue { what, value });
+        if let Some(ValidationRule::Fraction(fraction)) = spec.validation
             && !(0.0..1.0).contains(&fraction)
         {
             return wrong("the validation fraction must be in [0, 1)", fraction.to_string());
@@ -112,7 +112,7 @@ impl Spec {
                     return wrong("a column is named twice", column.clone());
                 }
             }
-            if let Some(Validation::Column(column)) = &spec.validation
+            if let Some(ValidationRule::Column(column)) = &spec.validation
                 && columns.contains(column)
             {
                 return wrong("the validation column cannot be kept as well", column.clone());
@@ -129,26 +129,26 @@ impl Spec {
     }
 
     /// Returns the replacement of nulls and NaN of `column`, and whether it was given for this
-    /// column alone.
-    pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
+    /// column by name.
+    pub fn fill_for_column(&self, column: &str) -> Option<(&str, bool)> {
         let named = self.fill.get(column).map(|text| (text.as_str(), true));
         named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))
     }
 
     /// Returns the role of `column`.
-    pub fn role(&self, column: &str) -> Role {
+    pub fn column_role(&self, column: &str) -> ColumnRole {
         if self.weight.as_deref() == Some(column) {
-            Role::Weight
+            ColumnRole::Weight
         } else if self.labels.iter().any(|label| label == column) {
-            Role::Label
+            ColumnRole::Label
         } else {
-            Role::Feature
+            ColumnRole::Feature
         }
     }
 
     /// Returns whether validation rows are expected.
-    pub fn validates(&self) -> bool {
-        !matches!(self.validation, None | Some(Validation::Fraction(0.0)))
+    pub fn has_validation(&self) -> bool {
+        !matches!(self.validation, None | Some(ValidationRule::Fraction(0.0)))
     }
 }
 
@@ -158,8 +158,8 @@ mod tests {
 
     #[test]
     fn the_shortest_specification_has_a_place() {
-        let spec = Spec::parse(r#"{"train": "t"}"#).unwrap();
-        assert_eq!((spec.compression, spec.validates()), (Compression::None, false));
+        let spec = PrepareSpec::parse_json(r#"{"train": "t"}"#).unwrap();
+        assert_eq!((spec.compression, spec.has_validation()), (PageCompression::None, false));
     }
 
     #[test]
@@ -178,7 +178,7 @@ mod tests {
             (r#"{"train": "t", "columns": ["a"], "fill": {"*": "0", "b": "0"}}"#, "not kept: b"),
             (r#"{"train": "t", "colums": []}"#, "unknown field"),
         ] {
-            let error = Spec::parse(text).unwrap_err().to_string();
+            let error = PrepareSpec::parse_json(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The summary of a finished partition for the driver.
+//! Summary of a finished partition for the driver.
 
-use farandole_dataset::{Column, DataFile};
+use farandole_dataset::{DataFile, ManifestColumn};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -13,42 +13,42 @@ use crate::error::{Error, Result};
 pub struct SideSummary {
     /// The file.
     pub file: DataFile,
-    /// Its columns.
-    pub columns: Vec<Column>,
+    /// Columns with statistics.
+    pub columns: Vec<ManifestColumn>,
 }
 
 /// A finished partition.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Summary {
-    /// Its number.
+pub struct PartitionSummary {
+    /// Number of the partition.
     pub partition: u64,
-    /// Rows that came in.
+    /// Number of input rows.
     pub rows: u64,
-    /// Rows on no side.
+    /// Number of rows in neither training nor validation.
     pub dropped: u64,
-    /// The least and the largest hash of a row.
+    /// Smallest and largest hash of a row.
     #[serde(default)]
     pub hashes: Option<(u64, u64)>,
-    /// Training, unless there were no rows.
+    /// Training data, unless it has no rows.
     pub train: Option<SideSummary>,
-    /// Validation, unless there were no rows.
+    /// Validation data, unless it has no rows.
     pub val: Option<SideSummary>,
 }
 
-impl Summary {
-    /// As bytes for the driver.
+impl PartitionSummary {
+    /// Encodes the summary for the driver.
     ///
     /// # Errors
     /// None that this type can cause.
-    pub fn encode(&self) -> Result<Vec<u8>> {
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
         serde_json::to_vec(self).map_err(|source| Error::Summary { source })
     }
 
-    /// From a task's bytes.
+    /// Decodes a summary from a task.
     ///
     /// # Errors
-    /// Bytes that are none.
-    pub fn decode(bytes: &[u8]) -> Result<Self> {
+    /// Bytes that are not a summary.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         serde_json::from_slice(bytes).map_err(|source| Error::Summary { source })
     }
 }

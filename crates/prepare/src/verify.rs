@@ -8,34 +8,34 @@ use farandole_store::Store;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Result};
-use crate::spec::Spec;
-use crate::summary::Summary;
+use crate::spec::PrepareSpec;
+use crate::summary::PartitionSummary;
 
 /// Bytes that are read at once.
-const PIECE: u64 = 8 << 20;
+const READ_CHUNK_BYTES: u64 = 8 << 20;
 
-/// The verified files, and the problems that were found.
+/// Result of a verification.
 #[derive(Debug, Default)]
-pub struct Verified {
-    /// Files.
+pub struct VerificationReport {
+    /// Number of files.
     pub files: usize,
-    /// Their bytes.
+    /// Bytes of the files.
     pub bytes: u64,
-    /// A sentence for each file that is not what it was.
+    /// A sentence for each file that has changed.
     pub problems: Vec<String>,
 }
 
 /// Reads every file of a manifest and compares its size and checksum.
 ///
 /// # Errors
-/// The store's, but for files that are missing.
-pub fn verify(store: &Store, manifest: &Manifest) -> Result<Verified> {
+/// The store's. A missing file is not an error, but a problem in the report.
+pub fn verify_files(store: &Store, manifest: &Manifest) -> Result<VerificationReport> {
     let store = manifest.base.as_deref().map_or_else(|| Ok(store.clone()), Store::open)?;
-    let mut verified = Verified::default();
+    let mut verified = VerificationReport::default();
     for file in &manifest.files {
         verified.files += 1;
         verified.bytes += file.bytes;
-        match check(&store, file) {
+        match check_file(&store, file) {
             Ok(()) => {}
             Err(problem @ (Error::Altered { .. } | Error::Damaged { .. })) => {
                 verified.problems.push(problem.to_string());
@@ -46,16 +46,16 @@ pub fn verify(store: &Store, manifest: &Manifest) -> Result<Verified> {
     Ok(verified)
 }
 
-/// Returns whether the files of a finished partition are there, with all their bytes.
+/// Returns whether the files of a finished partition exist, with unchanged content.
 ///
 /// # Errors
-/// A specification that cannot be, and the store's.
-pub fn is_whole(url: &str, spec: &str, part: &Summary) -> Result<bool> {
-    let (store, spec) = (Store::open(url)?, Spec::parse(spec)?);
+/// An invalid specification, and the store's errors.
+pub fn is_partition_complete(url: &str, spec: &str, part: &PartitionSummary) -> Result<bool> {
+    let (store, spec) = (Store::open(url)?, PrepareSpec::parse_json(spec)?);
     let sides = [(Some(&spec.train), &part.train), (spec.val.as_ref(), &part.val)];
     for (path, side) in sides {
         let (Some(path), Some(side)) = (path, side) else { continue };
-        match check(&store.resolve(path)?, &side.file) {
+        match check_file(&store.resolve_path(path)?, &side.file) {
             Ok(()) => {}
             Err(Error::Altered { .. } | Error::Damaged { .. }) => return Ok(false),
             Err(error) => return Err(error),
@@ -64,13 +64,13 @@ pub fn is_whole(url: &str, spec: &str, part: &Summary) -> Result<bool> {
     Ok(true)
 }
 
-fn check(store: &Store, file: &DataFile) -> Result<()> {
-    size(store, file)?;
+fn check_file(store: &Store, file: &DataFile) -> Result<()> {
+    check_size(store, file)?;
     let Some(expected) = &file.checksum else { return Ok(()) };
     let mut hash = Xxh3::new();
     let mut start = 0;
     while start < file.bytes {
-        let range = start..file.bytes.min(start + PIECE);
+        let range = start..file.bytes.min(start + READ_CHUNK_BYTES);
         start = range.end;
         for piece in store.read_ranges(&file.path, std::slice::from_ref(&range))? {
             hash.update(&piece);
@@ -80,11 +80,11 @@ fn check(store: &Store, file: &DataFile) -> Result<()> {
     if found == *expected {
         return Ok(());
     }
-    Err(Error::Damaged { path: store.name_of(&file.path), found, expected: expected.clone() })
+    Err(Error::Damaged { path: store.display_path(&file.path), found, expected: expected.clone() })
 }
 
-/// The file must have as many bytes as its writer left.
-pub(crate) fn size(store: &Store, file: &DataFile) -> Result<()> {
+/// Checks that the file has its written size.
+pub(crate) fn check_size(store: &Store, file: &DataFile) -> Result<()> {
     let found = match store.size(&file.path) {
         Ok(bytes) => bytes,
         Err(farandole_store::Error::Missing { .. }) => 0,
@@ -93,5 +93,5 @@ pub(crate) fn size(store: &Store, file: &DataFile) -> Result<()> {
     if found == file.bytes {
         return Ok(());
     }
-    Err(Error::Altered { path: store.name_of(&file.path), found, expected: file.bytes })
+    Err(Error::Altered { path: store.display_path(&file.path), found, expected: file.bytes })
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The writer of one partition.
+//! Writes one partition.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,54 +9,56 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::compute::{cast, filter_record_batch, max, min};
 use arrow::datatypes::{DataType, Field, Float64Type, Schema, SchemaRef};
-use farandole_dataset::{Column, Element, Role};
+use farandole_dataset::{ColumnRole, ElementType, ManifestColumn};
 use farandole_store::Store;
 
-use crate::convert::{Converted, Origin, convert, is_vector};
+use crate::convert::{ConversionContext, ConvertedColumn, convert_column, is_vector};
 use crate::error::{Error, Result};
-use crate::side::{Shape, Side};
-use crate::spec::{Spec, Validation};
-use crate::split::{Sides, by_bound, by_column, by_fraction, hashes};
-use crate::summary::Summary;
+use crate::side_writer::{SideFileSpec, SideWriter};
+use crate::spec::{PrepareSpec, ValidationRule};
+use crate::split::{
+    SplitMasks, hash_rows, split_by_column, split_by_fraction, split_by_hash_bound,
+};
+use crate::summary::PartitionSummary;
 
-/// The decisions from the first batch with rows.
-struct Layout {
+/// Schema and files, decided by the first batch with rows.
+struct PartitionLayout {
     schema: SchemaRef,
-    columns: Vec<Column>,
-    train: Side,
-    val: Option<Side>,
+    columns: Vec<ManifestColumn>,
+    train: SideWriter,
+    val: Option<SideWriter>,
 }
 
-/// Writes one attempt of one partition. Dropping it leaves no file behind.
+/// Writer of one attempt of one partition. Dropping it leaves no file.
 pub struct PartitionWriter {
     store: Store,
-    spec: Spec,
+    spec: PrepareSpec,
     partition: u64,
     attempt: String,
-    layout: Option<Layout>,
+    layout: Option<PartitionLayout>,
     rows: u64,
     dropped: u64,
-    /// The least and the largest hash of a row.
+    /// Smallest and largest hash of a row.
     hashes: Option<(u64, u64)>,
-    /// Sums of the hashes of rows: training, validation.
-    content: (u64, u64),
+    /// Sums of the row hashes: training, validation.
+    content_hashes: (u64, u64),
 }
 
 impl PartitionWriter {
-    /// Starts; files appear at the end.
+    /// Creates a writer. The files appear when it finishes.
     ///
     /// # Errors
-    /// A specification or an attempt that cannot be. Attempts are letters, digits, `-` and `_`.
+    /// An invalid specification or attempt. An attempt consists of letters, digits, `-` and `_`.
     pub fn new(url: &str, spec: &str, partition: u64, attempt: &str) -> Result<Self> {
         let named = !attempt.is_empty()
             && attempt.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
         if !named {
-            return Err(Error::Value {
+            return Err(Error::InvalidValue {
                 what: "an attempt is letters, digits, - and _",
                 value: attempt.to_owned(),
             });
         }
-        let (store, spec) = (Store::open(url)?, Spec::parse(spec)?);
+        let (store, spec) = (Store::open(url)?, PrepareSpec::parse_json(spec)?);
         Ok(Self {
             store,
             spec,
@@ -66,135 +68,148 @@ impl PartitionWriter {
             rows: 0,
             dropped: 0,
             hashes: None,
-            content: (0, 0),
+            content_hashes: (0, 0),
         })
     }
 
     /// Returns the number of the partition.
-    pub fn partition(&self) -> u64 {
+    pub fn partition_number(&self) -> u64 {
         self.partition
     }
 
     /// Appends rows.
     ///
     /// # Errors
-    /// A missing column, nulls, ragged rows, a type that cannot be, and the store's.
-    pub fn write(&mut self, batch: &RecordBatch) -> Result<()> {
+    /// A missing column, nulls, ragged rows, an unsupported type, and the store's errors.
+    pub fn write_batch(&mut self, batch: &RecordBatch) -> Result<()> {
         if batch.num_rows() == 0 {
             return Ok(());
         }
-        let names = self.names(batch)?;
+        let names = self.kept_columns(batch)?;
         let mut converted = Vec::with_capacity(names.len());
         for (number, name) in names.iter().enumerate() {
-            let (fill, allow_nan) = (self.spec.fill(name), self.spec.allow_nan);
-            let origin =
-                Origin { column: name, partition: self.partition, row: self.rows, fill, allow_nan };
+            let (fill, allow_nan) = (self.spec.fill_for_column(name), self.spec.allow_nan);
+            let origin = ConversionContext {
+                column: name,
+                partition: self.partition,
+                row: self.rows,
+                fill,
+                allow_nan,
+            };
             let before = self.layout.as_ref().and_then(|layout| layout.columns.get(number));
-            let array = column(batch, name)?;
+            let array = find_column(batch, name)?;
             if let Some(before) = before
                 && before.source != array.data_type().to_string()
             {
-                return Err(Error::Changed {
+                return Err(Error::TypeChanged {
                     column: name.clone(),
                     partition: self.partition,
                     before: before.source.clone(),
                     after: array.data_type().to_string(),
                 });
             }
-            converted.push(convert(origin, array, before.map(|column| column.shape.as_slice()))?);
+            converted.push(convert_column(
+                origin,
+                array,
+                before.map(|column| column.shape.as_slice()),
+            )?);
         }
         if self.layout.is_none() {
-            self.layout = Some(self.lay_out(batch, &names, &converted)?);
+            self.layout = Some(self.create_layout(batch, &names, &converted)?);
         }
         let arrays: Vec<ArrayRef> = converted.into_iter().map(|column| column.array).collect();
-        let hashes = hashes(&arrays, batch.num_rows(), self.spec.seed);
+        let hashes = hash_rows(&arrays, batch.num_rows(), self.spec.seed);
         let sides = match &self.spec.validation {
             None => None,
-            Some(Validation::Fraction(fraction)) => Some(by_fraction(&hashes, *fraction)),
-            Some(Validation::Below(bound)) => Some(by_bound(&hashes, *bound)),
-            Some(Validation::Column(name)) => Some(by_column(name, column(batch, name)?)?),
+            Some(ValidationRule::Fraction(fraction)) => Some(split_by_fraction(&hashes, *fraction)),
+            Some(ValidationRule::Below(bound)) => Some(split_by_hash_bound(&hashes, *bound)),
+            Some(ValidationRule::Column(name)) => {
+                Some(split_by_column(name, find_column(batch, name)?)?)
+            }
         };
         self.rows += batch.num_rows() as u64;
-        self.note(&hashes, sides.as_ref());
-        self.push(arrays, sides)
+        self.note_row_hashes(&hashes, sides.as_ref());
+        self.push_rows(arrays, sides)
     }
 
-    /// Notes what the hashes of rows say of both sides.
-    fn note(&mut self, hashes: &[u64], sides: Option<&Sides>) {
+    /// Adds row hashes to the extremes and to the sums of both sides.
+    fn note_row_hashes(&mut self, hashes: &[u64], sides: Option<&SplitMasks>) {
         for (row, hash) in hashes.iter().enumerate() {
             let (least, largest) = self.hashes.unwrap_or((*hash, *hash));
             self.hashes = Some((least.min(*hash), largest.max(*hash)));
             if sides.is_none_or(|sides| sides.train.value(row)) {
-                self.content.0 = self.content.0.wrapping_add(*hash);
+                self.content_hashes.0 = self.content_hashes.0.wrapping_add(*hash);
             } else if sides.is_some_and(|sides| sides.val.value(row)) {
-                self.content.1 = self.content.1.wrapping_add(*hash);
+                self.content_hashes.1 = self.content_hashes.1.wrapping_add(*hash);
             }
         }
     }
 
-    fn push(&mut self, arrays: Vec<ArrayRef>, sides: Option<Sides>) -> Result<()> {
+    fn push_rows(&mut self, arrays: Vec<ArrayRef>, sides: Option<SplitMasks>) -> Result<()> {
         let Some(layout) = &mut self.layout else { return Ok(()) };
         let arrow = |source| Error::Arrow { column: "(all)".to_owned(), source };
         let whole = RecordBatch::try_new(Arc::clone(&layout.schema), arrays).map_err(arrow)?;
-        let Some(Sides { train, val }) = sides else {
-            return append(&mut layout.train, whole);
+        let Some(SplitMasks { train, val }) = sides else {
+            return append_rows(&mut layout.train, whole);
         };
         self.dropped += (whole.num_rows() - train.true_count() - val.true_count()) as u64;
         if let Some(side) = &mut layout.val
             && val.true_count() > 0
         {
-            append(side, filter_record_batch(&whole, &val).map_err(arrow)?)?;
+            append_rows(side, filter_record_batch(&whole, &val).map_err(arrow)?)?;
         }
         let train = if train.true_count() == whole.num_rows() {
             whole
         } else {
             filter_record_batch(&whole, &train).map_err(arrow)?
         };
-        append(&mut layout.train, train)
+        append_rows(&mut layout.train, train)
     }
 
-    /// Columns that are kept.
-    fn names(&self, batch: &RecordBatch) -> Result<Vec<String>> {
+    /// Returns the names of the columns to keep.
+    fn kept_columns(&self, batch: &RecordBatch) -> Result<Vec<String>> {
         if let Some(columns) = &self.spec.columns {
             return Ok(columns.clone());
         }
         let all = batch.schema_ref().fields().iter().map(|field| field.name().clone());
         let split = match &self.spec.validation {
-            Some(Validation::Column(name)) => Some(name),
+            Some(ValidationRule::Column(name)) => Some(name),
             _ => None,
         };
         Ok(all.filter(|name| Some(name) != split).collect())
     }
 
-    fn lay_out(
+    fn create_layout(
         &self,
         batch: &RecordBatch,
         names: &[String],
-        converted: &[Converted],
-    ) -> Result<Layout> {
+        converted: &[ConvertedColumn],
+    ) -> Result<PartitionLayout> {
         let mut columns = Vec::new();
         let mut fields = Vec::new();
         for (name, made) in names.iter().zip(converted) {
-            let role = self.spec.role(name);
-            if role == Role::Weight && (made.element.width().is_none() || !made.shape.is_empty()) {
-                let found = column(batch, name)?.data_type().to_string();
+            let role = self.spec.column_role(name);
+            if role == ColumnRole::Weight
+                && (made.element.byte_width().is_none() || !made.shape.is_empty())
+            {
+                let found = find_column(batch, name)?.data_type().to_string();
                 return Err(Error::Weight { column: name.clone(), found });
             }
             let mut field = Field::new(name, made.array.data_type().clone(), false);
             if !made.shape.is_empty() {
                 let shape = made.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
                 field.set_metadata(HashMap::from([
-                    ("farandole.element".to_owned(), made.element.name().to_owned()),
+                    ("farandole.element".to_owned(), made.element.numpy_name().to_owned()),
                     ("farandole.shape".to_owned(), shape),
                 ]));
             }
             fields.push(field);
-            columns.push(Column {
+            columns.push(ManifestColumn {
                 name: name.clone(),
                 role,
                 element: made.element,
                 shape: made.shape.clone(),
-                source: column(batch, name)?.data_type().to_string(),
+                source: find_column(batch, name)?.data_type().to_string(),
                 nulls: Some(0),
                 min: None,
                 max: None,
@@ -211,57 +226,61 @@ impl PartitionWriter {
         } else {
             Vec::new()
         };
-        let side = |path: &str| -> Result<Side> {
-            Ok(Side::new(Shape {
-                store: self.store.resolve(path)?,
+        let side = |path: &str| -> Result<SideWriter> {
+            Ok(SideWriter::new(SideFileSpec {
+                store: self.store.resolve_path(path)?,
                 file: format!("part-{:05}-{}.parquet", self.partition, self.attempt),
                 schema: Arc::clone(&schema),
                 columns: columns.clone(),
                 compression: self.spec.compression,
-                packed: packed.clone(),
+                compressed_columns: packed.clone(),
                 row_group_rows: self.spec.row_group_rows,
             }))
         };
         let train = side(&self.spec.train)?;
         let val = self.spec.val.as_deref().map(side).transpose()?;
-        Ok(Layout { schema, columns, train, val })
+        Ok(PartitionLayout { schema, columns, train, val })
     }
 
     /// Completes the files.
     ///
     /// # Errors
-    /// The store's; then the partition has to be written again.
-    pub fn finish(self) -> Result<Summary> {
+    /// The store's; the partition must then be written again.
+    pub fn finish_partition(self) -> Result<PartitionSummary> {
         let (mut train, mut val) = match self.layout {
             None => (None, None),
-            Some(layout) => {
-                (layout.train.finish()?, layout.val.map(Side::finish).transpose()?.flatten())
-            }
+            Some(layout) => (
+                layout.train.finish_file()?,
+                layout.val.map(SideWriter::finish_file).transpose()?.flatten(),
+            ),
         };
-        for (side, sum) in [(&mut train, self.content.0), (&mut val, self.content.1)] {
+        for (side, sum) in [(&mut train, self.content_hashes.0), (&mut val, self.content_hashes.1)]
+        {
             if let Some(side) = side {
                 side.file.content = Some(format!("{sum:016x}"));
             }
         }
         let Self { partition, rows, dropped, hashes, .. } = self;
-        Ok(Summary { partition, rows, dropped, hashes, train, val })
+        Ok(PartitionSummary { partition, rows, dropped, hashes, train, val })
     }
 }
 
-fn column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a ArrayRef> {
+fn find_column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a ArrayRef> {
     batch.column_by_name(name).ok_or_else(|| Error::Column {
         column: name.to_owned(),
         known: batch.schema_ref().fields().iter().map(|field| field.name().clone()).collect(),
     })
 }
 
-/// Notes statistics and hands the rows on.
-fn append(side: &mut Side, batch: RecordBatch) -> Result<()> {
-    for (column, array) in side.columns().iter_mut().zip(batch.columns()) {
-        if !column.shape.is_empty() || matches!(column.element, Element::Utf8 | Element::Binary) {
+/// Updates the statistics and writes the rows.
+fn append_rows(side: &mut SideWriter, batch: RecordBatch) -> Result<()> {
+    for (column, array) in side.columns_mut().iter_mut().zip(batch.columns()) {
+        if !column.shape.is_empty()
+            || matches!(column.element, ElementType::Utf8 | ElementType::Binary)
+        {
             continue;
         }
-        if let Some((low, high)) = extremes(array) {
+        if let Some((low, high)) = value_range(array) {
             column.min = Some(column.min.map_or(low, |before| before.min(low)));
             column.max = Some(column.max.map_or(high, |before| before.max(high)));
         }
@@ -269,11 +288,11 @@ fn append(side: &mut Side, batch: RecordBatch) -> Result<()> {
     side.push(batch)
 }
 
-/// Smallest and largest value, as far as any number says: infinite with infinities, or with NaN;
-/// `None` without rows.
-fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
+/// Returns the smallest and the largest value; -infinity and infinity if there is a NaN; `None`
+/// without rows.
+fn value_range(array: &ArrayRef) -> Option<(f64, f64)> {
     let typed = |array: &dyn Array, which: bool| -> Option<f64> {
-        macro_rules! of {
+        macro_rules! typed_extreme {
             ($($kind:ident => $type:ident),+ $(,)?) => {
                 match array.data_type() {
                     $(DataType::$kind => {
@@ -285,7 +304,7 @@ fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
                 }
             };
         }
-        of!(
+        typed_extreme!(
             Int8 => Int8Type, Int16 => Int16Type, Int32 => Int32Type, Int64 => Int64Type, UInt8 => UInt8Type,
             UInt16 => UInt16Type, UInt32 => UInt32Type, UInt64 => UInt64Type, Float32 => Float32Type, Float64 => Float64Type,
         )
@@ -296,7 +315,7 @@ fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
         return min(bytes).zip(max(bytes));
     }
     let (low, high) = typed(array, false).zip(typed(array, true))?;
-    // In Arrow's order NaN comes last, or first where its sign is set.
+    // In Arrow's order, NaN is last, or first if its sign bit is set.
     Some(if low.is_nan() || high.is_nan() {
         (f64::NEG_INFINITY, f64::INFINITY)
     } else {

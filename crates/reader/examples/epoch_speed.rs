@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_reader::{Dataset, Next, Options, Reader};
+use farandole_reader::{NextBatch, ParquetDataset, Reader, ReaderOptions};
 
 fn main() {
     let mut arguments = std::env::args().skip(1);
@@ -17,14 +17,17 @@ fn main() {
         |default: u64| arguments.next().map_or(default, |text| text.parse().expect("a number"));
     let (batch_size, epochs, threads) = (number(1024), number(5), number(2));
     let threads = usize::try_from(threads).expect("a small number");
-    let dataset = Arc::new(Dataset::open(&url).expect("a data set"));
-    let reader = Reader::new(dataset, Options { batch_size, threads, ..Options::default() })
-        .expect("columns");
+    let dataset = Arc::new(ParquetDataset::open_directory(&url).expect("a data set"));
+    let reader =
+        Reader::new(dataset, ReaderOptions { batch_size, threads, ..ReaderOptions::default() })
+            .expect("columns");
     for number in 0..epochs {
         let start = Instant::now();
-        let epoch = reader.epoch(number, 0).expect("an epoch");
+        let epoch = reader.start_epoch(number, 0).expect("an epoch");
         let mut rows = 0;
-        while let Next::Batch(batch) = epoch.next(Duration::from_secs(60)).expect("a batch") {
+        while let NextBatch::Batch(batch) =
+            epoch.next_batch(Duration::from_secs(60)).expect("a batch")
+        {
             rows += batch.valid_rows();
         }
         let seconds = start.elapsed().as_secs_f64();

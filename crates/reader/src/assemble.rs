@@ -1,94 +1,104 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One batch from its blocks, all at once or some of them at a time.
+//! Puts one batch together from its blocks, in one copy or in several.
 
 use std::sync::Arc;
 
-use farandole_dataset::{Piece, Step};
+use farandole_dataset::{BatchPlan, PartSlice};
 
 use crate::batch::Batch;
-use crate::block::Block;
-use crate::column::{Field, Selected};
+use crate::block::DecodedBlock;
+use crate::column::{BatchField, SelectedColumn};
 use crate::error::Result;
-use crate::pool::Pool;
-use crate::texts::Texts;
-use crate::values::{Rows, weave};
+use crate::pool::BufferPool;
+use crate::values::{RowSelection, copy_interleaved};
+use crate::variable_length::VariableLengthBuilder;
 
-/// Rows to copy.
-pub(crate) struct Copying {
-    pub(crate) pieces: Vec<Piece>,
-    /// The block of each piece.
-    pub(crate) blocks: Vec<Arc<Block>>,
-    /// Whether the batch is complete then.
+/// Rows to copy into a batch.
+pub(crate) struct RowCopy {
+    pub(crate) pieces: Vec<PartSlice>,
+    /// Block of each piece, in the same order.
+    pub(crate) blocks: Vec<Arc<DecodedBlock>>,
+    /// Whether the batch is complete after this copy.
     pub(crate) last: bool,
 }
 
 /// A batch that is being put together.
-pub(crate) struct Draft {
-    /// Its step.
+pub(crate) struct BatchDraft {
+    /// Step of the batch.
     pub(crate) number: u64,
     /// Rows that are not copied yet.
-    pub(crate) missing: Vec<Piece>,
+    pub(crate) missing: Vec<PartSlice>,
     rows: usize,
     valid: usize,
-    /// The batch in progress.
-    begun: Option<(Batch, Vec<Option<Texts>>)>,
+    /// The batch and the columns without a fixed size, after the first copy.
+    begun: Option<(Batch, Vec<Option<VariableLengthBuilder>>)>,
 }
 
-impl Draft {
-    /// The batch of a step, with nothing in it.
-    pub(crate) fn new(number: u64, step: Step) -> Self {
-        let padding =
-            step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1, at: 0, skip: 1 });
+impl BatchDraft {
+    /// Returns the empty draft of a step's batch.
+    pub(crate) fn new(number: u64, step: BatchPlan) -> Self {
+        let padding = step.padding.map(|part| PartSlice {
+            part,
+            first: 0,
+            count: 1,
+            stride: 1,
+            batch_start: 0,
+            batch_stride: 1,
+        });
         let missing = step.pieces.into_iter().chain(padding).collect();
         Self { number, missing, rows: step.rows, valid: step.valid, begun: None }
     }
 
-    /// Copies rows; returns the batch with the last ones.
+    /// Copies rows, and returns the batch if it is complete.
     ///
     /// # Errors
-    /// Memory for padded lists that cannot be had.
-    pub(crate) fn copy(
+    /// The memory for padded lists cannot be allocated.
+    pub(crate) fn copy_rows(
         &mut self,
-        (fields, selected): (&Arc<[Field]>, &[Selected]),
-        copying: &Copying,
-        pool: &Arc<Pool>,
+        (fields, selected): (&Arc<[BatchField]>, &[SelectedColumn]),
+        copying: &RowCopy,
+        pool: &Arc<BufferPool>,
     ) -> Result<Option<Batch>> {
         let (rows, valid) = (self.rows, self.valid);
         let (mut batch, mut texts) = self.begun.take().unwrap_or_else(|| {
-            let texts = fields.iter().map(|field| field.is_text().then(|| Texts::new(rows)));
+            let texts = fields
+                .iter()
+                .map(|field| field.is_variable_length().then(|| VariableLengthBuilder::new(rows)));
             (Batch::new(Arc::clone(fields), rows, valid, pool), texts.collect())
         });
-        let places: Vec<Rows<'_>> = copying.pieces.iter().map(place).collect();
+        let places: Vec<RowSelection<'_>> = copying.pieces.iter().map(to_row_selection).collect();
         let mut strands = Vec::with_capacity(places.len());
         for ((index, field), texts) in fields.iter().enumerate().zip(&mut texts) {
             let from = places.iter().zip(&copying.blocks);
             if let Some(texts) = texts {
-                for (array, rows) in from.filter_map(|(rows, block)| block.texts(index, *rows)) {
-                    texts.note(array, rows);
+                for (array, rows) in
+                    from.filter_map(|(rows, block)| block.variable_length_rows(index, *rows))
+                {
+                    texts.add_rows(array, rows);
                 }
                 if !copying.last {
-                    texts.settle();
+                    texts.copy_known_rows();
                 }
                 continue;
             }
-            let Some(held) = batch.held(index) else { continue };
+            let Some(held) = batch.column_extent(index) else { continue };
             let out =
-                batch.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
+                batch.buffer_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
             strands.clear();
-            strands.extend(from.filter_map(|(rows, block)| block.strand(index, *rows)));
-            weave(&strands, out, field.element);
+            strands.extend(from.filter_map(|(rows, block)| block.column_rows(index, *rows)));
+            copy_interleaved(&strands, out, field.element);
             if copying.last {
-                repeat_last(out, field.width(), valid.max(1), rows);
+                repeat_last(out, field.row_width(), valid.max(1), rows);
             }
         }
         if copying.last {
-            batch.weigh();
-            let finish = |(texts, column): (Option<Texts>, &Selected)| {
+            batch.write_weights();
+            let finish = |(texts, column): (Option<VariableLengthBuilder>, &SelectedColumn)| {
                 let padding = column.padding.as_deref();
-                let gathered = texts.map(|texts| texts.finish(padding, pool)).transpose();
-                gathered.map_err(|lack| lack.of(&column.field.name))
+                let gathered = texts.map(|texts| texts.finish_column(padding, pool)).transpose();
+                gathered.map_err(|lack| lack.into_column_error(&column.field.name))
             };
             batch.texts = texts.into_iter().zip(selected).map(finish).collect::<Result<_>>()?;
             Ok(Some(batch))
@@ -99,12 +109,12 @@ impl Draft {
     }
 }
 
-fn place(piece: &Piece) -> Rows<'static> {
-    let Piece { first, count, stride, at, skip, .. } = *piece;
-    Rows { order: None, first, count, stride, at, skip }
+fn to_row_selection(piece: &PartSlice) -> RowSelection<'static> {
+    let PartSlice { first, count, stride, batch_start: at, batch_stride: skip, .. } = *piece;
+    RowSelection { order: None, first, count, stride, output_start: at, output_stride: skip }
 }
 
-/// Fills rows `filled..rows` with the one before.
+/// Fills rows `filled..rows` with copies of row `filled - 1`.
 fn repeat_last(out: &mut [u8], width: usize, filled: usize, rows: usize) {
     let Some(last) = filled.checked_sub(1) else { return };
     for row in filled..rows {

@@ -7,109 +7,115 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use arrow::array::BinaryViewArray;
-use farandole_dataset::{Element, Part, permutation};
+use farandole_dataset::{ElementType, PlanPart, random_permutation};
 
-use crate::batch::padded;
-use crate::cache::Cache;
-use crate::column::Selected;
-use crate::dataset::Dataset;
-use crate::decode::Recipe;
+use crate::batch::align_up;
+use crate::cache::BlockCache;
+use crate::column::SelectedColumn;
+use crate::dataset::ParquetDataset;
+use crate::decode::DecodePlan;
 use crate::error::{Error, Result};
-use crate::footer::Fetched;
-use crate::pages::Bench;
-use crate::pool::{Pool, Slab};
-use crate::texts::Stored;
-use crate::values::{Rows, Source, shuffle};
+use crate::footer::FetchedRanges;
+use crate::pages::DecodeScratch;
+use crate::pool::{BufferPool, PooledBuffer};
+use crate::values::{ColumnSource, RowSelection, shuffle_column};
+use crate::variable_length::VariableLengthValues;
 
-/// Rows up to this many bytes are shuffled when they are decoded.
-const NARROW: usize = 64;
+/// Widest rows, in bytes, that are shuffled when they are decoded. Wider rows are moved only once,
+/// into the batch.
+const MAX_NARROW_ROW_BYTES: usize = 64;
 
-/// Bytes of all columns up to which they are fetched together: opening a file costs more than they
-/// do.
-const TOGETHER: u64 = 1 << 20;
+/// Limit, in bytes of all columns, up to which a part is fetched in one request: opening a file
+/// costs more than reading so few bytes.
+const MAX_JOINT_FETCH_BYTES: u64 = 1 << 20;
 
 /// One column of a block.
 #[derive(Debug)]
 struct BlockColumn {
-    /// Its bytes in the slab.
+    /// Range of the column in `slab`.
     bytes: Range<usize>,
-    element: Element,
+    element: ElementType,
     elements: usize,
     /// Whether the rows are still in file order.
-    lazy: bool,
-    /// Its values, where they have no fixed size.
-    texts: Option<Stored>,
+    in_file_order: bool,
+    /// Values of a column that has no fixed size.
+    texts: Option<VariableLengthValues>,
 }
 
-/// Decoded rows. Row `i` is the part's row `order[i]`.
+/// Decoded rows of a part. Row `i` of the block is row `order[i]` of the part.
 #[derive(Debug)]
-pub(crate) struct Block {
-    slab: Slab,
+pub(crate) struct DecodedBlock {
+    slab: PooledBuffer,
     columns: Vec<BlockColumn>,
     order: Option<Vec<u32>>,
 }
 
-/// The parts that make blocks.
-pub(crate) struct Maker<'a> {
-    pub(crate) dataset: &'a Dataset,
-    pub(crate) selected: &'a [Selected],
-    pub(crate) pool: &'a Arc<Pool>,
-    pub(crate) cache: Option<&'a Cache>,
+/// Decodes parts into blocks.
+pub(crate) struct BlockDecoder<'a> {
+    pub(crate) dataset: &'a ParquetDataset,
+    pub(crate) selected: &'a [SelectedColumn],
+    pub(crate) pool: &'a Arc<BufferPool>,
+    pub(crate) cache: Option<&'a BlockCache>,
 }
 
-impl Maker<'_> {
-    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes that were not
-    /// fetched before are fetched one column after the other.
+impl BlockDecoder<'_> {
+    /// Decodes a part or reads it from the cache, and shuffles its narrow columns. Bytes that are
+    /// not in `fetched` are fetched column by column, or all together if they are few.
     ///
     /// # Errors
-    /// Bytes that cannot be had or decoded.
-    pub(crate) fn block(
+    /// Bytes that cannot be fetched or decoded.
+    pub(crate) fn decode_block(
         &self,
-        part: &Part,
-        fetched: Option<(Recipe, Fetched)>,
-        bench: &mut Bench,
-    ) -> Result<Block> {
+        part: &PlanPart,
+        fetched: Option<(DecodePlan, FetchedRanges)>,
+        bench: &mut DecodeScratch,
+    ) -> Result<DecodedBlock> {
         let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
-        let order =
-            part.shuffle.map(|seed| permutation(seed, u32::try_from(rows).unwrap_or(u32::MAX)));
+        let order = part
+            .shuffle
+            .map(|seed| random_permutation(seed, u32::try_from(rows).unwrap_or(u32::MAX)));
         let (recipe, bytes) = fetched.unzip();
-        let cached = self.cache.filter(|cache| recipe.is_none() && cache.has(part));
+        let cached = self.cache.filter(|cache| recipe.is_none() && cache.contains_part(part));
         let recipe = match (recipe, cached) {
             (None, None) => {
-                Some(Recipe::new(self.dataset, self.selected, part, self.pool.limit())?)
+                Some(DecodePlan::new(self.dataset, self.selected, part, self.pool.byte_limit())?)
             }
             (recipe, _) => recipe,
         };
         let bytes = match (bytes, &recipe) {
-            (None, Some(recipe)) if recipe.size() <= TOGETHER => {
-                Some(recipe.fetch(self.dataset, part)?)
+            (None, Some(recipe)) if recipe.stored_bytes() <= MAX_JOINT_FETCH_BYTES => {
+                Some(recipe.fetch_all(self.dataset, part)?)
             }
             (bytes, _) => bytes,
         };
-        let mut columns = columns(self.selected, rows, order.is_some());
-        let narrow = |(column, place): (&Selected, &BlockColumn)| {
-            if place.lazy { 0 } else { column.field.width() }
+        let mut columns = lay_out_columns(self.selected, rows, order.is_some());
+        let narrow = |(column, place): (&SelectedColumn, &BlockColumn)| {
+            if place.in_file_order { 0 } else { column.field.row_width() }
         };
         let widest = self.selected.iter().zip(&columns).map(narrow).max().unwrap_or(0);
-        let mut raw = self.pool.take(rows.saturating_mul(widest));
-        let mut slab = self.pool.take(columns.last().map_or(0, |column| column.bytes.end));
+        let mut raw = self.pool.take_buffer(rows.saturating_mul(widest));
+        let mut slab = self.pool.take_buffer(columns.last().map_or(0, |column| column.bytes.end));
         for ((index, column), place) in self.selected.iter().enumerate().zip(&mut columns) {
-            if column.field.is_text() {
+            if column.field.is_variable_length() {
                 let recipe = recipe.as_ref().ok_or(Error::Ended)?;
-                place.texts =
-                    Some(recipe.texts(self.dataset, (column, index), part, bytes.as_ref())?);
+                place.texts = Some(recipe.decode_variable_length(
+                    self.dataset,
+                    (column, index),
+                    part,
+                    bytes.as_ref(),
+                )?);
                 continue;
             }
-            let out = slab.bytes_mut().get_mut(place.bytes.clone()).unwrap_or_default();
-            let stored = rows.saturating_mul(column.field.width());
-            let data = if place.lazy {
+            let out = slab.as_mut_slice().get_mut(place.bytes.clone()).unwrap_or_default();
+            let stored = rows.saturating_mul(column.field.row_width());
+            let data = if place.in_file_order {
                 &mut *out
             } else {
-                raw.bytes_mut().get_mut(..stored).unwrap_or_default()
+                raw.as_mut_slice().get_mut(..stored).unwrap_or_default()
             };
             match (&recipe, cached) {
                 (Some(recipe), _) => {
-                    recipe.column(
+                    recipe.decode_column(
                         self.dataset,
                         (column, index),
                         part,
@@ -117,74 +123,86 @@ impl Maker<'_> {
                         (bench, &mut *data),
                     )?;
                     if let Some(cache) = self.cache {
-                        cache.put(part, index, data);
+                        cache.write_column(part, index, data);
                     }
                 }
-                (None, Some(cache)) => cache.get(part, index, data)?,
+                (None, Some(cache)) => cache.read_column(part, index, data)?,
                 (None, None) => return Err(Error::Ended),
             }
-            if let (Some(order), false) = (&order, place.lazy) {
-                let (element, elements) = (column.field.element, column.field.elements());
-                let data = raw.bytes().get(..stored).unwrap_or_default();
-                shuffle(Source { data, element, elements }, order, out, column.out);
+            if let (Some(order), false) = (&order, place.in_file_order) {
+                let (element, elements) = (column.field.element, column.field.elements_per_row());
+                let data = raw.as_slice().get(..stored).unwrap_or_default();
+                shuffle_column(
+                    ColumnSource { data, element, elements },
+                    order,
+                    out,
+                    column.output_element,
+                );
             }
         }
         if let (Some(cache), Some(_)) = (self.cache, &recipe) {
-            cache.done(part);
+            cache.mark_complete(part);
         }
-        Ok(Block { slab, columns, order })
+        Ok(DecodedBlock { slab, columns, order })
     }
 }
 
-/// Returns the places of columns in a block of so many rows, which is `shuffled` or stays in file
-/// order.
-fn columns(selected: &[Selected], rows: usize, shuffled: bool) -> Vec<BlockColumn> {
+/// Returns the layout of the columns in a block of `rows` rows. If `shuffled` is false, all columns
+/// stay in file order.
+fn lay_out_columns(selected: &[SelectedColumn], rows: usize, shuffled: bool) -> Vec<BlockColumn> {
     let mut end = 0_usize;
-    let place = |column: &Selected| {
-        let lazy = !shuffled || column.field.width() > NARROW;
-        let element = if lazy { column.field.element } else { column.out };
-        let width = if lazy { column.field.width() } else { column.out_width() };
+    let place = |column: &SelectedColumn| {
+        let lazy = !shuffled || column.field.row_width() > MAX_NARROW_ROW_BYTES;
+        let element = if lazy { column.field.element } else { column.output_element };
+        let width = if lazy { column.field.row_width() } else { column.output_row_width() };
         let bytes = end..end.saturating_add(rows.saturating_mul(width));
-        end = padded(bytes.end);
-        BlockColumn { bytes, element, elements: column.field.elements(), lazy, texts: None }
+        end = align_up(bytes.end);
+        BlockColumn {
+            bytes,
+            element,
+            elements: column.field.elements_per_row(),
+            in_file_order: lazy,
+            texts: None,
+        }
     };
     selected.iter().map(place).collect()
 }
 
-impl Block {
-    /// Bytes of values that have no fixed size.
-    pub(crate) fn text_bytes(&self) -> u64 {
+impl DecodedBlock {
+    /// Returns the bytes of values without a fixed size.
+    pub(crate) fn variable_length_bytes(&self) -> u64 {
         let texts = self.columns.iter().filter_map(|column| column.texts.as_ref());
-        texts.map(|texts| texts.held).fold(0, u64::saturating_add)
+        texts.map(|texts| texts.held_bytes).fold(0, u64::saturating_add)
     }
 
-    /// Rows of column `index`, whose values have no fixed size.
-    pub(crate) fn texts<'a>(
+    /// Returns rows of column `index`, if its values have no fixed size.
+    pub(crate) fn variable_length_rows<'a>(
         &'a self,
         index: usize,
-        rows: Rows<'a>,
-    ) -> Option<(&'a BinaryViewArray, Rows<'a>)> {
+        rows: RowSelection<'a>,
+    ) -> Option<(&'a BinaryViewArray, RowSelection<'a>)> {
         let texts = self.columns.get(index)?.texts.as_ref()?;
-        Some((&texts.values, Rows { order: self.order.as_deref(), ..rows }))
+        Some((&texts.values, RowSelection { order: self.order.as_deref(), ..rows }))
     }
 
-    /// Bytes that a block of this part will take, but for values that have no fixed size.
-    pub(crate) fn bytes(part: &Part, selected: &[Selected]) -> u64 {
-        let widths = selected.iter().map(|column| column.field.width().max(column.out_width()));
+    /// Estimates the bytes of a part's block, without values that have no fixed size.
+    pub(crate) fn estimate_bytes(part: &PlanPart, selected: &[SelectedColumn]) -> u64 {
+        let widths =
+            selected.iter().map(|column| column.field.row_width().max(column.output_row_width()));
         let row = widths.fold(4, usize::saturating_add);
         (part.rows.end - part.rows.start).saturating_mul(row as u64)
     }
 
-    /// Rows of column `index`.
-    pub(crate) fn strand<'a>(
+    /// Returns rows of column `index`.
+    pub(crate) fn column_rows<'a>(
         &'a self,
         index: usize,
-        rows: Rows<'a>,
-    ) -> Option<(Source<'a>, Rows<'a>)> {
+        rows: RowSelection<'a>,
+    ) -> Option<(ColumnSource<'a>, RowSelection<'a>)> {
         let column = self.columns.get(index)?;
-        let order = if column.lazy { self.order.as_deref() } else { None };
-        let data = self.slab.bytes().get(column.bytes.clone())?;
-        let source = Source { data, element: column.element, elements: column.elements };
-        Some((source, Rows { order, ..rows }))
+        let order = if column.in_file_order { self.order.as_deref() } else { None };
+        let data = self.slab.as_slice().get(column.bytes.clone())?;
+        let source = ColumnSource { data, element: column.element, elements: column.elements };
+        Some((source, RowSelection { order, ..rows }))
     }
 }

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Columns, as files store them and as batches hold them.
+//! Columns as files store them and as batches contain them.
 
 use std::sync::Arc;
 
-use farandole_dataset::{Column, Element};
+use farandole_dataset::{ElementType, ManifestColumn};
 
-use crate::padding::Padding;
+use crate::padding::RowPadding;
 
-/// A column as batches see it.
+/// A column of a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Field {
-    /// Its name.
+pub struct BatchField {
+    /// Name.
     pub name: String,
     /// Type of one element.
-    pub element: Element,
+    pub element: ElementType,
     /// Shape of one row.
     pub shape: Vec<u64>,
     /// Whether there may be nulls.
     pub nullable: bool,
 }
 
-impl Field {
-    pub(crate) fn of(column: &Column) -> Self {
+impl BatchField {
+    pub(crate) fn from_column(column: &ManifestColumn) -> Self {
         Self {
             name: column.name.clone(),
             element: column.element,
@@ -32,37 +32,37 @@ impl Field {
         }
     }
 
-    /// Elements of one row.
-    pub fn elements(&self) -> usize {
+    /// Returns the number of elements of one row.
+    pub fn elements_per_row(&self) -> usize {
         let sides = self.shape.iter().map(|side| usize::try_from(*side).unwrap_or(usize::MAX));
         sides.fold(1, usize::saturating_mul)
     }
 
-    /// Returns whether its values are texts or bytes of any length.
-    pub fn is_text(&self) -> bool {
-        self.element.width().is_none()
+    /// Returns whether the values are strings or bytes of any length.
+    pub fn is_variable_length(&self) -> bool {
+        self.element.byte_width().is_none()
     }
 
-    /// Bytes of one row; 0 for texts.
-    pub fn width(&self) -> usize {
-        self.element.width().unwrap_or(0).saturating_mul(self.elements())
+    /// Returns the bytes of one row; 0 for strings and bytes of any length.
+    pub fn row_width(&self) -> usize {
+        self.element.byte_width().unwrap_or(0).saturating_mul(self.elements_per_row())
     }
 }
 
-/// A column: as it is stored, and as batches hold it.
+/// A selected column: its stored form, and its element type in batches.
 #[derive(Clone, Debug)]
-pub(crate) struct Selected {
-    pub(crate) field: Field,
-    pub(crate) out: Element,
+pub(crate) struct SelectedColumn {
+    pub(crate) field: BatchField,
+    pub(crate) output_element: ElementType,
     /// Replacement of nulls and NaN.
     pub(crate) fill: Option<f64>,
     pub(crate) allow_nan: bool,
-    /// The padding of its rows, which are the bytes of lists.
-    pub(crate) padding: Option<Arc<Padding>>,
+    /// Rule that pads the rows of a ragged column, whose values are the bytes of lists.
+    pub(crate) padding: Option<Arc<RowPadding>>,
 }
 
-impl Selected {
-    pub(crate) fn out_width(&self) -> usize {
-        self.out.width().unwrap_or(0).saturating_mul(self.field.elements())
+impl SelectedColumn {
+    pub(crate) fn output_row_width(&self) -> usize {
+        self.output_element.byte_width().unwrap_or(0).saturating_mul(self.field.elements_per_row())
     }
 }

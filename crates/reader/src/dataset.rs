@@ -1,79 +1,83 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A directory of Parquet, opened.
+//! An opened directory of Parquet files.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
-use farandole_dataset::{Column, DataFile, Lanes, MANIFEST, Manifest, RowGroup};
-use farandole_store::{Entry, Store};
+use farandole_dataset::{
+    DataFile, LaneLayout, MANIFEST_FILE_NAME, Manifest, ManifestColumn, RowGroup,
+};
+use farandole_store::{FileEntry, Store};
 use parking_lot::Mutex;
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 
-use crate::column::Field;
+use crate::chunk_verification::VerifiedChunks;
+use crate::column::BatchField;
 use crate::error::{Error, Result};
-use crate::footer::{self, Footer};
+use crate::footer::{self, FileFooter};
 use crate::hive;
-use crate::intact::Intact;
-use crate::pages::{Lost, Spots, find};
-use crate::schema::columns_of;
+use crate::pages::{PageIndex, PageLookupError, find_pages};
+use crate::schema::file_columns;
 
-/// Files that may be looked into at the same time.
-const STRIPES: usize = 32;
+/// Locks for look-ups in files: file `i` uses lock `i % LOOKUP_LOCK_STRIPES`.
+const LOOKUP_LOCK_STRIPES: usize = 32;
 
-/// A writer of manifests knows the sizes of texts only roughly: by so much it may say too much.
-const OVERSTATED: u64 = 16;
+/// Factor by which a manifest may overstate a row group: its writer knows sizes of strings only
+/// roughly.
+const OVERSTATEMENT_FACTOR: u64 = 16;
 /// Threads that read footers of files without a manifest.
 const FOOTER_THREADS: usize = 4;
 
-/// A directory of Parquet: what is in it, and where.
+/// A directory of Parquet files: their content and positions.
 #[derive(Debug)]
-pub struct Dataset {
+pub struct ParquetDataset {
     store: Store,
     manifest: Manifest,
-    lanes: Lanes,
+    lanes: LaneLayout,
     prepared: bool,
     unreadable: Vec<(String, String)>,
-    footers: Vec<OnceLock<Arc<Footer>>>,
-    intact: Intact,
-    pages: Mutex<HashMap<(usize, usize, usize), Arc<Spots>>>,
-    /// Held while something about a file is looked up, so that it is fetched once.
-    looking: [Mutex<()>; STRIPES],
+    footers: Vec<OnceLock<Arc<FileFooter>>>,
+    verified_chunks: VerifiedChunks,
+    pages: Mutex<HashMap<(usize, usize, usize), Arc<PageIndex>>>,
+    /// Held during a look-up in a file, so that two threads do not fetch the same bytes.
+    lookup_locks: [Mutex<()>; LOOKUP_LOCK_STRIPES],
 }
 
-/// In a directory whose preparation has not ended.
-const UNFINISHED: &str = "_preparation.json";
+/// File of a directory whose preparation has not finished.
+const UNFINISHED_MARKER_FILE: &str = "_preparation.json";
 
-/// A row group of which a manifest says that it takes more bytes than it does.
+/// A row group that takes fewer bytes than the manifest states.
 #[derive(Debug)]
-pub(crate) struct Overstated {
+pub(crate) struct OverstatedRowGroup {
     pub(crate) file: String,
     pub(crate) group: usize,
     pub(crate) claimed: u64,
     pub(crate) found: u64,
 }
 
-impl Dataset {
-    /// Opens a directory: by its manifest, or by the footers of its files.
+impl ParquetDataset {
+    /// Opens a directory by its manifest, or without one by the footers of its files.
     ///
     /// # Errors
-    /// No such place, no Parquet, files that disagree, no rows; a preparation that has not ended, a
-    /// table whose log tells which files count.
-    pub fn open(url: &str) -> Result<Self> {
+    /// No such directory, a file instead of a directory, no Parquet files, files that disagree, no
+    /// rows, an unfinished preparation, or a table format whose log decides which files are
+    /// current.
+    pub fn open_directory(url: &str) -> Result<Self> {
         let store = Store::open(url)?;
-        let found = match store.read(MANIFEST) {
-            Ok(text) => Some(Manifest::parse(&text)?),
+        let found = match store.read(MANIFEST_FILE_NAME) {
+            Ok(text) => Some(Manifest::parse_json(&text)?),
             Err(farandole_store::Error::Missing { .. }) => None,
-            // Local file systems say that something below a file cannot be opened.
+            // For a path below a file, local file systems return another error than "missing".
             Err(_) if store.size("").is_ok() => return Err(Error::IsFile { url: store.url() }),
             Err(error) => return Err(error.into()),
         };
         let dataset = match found {
-            Some(manifest) => Self::prepared(store, manifest)?,
-            None => Self::found(store)?,
+            Some(manifest) => Self::from_manifest(store, manifest)?,
+            None => Self::from_unprepared_directory(store)?,
         };
         if dataset.manifest.rows == 0 {
             return Err(Error::NoRows { url: dataset.url() });
@@ -81,19 +85,20 @@ impl Dataset {
         Ok(dataset)
     }
 
-    /// Opens some files below a directory, with the values of columns that are not in them.
+    /// Opens some files below a directory. Each file comes with the values of columns that it does
+    /// not contain.
     ///
     /// # Errors
-    /// Like [`Dataset::open`].
+    /// Like [`ParquetDataset::open_directory`].
     pub fn open_files(url: &str, files: Vec<(String, BTreeMap<String, String>)>) -> Result<Self> {
         let store = Store::open(url)?;
         let mut entries = Vec::with_capacity(files.len());
         let mut values = Vec::with_capacity(files.len());
         for (path, columns) in files {
-            entries.push(Entry { bytes: store.size(&path)?, modified: None, path });
+            entries.push(FileEntry { bytes: store.size(&path)?, modified: None, path });
             values.push(columns);
         }
-        let dataset = Self::plain(store, entries, values)?;
+        let dataset = Self::from_entries(store, entries, values)?;
         if dataset.manifest.rows == 0 {
             Err(Error::NoRows { url: dataset.url() })
         } else {
@@ -101,15 +106,16 @@ impl Dataset {
         }
     }
 
-    fn prepared(store: Store, manifest: Manifest) -> Result<Self> {
+    fn from_manifest(store: Store, manifest: Manifest) -> Result<Self> {
         let (linked, store) = match &manifest.base {
             Some(base) => (true, Store::open(base)?),
             None => (false, store),
         };
-        let reason = |column: &Column| Some((column.name.clone(), column.unreadable.clone()?));
+        let reason =
+            |column: &ManifestColumn| Some((column.name.clone(), column.unreadable.clone()?));
         let unreadable = manifest.columns.iter().filter_map(reason).collect();
         let footers = manifest.files.iter().map(|_| OnceLock::new()).collect();
-        let (lanes, intact) = (Lanes::new(&manifest), Intact::default());
+        let (lanes, intact) = (LaneLayout::new(&manifest), VerifiedChunks::default());
         Ok(Self {
             store,
             lanes,
@@ -117,21 +123,21 @@ impl Dataset {
             prepared: !linked,
             unreadable,
             footers,
-            intact,
+            verified_chunks: intact,
             pages: Mutex::default(),
-            looking: Default::default(),
+            lookup_locks: Default::default(),
         })
     }
 
-    /// All Parquet files of a directory that was not prepared.
-    fn found(store: Store) -> Result<Self> {
+    /// Opens all Parquet files of a directory that was not prepared.
+    fn from_unprepared_directory(store: Store) -> Result<Self> {
         let hidden = |path: &str| path.split('/').any(|part| part.starts_with(['_', '.']));
         let mut entries = store.list("")?;
         let has = |name: &str| entries.iter().any(|entry| entry.path == name);
-        if has(UNFINISHED) {
+        if has(UNFINISHED_MARKER_FILE) {
             return Err(Error::Unfinished { url: store.url() });
         }
-        // Files that such a log has dropped still lie there.
+        // Files that such a log has removed are still in the directory.
         for (kind, log) in [("Delta", "_delta_log/"), ("Hudi", ".hoodie/")] {
             if entries.iter().any(|entry| entry.path.starts_with(log)) {
                 return Err(Error::Table { kind, url: store.url() });
@@ -144,13 +150,13 @@ impl Dataset {
             return Err(Error::Table { kind: "Iceberg", url: store.url() });
         }
         entries.retain(|entry| entry.path.ends_with(".parquet") && !hidden(&entry.path));
-        let values = entries.iter().map(|entry| hive::values_of(&entry.path)).collect();
-        Self::plain(store, entries, values)
+        let values = entries.iter().map(|entry| hive::partition_values(&entry.path)).collect();
+        Self::from_entries(store, entries, values)
     }
 
-    fn plain(
+    fn from_entries(
         store: Store,
-        entries: Vec<Entry>,
+        entries: Vec<FileEntry>,
         values: Vec<BTreeMap<String, String>>,
     ) -> Result<Self> {
         if entries.is_empty() {
@@ -161,28 +167,28 @@ impl Dataset {
                 Error::NotADataset { url }
             });
         }
-        let footers = load_all(&store, &entries)?;
-        let mut columns: Vec<(Column, Option<String>)> = Vec::new();
+        let footers = load_footers(&store, &entries)?;
+        let mut columns: Vec<(ManifestColumn, Option<String>)> = Vec::new();
         for (entry, footer) in entries.iter().zip(&footers) {
             let rows = footer.metadata().file_metadata().num_rows();
-            let here = columns_of(footer);
-            distinct(&here, &store.name_of(&entry.path))?;
+            let here = file_columns(footer);
+            check_unique_names(&here, &store.display_path(&entry.path))?;
             if columns.is_empty() {
                 columns = here;
             } else {
-                merge(&mut columns, here, &store.name_of(&entry.path), rows > 0)?;
+                merge_columns(&mut columns, here, &store.display_path(&entry.path), rows > 0)?;
             }
         }
         let mut files: Vec<DataFile> = entries
             .into_iter()
             .zip(&footers)
-            .map(|(entry, footer)| data_file(entry, footer, &columns))
+            .map(|(entry, footer)| describe_data_file(entry, footer, &columns))
             .collect();
         for (file, mut values) in files.iter_mut().zip(values) {
             values.retain(|name, _| columns.iter().all(|(column, _)| column.name != *name));
             file.values = values;
         }
-        columns.extend(hive::columns_of(&files).into_iter().map(|mut column| {
+        columns.extend(hive::partition_columns(&files).into_iter().map(|mut column| {
             let reason = column.unreadable.take();
             (column, reason)
         }));
@@ -191,12 +197,12 @@ impl Dataset {
             .filter_map(|(column, reason)| Some((column.name.clone(), reason.clone()?)))
             .collect();
         let manifest =
-            Manifest::derived(columns.into_iter().map(|(column, _)| column).collect(), files)?;
+            Manifest::from_footers(columns.into_iter().map(|(column, _)| column).collect(), files)?;
         let footers = footers
             .into_iter()
-            .map(|footer| OnceLock::from(Arc::new(Footer::new(footer))))
+            .map(|footer| OnceLock::from(Arc::new(FileFooter::new(footer))))
             .collect();
-        let (lanes, intact) = (Lanes::new(&manifest), Intact::default());
+        let (lanes, intact) = (LaneLayout::new(&manifest), VerifiedChunks::default());
         Ok(Self {
             store,
             lanes,
@@ -204,29 +210,29 @@ impl Dataset {
             prepared: false,
             unreadable,
             footers,
-            intact,
+            verified_chunks: intact,
             pages: Mutex::default(),
-            looking: Default::default(),
+            lookup_locks: Default::default(),
         })
     }
 
-    /// Writes a manifest to the directory `at` by which this data set, which stays where it is,
-    /// opens without another look at its files.
+    /// Writes a manifest to the directory `at`. This data set stays where it is; with the manifest,
+    /// it opens without reading footers.
     ///
     /// # Errors
     /// The store's.
-    pub fn link(&self, at: &str) -> Result<()> {
+    pub fn write_linked_manifest(&self, at: &str) -> Result<()> {
         let mut manifest = self.manifest.clone();
         manifest.base = Some(self.store.url());
         for column in &mut manifest.columns {
             let reason = self.unreadable.iter().find(|(name, _)| *name == column.name);
             column.unreadable = reason.map(|(_, reason)| reason.clone());
         }
-        Store::open(at)?.write(MANIFEST, manifest.to_json()?.into())?;
+        Store::open(at)?.write(MANIFEST_FILE_NAME, manifest.to_json()?.into())?;
         Ok(())
     }
 
-    /// Returns its URL.
+    /// Returns the URL of the directory.
     pub fn url(&self) -> String {
         self.store.url()
     }
@@ -236,27 +242,28 @@ impl Dataset {
         &self.manifest
     }
 
-    /// Returns whether there was a manifest.
+    /// Returns whether the directory has a manifest with its own files.
     pub fn is_prepared(&self) -> bool {
         self.prepared
     }
 
-    /// Its columns.
-    pub fn fields(&self) -> Vec<Field> {
-        self.manifest.columns.iter().map(Field::of).collect()
+    /// Returns the columns.
+    pub fn fields(&self) -> Vec<BatchField> {
+        self.manifest.columns.iter().map(BatchField::from_column).collect()
     }
 
-    /// Returns the places of the pages of a leaf of a row group of a file, looked up once.
-    pub(crate) fn spots(
+    /// Returns the positions of the pages of a leaf in a row group of a file. They are looked up
+    /// once.
+    pub(crate) fn page_index(
         &self,
         (file, group, leaf): (usize, usize, usize),
         footer: &ArrowReaderMetadata,
         per_row: u64,
-    ) -> Result<Arc<Spots>> {
+    ) -> Result<Arc<PageIndex>> {
         if let Some(known) = self.pages.lock().get(&(file, group, leaf)) {
             return Ok(Arc::clone(known));
         }
-        let _alone = self.looking.get(file % STRIPES).map(Mutex::lock);
+        let _alone = self.lookup_locks.get(file % LOOKUP_LOCK_STRIPES).map(Mutex::lock);
         if let Some(known) = self.pages.lock().get(&(file, group, leaf)) {
             return Ok(Arc::clone(known));
         }
@@ -265,23 +272,24 @@ impl Dataset {
         let (Some(chunk), Some(data)) = (chunk, self.manifest.files.get(file)) else {
             return Err(Error::Ended);
         };
-        let found = find(&self.store, &data.path, chunk, per_row).map_err(|lost| match lost {
-            Lost::Store(error) => Error::Store(error),
-            Lost::Broken(what) => Error::Parquet {
-                file: self.store.name_of(&data.path),
-                group,
-                column: chunk.column_path().string(),
-                source: ParquetError::General(what),
-            },
-        })?;
+        let found =
+            find_pages(&self.store, &data.path, chunk, per_row).map_err(|lost| match lost {
+                PageLookupError::Store(error) => Error::Store(error),
+                PageLookupError::Broken(what) => Error::Parquet {
+                    file: self.store.display_path(&data.path),
+                    group,
+                    column: chunk.column_path().string(),
+                    source: ParquetError::General(what),
+                },
+            })?;
         Ok(Arc::clone(self.pages.lock().entry((file, group, leaf)).or_insert(Arc::new(found))))
     }
 
-    pub(crate) fn intact(&self) -> &Intact {
-        &self.intact
+    pub(crate) fn verified_chunks(&self) -> &VerifiedChunks {
+        &self.verified_chunks
     }
 
-    pub(crate) fn lanes(&self) -> &Lanes {
+    pub(crate) fn lane_layout(&self) -> &LaneLayout {
         &self.lanes
     }
 
@@ -289,33 +297,36 @@ impl Dataset {
         &self.store
     }
 
-    /// The columns of these names, or all of numbers that a batch can hold.
-    pub(crate) fn select(&self, names: Option<&[String]>) -> Result<Vec<Field>> {
+    /// Returns the columns with these names, or all numeric columns that a batch can contain.
+    pub(crate) fn select_fields(&self, names: Option<&[String]>) -> Result<Vec<BatchField>> {
         let reason = |name: &str| {
             self.unreadable.iter().find(|(column, _)| column == name).map(|(_, reason)| reason)
         };
         let Some(names) = names else {
             let columns =
                 self.manifest.columns.iter().filter(|column| reason(&column.name).is_none());
-            let all: Vec<Field> = columns.map(Field::of).filter(|field| !field.is_text()).collect();
+            let all: Vec<BatchField> = columns
+                .map(BatchField::from_column)
+                .filter(|field| !field.is_variable_length())
+                .collect();
             return if all.is_empty() {
                 Err(Error::NoColumns { url: self.url() })
             } else {
                 Ok(all)
             };
         };
-        let one = |name: &String| match (self.manifest.column(name)?, reason(name)) {
+        let one = |name: &String| match (self.manifest.find_column(name)?, reason(name)) {
             (_, Some(reason)) => {
                 Err(Error::Unreadable { column: name.clone(), reason: reason.clone() })
             }
-            (column, None) => Ok(Field::of(column)),
+            (column, None) => Ok(BatchField::from_column(column)),
         };
         names.iter().map(one).collect()
     }
 
-    /// The row group that the manifest says takes most, if its file says that it takes a small part
-    /// of that.
-    pub(crate) fn overstated(&self) -> Result<Option<Overstated>> {
+    /// Returns the row group with the largest stated size, if its file's footer states only a small
+    /// part of that size.
+    pub(crate) fn find_overstated_group(&self) -> Result<Option<OverstatedRowGroup>> {
         let files = self.manifest.files.iter().enumerate();
         let groups = files.flat_map(|(file, data)| {
             data.groups.iter().enumerate().map(move |(group, said)| (said.bytes, file, group))
@@ -323,15 +334,16 @@ impl Dataset {
         let Some((claimed, file, group)) = groups.max().filter(|_| self.prepared) else {
             return Ok(None);
         };
-        let footer = self.footer(file)?;
+        let footer = self.file_footer(file)?;
         let Some(known) = footer.metadata().row_groups().get(group) else { return Ok(None) };
-        let found = decoded(known, fixed(self.manifest.columns.iter())).bytes;
+        let found = describe_row_group(known, fixed_row_bytes(self.manifest.columns.iter())).bytes;
         let path = self.manifest.files.get(file).map_or("", |data| &data.path);
-        let overstated = Overstated { file: self.store.name_of(path), group, claimed, found };
-        Ok((found < claimed / OVERSTATED).then_some(overstated))
+        let overstated =
+            OverstatedRowGroup { file: self.store.display_path(path), group, claimed, found };
+        Ok((found < claimed / OVERSTATEMENT_FACTOR).then_some(overstated))
     }
 
-    pub(crate) fn footer(&self, file: usize) -> Result<Arc<Footer>> {
+    pub(crate) fn file_footer(&self, file: usize) -> Result<Arc<FileFooter>> {
         let (Some(cell), Some(data)) = (self.footers.get(file), self.manifest.files.get(file))
         else {
             return Err(Error::Ended);
@@ -339,16 +351,17 @@ impl Dataset {
         if let Some(footer) = cell.get() {
             return Ok(Arc::clone(footer));
         }
-        let _alone = self.looking.get(file % STRIPES).map(Mutex::lock);
+        let _alone = self.lookup_locks.get(file % LOOKUP_LOCK_STRIPES).map(Mutex::lock);
         if let Some(footer) = cell.get() {
             return Ok(Arc::clone(footer));
         }
-        let footer = Arc::new(Footer::new(footer::load(&self.store, &data.path, data.bytes)?));
+        let footer =
+            Arc::new(FileFooter::new(footer::load_footer(&self.store, &data.path, data.bytes)?));
         Ok(Arc::clone(cell.get_or_init(|| footer)))
     }
 }
 
-fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>> {
+fn load_footers(store: &Store, entries: &[FileEntry]) -> Result<Vec<ArrowReaderMetadata>> {
     let share = entries.len().div_ceil(FOOTER_THREADS).max(1);
     std::thread::scope(|scope| {
         let threads: Vec<_> = entries
@@ -357,7 +370,7 @@ fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>
                 let load = move || {
                     chunk
                         .iter()
-                        .map(|entry| footer::load(store, &entry.path, entry.bytes))
+                        .map(|entry| footer::load_footer(store, &entry.path, entry.bytes))
                         .collect()
                 };
                 scope.spawn(load)
@@ -373,8 +386,8 @@ fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>
     })
 }
 
-/// Refuses columns whose names cannot be written.
-fn distinct(columns: &[(Column, Option<String>)], file: &str) -> Result<()> {
+/// Rejects files in which two columns have the same name.
+fn check_unique_names(columns: &[(ManifestColumn, Option<String>)], file: &str) -> Result<()> {
     let mut seen = HashSet::new();
     match columns.iter().find(|(column, _)| !seen.insert(column.name.as_str())) {
         Some((column, _)) => {
@@ -384,10 +397,10 @@ fn distinct(columns: &[(Column, Option<String>)], file: &str) -> Result<()> {
     }
 }
 
-/// Takes over what another file says about the columns; `full` when it has rows.
-fn merge(
-    columns: &mut [(Column, Option<String>)],
-    here: Vec<(Column, Option<String>)>,
+/// Merges the columns of another file into `columns`; `full` is true if that file has rows.
+fn merge_columns(
+    columns: &mut [(ManifestColumn, Option<String>)],
+    here: Vec<(ManifestColumn, Option<String>)>,
     file: &str,
     full: bool,
 ) -> Result<()> {
@@ -396,7 +409,7 @@ fn merge(
         let (other, other_reason) =
             here.iter().find(|(other, _)| other.name == column.name).ok_or_else(missing)?;
         if other.source != column.source {
-            return Err(Error::Changed {
+            return Err(Error::ColumnChanged {
                 column: column.name.clone(),
                 file: file.to_owned(),
                 found: other.source.clone(),
@@ -416,23 +429,28 @@ fn merge(
     Ok(())
 }
 
-fn data_file(
-    entry: Entry,
+fn describe_data_file(
+    entry: FileEntry,
     footer: &ArrowReaderMetadata,
-    columns: &[(Column, Option<String>)],
+    columns: &[(ManifestColumn, Option<String>)],
 ) -> DataFile {
-    let fixed = fixed(columns.iter().map(|(column, _)| column));
-    let groups = footer.metadata().row_groups().iter().map(|group| decoded(group, fixed)).collect();
+    let fixed = fixed_row_bytes(columns.iter().map(|(column, _)| column));
+    let groups = footer
+        .metadata()
+        .row_groups()
+        .iter()
+        .map(|group| describe_row_group(group, fixed))
+        .collect();
     DataFile::new(entry.path, entry.bytes, groups)
 }
 
-/// Bytes of a row in columns whose values have a fixed size.
-fn fixed<'a>(columns: impl Iterator<Item = &'a Column>) -> u64 {
-    columns.filter_map(Column::width).fold(0, u64::saturating_add)
+/// Returns the bytes of a row in the columns with a fixed width.
+fn fixed_row_bytes<'a>(columns: impl Iterator<Item = &'a ManifestColumn>) -> u64 {
+    columns.filter_map(ManifestColumn::row_width).fold(0, u64::saturating_add)
 }
 
-/// A row group as its file's footer describes it.
-fn decoded(group: &RowGroupMetaData, fixed: u64) -> RowGroup {
+/// Describes a row group by its file's footer.
+fn describe_row_group(group: &RowGroupMetaData, fixed: u64) -> RowGroup {
     let count = |number: i64| u64::try_from(number).unwrap_or_default();
     let rows = count(group.num_rows());
     let stored = group.columns().iter().map(|chunk| count(chunk.uncompressed_size()));

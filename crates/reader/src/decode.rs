@@ -1,200 +1,221 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! From column chunks to the values of a part.
+//! Decodes column chunks into the values of a part.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use arrow::array::BinaryViewArray;
 use arrow::datatypes::DataType;
-use farandole_dataset::{DataFile, Part};
+use farandole_dataset::{DataFile, PlanPart};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 
-use crate::column::{Field, Selected};
-use crate::dataset::Dataset;
+use crate::column::{BatchField, SelectedColumn};
+use crate::dataset::ParquetDataset;
 use crate::error::{Error, Result};
-use crate::fill::{filled, numbers};
-use crate::footer::{Fetched, Footer, chunk_range};
+use crate::fill::{null_fill_bytes, replace_nans};
+use crate::footer::{FetchedRanges, FileFooter, chunk_range};
 use crate::hive;
-use crate::library::{self, Source};
-use crate::origin::Origin;
-use crate::pages::{Bench, Chunk, Levels, Spots, Stored, Trouble, decode, ranges};
-use crate::schema::{direct, leaf_of, shape_of};
-use crate::texts;
+use crate::pages::{
+    ChunkDecodeError, ChunkRequest, DecodeScratch, LevelLayout, PageIndex, ValueStorage,
+    decode_chunk, needed_ranges,
+};
+use crate::parquet_library::{self, LibraryChunk};
+use crate::schema::{element_and_list, page_storage, single_leaf};
+use crate::value_origin::ValueOrigin;
+use crate::variable_length;
 
-/// A way to produce one column of a part.
-enum Way {
-    /// The same value in every row: it is in no file.
+/// Method that produces one column of a part.
+enum ColumnDecoding {
+    /// The same value in every row; no file contains it.
     Value(String),
-    /// Nulls alone.
-    Nothing,
-    /// By the pages of its leaf.
-    Pages { leaf: usize, stored: Stored, levels: Levels, spots: Option<Arc<Spots>> },
-    /// By the library, from all of its chunk.
+    /// Only nulls.
+    Nulls,
+    /// Our page decoder, from the pages of the leaf.
+    Pages { leaf: usize, stored: ValueStorage, levels: LevelLayout, spots: Option<Arc<PageIndex>> },
+    /// The Parquet library, from the whole chunk.
     Library { leaf: usize },
 }
 
-/// The parts of the decoding of a part: the places of its columns, and the bytes that they need.
-pub(crate) struct Recipe {
+/// Plan for decoding a part: a method for each column, and the byte ranges that it needs.
+pub(crate) struct DecodePlan {
     file: String,
-    footer: Arc<Footer>,
-    ways: Vec<Way>,
-    /// Bytes of each column, in the order of the columns.
+    footer: Arc<FileFooter>,
+    decodings: Vec<ColumnDecoding>,
+    /// Byte ranges for each column.
     ranges: Vec<Vec<Range<u64>>>,
-    /// Bytes that a page may take decoded.
-    most: usize,
+    /// Most decoded bytes of a page.
+    max_page_bytes: usize,
 }
 
-impl Recipe {
-    /// Looks the columns of a part up, no page of which may take more than `most` bytes decoded.
+impl DecodePlan {
+    /// Plans the decoding of a part. No page may take more than `most` bytes decoded.
     ///
     /// # Errors
-    /// Files that cannot be read, or are not what the data set says.
+    /// Files that cannot be read, or that differ from the data set's description.
     pub(crate) fn new(
-        dataset: &Dataset,
-        selected: &[Selected],
-        part: &Part,
+        dataset: &ParquetDataset,
+        selected: &[SelectedColumn],
+        part: &PlanPart,
         most: usize,
     ) -> Result<Self> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
-        let footer = dataset.footer(part.file)?;
-        let file = dataset.store().name_of(&data.path);
-        let group = group_of(&footer, data, part, &file)?;
+        let footer = dataset.file_footer(part.file)?;
+        let file = dataset.store().display_path(&data.path);
+        let group = checked_row_group(&footer, data, part, &file)?;
         let whole = part.rows.start == 0
             && part.rows.end >= u64::try_from(group.num_rows()).unwrap_or_default();
-        let mut recipe =
-            Self { ways: Vec::new(), ranges: Vec::new(), footer: Arc::clone(&footer), file, most };
+        let mut recipe = Self {
+            decodings: Vec::new(),
+            ranges: Vec::new(),
+            footer: Arc::clone(&footer),
+            file,
+            max_page_bytes: most,
+        };
         for column in selected {
             let field = &column.field;
             let way = match data.values.get(&field.name) {
-                Some(value) => Way::Value(value.clone()),
-                None if dataset.manifest().column(&field.name).is_ok_and(hive::is_one) => {
-                    Way::Nothing
+                Some(value) => ColumnDecoding::Value(value.clone()),
+                None if dataset
+                    .manifest()
+                    .find_column(&field.name)
+                    .is_ok_and(hive::is_partition_column) =>
+                {
+                    ColumnDecoding::Nulls
                 }
-                None => locate(&footer, field, &recipe.file)?,
+                None => locate_column(&footer, field, &recipe.file)?,
             };
             let (way, needed) = match way {
-                Way::Pages { leaf, stored, levels, .. } if !whole => {
-                    let spots = dataset.spots(
+                ColumnDecoding::Pages { leaf, stored, levels, .. } if !whole => {
+                    let spots = dataset.page_index(
                         (part.file, part.group, leaf),
                         &footer,
                         levels.length as u64,
                     )?;
                     let per_row = levels.length as u64;
-                    let needed =
-                        ranges(&spots, &(part.rows.start * per_row..part.rows.end * per_row));
-                    (Way::Pages { leaf, stored, levels, spots: Some(spots) }, needed)
+                    let needed = needed_ranges(
+                        &spots,
+                        &(part.rows.start * per_row..part.rows.end * per_row),
+                    );
+                    (ColumnDecoding::Pages { leaf, stored, levels, spots: Some(spots) }, needed)
                 }
-                Way::Pages { leaf, .. } | Way::Library { leaf, .. } => {
+                ColumnDecoding::Pages { leaf, .. } | ColumnDecoding::Library { leaf, .. } => {
                     let needed = group.columns().get(leaf).map(chunk_range).into_iter().collect();
                     (way, needed)
                 }
-                Way::Value(_) | Way::Nothing => (way, Vec::new()),
+                ColumnDecoding::Value(_) | ColumnDecoding::Nulls => (way, Vec::new()),
             };
-            recipe.ways.push(way);
+            recipe.decodings.push(way);
             recipe.ranges.push(needed);
         }
         Ok(recipe)
     }
 
-    /// Bytes of all columns, as they are stored.
-    pub(crate) fn size(&self) -> u64 {
+    /// Returns the stored bytes of all columns.
+    pub(crate) fn stored_bytes(&self) -> u64 {
         self.ranges.iter().flatten().map(|range| range.end.saturating_sub(range.start)).sum()
     }
 
-    /// Fetches all bytes at once.
+    /// Fetches the bytes of all columns in one request.
     ///
     /// # Errors
     /// The store's.
-    pub(crate) fn fetch(&self, dataset: &Dataset, part: &Part) -> Result<Fetched> {
+    pub(crate) fn fetch_all(
+        &self,
+        dataset: &ParquetDataset,
+        part: &PlanPart,
+    ) -> Result<FetchedRanges> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let all: Vec<Range<u64>> = self.ranges.iter().flatten().cloned().collect();
-        Fetched::new(dataset.store(), &data.path, &all, data.bytes)
+        FetchedRanges::new(dataset.store(), &data.path, &all, data.bytes)
     }
 
-    /// Decodes column number `index` into `out`; its bytes are fetched now when they are not in
-    /// `fetched`.
+    /// Decodes column number `index` into `out`. If `fetched` is `None`, its bytes are fetched now.
     ///
     /// # Errors
-    /// Bytes that cannot be had or decoded, nulls, NaN and infinities that are not allowed.
-    pub(crate) fn column(
+    /// Bytes that cannot be fetched or decoded; nulls, NaN or infinities that are not allowed.
+    pub(crate) fn decode_column(
         &self,
-        dataset: &Dataset,
-        (selected, index): (&Selected, usize),
-        part: &Part,
-        fetched: Option<&Fetched>,
-        (bench, out): (&mut Bench, &mut [u8]),
+        dataset: &ParquetDataset,
+        (selected, index): (&SelectedColumn, usize),
+        part: &PlanPart,
+        fetched: Option<&FetchedRanges>,
+        (bench, out): (&mut DecodeScratch, &mut [u8]),
     ) -> Result<()> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let field = &selected.field;
-        let origin = Origin { file: &self.file, group: part.group, column: &field.name };
+        let origin = ValueOrigin { file: &self.file, group: part.group, column: &field.name };
         let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
-        let Some(way) = self.ways.get(index) else { return Err(Error::Ended) };
+        let Some(way) = self.decodings.get(index) else { return Err(Error::Ended) };
         let get = |ranges: &[Range<u64>]| match fetched {
             Some(fetched) => Ok(fetched.clone()),
-            None => Fetched::new(dataset.store(), &data.path, ranges, data.bytes),
+            None => FetchedRanges::new(dataset.store(), &data.path, ranges, data.bytes),
         };
-        let group = group_of(&self.footer, data, part, &self.file)?;
+        let group = checked_row_group(&self.footer, data, part, &self.file)?;
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
         let mut nulls = 0;
         let leaf = match way {
-            Way::Value(value) => {
-                let values =
-                    hive::repeated(value, field.element, rows).ok_or_else(|| Error::Changed {
+            ColumnDecoding::Value(value) => {
+                let values = hive::repeat_value(value, field.element, rows).ok_or_else(|| {
+                    Error::ColumnChanged {
                         column: field.name.clone(),
                         file: self.file.clone(),
                         found: value.clone(),
-                        expected: field.element.name().to_owned(),
-                    })?;
-                copy(&values, out);
+                        expected: field.element.numpy_name().to_owned(),
+                    }
+                })?;
+                copy_bytes(&values, out);
                 None
             }
-            Way::Nothing => {
+            ColumnDecoding::Nulls => {
                 nulls = rows;
-                let fill = filled(selected, field.width());
+                let fill = null_fill_bytes(selected, field.row_width());
                 out.chunks_exact_mut(fill.len().max(1))
                     .for_each(|slot| slot.copy_from_slice(&fill));
                 None
             }
-            Way::Pages { leaf, stored, levels, spots } => {
+            ColumnDecoding::Pages { leaf, stored, levels, spots } => {
                 let bytes = get(own)?;
                 let Some(meta) = group.columns().get(*leaf) else { return Err(Error::Ended) };
                 if spots.is_none() {
-                    check(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
+                    verify_chunk(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
                 }
                 let per_row = levels.length;
                 let count =
                     |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX).saturating_mul(per_row);
-                let fill = filled(selected, stored.width());
-                let chunk = Chunk {
+                let fill = null_fill_bytes(selected, stored.value_width());
+                let chunk = ChunkRequest {
                     compression: meta.compression(),
                     bytes: chunk_range(meta),
                     total: usize::try_from(meta.num_values()).unwrap_or_default(),
                     wanted: count(part.rows.start)..count(part.rows.end),
                     stored: *stored,
                     levels: *levels,
-                    spots: spots.as_deref(),
+                    page_index: spots.as_deref(),
                     fill: &fill,
-                    most: self.most,
+                    max_page_bytes: self.max_page_bytes,
                 };
-                let fetch = |at| bytes.slice(at, None).map_err(|source| origin.parquet(source));
-                match decode(&chunk, fetch, bench, out) {
+                let fetch =
+                    |at| bytes.slice_from(at, None).map_err(|source| origin.parquet_error(source));
+                match decode_chunk(&chunk, fetch, bench, out) {
                     Ok(found) => {
                         nulls = found;
                         None
                     }
-                    Err(Trouble::Unsupported) => Some(*leaf),
-                    Err(Trouble::Broken(what)) => {
-                        return Err(origin.parquet(ParquetError::General(what)));
+                    Err(ChunkDecodeError::Unsupported) => Some(*leaf),
+                    Err(ChunkDecodeError::Broken(what)) => {
+                        return Err(origin.parquet_error(ParquetError::General(what)));
                     }
-                    Err(Trouble::Ragged) => return Err(origin.ragged(field.elements() as u64)),
-                    Err(Trouble::Fetch(error)) => return Err(error),
+                    Err(ChunkDecodeError::Ragged) => {
+                        return Err(origin.ragged_error(field.elements_per_row() as u64));
+                    }
+                    Err(ChunkDecodeError::Fetch(error)) => return Err(error),
                 }
             }
-            Way::Library { leaf, .. } => Some(*leaf),
+            ColumnDecoding::Library { leaf, .. } => Some(*leaf),
         };
         if let Some(leaf) = leaf {
             let chunk: Vec<Range<u64>> =
@@ -202,100 +223,116 @@ impl Recipe {
             let bytes = if chunk == own {
                 get(own)?
             } else {
-                Fetched::new(dataset.store(), &data.path, &chunk, data.bytes)?
+                FetchedRanges::new(dataset.store(), &data.path, &chunk, data.bytes)?
             };
-            check(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
-            let source = self.source(bytes, leaf, part, &origin);
-            let values = library::read(source, selected)?;
-            copy(&values, out);
+            verify_chunk(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
+            let source = self.library_chunk(bytes, leaf, part, &origin);
+            let values = parquet_library::read_column(source, selected)?;
+            copy_bytes(&values, out);
         }
         if nulls > 0 && selected.fill.is_none() {
-            return Err(origin.nulls(nulls));
+            return Err(origin.nulls_error(nulls));
         }
         if (selected.fill.is_some() || !selected.allow_nan) && field.element.is_float() {
-            numbers(out, selected).map_err(|odd| origin.odd(odd))?;
+            replace_nans(out, selected).map_err(|odd| origin.non_finite_error(odd))?;
         }
         Ok(())
     }
 }
 
-impl Recipe {
-    fn source<'a>(
+impl DecodePlan {
+    fn library_chunk<'a>(
         &'a self,
-        fetched: Fetched,
+        fetched: FetchedRanges,
         leaf: usize,
-        part: &'a Part,
-        origin: &'a Origin<'a>,
-    ) -> Source<'a> {
-        Source { footer: &self.footer, fetched, leaf, part, most: self.most, origin }
+        part: &'a PlanPart,
+        origin: &'a ValueOrigin<'a>,
+    ) -> LibraryChunk<'a> {
+        LibraryChunk {
+            footer: &self.footer,
+            fetched,
+            leaf,
+            part,
+            most: self.max_page_bytes,
+            origin,
+        }
     }
 
-    /// Decodes column number `index`, whose values have no fixed size, as [`Recipe::column`] does
-    /// others.
+    /// Decodes column number `index`, whose values have no fixed size; otherwise like
+    /// [`DecodePlan::decode_column`].
     ///
     /// # Errors
-    /// Like [`Recipe::column`].
-    pub(crate) fn texts(
+    /// Like [`DecodePlan::decode_column`].
+    pub(crate) fn decode_variable_length(
         &self,
-        dataset: &Dataset,
-        (selected, index): (&Selected, usize),
-        part: &Part,
-        fetched: Option<&Fetched>,
-    ) -> Result<texts::Stored> {
+        dataset: &ParquetDataset,
+        (selected, index): (&SelectedColumn, usize),
+        part: &PlanPart,
+        fetched: Option<&FetchedRanges>,
+    ) -> Result<variable_length::VariableLengthValues> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
-        let origin = Origin { file: &self.file, group: part.group, column: &selected.field.name };
+        let origin =
+            ValueOrigin { file: &self.file, group: part.group, column: &selected.field.name };
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
-        let stored = match self.ways.get(index) {
-            Some(Way::Value(value)) => {
+        let stored = match self.decodings.get(index) {
+            Some(ColumnDecoding::Value(value)) => {
                 let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
                 let values = BinaryViewArray::from_iter_values(std::iter::repeat_n(value, rows));
-                texts::Stored::new(values, 0)
+                variable_length::VariableLengthValues::new(values, 0)
             }
-            Some(Way::Library { leaf }) => {
+            Some(ColumnDecoding::Library { leaf }) => {
                 let bytes = match fetched {
                     Some(fetched) => fetched.clone(),
-                    None => Fetched::new(dataset.store(), &data.path, own, data.bytes)?,
+                    None => FetchedRanges::new(dataset.store(), &data.path, own, data.bytes)?,
                 };
-                check(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
-                library::read_texts(self.source(bytes, *leaf, part, &origin))?
+                verify_chunk(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
+                parquet_library::read_variable_length(
+                    self.library_chunk(bytes, *leaf, part, &origin),
+                )?
             }
-            Some(Way::Nothing) => {
+            Some(ColumnDecoding::Nulls) => {
                 let rows = part.rows.end - part.rows.start;
-                return Err(origin.nulls(usize::try_from(rows).unwrap_or(usize::MAX)));
+                return Err(origin.nulls_error(usize::try_from(rows).unwrap_or(usize::MAX)));
             }
-            Some(Way::Pages { .. }) | None => return Err(Error::Ended),
+            Some(ColumnDecoding::Pages { .. }) | None => return Err(Error::Ended),
         };
-        let torn =
-            selected.padding.as_ref().and_then(|padding| padding.torn(stored.values.lengths()));
-        torn.map_or(Ok(stored), |(bytes, width)| Err(origin.torn(bytes, width)))
+        let torn = selected
+            .padding
+            .as_ref()
+            .and_then(|padding| padding.find_partial_value(stored.values.lengths()));
+        torn.map_or(Ok(stored), |(bytes, width)| Err(origin.partial_value_error(bytes, width)))
     }
 }
 
-/// Compares a whole chunk with what the manifest says of it.
-fn check(
-    dataset: &Dataset,
+/// Compares a whole chunk with its checksum in the manifest.
+fn verify_chunk(
+    dataset: &ParquetDataset,
     data: &DataFile,
     file: &str,
-    part: &Part,
-    (leaf, ranges, bytes): (usize, &[Range<u64>], &Fetched),
+    part: &PlanPart,
+    (leaf, ranges, bytes): (usize, &[Range<u64>], &FetchedRanges),
 ) -> Result<()> {
     let [range] = ranges else { return Ok(()) };
     let length = usize::try_from(range.end - range.start).ok();
-    let Ok(chunk) = bytes.slice(range.start, length) else { return Ok(()) };
-    dataset.intact().check((part.file, data, file), part.group, std::iter::once((leaf, &chunk)))
+    let Ok(chunk) = bytes.slice_from(range.start, length) else { return Ok(()) };
+    dataset.verified_chunks().verify_chunks(
+        (part.file, data, file),
+        part.group,
+        std::iter::once((leaf, &chunk)),
+    )
 }
 
-fn copy(values: &[u8], out: &mut [u8]) {
+fn copy_bytes(values: &[u8], out: &mut [u8]) {
     if let Some(slots) = out.get_mut(..values.len()) {
         slots.copy_from_slice(values);
     }
 }
 
-/// The row group of a part, when the file still has as many rows as the data set says.
-fn group_of<'a>(
+/// Returns the row group of a part, if the file still has the stated number of rows.
+fn checked_row_group<'a>(
     footer: &'a ArrowReaderMetadata,
     data: &DataFile,
-    part: &Part,
+    part: &PlanPart,
     file: &str,
 ) -> Result<&'a RowGroupMetaData> {
     let group = footer.metadata().row_groups().get(part.group);
@@ -303,25 +340,34 @@ fn group_of<'a>(
     let expected = data.groups.get(part.group).map_or(0, |group| group.rows);
     match group {
         Some(group) if found == expected => Ok(group),
-        _ => Err(Error::Rows { file: file.to_owned(), group: part.group, found, expected }),
+        _ => Err(Error::RowCountChanged {
+            file: file.to_owned(),
+            group: part.group,
+            found,
+            expected,
+        }),
     }
 }
 
-/// Finds a column in a file and checks that it is what the data set says.
-fn locate(footer: &ArrowReaderMetadata, field: &Field, file: &str) -> Result<Way> {
+/// Finds a column in a file, and checks that its type matches the data set's description.
+fn locate_column(
+    footer: &ArrowReaderMetadata,
+    field: &BatchField,
+    file: &str,
+) -> Result<ColumnDecoding> {
     let missing = || Error::Missing { column: field.name.clone(), file: file.to_owned() };
     let (root, found) = footer.schema().column_with_name(&field.name).ok_or_else(missing)?;
     let kind = found.data_type();
-    let changed = || Error::Changed {
+    let changed = || Error::ColumnChanged {
         column: field.name.clone(),
         file: file.to_owned(),
         found: kind.to_string(),
-        expected: format!("{} of shape {:?}", field.element.name(), field.shape),
+        expected: format!("{} of shape {:?}", field.element.numpy_name(), field.shape),
     };
-    let leaf = leaf_of(footer, root).ok_or_else(changed)?;
+    let leaf = single_leaf(footer, root).ok_or_else(changed)?;
     let packed = matches!(kind, DataType::FixedSizeBinary(width)
-        if !field.shape.is_empty() && usize::try_from(*width) == Ok(field.width()));
-    let same = match (shape_of(kind), kind) {
+        if !field.shape.is_empty() && usize::try_from(*width) == Ok(field.row_width()));
+    let same = match (element_and_list(kind), kind) {
         (_, DataType::FixedSizeBinary(_)) if !field.shape.is_empty() => packed,
         (Some((element, list)), _) => element == field.element && list == (field.shape.len() == 1),
         (None, _) => false,
@@ -329,8 +375,8 @@ fn locate(footer: &ArrowReaderMetadata, field: &Field, file: &str) -> Result<Way
     if !same {
         return Err(changed());
     }
-    Ok(match direct(footer, kind, leaf, field) {
-        Some((stored, levels)) => Way::Pages { leaf, stored, levels, spots: None },
-        None => Way::Library { leaf },
+    Ok(match page_storage(footer, kind, leaf, field) {
+        Some((stored, levels)) => ColumnDecoding::Pages { leaf, stored, levels, spots: None },
+        None => ColumnDecoding::Library { leaf },
     })
 }

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Errors between files and batches.
+//! Errors of reading.
 
-/// Result of this room.
+/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Data that cannot be read as asked.
+/// Data that cannot be read as requested.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// No Parquet here.
+    /// No Parquet files and no manifest in the directory.
     #[error("no Parquet files and no manifest in {url}")]
     NotADataset {
         /// The directory.
@@ -22,7 +22,7 @@ pub enum Error {
         /// The file.
         url: String,
     },
-    /// Several columns of one name.
+    /// Several columns with the same name.
     #[error("several columns are called {column} in {file}")]
     Ambiguous {
         /// The name.
@@ -30,7 +30,7 @@ pub enum Error {
         /// The file.
         file: String,
     },
-    /// A directory whose preparation was killed, or continues.
+    /// A directory whose preparation still runs or was killed.
     #[error(
         "data is being prepared here, or its preparation was killed and has to be run again: {url}"
     )]
@@ -38,18 +38,18 @@ pub enum Error {
         /// The directory.
         url: String,
     },
-    /// A table of which only its log says which files count.
+    /// A table format whose log decides which files are current.
     #[error(
         "a table of {kind}, whose log says which of its files count: {url}; open it by its log \
          (farandole.data does it for Delta), or prepare it first"
     )]
     Table {
-        /// Kind of the type.
+        /// Table format.
         kind: &'static str,
         /// The directory.
         url: String,
     },
-    /// A file that does not hold the bytes that were written.
+    /// A file whose content differs from the written bytes.
     #[error(
         "checksums of {file}, row group {group}, are not those of its manifest: the file is damaged"
     )]
@@ -65,7 +65,7 @@ pub enum Error {
         /// The directory.
         url: String,
     },
-    /// A column that no batch can hold.
+    /// A column that no batch can contain.
     #[error("column {column} cannot be read into batches: {reason}")]
     Unreadable {
         /// The column.
@@ -73,13 +73,13 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
-    /// Nothing to read.
+    /// No column can be read.
     #[error("no column of {url} can be read into batches")]
     NoColumns {
         /// The directory.
         url: String,
     },
-    /// A column that one file lacks.
+    /// A column that is missing in one file.
     #[error("no column {column} in {file}")]
     Missing {
         /// The column.
@@ -87,31 +87,31 @@ pub enum Error {
         /// The file.
         file: String,
     },
-    /// A column that one file has in another type.
+    /// A column whose type in one file differs from the others.
     #[error("column {column} is {found} in {file}, elsewhere it is {expected}")]
-    Changed {
+    ColumnChanged {
         /// The column.
         column: String,
         /// The file.
         file: String,
         /// Type in this file.
         found: String,
-        /// Type in the others.
+        /// Type in the other files.
         expected: String,
     },
-    /// Nulls.
+    /// Nulls that are not filled.
     #[error("column {column} has {nulls} nulls in row group {group} of {file}")]
     Nulls {
         /// The column.
         column: String,
-        /// Their number.
+        /// Number of nulls.
         nulls: usize,
         /// The row group.
         group: usize,
         /// The file.
         file: String,
     },
-    /// NaN, or infinities.
+    /// NaN or infinities that are not allowed.
     #[error(
         "column {column} has {count} {what} in row group {group} of {file}; {} says what to do \
          with them",
@@ -122,7 +122,7 @@ pub enum Error {
         column: String,
         /// `NaN` or `infinite values`.
         what: &'static str,
-        /// Their number.
+        /// Number of such values.
         count: usize,
         /// The row group.
         group: usize,
@@ -136,14 +136,14 @@ pub enum Error {
     Ragged {
         /// The column.
         column: String,
-        /// The length that all should have.
+        /// Required length of all rows.
         expected: u64,
         /// The row group.
         group: usize,
         /// The file.
         file: String,
     },
-    /// A file that is not what it should be.
+    /// A column chunk that is damaged or has an unexpected form.
     #[error("cannot read {file}, row group {group}, column {column}: {source}")]
     Parquet {
         /// The file.
@@ -163,48 +163,48 @@ pub enum Error {
         /// The library's error.
         source: parquet::errors::ParquetError,
     },
-    /// A file that contradicts the plan.
+    /// A row group whose number of rows differs from the data set's description.
     #[error(
         "{file} has {found} rows in row group {group}, {expected} were expected: was it replaced?"
     )]
-    Rows {
+    RowCountChanged {
         /// The file.
         file: String,
         /// The row group.
         group: usize,
-        /// Rows in it.
+        /// Rows in the file.
         found: u64,
-        /// Rows that were announced.
+        /// Rows in the data set's description.
         expected: u64,
     },
-    /// Bytes that the decoder stumbled over.
+    /// Bytes at which the decoder panicked.
     #[error("the decoder gave up on {file}, row group {group}: {message}")]
     Corrupt {
         /// The file.
         file: String,
         /// The row group.
         group: usize,
-        /// Its last words.
+        /// Message of the panic.
         message: String,
     },
-    /// A conversion that Arrow refuses.
+    /// A conversion that Arrow rejects.
     #[error("cannot convert column {column} of {file}: {source}")]
     Arrow {
         /// The column.
         column: String,
         /// The file.
         file: String,
-        /// Its error.
+        /// The library's error.
         source: arrow::error::ArrowError,
     },
-    /// A conversion that we do not have.
+    /// An unsupported conversion.
     #[error("cannot cast column {column} from {from} to {to}")]
     Cast {
         /// The column.
         column: String,
-        /// Its type.
+        /// Type of the column.
         from: &'static str,
-        /// The type asked for.
+        /// Requested type.
         to: String,
     },
     /// The budget is too small for the blocks that one step needs.
@@ -213,17 +213,17 @@ pub enum Error {
          {needed}: {blocks} for rows that are shuffled at a time, {batches} for batches"
     )]
     Budget {
-        /// The allowed amount.
+        /// Budget in bytes.
         budget: u64,
-        /// The needed amount.
+        /// Smallest sufficient budget in bytes.
         needed: u64,
-        /// Share of blocks, and of one that is being loaded.
+        /// Share for blocks, including one that is being loaded.
         blocks: u64,
-        /// Share of batches.
+        /// Share for batches.
         batches: u64,
     },
-    /// The budget is too small for what the manifest says of a row group, and its file says
-    /// something else.
+    /// The budget is too small for the size of a row group in the manifest, but the file's footer
+    /// states a smaller size.
     #[error(
         "the manifest says that row group {group} of {file} takes {claimed} bytes, and the file \
          says {found}: prepare the data again (a budget of {budget} bytes is too small for what \
@@ -238,15 +238,15 @@ pub enum Error {
         claimed: u64,
         /// Bytes by the footer.
         found: u64,
-        /// The allowed amount.
+        /// Budget in bytes.
         budget: u64,
     },
-    /// A row of a ragged column that is no list.
+    /// A row of a ragged column whose bytes are not whole values.
     #[error(
         "column {column} has a row of {bytes} bytes, which are no whole values of {width} bytes, \
          in row group {group} of {file}"
     )]
-    Torn {
+    PartialValue {
         /// The column.
         column: String,
         /// Bytes of the row.
@@ -258,24 +258,24 @@ pub enum Error {
         /// The file.
         file: String,
     },
-    /// Memory for padded rows that cannot be had.
+    /// The memory for padded rows cannot be allocated.
     #[error("there is no memory for the padded rows of column {column}: {bytes} bytes in a batch")]
     Memory {
         /// The column.
         column: String,
-        /// Their number.
+        /// Bytes of the padded rows.
         bytes: usize,
     },
-    /// Next after an error or the end.
+    /// A batch was requested after an error or after the end.
     #[error("this epoch already ended")]
     Ended,
-    /// The store.
+    /// Error of the store.
     #[error(transparent)]
     Store(#[from] farandole_store::Error),
-    /// The manifest or the request.
+    /// Error of the manifest or the request.
     #[error(transparent)]
     Dataset(#[from] farandole_dataset::Error),
-    /// Memory for decoded data that cannot be had.
+    /// The cache file for decoded data cannot be used.
     #[error("cannot keep decoded data in {path}: {source}")]
     Cache {
         /// The file.
@@ -283,7 +283,7 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// No thread to be had.
+    /// A thread cannot be started.
     #[error("cannot start a reading thread: {source}")]
     Thread {
         /// The system's error.
@@ -291,18 +291,18 @@ pub enum Error {
     },
 }
 
-/// The reactions that are open to the caller.
+/// Kind of a failure: the caller can correct the request, or the environment failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// The data or the request.
+pub enum ReadFault {
+    /// The data or the request is wrong.
     Usage,
-    /// The world outside.
+    /// The system, the network or a file failed.
     Environment,
 }
 
 impl Error {
-    /// Returns the party at fault.
-    pub fn fault(&self) -> Fault {
+    /// Returns the kind of the failure.
+    pub fn fault(&self) -> ReadFault {
         match self {
             Self::NotADataset { .. }
             | Self::IsFile { .. }
@@ -312,7 +312,7 @@ impl Error {
             | Self::Unreadable { .. }
             | Self::NoColumns { .. }
             | Self::Missing { .. }
-            | Self::Changed { .. }
+            | Self::ColumnChanged { .. }
             | Self::Nulls { .. }
             | Self::NotNumbers { .. }
             | Self::Ragged { .. }
@@ -320,22 +320,22 @@ impl Error {
             | Self::Cast { .. }
             | Self::Budget { .. }
             | Self::Overstated { .. }
-            | Self::Torn { .. }
+            | Self::PartialValue { .. }
             | Self::Ended
-            | Self::Dataset(_) => Fault::Usage,
+            | Self::Dataset(_) => ReadFault::Usage,
             Self::Store(error) => match error.fault() {
-                farandole_store::Fault::Usage => Fault::Usage,
-                farandole_store::Fault::Environment => Fault::Environment,
+                farandole_store::Fault::Usage => ReadFault::Usage,
+                farandole_store::Fault::Environment => ReadFault::Environment,
             },
             Self::Parquet { .. }
             | Self::Footer { .. }
             | Self::Unfinished { .. }
             | Self::Damaged { .. }
-            | Self::Rows { .. }
+            | Self::RowCountChanged { .. }
             | Self::Corrupt { .. }
             | Self::Memory { .. }
             | Self::Cache { .. }
-            | Self::Thread { .. } => Fault::Environment,
+            | Self::Thread { .. } => ReadFault::Environment,
         }
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Footers, and column chunks fetched ahead of their decoding.
+//! Footers of files, and column chunks that are fetched before they are decoded.
 
 use std::any::Any;
 use std::ops::{Deref, Range};
@@ -20,22 +20,22 @@ use parquet::file::reader::{ChunkReader, Length};
 
 use crate::error::{Error, Result};
 
-/// Bytes read at once in the hope that the footer is in them.
-const TAIL: u64 = 64 << 10;
+/// Bytes of the first read at the end of a file, which usually contain the footer.
+const FOOTER_READ_BYTES: u64 = 64 << 10;
 
-/// Values and bytes that a byte of a file can stand for, at most: a page has a header, and its
-/// numbers have 31 bits.
-const MOST_OF_BYTE: i64 = i32::MAX as i64;
+/// Most values or decoded bytes that one byte of a file can represent: every page has a header, and
+/// the numbers in it have 31 bits.
+const MAX_VALUES_PER_BYTE: i64 = i32::MAX as i64;
 
-/// The footer of a file, and its two schemas. The second is made once, because it takes time for
-/// every column of the file.
+/// The footer of a file with its two schemas. The second schema is built once, because that takes
+/// time for every column of the file.
 #[derive(Debug)]
-pub(crate) struct Footer {
+pub(crate) struct FileFooter {
     read: ArrowReaderMetadata,
     views: OnceLock<Result<ArrowReaderMetadata, String>>,
 }
 
-impl Deref for Footer {
+impl Deref for FileFooter {
     type Target = ArrowReaderMetadata;
 
     fn deref(&self) -> &ArrowReaderMetadata {
@@ -43,25 +43,27 @@ impl Deref for Footer {
     }
 }
 
-impl Footer {
-    /// A footer as it was read.
+impl FileFooter {
+    /// Wraps a footer as it was read.
     pub(crate) fn new(read: ArrowReaderMetadata) -> Self {
         Self { read, views: OnceLock::new() }
     }
 
-    /// Returns the footer with a schema by which the library leaves texts and bytes of any length
-    /// in their pages.
+    /// Returns the footer with a schema of views, with which the library leaves strings and bytes
+    /// in the memory of their pages.
     ///
     /// # Errors
-    /// A column that the library does not read so.
-    pub(crate) fn views(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
-        let made = self.views.get_or_init(|| self.with_views().map_err(|error| error.to_string()));
+    /// A column that the library cannot read as views.
+    pub(crate) fn view_metadata(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
+        let made = self
+            .views
+            .get_or_init(|| self.build_view_metadata().map_err(|error| error.to_string()));
         made.clone().map_err(ParquetError::General)
     }
 
-    fn with_views(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
+    fn build_view_metadata(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
         let schema = self.read.schema();
-        let view = |field: &Arc<Field>| match view_of(field.data_type()) {
+        let view = |field: &Arc<Field>| match view_type(field.data_type()) {
             Some(kind) => Arc::new(field.as_ref().clone().with_data_type(kind)),
             None => Arc::clone(field),
         };
@@ -73,8 +75,8 @@ impl Footer {
     }
 }
 
-/// The type of views on values; `None` for values that are no texts or bytes of any length.
-pub(crate) fn view_of(kind: &DataType) -> Option<DataType> {
+/// Returns the view type of strings or bytes of any length; `None` for other types.
+pub(crate) fn view_type(kind: &DataType) -> Option<DataType> {
     match kind {
         DataType::Utf8 => Some(DataType::Utf8View),
         DataType::Binary => Some(DataType::BinaryView),
@@ -83,19 +85,19 @@ pub(crate) fn view_of(kind: &DataType) -> Option<DataType> {
 }
 
 /// Reads the footer of a file of `bytes` bytes.
-pub(crate) fn load(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
-    // A damaged footer may make the library panic.
-    catch_unwind(AssertUnwindSafe(|| parse(store, path, bytes))).unwrap_or_else(|panic| {
+pub(crate) fn load_footer(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
+    // A damaged footer may cause a panic in the library.
+    catch_unwind(AssertUnwindSafe(|| read_footer(store, path, bytes))).unwrap_or_else(|panic| {
         Err(Error::Corrupt {
-            file: store.name_of(path),
+            file: store.display_path(path),
             group: 0,
-            message: last_words(panic.as_ref()),
+            message: panic_message(panic.as_ref()),
         })
     })
 }
 
 /// Returns the message of a panic.
-pub(crate) fn last_words(panic: &(dyn Any + Send)) -> String {
+pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic
         .downcast_ref::<String>()
         .map(String::as_str)
@@ -103,12 +105,12 @@ pub(crate) fn last_words(panic: &(dyn Any + Send)) -> String {
     text.unwrap_or("no message").to_owned()
 }
 
-fn parse(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
-    let file = || store.name_of(path);
+fn read_footer(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
+    let file = || store.display_path(path);
     let mut parser = ParquetMetaDataReader::new().with_page_index_policy(PageIndexPolicy::Skip);
-    let mut length = TAIL.min(bytes);
+    let mut length = FOOTER_READ_BYTES.min(bytes);
     loop {
-        let tail = fetch_one(store, path, bytes - length..bytes)?;
+        let tail = read_range(store, path, bytes - length..bytes)?;
         match parser.try_parse_sized(&tail, bytes) {
             Ok(()) => break,
             Err(ParquetError::NeedMoreData(needed))
@@ -121,16 +123,16 @@ fn parse(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
     }
     let fail = |source| Error::Footer { file: file(), source };
     let metadata = parser.finish().map_err(fail)?;
-    possible(&metadata, bytes).map_err(|what| fail(ParquetError::General(what)))?;
-    // The Parquet types alone decide, so that files of different writers agree.
+    check_plausible(&metadata, bytes).map_err(|what| fail(ParquetError::General(what)))?;
+    // Only the Parquet types decide, so that files of different writers agree.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
     ArrowReaderMetadata::try_new(metadata.into(), options).map_err(fail)
 }
 
-/// Checks that what a footer says can be true of a file of `bytes` bytes: chunks and indexes lie in
-/// it, columns have as many values as there are rows, and no page decodes to more than the format
-/// lets it.
-fn possible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
+/// Checks that a footer is plausible for a file of `bytes` bytes: chunks and indexes are inside the
+/// file, columns have as many values as rows, and no chunk decodes to more bytes than the format
+/// allows.
+fn check_plausible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
     let inside = |from: i64, length: i64| {
         let (from, length) = (u64::try_from(from).ok(), u64::try_from(length).ok());
         from.zip(length)
@@ -160,7 +162,7 @@ fn possible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
             {
                 return wrong("an index outside of the file at", at);
             }
-            let most = size.saturating_mul(MOST_OF_BYTE);
+            let most = size.saturating_mul(MAX_VALUES_PER_BYTE);
             let flat = chunk.column_descr().max_rep_level() == 0;
             if values < rows || values > most || (flat && values != rows) {
                 return wrong("another number of values than it can have", values);
@@ -173,19 +175,19 @@ fn possible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
     Ok(())
 }
 
-fn fetch_one(store: &Store, path: &str, range: Range<u64>) -> Result<Bytes> {
+fn read_range(store: &Store, path: &str, range: Range<u64>) -> Result<Bytes> {
     Ok(store.read_ranges(path, std::slice::from_ref(&range))?.pop().unwrap_or_default())
 }
 
 /// Bytes of some ranges of one file.
 #[derive(Clone, Debug)]
-pub(crate) struct Fetched {
+pub(crate) struct FetchedRanges {
     pieces: Vec<(u64, Bytes)>,
     length: u64,
 }
 
-impl Fetched {
-    /// Fetches ranges; a remote store joins what is near.
+impl FetchedRanges {
+    /// Fetches ranges; a remote store joins neighbouring ones.
     ///
     /// # Errors
     /// The store's.
@@ -199,16 +201,16 @@ impl Fetched {
         Ok(Self { pieces: ranges.iter().map(|range| range.start).zip(pieces).collect(), length })
     }
 
-    /// Bytes of all pieces.
-    pub(crate) fn bytes(&self) -> usize {
+    /// Returns the bytes of all pieces.
+    pub(crate) fn total_bytes(&self) -> usize {
         self.pieces.iter().map(|(_, piece)| piece.len()).sum()
     }
 
-    /// Bytes from an offset on: so many, or all that there are.
+    /// Returns bytes from an offset: `length` of them, or all up to the end of the piece.
     ///
     /// # Errors
-    /// They were not fetched.
-    pub(crate) fn slice(
+    /// The bytes were not fetched.
+    pub(crate) fn slice_from(
         &self,
         start: u64,
         length: Option<usize>,
@@ -231,25 +233,25 @@ impl Fetched {
     }
 }
 
-impl Length for Fetched {
+impl Length for FetchedRanges {
     fn len(&self) -> u64 {
         self.length
     }
 }
 
-impl ChunkReader for Fetched {
+impl ChunkReader for FetchedRanges {
     type T = BytesReader<Bytes>;
 
     fn get_read(&self, start: u64) -> parquet::errors::Result<Self::T> {
-        Ok(self.slice(start, None)?.reader())
+        Ok(self.slice_from(start, None)?.reader())
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> parquet::errors::Result<Bytes> {
-        self.slice(start, Some(length))
+        self.slice_from(start, Some(length))
     }
 }
 
-/// The bytes of a column in a row group.
+/// Returns the byte range of a column chunk.
 pub(crate) fn chunk_range(chunk: &ColumnChunkMetaData) -> Range<u64> {
     let (start, length) = chunk.byte_range();
     start..start.saturating_add(length)

@@ -1,36 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Columns that are in the names of directories: `date=2024-01-01/part-0.parquet`.
+//! Columns whose values are in the names of directories: `date=2024-01-01/part-0.parquet`.
 
 use std::collections::BTreeMap;
 
 use arrow::buffer::Buffer;
-use farandole_dataset::{Column, DataFile, Element, Role};
+use farandole_dataset::{ColumnRole, DataFile, ElementType, ManifestColumn};
 
-/// Name of null.
-const NULL: &str = "__HIVE_DEFAULT_PARTITION__";
+/// Directory value that stands for null.
+const NULL_PARTITION_NAME: &str = "__HIVE_DEFAULT_PARTITION__";
 
-/// Origin of such columns in messages.
-const SOURCE: &str = "the names of directories";
+/// Source of such columns in messages.
+const PARTITION_COLUMN_SOURCE: &str = "the names of directories";
 
-/// Returns whether a column is in the names of directories; a file outside of them has nulls in it.
-pub(crate) fn is_one(column: &Column) -> bool {
-    column.source == SOURCE
+/// Returns whether the names of directories contain a column's values. Files outside such a
+/// directory have nulls in this column.
+pub(crate) fn is_partition_column(column: &ManifestColumn) -> bool {
+    column.source == PARTITION_COLUMN_SOURCE
 }
 
-/// Names and values in the directories of a path; nulls are left out.
-pub(crate) fn values_of(path: &str) -> BTreeMap<String, String> {
+/// Returns names and values from the directories of a path, without nulls.
+pub(crate) fn partition_values(path: &str) -> BTreeMap<String, String> {
     let directories = path.rsplit_once('/').map_or("", |(directories, _)| directories);
     let pairs = directories.split('/').filter_map(|part| part.split_once('='));
     pairs
-        .filter(|(_, value)| *value != NULL)
-        .map(|(name, value)| (unescaped(name), unescaped(value)))
+        .filter(|(_, value)| *value != NULL_PARTITION_NAME)
+        .map(|(name, value)| (unescape_percent(name), unescape_percent(value)))
         .collect()
 }
 
-/// `%3A` and the like, as Hive and Spark write what names of directories cannot hold.
-fn unescaped(text: &str) -> String {
+/// Decodes `%3A` and the like, with which Hive and Spark escape characters that names of
+/// directories cannot contain.
+fn unescape_percent(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let Some((first, after)) = rest.split_first() {
@@ -52,29 +54,29 @@ fn unescaped(text: &str) -> String {
     String::from_utf8(bytes).unwrap_or_else(|_| text.to_owned())
 }
 
-/// The columns that the files' values make, in the order of their names: whole numbers, numbers,
-/// else text.
-pub(crate) fn columns_of(files: &[DataFile]) -> Vec<Column> {
+/// Returns the columns that the files' directory values form, sorted by name: integers if all
+/// values are, else floats, else strings.
+pub(crate) fn partition_columns(files: &[DataFile]) -> Vec<ManifestColumn> {
     let mut values: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for (name, value) in files.iter().flat_map(|file| &file.values) {
         values.entry(name).or_default().push(value);
     }
     let column = |(name, values): (&str, Vec<&str>)| {
         let element = if values.iter().all(|value| value.parse::<i64>().is_ok()) {
-            Element::Int64
+            ElementType::Int64
         } else if values.iter().all(|value| value.parse::<f64>().is_ok()) {
-            Element::Float64
+            ElementType::Float64
         } else {
-            Element::Utf8
+            ElementType::Utf8
         };
         let without =
             files.iter().filter(|file| !file.values.contains_key(name)).map(|file| file.rows);
-        Column {
+        ManifestColumn {
             name: name.to_owned(),
-            role: Role::Feature,
+            role: ColumnRole::Feature,
             element,
             shape: Vec::new(),
-            source: SOURCE.to_owned(),
+            source: PARTITION_COLUMN_SOURCE.to_owned(),
             nulls: Some(without.sum()),
             min: None,
             max: None,
@@ -84,11 +86,11 @@ pub(crate) fn columns_of(files: &[DataFile]) -> Vec<Column> {
     values.into_iter().map(column).collect()
 }
 
-/// One value, so many times; `None` when it is none of this element.
-pub(crate) fn repeated(value: &str, element: Element, rows: usize) -> Option<Buffer> {
+/// Returns one value repeated `rows` times; `None` if the element cannot represent it.
+pub(crate) fn repeat_value(value: &str, element: ElementType, rows: usize) -> Option<Buffer> {
     match element {
-        Element::Int64 => Some(Buffer::from_vec(vec![value.parse::<i64>().ok()?; rows])),
-        Element::Float64 => Some(Buffer::from_vec(vec![value.parse::<f64>().ok()?; rows])),
+        ElementType::Int64 => Some(Buffer::from_vec(vec![value.parse::<i64>().ok()?; rows])),
+        ElementType::Float64 => Some(Buffer::from_vec(vec![value.parse::<f64>().ok()?; rows])),
         _ => None,
     }
 }
@@ -99,15 +101,16 @@ mod tests {
 
     #[test]
     fn names_of_directories_are_columns() {
-        let all = values_of("year=2024/at=10%3A30 x/empty=__HIVE_DEFAULT_PARTITION__/a=b.parquet");
+        let all =
+            partition_values("year=2024/at=10%3A30 x/empty=__HIVE_DEFAULT_PARTITION__/a=b.parquet");
         assert_eq!(
             all,
             BTreeMap::from([("year".into(), "2024".into()), ("at".into(), "10:30 x".into())])
         );
-        assert_eq!(unescaped("50%"), "50%");
+        assert_eq!(unescape_percent("50%"), "50%");
         let file = |path: &str| DataFile {
             rows: 3,
-            values: values_of(path),
+            values: partition_values(path),
             ..DataFile::new(path.into(), 0, vec![])
         };
         let files = [
@@ -116,16 +119,16 @@ mod tests {
             file("n=__HIVE_DEFAULT_PARTITION__/f=1/t=1/p"),
         ];
         let told: Vec<_> =
-            columns_of(&files).into_iter().map(|c| (c.name, c.element, c.nulls)).collect();
+            partition_columns(&files).into_iter().map(|c| (c.name, c.element, c.nulls)).collect();
         assert_eq!(
             told,
             [
-                ("f".into(), Element::Float64, Some(0)),
-                ("n".into(), Element::Int64, Some(3)),
-                ("t".into(), Element::Utf8, Some(0)),
+                ("f".into(), ElementType::Float64, Some(0)),
+                ("n".into(), ElementType::Int64, Some(3)),
+                ("t".into(), ElementType::Utf8, Some(0)),
             ]
         );
-        assert_eq!(repeated("07", Element::Int64, 2).unwrap().typed_data::<i64>(), [7, 7]);
-        assert!(repeated("x", Element::Float64, 2).is_none());
+        assert_eq!(repeat_value("07", ElementType::Int64, 2).unwrap().typed_data::<i64>(), [7, 7]);
+        assert!(repeat_value("x", ElementType::Float64, 2).is_none());
     }
 }

@@ -4,46 +4,46 @@
 //! Streams batches from Parquet, in the order of the plan of `farandole-dataset`.
 //!
 //! Owns the threads that fetch and decode, their memory, and the batches. It does not decide the
-//! order and knows no tensors: a batch consists of aligned buffers.
+//! order and has no tensors: a batch consists of aligned buffers.
 //!
 //! ```text
-//! Dataset::open --> Reader (columns, casts, budget) --> Epoch: threads
-//!     part of the plan --[range reads]--> column chunks --[decode]--> rows, shuffled --> block (held under the budget)
-//!     step of the plan --[gather from blocks]--> batch --[bounded, in order]--> consumer
+//! ParquetDataset::open_directory --> Reader (columns, casts, budget) --> EpochReader: threads
+//!     part of the plan --[range reads]--> column chunks --[decode]--> rows, shuffled --> block
+//!     step of the plan --[copy from blocks]--> batch --[bounded, in order]--> consumer
 //! ```
 //!
 //! Narrow columns are shuffled when they are decoded, column by column, while a block's column fits
-//! into the cache; batches then copy neighbouring values. Wide rows are moved once, from the
-//! decoded block into the batch. Values of any length stay in the pages that they were read from
-//! until the batch copies them, padded to one length if so asked.
+//! into the CPU cache. Batches then copy neighbouring values. Wide rows are moved only once, from
+//! the decoded block into the batch. Values of any length stay in their pages until the batch
+//! copies them; on request, they are padded to one length.
 //!
-//! If no batch is ready, the consumer creates the next one itself as soon as its blocks are loaded.
-//! If the blocks that end and those that begin in one step do not fit into the budget together, the
-//! rows of the former are copied first.
+//! If no batch is ready, the consumer puts the next one together itself as soon as its blocks are
+//! loaded. In one step, some blocks are used for the last time and others for the first time. If
+//! they do not fit into the budget together, the rows of blocks that end are copied first.
 //!
-//! Modules use only modules of earlier lines:
+//! A module uses only modules of the same line and of earlier lines:
 //!
 //! ```text
-//! error, hive, pool, column           words, memory, what a column is
-//! pages, footer, intact, fill         bytes of files, replacements
-//! padding                             lists as rows of one length
-//! origin, schema, values, texts       places of errors, types, copies of values
-//! dataset, lists, library, decode     a directory; column chunks to values
-//! batch, cache, block                 what is held
-//! assemble, state, epoch, reader      the order of work, threads
+//! error, hive, pool, column                          errors, memory, columns
+//! pages, footer, chunk_verification, fill            bytes of files, replacements
+//! padding                                            lists as rows of one length
+//! value_origin, schema, values, variable_length      origin of errors, types, copies of values
+//! dataset, lists, parquet_library, decode            a directory; column chunks to values
+//! batch, cache, block                                decoded data
+//! assemble, epoch_state, epoch, reader               order of work, threads
 //! ```
 //!
 //! Invariants:
-//! - `RE-1`: batches come in the plan's order, whatever the timing of threads.
+//! - `RE-1`: batches come in the plan's order, regardless of the timing of threads.
 //! - `RE-2`: decoded blocks never take more than the byte budget; a plan that needs more is refused
-//!   at its start. Texts count with the size that files state; if they take more, reading continues
-//!   with one block at a time, and ready batches take at most a quarter of what the blocks leave of
-//!   the budget, or 16 MiB, and one batch more. A page that takes more than the budget is an error,
-//!   and so are the texts of a block that take more than four times as much.
-//! - `RE-3`: parts are loaded in the order of their first step, so that the budget cannot be filled
-//!   with later ones.
-//! - `RE-4`: threads end with the epoch: at its end, at an error, when it is dropped; one whose
-//!   store does not answer ends with its request, and is not waited for.
+//!   at the start. Strings count with the size that files state. If they take more, reading
+//!   continues with one block at a time. Ready batches take at most a quarter of the budget that
+//!   blocks leave free, or 16 MiB, and one batch more. It is an error if a page takes more than the
+//!   budget, or the strings of a block more than four times the budget.
+//! - `RE-3`: parts are loaded in the order of their first step, so that later ones cannot fill the
+//!   budget.
+//! - `RE-4`: threads end with the epoch: at its end, at an error, or when it is dropped. A thread
+//!   whose store does not answer ends with its request, and is not waited for.
 //! - `RE-5`: a defect of a file becomes an error of the consumer that names file, row group and
 //!   column.
 
@@ -53,31 +53,31 @@ mod assemble;
 mod batch;
 mod block;
 mod cache;
+mod chunk_verification;
 mod column;
 mod dataset;
 mod decode;
 mod epoch;
+mod epoch_state;
 mod error;
 mod fill;
 mod footer;
 mod hive;
-mod intact;
-mod library;
 mod lists;
-mod origin;
 mod padding;
 mod pages;
+mod parquet_library;
 mod pool;
 mod reader;
 mod schema;
-mod state;
-mod texts;
+mod value_origin;
 mod values;
+mod variable_length;
 
-pub use batch::{Batch, Held};
-pub use column::Field;
-pub use dataset::Dataset;
-pub use epoch::{Epoch, Next};
-pub use error::{Error, Fault, Result};
-pub use padding::Padding;
-pub use reader::{Options, Reader};
+pub use batch::{Batch, ColumnExtent};
+pub use column::BatchField;
+pub use dataset::ParquetDataset;
+pub use epoch::{EpochReader, NextBatch};
+pub use error::{Error, ReadFault, Result};
+pub use padding::RowPadding;
+pub use reader::{Reader, ReaderOptions};

@@ -1,104 +1,108 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Lists of numbers that become rows of one length.
+//! Padding of lists of numbers to one length.
 
 use std::sync::Arc;
 
 use crate::error::Error;
-use crate::pool::{Pool, Slab, typed_mut};
+use crate::pool::{BufferPool, PooledBuffer, as_values_mut};
 
-/// Rules by which the rows of a column, each the bytes of its values, become rows of one length.
+/// Rule that makes rows of one length from the rows of a ragged column. A row is the bytes of its
+/// values.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Padding {
-    /// The value after the last one of a row, as bytes; its width is that of every value.
+pub struct RowPadding {
+    /// Bytes of the value that fills the end of a short row. Every value has this width.
     pub fill: Vec<u8>,
-    /// Values of a row that are kept, one at least.
-    pub most: usize,
-    /// Lengths are multiples of this, up to `most`.
+    /// Most values of a row; further ones are cut off. At least 1.
+    pub max_values: usize,
+    /// Divisor of the padded length, unless the length is `max_values`.
     pub step: usize,
-    /// Whether the length is `most`, also where all rows are shorter.
+    /// Whether the length is always `max_values`, even if all rows are shorter.
     pub fixed: bool,
 }
 
-/// Memory of so many bytes, which cannot be had.
+/// Failure to allocate this number of bytes.
 #[derive(Debug)]
-pub(crate) struct Lack(pub(crate) usize);
+pub(crate) struct AllocationFailure(pub(crate) usize);
 
-impl Padding {
-    /// Returns what is wrong with it, if anything is.
-    pub(crate) fn wrong(&self) -> Option<&'static str> {
+impl RowPadding {
+    /// Returns the reason why the rule is invalid, if it is.
+    pub(crate) fn find_defect(&self) -> Option<&'static str> {
         if self.fill.is_empty() {
             Some("the value that fills a row has no bytes")
-        } else if self.most == 0 || self.step == 0 {
+        } else if self.max_values == 0 || self.step == 0 {
             Some("rows are padded to one value at least, in steps of one value at least")
         } else {
             None
         }
     }
 
-    /// Bytes that so many rows take at least, and at most.
-    pub(crate) fn bytes_of(&self, rows: usize) -> (usize, usize) {
+    /// Returns the least and the most bytes of `rows` rows.
+    pub(crate) fn byte_bounds(&self, rows: usize) -> (usize, usize) {
         let bytes = |length: usize| rows.saturating_mul(length).saturating_mul(self.fill.len());
-        (bytes(self.length(0)), bytes(self.most))
+        (bytes(self.padded_length(0)), bytes(self.max_values))
     }
 
-    /// The first length that is no multiple of a value's bytes, and these.
-    pub(crate) fn torn(&self, lengths: impl Iterator<Item = u32>) -> Option<(usize, usize)> {
+    /// Returns the first length that is not a multiple of a value's width, and the width.
+    pub(crate) fn find_partial_value(
+        &self,
+        lengths: impl Iterator<Item = u32>,
+    ) -> Option<(usize, usize)> {
         let width = self.fill.len().max(1);
         let length = lengths.map(|length| length as usize).find(|length| length % width != 0);
         length.map(|length| (length, width))
     }
 
-    /// Values of every row of a batch, the longest row of which has `longest`.
-    fn length(&self, longest: usize) -> usize {
+    /// Returns the padded length in values for a batch whose longest row has `longest` values.
+    fn padded_length(&self, longest: usize) -> usize {
         if self.fixed {
-            return self.most;
+            return self.max_values;
         }
-        longest.max(1).div_ceil(self.step).saturating_mul(self.step).min(self.most)
+        longest.max(1).div_ceil(self.step).saturating_mul(self.step).min(self.max_values)
     }
 
-    /// Rows of one length: their memory, their bytes, and the length in values. The values of each
-    /// row are whole.
+    /// Pads rows to one length. Returns their memory, their size in bytes, and the length in
+    /// values. The bytes of each row must be whole values.
     ///
     /// # Errors
-    /// Memory that cannot be had.
-    pub(crate) fn padded<'a>(
+    /// The memory cannot be allocated.
+    pub(crate) fn pad_rows<'a>(
         &self,
         values: impl Iterator<Item = &'a [u8]>,
         rows: usize,
         longest: usize,
-        pool: &Arc<Pool>,
-    ) -> Result<(Slab, usize, usize), Lack> {
+        pool: &Arc<BufferPool>,
+    ) -> Result<(PooledBuffer, usize, usize), AllocationFailure> {
         let width = self.fill.len();
-        let length = self.length(longest / width);
+        let length = self.padded_length(longest / width);
         let row = length.saturating_mul(width);
-        let bytes = row.checked_mul(rows).ok_or(Lack(usize::MAX))?;
-        let mut slab = pool.try_take(bytes).ok_or(Lack(bytes))?;
-        let out = slab.bytes_mut().get_mut(..bytes).unwrap_or_default();
+        let bytes = row.checked_mul(rows).ok_or(AllocationFailure(usize::MAX))?;
+        let mut slab = pool.try_take_buffer(bytes).ok_or(AllocationFailure(bytes))?;
+        let out = slab.as_mut_slice().get_mut(..bytes).unwrap_or_default();
         for (slot, value) in out.chunks_exact_mut(row).zip(values) {
             let (kept, rest) = slot.split_at_mut(value.len().min(row));
             kept.copy_from_slice(value.get(..kept.len()).unwrap_or_default());
-            repeat(rest, &self.fill);
+            fill_with_value(rest, &self.fill);
         }
         Ok((slab, bytes, length))
     }
 }
 
-impl Lack {
-    /// The error of a column.
-    pub(crate) fn of(self, column: &str) -> Error {
+impl AllocationFailure {
+    /// Converts the failure into the error of a column.
+    pub(crate) fn into_column_error(self, column: &str) -> Error {
         Error::Memory { column: column.to_owned(), bytes: self.0 }
     }
 }
 
-/// Fills memory that begins at a multiple of the value's width with the value.
-fn repeat(out: &mut [u8], value: &[u8]) {
+/// Fills memory with a value. The memory starts at a multiple of the value's width.
+fn fill_with_value(out: &mut [u8], value: &[u8]) {
     match *value {
         [first, ..] if value.iter().all(|byte| *byte == first) => out.fill(first),
-        [a, b, c, d] => typed_mut::<u32>(out).fill(u32::from_ne_bytes([a, b, c, d])),
+        [a, b, c, d] => as_values_mut::<u32>(out).fill(u32::from_ne_bytes([a, b, c, d])),
         [a, b, c, d, e, f, g, h] => {
-            typed_mut::<u64>(out).fill(u64::from_ne_bytes([a, b, c, d, e, f, g, h]))
+            as_values_mut::<u64>(out).fill(u64::from_ne_bytes([a, b, c, d, e, f, g, h]))
         }
         _ => out.chunks_exact_mut(value.len().max(1)).for_each(|slot| slot.copy_from_slice(value)),
     }
@@ -108,15 +112,16 @@ fn repeat(out: &mut [u8], value: &[u8]) {
 mod tests {
     use super::*;
 
-    fn padding(fill: &[u8], most: usize, step: usize) -> Padding {
-        Padding { fill: fill.to_vec(), most, step, fixed: false }
+    fn padding(fill: &[u8], most: usize, step: usize) -> RowPadding {
+        RowPadding { fill: fill.to_vec(), max_values: most, step, fixed: false }
     }
 
-    fn padded(how: &Padding, rows: &[&[u8]]) -> Result<(Vec<u8>, usize), Lack> {
-        let pool = Pool::new(1 << 20);
+    fn padded(how: &RowPadding, rows: &[&[u8]]) -> Result<(Vec<u8>, usize), AllocationFailure> {
+        let pool = BufferPool::new(1 << 20);
         let longest = rows.iter().map(|row| row.len()).max().unwrap_or_default();
-        let (slab, bytes, length) = how.padded(rows.iter().copied(), rows.len(), longest, &pool)?;
-        Ok((slab.bytes()[..bytes].to_vec(), length))
+        let (slab, bytes, length) =
+            how.pad_rows(rows.iter().copied(), rows.len(), longest, &pool)?;
+        Ok((slab.as_slice()[..bytes].to_vec(), length))
     }
 
     #[test]
@@ -131,7 +136,7 @@ mod tests {
         assert_eq!(padded(&padding(&[9], 3, 2), &rows).unwrap().1, 3);
         assert_eq!(padded(&padding(&[9], 8, 3), &[&[], &[]]).unwrap(), (vec![9; 6], 3));
         assert_eq!(
-            padded(&Padding { fixed: true, ..padding(&[9], 4, 1) }, &[&[1]]).unwrap(),
+            padded(&RowPadding { fixed: true, ..padding(&[9], 4, 1) }, &[&[1]]).unwrap(),
             (vec![1, 9, 9, 9], 4)
         );
         assert_eq!(padded(&padding(&[9], 8, 3), &[]).unwrap(), (vec![], 3));
@@ -148,18 +153,20 @@ mod tests {
 
     #[test]
     fn rows_of_half_values_and_of_too_many_bytes_are_refused() {
-        assert_eq!(padding(&[0; 4], 8, 1).torn([4, 6, 7].into_iter()), Some((6, 4)));
-        assert_eq!(padding(&[0; 4], 8, 1).torn([4, 0, 8].into_iter()), None);
-        let endless = Padding { fixed: true, ..padding(&[0; 8], 1 << 50, 1) };
-        assert!(matches!(padded(&endless, &[&[0; 8]]), Err(Lack(bytes)) if bytes == 1 << 53));
-        let endless = Padding { most: usize::MAX, ..endless };
-        assert!(matches!(padded(&endless, &[&[], &[]]), Err(Lack(_))));
+        assert_eq!(padding(&[0; 4], 8, 1).find_partial_value([4, 6, 7].into_iter()), Some((6, 4)));
+        assert_eq!(padding(&[0; 4], 8, 1).find_partial_value([4, 0, 8].into_iter()), None);
+        let endless = RowPadding { fixed: true, ..padding(&[0; 8], 1 << 50, 1) };
+        assert!(
+            matches!(padded(&endless, &[&[0; 8]]), Err(AllocationFailure(bytes)) if bytes == 1 << 53)
+        );
+        let endless = RowPadding { max_values: usize::MAX, ..endless };
+        assert!(matches!(padded(&endless, &[&[], &[]]), Err(AllocationFailure(_))));
     }
 
     #[test]
     fn rows_take_the_shortest_length_at_least_and_the_longest_at_most() {
         let bytes =
-            |most, step, fixed| Padding { fixed, ..padding(&[0; 4], most, step) }.bytes_of(3);
+            |most, step, fixed| RowPadding { fixed, ..padding(&[0; 4], most, step) }.byte_bounds(3);
         assert_eq!(bytes(8, 1, false), (12, 96));
         assert_eq!(bytes(8, 3, false), (36, 96));
         assert_eq!(bytes(8, 8, false), (96, 96));

@@ -1,60 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The reader of one rank, epoch by epoch.
+//! Reads the rows of one rank, epoch by epoch.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use farandole_dataset::{Element, Plan, Request, Tail};
+use farandole_dataset::{ElementType, EpochPlan, EpochRequest, TailPolicy};
 use farandole_world::Rank;
 
-use crate::cache::Cache;
-use crate::column::{Field, Selected};
-use crate::dataset::Dataset;
-use crate::epoch::{Epoch, Setup};
+use crate::cache::BlockCache;
+use crate::column::{BatchField, SelectedColumn};
+use crate::dataset::ParquetDataset;
+use crate::epoch::{EpochReader, EpochSetup};
 use crate::error::{Error, Result};
-use crate::fill::fits;
-use crate::padding::Padding;
-use crate::pool::Pool;
-use crate::values::castable;
+use crate::fill::is_representable;
+use crate::padding::RowPadding;
+use crate::pool::BufferPool;
+use crate::values::is_castable;
 
-/// Options of reading.
+/// Options of a reader.
 #[derive(Clone, Debug)]
-pub struct Options {
-    /// Columns, in this order; all columns of numbers that a batch can hold if absent.
+pub struct ReaderOptions {
+    /// Columns, in this order; if absent, all numeric columns that a batch can contain.
     pub columns: Option<Vec<String>>,
-    /// Rows of a batch of this rank.
+    /// Rows in a batch of this rank.
     pub batch_size: u64,
     /// This rank.
     pub rank: Rank,
-    /// Ranks of the world.
+    /// Number of ranks.
     pub size: u32,
     /// Seed of the shuffle.
     pub seed: u64,
-    /// File order when false.
+    /// Whether rows are shuffled; otherwise they come in file order.
     pub shuffle: bool,
-    /// Bytes of decoded blocks held at once.
+    /// Most bytes of decoded blocks at a time.
     pub byte_budget: u64,
-    /// Reading threads.
+    /// Number of decoding threads.
     pub threads: usize,
-    /// Treatment of the rows that fill no batch.
-    pub tail: Tail,
-    /// Element types to convert to, by column; `"*"` stands for all other columns of floats.
+    /// Policy for rows that fill no batch.
+    pub tail: TailPolicy,
+    /// Element types to convert to, by column; `"*"` is for all other float columns.
     pub cast: HashMap<String, String>,
-    /// Replacements of nulls, and of NaN among floats, by column; `"*"` stands for all other
-    /// columns with such values. They are errors else.
+    /// Replacements of nulls, and of NaN in floats, by column; `"*"` is for all other columns with
+    /// such values. Without a replacement, they are errors.
     pub fill: HashMap<String, f64>,
-    /// Takes NaN that is not filled, and infinities, as values like any others.
+    /// Whether NaN without a replacement and infinities are accepted.
     pub allow_nan: bool,
-    /// The padding of ragged columns, whose rows are stored as bytes, to one length.
-    pub pad: HashMap<String, Padding>,
-    /// A directory where decoded blocks are kept for all readers of this host that read the same
-    /// columns.
+    /// Padding rules of ragged columns, whose rows are stored as bytes.
+    pub pad: HashMap<String, RowPadding>,
+    /// Directory for decoded blocks that all readers of the same columns on this host share.
     pub cache: Option<String>,
 }
 
-impl Default for Options {
+impl Default for ReaderOptions {
     fn default() -> Self {
         Self {
             columns: None,
@@ -65,7 +64,7 @@ impl Default for Options {
             shuffle: true,
             byte_budget: 512 << 20,
             threads: 2,
-            tail: Tail::Keep,
+            tail: TailPolicy::Keep,
             cast: HashMap::new(),
             fill: HashMap::new(),
             allow_nan: true,
@@ -75,49 +74,54 @@ impl Default for Options {
     }
 }
 
-/// A rank's part of a data set.
+/// A reader of one rank's rows of a data set.
 #[derive(Debug)]
 pub struct Reader {
-    dataset: Arc<Dataset>,
-    selected: Arc<[Selected]>,
-    options: Options,
-    pool: Arc<Pool>,
-    cache: Option<Arc<Cache>>,
+    dataset: Arc<ParquetDataset>,
+    selected: Arc<[SelectedColumn]>,
+    options: ReaderOptions,
+    pool: Arc<BufferPool>,
+    cache: Option<Arc<BlockCache>>,
 }
 
 impl Reader {
-    /// Chooses columns and checks the request.
+    /// Selects columns and checks the options.
     ///
     /// # Errors
-    /// Unknown or unreadable columns, casts that cannot be, a rank past the size, no batch size.
-    pub fn new(dataset: Arc<Dataset>, options: Options) -> Result<Self> {
-        let fields = dataset.select(options.columns.as_deref())?;
+    /// Unknown or unreadable columns, unsupported casts, a rank outside of the world, a batch size
+    /// of 0.
+    pub fn new(dataset: Arc<ParquetDataset>, options: ReaderOptions) -> Result<Self> {
+        let fields = dataset.select_fields(options.columns.as_deref())?;
         for (what, names) in [
-            ("cast", names(&options.cast)),
-            ("filled", names(&options.fill)),
-            ("padded", names(&options.pad)),
+            ("cast", column_names(&options.cast)),
+            ("filled", column_names(&options.fill)),
+            ("padded", column_names(&options.pad)),
         ] {
             let unknown = |name: &&String| *name != "*" && !fields.iter().any(|f| f.name == **name);
             if let Some(name) = names.into_iter().find(unknown) {
-                dataset.select(Some(std::slice::from_ref(name)))?;
+                dataset.select_fields(Some(std::slice::from_ref(name)))?;
                 let reason = format!("it is {what} but not selected");
                 return Err(Error::Unreadable { column: name.clone(), reason });
             }
         }
-        let selected: Arc<[Selected]> =
-            fields.into_iter().map(|field| select(field, &options)).collect::<Result<_>>()?;
+        let selected: Arc<[SelectedColumn]> = fields
+            .into_iter()
+            .map(|field| select_column(field, &options))
+            .collect::<Result<_>>()?;
         let cache = match &options.cache {
-            Some(directory) => Some(Arc::new(Cache::open(directory, &dataset, &selected)?)),
+            Some(directory) => {
+                Some(Arc::new(BlockCache::open_or_create(directory, &dataset, &selected)?))
+            }
             None => None,
         };
-        let reader = Self { dataset, selected, options, pool: Pool::new(0), cache };
-        Plan::new(reader.dataset.lanes(), &reader.request(0, 0))?;
+        let reader = Self { dataset, selected, options, pool: BufferPool::new(0), cache };
+        EpochPlan::new(reader.dataset.lane_layout(), &reader.epoch_request(0, 0))?;
         Ok(reader)
     }
 
-    fn request(&self, epoch: u64, start_row: u64) -> Request {
+    fn epoch_request(&self, epoch: u64, start_row: u64) -> EpochRequest {
         let options = &self.options;
-        Request {
+        EpochRequest {
             seed: options.seed,
             epoch,
             shuffle: options.shuffle,
@@ -130,25 +134,27 @@ impl Reader {
     }
 
     /// Returns the fields of batches.
-    pub fn fields(&self) -> Vec<Field> {
+    pub fn fields(&self) -> Vec<BatchField> {
         self.selected
             .iter()
-            .map(|column| Field { element: column.out, ..column.field.clone() })
+            .map(|column| BatchField { element: column.output_element, ..column.field.clone() })
             .collect()
     }
 
-    /// Batches of an epoch that starts after `start_row` rows, the same on every rank.
-    pub fn steps(&self, start_row: u64) -> u64 {
-        self.request(0, start_row).steps(self.dataset.manifest().rows)
+    /// Returns the number of batches of an epoch that starts after `start_row` rows; it is the same
+    /// on every rank, except with [`TailPolicy::Join`].
+    pub fn step_count(&self, start_row: u64) -> u64 {
+        self.epoch_request(0, start_row).step_count(self.dataset.manifest().rows)
     }
 
     /// Starts an epoch.
     ///
     /// # Errors
-    /// A budget that is too small, no threads.
-    pub fn epoch(&self, epoch: u64, start_row: u64) -> Result<Epoch> {
-        let plan = Plan::new(self.dataset.lanes(), &self.request(epoch, start_row))?;
-        Epoch::start(Setup {
+    /// A budget that is too small, or a thread that cannot be started.
+    pub fn start_epoch(&self, epoch: u64, start_row: u64) -> Result<EpochReader> {
+        let plan =
+            EpochPlan::new(self.dataset.lane_layout(), &self.epoch_request(epoch, start_row))?;
+        EpochReader::start_threads(EpochSetup {
             dataset: Arc::clone(&self.dataset),
             selected: Arc::clone(&self.selected),
             pool: Arc::clone(&self.pool),
@@ -160,52 +166,52 @@ impl Reader {
     }
 }
 
-fn names<T>(map: &HashMap<String, T>) -> Vec<&String> {
+fn column_names<T>(map: &HashMap<String, T>) -> Vec<&String> {
     map.keys().collect()
 }
 
-fn select(field: Field, options: &Options) -> Result<Selected> {
+fn select_column(field: BatchField, options: &ReaderOptions) -> Result<SelectedColumn> {
     let unreadable =
         |reason: &str| Error::Unreadable { column: field.name.clone(), reason: reason.to_owned() };
-    if field.is_text() && options.cache.is_some() {
+    if field.is_variable_length() && options.cache.is_some() {
         return Err(unreadable("it has texts, and only numbers are kept in memory"));
     }
     let named = options.fill.get(&field.name);
-    if field.is_text() && named.is_some() {
+    if field.is_variable_length() && named.is_some() {
         return Err(unreadable(
             "it has texts, which a number cannot fill: fill them when the data is prepared",
         ));
     }
-    if let Some(value) = named.filter(|value| !fits(field.element, **value)) {
+    if let Some(value) = named.filter(|value| !is_representable(field.element, **value)) {
         return Err(unreadable(&format!(
             "its {} cannot be filled with {value}",
-            field.element.name()
+            field.element.numpy_name()
         )));
     }
     let fill = named
-        .or_else(|| options.fill.get("*").filter(|value| fits(field.element, **value)))
+        .or_else(|| options.fill.get("*").filter(|value| is_representable(field.element, **value)))
         .copied();
     let padding = options.pad.get(&field.name);
-    if padding.is_some() && field.element != Element::Binary {
+    if padding.is_some() && field.element != ElementType::Binary {
         return Err(unreadable("only lists of different lengths are padded"));
     }
-    if let Some(what) = padding.and_then(Padding::wrong) {
+    if let Some(what) = padding.and_then(RowPadding::find_defect) {
         return Err(unreadable(what));
     }
-    let out = cast(&field, &options.cast)?;
+    let out = cast_target(&field, &options.cast)?;
     let padding = padding.cloned().map(Arc::new);
-    Ok(Selected { out, fill, allow_nan: options.allow_nan, padding, field })
+    Ok(SelectedColumn { output_element: out, fill, allow_nan: options.allow_nan, padding, field })
 }
 
-fn cast(field: &Field, casts: &HashMap<String, String>) -> Result<Element> {
+fn cast_target(field: &BatchField, casts: &HashMap<String, String>) -> Result<ElementType> {
     let named = casts.get(&field.name);
     let Some(to) = named.or_else(|| casts.get("*").filter(|_| field.element.is_float())) else {
         return Ok(field.element);
     };
-    let out = Element::named(to).filter(|out| castable(field.element, *out));
+    let out = ElementType::from_numpy_name(to).filter(|out| is_castable(field.element, *out));
     out.ok_or_else(|| Error::Cast {
         column: field.name.clone(),
-        from: field.element.name(),
+        from: field.element.numpy_name(),
         to: to.clone(),
     })
 }

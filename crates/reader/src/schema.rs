@@ -1,56 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Columns of files that were not prepared.
+//! Types of the columns in files that were not prepared.
 
 use arrow::datatypes::{DataType, Schema};
-use farandole_dataset::{Column, Element, Role};
+use farandole_dataset::{ColumnRole, ElementType, ManifestColumn};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::basic::Type as Physical;
 
-use crate::column::Field;
-use crate::pages::{Levels, Stored};
+use crate::column::BatchField;
+use crate::pages::{LevelLayout, ValueStorage};
 
-/// The element that an Arrow scalar is read as; `None` when there is none.
-pub(crate) fn element_of(kind: &DataType) -> Option<Element> {
+/// Returns the element type of an Arrow scalar; `None` if the scalar is not supported.
+pub(crate) fn element_type(kind: &DataType) -> Option<ElementType> {
     Some(match kind {
-        DataType::Boolean => Element::Bool,
-        DataType::Int8 => Element::Int8,
-        DataType::Int16 => Element::Int16,
-        DataType::Int32 => Element::Int32,
+        DataType::Boolean => ElementType::Bool,
+        DataType::Int8 => ElementType::Int8,
+        DataType::Int16 => ElementType::Int16,
+        DataType::Int32 => ElementType::Int32,
         DataType::Int64
         | DataType::Date32
         | DataType::Date64
         | DataType::Timestamp(..)
         | DataType::Time32(_)
         | DataType::Time64(_)
-        | DataType::Duration(_) => Element::Int64,
-        DataType::UInt8 => Element::UInt8,
-        DataType::UInt16 => Element::UInt16,
-        DataType::UInt32 => Element::UInt32,
-        DataType::UInt64 => Element::UInt64,
-        DataType::Float16 | DataType::Float32 => Element::Float32,
+        | DataType::Duration(_) => ElementType::Int64,
+        DataType::UInt8 => ElementType::UInt8,
+        DataType::UInt16 => ElementType::UInt16,
+        DataType::UInt32 => ElementType::UInt32,
+        DataType::UInt64 => ElementType::UInt64,
+        DataType::Float16 | DataType::Float32 => ElementType::Float32,
         DataType::Float64
         | DataType::Decimal32(..)
         | DataType::Decimal64(..)
         | DataType::Decimal128(..)
-        | DataType::Decimal256(..) => Element::Float64,
-        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => Element::Utf8,
+        | DataType::Decimal256(..) => ElementType::Float64,
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => ElementType::Utf8,
         DataType::Binary
         | DataType::LargeBinary
         | DataType::BinaryView
-        | DataType::FixedSizeBinary(_) => Element::Binary,
+        | DataType::FixedSizeBinary(_) => ElementType::Binary,
         _ => return None,
     })
 }
 
-/// Returns the storage of a column's pages, if it is of a kind that we decode ourselves.
-pub(crate) fn direct(
+/// Returns the stored form of a column, if its pages are decoded here.
+pub(crate) fn page_storage(
     file: &ArrowReaderMetadata,
     kind: &DataType,
     leaf: usize,
-    field: &Field,
-) -> Option<(Stored, Levels)> {
+    field: &BatchField,
+) -> Option<(ValueStorage, LevelLayout)> {
     let descriptor = file.parquet_schema().column(leaf);
     let (list, kind) = match kind {
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
@@ -59,12 +59,12 @@ pub(crate) fn direct(
         kind => (false, kind),
     };
     let stored = match (descriptor.physical_type(), kind) {
-        (Physical::BOOLEAN, DataType::Boolean) => Stored::Bits,
-        (Physical::INT32, DataType::Int8 | DataType::UInt8) => Stored::Narrow(1),
-        (Physical::INT32, DataType::Int16 | DataType::UInt16) => Stored::Narrow(2),
+        (Physical::BOOLEAN, DataType::Boolean) => ValueStorage::Bits,
+        (Physical::INT32, DataType::Int8 | DataType::UInt8) => ValueStorage::Narrow(1),
+        (Physical::INT32, DataType::Int16 | DataType::UInt16) => ValueStorage::Narrow(2),
         (Physical::INT32, DataType::Int32 | DataType::UInt32)
-        | (Physical::FLOAT, DataType::Float32) => Stored::Same(4),
-        (Physical::INT32, DataType::Date32 | DataType::Time32(_)) => Stored::Widen,
+        | (Physical::FLOAT, DataType::Float32) => ValueStorage::Verbatim(4),
+        (Physical::INT32, DataType::Date32 | DataType::Time32(_)) => ValueStorage::Widen,
         (
             Physical::INT64,
             DataType::Int64
@@ -73,11 +73,11 @@ pub(crate) fn direct(
             | DataType::Time64(_)
             | DataType::Duration(_),
         )
-        | (Physical::DOUBLE, DataType::Float64) => Stored::Same(8),
+        | (Physical::DOUBLE, DataType::Float64) => ValueStorage::Verbatim(8),
         (Physical::FIXED_LEN_BYTE_ARRAY, DataType::FixedSizeBinary(_))
-            if !list && field.width() > 0 =>
+            if !list && field.row_width() > 0 =>
         {
-            Stored::Same(field.width())
+            ValueStorage::Verbatim(field.row_width())
         }
         _ => return None,
     };
@@ -85,48 +85,53 @@ pub(crate) fn direct(
     let repeated = u32::try_from(descriptor.max_rep_level()).ok()?;
     let optional = u32::from(descriptor.self_type().is_optional());
     let levels = match (list, repeated) {
-        (false, 0) if defined <= 1 => Levels { defined, present: 0, repeated, length: 1 },
-        (true, 1) => Levels {
+        (false, 0) if defined <= 1 => LevelLayout { defined, present: 0, repeated, length: 1 },
+        (true, 1) => LevelLayout {
             defined,
             present: defined.checked_sub(optional)?,
             repeated,
-            length: field.elements(),
+            length: field.elements_per_row(),
         },
         _ => return None,
     };
     Some((stored, levels))
 }
 
-/// Element and whether there is one list around it.
-pub(crate) fn shape_of(kind: &DataType) -> Option<(Element, bool)> {
+/// Returns the element type, and whether it is inside of one list.
+pub(crate) fn element_and_list(kind: &DataType) -> Option<(ElementType, bool)> {
     match kind {
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
-            Some((element_of(item.data_type())?, true))
+            Some((element_type(item.data_type())?, true))
         }
-        other => Some((element_of(other)?, false)),
+        other => Some((element_type(other)?, false)),
     }
 }
 
-/// The columns of a file, and for those that no batch can hold the reason.
-pub(crate) fn columns_of(file: &ArrowReaderMetadata) -> Vec<(Column, Option<String>)> {
+/// Returns the columns of a file, each with the reason if no batch can contain it.
+pub(crate) fn file_columns(file: &ArrowReaderMetadata) -> Vec<(ManifestColumn, Option<String>)> {
     let schema: &Schema = file.schema();
-    schema.fields().iter().enumerate().map(|(root, field)| describe(file, root, field)).collect()
+    schema
+        .fields()
+        .iter()
+        .enumerate()
+        .map(|(root, field)| describe_column(file, root, field))
+        .collect()
 }
 
-fn describe(
+fn describe_column(
     file: &ArrowReaderMetadata,
     root: usize,
     field: &arrow::datatypes::Field,
-) -> (Column, Option<String>) {
+) -> (ManifestColumn, Option<String>) {
     let kind = field.data_type();
-    let found = shape_of(kind);
-    let mut column = Column {
+    let found = element_and_list(kind);
+    let mut column = ManifestColumn {
         name: field.name().clone(),
-        role: Role::Feature,
-        element: found.map_or(Element::Binary, |(element, _)| element),
+        role: ColumnRole::Feature,
+        element: found.map_or(ElementType::Binary, |(element, _)| element),
         shape: Vec::new(),
         source: kind.to_string(),
-        nulls: if field.is_nullable() { nulls(file, root) } else { Some(0) },
+        nulls: if field.is_nullable() { count_nulls(file, root) } else { Some(0) },
         min: None,
         max: None,
         unreadable: None,
@@ -134,8 +139,8 @@ fn describe(
     let reason = match found {
         None => Some(format!("it is {kind}")),
         Some((_, false)) => None,
-        Some((element, true)) if element.width().is_none() => {
-            Some(format!("it is a list of {}", element.name()))
+        Some((element, true)) if element.byte_width().is_none() => {
+            Some(format!("it is a list of {}", element.numpy_name()))
         }
         Some((_, true)) => match list_length(file, root) {
             Some(length) if length > 0 => {
@@ -149,17 +154,18 @@ fn describe(
     (column, reason)
 }
 
-/// The only leaf of a root column, when there is one.
-pub(crate) fn leaf_of(file: &ArrowReaderMetadata, root: usize) -> Option<usize> {
+/// Returns the leaf of a root column, if it has only one.
+pub(crate) fn single_leaf(file: &ArrowReaderMetadata, root: usize) -> Option<usize> {
     let schema = file.parquet_schema();
     let mut leaves =
         (0..schema.num_columns()).filter(|leaf| schema.get_column_root_idx(*leaf) == root);
     leaves.next().filter(|_| leaves.next().is_none())
 }
 
-/// The one length of all lists: values by rows, in every row group alike.
+/// Returns the length of all lists, if it is the same in every row group: values divided by rows.
+/// The levels are checked when the rows are read.
 fn list_length(file: &ArrowReaderMetadata, root: usize) -> Option<u64> {
-    let leaf = leaf_of(file, root)?;
+    let leaf = single_leaf(file, root)?;
     let mut length = None;
     for group in file.metadata().row_groups() {
         let rows = u64::try_from(group.num_rows()).ok()?;
@@ -175,9 +181,9 @@ fn list_length(file: &ArrowReaderMetadata, root: usize) -> Option<u64> {
     Some(length.unwrap_or(0))
 }
 
-/// Nulls as the statistics count them.
-fn nulls(file: &ArrowReaderMetadata, root: usize) -> Option<u64> {
-    let leaf = leaf_of(file, root)?;
+/// Returns the number of nulls by the statistics of all row groups.
+fn count_nulls(file: &ArrowReaderMetadata, root: usize) -> Option<u64> {
+    let leaf = single_leaf(file, root)?;
     let counts = file.metadata().row_groups().iter();
     counts.map(|group| group.columns().get(leaf)?.statistics()?.null_count_opt()).sum()
 }

@@ -21,7 +21,7 @@ use arrow::array::{
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
-use farandole_reader::{Dataset, Next, Options, Reader};
+use farandole_reader::{NextBatch, ParquetDataset, Reader, ReaderOptions};
 use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{BrotliLevel, Compression, Encoding, GzipLevel, ZstdLevel};
@@ -133,24 +133,30 @@ fn values<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> {
 
 /// Reads all, on three ranks, and compares every value with what its row says.
 fn check(url: &str, modulo: i64, holes: bool, shuffle: bool) {
-    let dataset = Arc::new(Dataset::open(url).unwrap());
+    let dataset = Arc::new(ParquetDataset::open_directory(url).unwrap());
     let mut seen = Vec::new();
     for rank in 0..3 {
         let fill = if holes { HashMap::from([("*".to_owned(), 1.0)]) } else { HashMap::new() };
         let rank = farandole_world::Rank(rank);
-        let options =
-            Options { batch_size: 50, rank, size: 3, fill, shuffle, ..Options::default() };
+        let options = ReaderOptions {
+            batch_size: 50,
+            rank,
+            size: 3,
+            fill,
+            shuffle,
+            ..ReaderOptions::default()
+        };
         let reader = Reader::new(Arc::clone(&dataset), options).unwrap();
-        let epoch = reader.epoch(0, 0).unwrap();
+        let epoch = reader.start_epoch(0, 0).unwrap();
         loop {
-            let batch = match epoch.next(Duration::from_secs(30)) {
-                Ok(Next::Batch(batch)) => batch,
-                Ok(Next::End) => break,
+            let batch = match epoch.next_batch(Duration::from_secs(30)) {
+                Ok(NextBatch::Batch(batch)) => batch,
+                Ok(NextBatch::End) => break,
                 other => unreachable!("{other:?}"),
             };
             let bytes = |name: &str| {
                 let index = batch.fields().iter().position(|field| field.name == name).unwrap();
-                batch.bytes(index).unwrap()
+                batch.column_bytes(index).unwrap()
             };
             let rows: Vec<i64> = values(bytes("row")).map(i64::from_le_bytes).collect();
             let id = |row: &i64| row % modulo;
@@ -285,11 +291,11 @@ fn packed_vectors_of_any_width_are_copied() {
             "files": [{{"path": "0.parquet", "rows": 100, "bytes": {length}, "groups": [{{"rows": 100, "bytes": 500}}]}}]}}"#
     );
     store.write("_manifest.json", manifest.into()).unwrap();
-    let dataset = Arc::new(Dataset::open("memory://packed").unwrap());
-    let options = Options { batch_size: 100, shuffle: false, ..Options::default() };
-    let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
-    let Ok(Next::Batch(batch)) = epoch.next(Duration::from_secs(30)) else {
+    let dataset = Arc::new(ParquetDataset::open_directory("memory://packed").unwrap());
+    let options = ReaderOptions { batch_size: 100, shuffle: false, ..ReaderOptions::default() };
+    let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0).unwrap();
+    let Ok(NextBatch::Batch(batch)) = epoch.next_batch(Duration::from_secs(30)) else {
         unreachable!("one batch")
     };
-    assert_eq!(batch.bytes(0).unwrap(), values.concat());
+    assert_eq!(batch.column_bytes(0).unwrap(), values.concat());
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use arrow::array::{ArrayRef, BinaryArray, RecordBatch};
 use arrow::datatypes::{DataType, Field, Schema};
-use farandole_reader::{Dataset, Error, Next, Options, Reader};
+use farandole_reader::{Error, NextBatch, ParquetDataset, Reader, ReaderOptions};
 use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::Encoding;
@@ -48,22 +48,26 @@ fn write(url: &str, rows: usize, properties: WriterPropertiesBuilder) {
 /// most.
 fn read(url: &str) -> (Result<usize, Error>, usize) {
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
-    let dataset = Arc::new(Dataset::open(url).unwrap());
+    let dataset = Arc::new(ParquetDataset::open_directory(url).unwrap());
     let columns = Some(vec!["x".to_owned()]);
-    let options =
-        Options { columns, batch_size: 1, byte_budget: BUDGET as u64, ..Options::default() };
-    let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
+    let options = ReaderOptions {
+        columns,
+        batch_size: 1,
+        byte_budget: BUDGET as u64,
+        ..ReaderOptions::default()
+    };
+    let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0).unwrap();
     let mut rows = 0;
     let done = loop {
-        match epoch.next(Duration::from_secs(30)) {
-            Ok(Next::Batch(batch)) => {
-                assert_eq!(batch.texts(0).unwrap().1.len(), MIB);
+        match epoch.next_batch(Duration::from_secs(30)) {
+            Ok(NextBatch::Batch(batch)) => {
+                assert_eq!(batch.variable_length_values(0).unwrap().1.len(), MIB);
                 rows += 1;
                 // The threads put together what they may.
                 std::thread::sleep(Duration::from_millis(if rows == 1 { 500 } else { 0 }));
             }
-            Ok(Next::End) => break Ok(rows),
-            Ok(Next::Pending) => unreachable!("no batch within 30 s"),
+            Ok(NextBatch::End) => break Ok(rows),
+            Ok(NextBatch::Pending) => unreachable!("no batch within 30 s"),
             Err(error) => break Err(error),
         }
     };

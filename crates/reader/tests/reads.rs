@@ -11,9 +11,11 @@ use std::time::Duration;
 use arrow::array::{ArrayRef, Float32Array, Int64Array, ListArray, RecordBatch, StringArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
-use farandole_dataset::{MANIFEST, Tail};
-use farandole_prepare::{PartitionWriter, Summary, commit};
-use farandole_reader::{Batch, Dataset, Epoch, Error, Next, Options, Reader};
+use farandole_dataset::{MANIFEST_FILE_NAME, TailPolicy};
+use farandole_prepare::{PartitionSummary, PartitionWriter, commit_partitions};
+use farandole_reader::{
+    Batch, EpochReader, Error, NextBatch, ParquetDataset, Reader, ReaderOptions,
+};
 use farandole_store::Store;
 use farandole_world::Rank;
 use parquet::arrow::ArrowWriter;
@@ -41,11 +43,14 @@ fn prepare(url: &str, partitions: i64, each: i64) {
         let mut writer =
             PartitionWriter::new(url, spec, u64::try_from(partition).unwrap(), "a").unwrap();
         for start in (partition * each..(partition + 1) * each).step_by(70) {
-            writer.write(&rows(start, (start + 70).min((partition + 1) * each))).unwrap();
+            writer.write_batch(&rows(start, (start + 70).min((partition + 1) * each))).unwrap();
         }
-        summaries.push(Summary::decode(&writer.finish().unwrap().encode().unwrap()).unwrap());
+        summaries.push(
+            PartitionSummary::from_bytes(&writer.finish_partition().unwrap().to_bytes().unwrap())
+                .unwrap(),
+        );
     }
-    commit(url, spec, summaries).unwrap();
+    commit_partitions(url, spec, summaries).unwrap();
 }
 
 fn foreign(url: &str, files: i64, each: i64) -> Store {
@@ -64,21 +69,21 @@ fn foreign(url: &str, files: i64, each: i64) -> Store {
     store
 }
 
-fn open(url: &str, options: Options) -> Reader {
-    Reader::new(Arc::new(Dataset::open(url).unwrap()), options).unwrap()
+fn open(url: &str, options: ReaderOptions) -> Reader {
+    Reader::new(Arc::new(ParquetDataset::open_directory(url).unwrap()), options).unwrap()
 }
 
-fn next(epoch: &Epoch) -> Option<Batch> {
-    match epoch.next(WAIT).unwrap() {
-        Next::Batch(batch) => Some(batch),
-        Next::End => None,
-        Next::Pending => unreachable!("nothing came within {WAIT:?}"),
+fn next(epoch: &EpochReader) -> Option<Batch> {
+    match epoch.next_batch(WAIT).unwrap() {
+        NextBatch::Batch(batch) => Some(batch),
+        NextBatch::End => None,
+        NextBatch::Pending => unreachable!("nothing came within {WAIT:?}"),
     }
 }
 
 fn ids(batch: &Batch) -> Vec<i64> {
     batch
-        .bytes(0)
+        .column_bytes(0)
         .unwrap()
         .chunks_exact(8)
         .map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap()))
@@ -87,7 +92,7 @@ fn ids(batch: &Batch) -> Vec<i64> {
 
 fn floats(batch: &Batch, column: usize) -> Vec<f32> {
     batch
-        .bytes(column)
+        .column_bytes(column)
         .unwrap()
         .chunks_exact(4)
         .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
@@ -96,7 +101,7 @@ fn floats(batch: &Batch, column: usize) -> Vec<f32> {
 
 /// Checks that vectors go with their ids; returns all ids in order.
 fn collect(reader: &Reader, number: u64) -> Vec<i64> {
-    let epoch = reader.epoch(number, 0).unwrap();
+    let epoch = reader.start_epoch(number, 0).unwrap();
     let mut all = Vec::new();
     while let Some(batch) = next(&epoch) {
         let ids = ids(&batch);
@@ -104,7 +109,7 @@ fn collect(reader: &Reader, number: u64) -> Vec<i64> {
         let expected: Vec<f32> =
             ids.iter().flat_map(|id| [*id as f32, *id as f32 + 0.5, -(*id as f32)]).collect();
         assert_eq!(floats(&batch, 1), expected);
-        assert_eq!(batch.held(1).unwrap().start % 64, 0);
+        assert_eq!(batch.column_extent(1).unwrap().start % 64, 0);
         all.extend(&ids[..batch.valid_rows()]);
     }
     all
@@ -113,13 +118,16 @@ fn collect(reader: &Reader, number: u64) -> Vec<i64> {
 #[test]
 fn prepared_rows_come_back_whole_once_and_in_an_order_of_their_epoch() {
     prepare("memory://prepared", 3, 1000);
-    let reader = open("memory://prepared/train", Options { batch_size: 64, ..Options::default() });
+    let reader = open(
+        "memory://prepared/train",
+        ReaderOptions { batch_size: 64, ..ReaderOptions::default() },
+    );
     let first = collect(&reader, 0);
     assert_eq!(first.len(), 3000);
     assert_ne!(first, collect(&reader, 1));
     let single = open(
         "memory://prepared/train",
-        Options { batch_size: 64, threads: 1, ..Options::default() },
+        ReaderOptions { batch_size: 64, threads: 1, ..ReaderOptions::default() },
     );
     assert_eq!(first, collect(&single, 0), "RE-1: no matter how many threads");
     let mut sorted = first;
@@ -130,15 +138,18 @@ fn prepared_rows_come_back_whole_once_and_in_an_order_of_their_epoch() {
 #[test]
 fn foreign_files_are_read_by_their_footers() {
     foreign("memory://foreign", 4, 500);
-    let dataset = Dataset::open("memory://foreign").unwrap();
+    let dataset = ParquetDataset::open_directory("memory://foreign").unwrap();
     assert_eq!(dataset.manifest().rows, 2000);
     assert_eq!(dataset.fields()[1].shape, [3]);
-    let reader = open("memory://foreign", Options { batch_size: 33, ..Options::default() });
+    let reader =
+        open("memory://foreign", ReaderOptions { batch_size: 33, ..ReaderOptions::default() });
     let mut all = collect(&reader, 3);
     all.sort_unstable();
     assert!(all.into_iter().eq(0..2000));
-    let plain =
-        open("memory://foreign", Options { batch_size: 33, shuffle: false, ..Options::default() });
+    let plain = open(
+        "memory://foreign",
+        ReaderOptions { batch_size: 33, shuffle: false, ..ReaderOptions::default() },
+    );
     assert!(collect(&plain, 0).into_iter().eq(0..2000), "RD-6");
 }
 
@@ -147,18 +158,18 @@ fn ranks_share_the_rows_and_padding_weighs_nothing() {
     prepare("memory://ranks", 2, 501);
     let mut all: Vec<i64> = Vec::new();
     for rank in 0..4 {
-        let options = Options {
+        let options = ReaderOptions {
             batch_size: 16,
             rank: Rank(rank),
             size: 4,
-            tail: Tail::Pad,
-            ..Options::default()
+            tail: TailPolicy::Pad,
+            ..ReaderOptions::default()
         };
         let reader = open("memory://ranks/train", options);
-        let epoch = reader.epoch(0, 0).unwrap();
-        assert_eq!(epoch.steps(), 16);
+        let epoch = reader.start_epoch(0, 0).unwrap();
+        assert_eq!(epoch.step_count(), 16);
         while let Some(batch) = next(&epoch) {
-            assert_eq!(batch.rows(), 16);
+            assert_eq!(batch.row_count(), 16);
             let expected: Vec<f32> =
                 (0..16).map(|row| f32::from(u8::from(row < batch.valid_rows()))).collect();
             assert_eq!(floats(&batch, 2), expected);
@@ -174,28 +185,32 @@ fn ranks_share_the_rows_and_padding_weighs_nothing() {
 fn casts_happen_on_the_way() {
     prepare("memory://cast", 1, 300);
     let cast = HashMap::from([("id".to_owned(), "float32".to_owned())]);
-    let reader =
-        open("memory://cast/train", Options { batch_size: 300, cast, ..Options::default() });
-    let epoch = reader.epoch(0, 0).unwrap();
+    let reader = open(
+        "memory://cast/train",
+        ReaderOptions { batch_size: 300, cast, ..ReaderOptions::default() },
+    );
+    let epoch = reader.start_epoch(0, 0).unwrap();
     let batch = next(&epoch).unwrap();
     let firsts: Vec<f32> = floats(&batch, 1).chunks(3).map(|row| row[0]).collect();
     assert_eq!(floats(&batch, 0), firsts);
     let cast = HashMap::from([("id".to_owned(), "int8".to_owned())]);
-    let dataset = Arc::new(Dataset::open("memory://cast/train").unwrap());
+    let dataset = Arc::new(ParquetDataset::open_directory("memory://cast/train").unwrap());
     let error =
-        Reader::new(dataset, Options { batch_size: 1, cast, ..Options::default() }).unwrap_err();
+        Reader::new(dataset, ReaderOptions { batch_size: 1, cast, ..ReaderOptions::default() })
+            .unwrap_err();
     assert_eq!(error.to_string(), "cannot cast column id from int64 to int8");
 }
 
 #[test]
 fn an_epoch_can_be_left_in_the_middle() {
     prepare("memory://left", 2, 1000);
-    let reader = open("memory://left/train", Options { batch_size: 10, ..Options::default() });
-    let epoch = reader.epoch(0, 0).unwrap();
+    let reader =
+        open("memory://left/train", ReaderOptions { batch_size: 10, ..ReaderOptions::default() });
+    let epoch = reader.start_epoch(0, 0).unwrap();
     next(&epoch).unwrap();
     drop(epoch);
     let whole = collect(&reader, 0);
-    let epoch = reader.epoch(0, 500).unwrap();
+    let epoch = reader.start_epoch(0, 500).unwrap();
     let mut rest = Vec::new();
     while let Some(batch) = next(&epoch) {
         rest.extend(ids(&batch));
@@ -207,8 +222,10 @@ fn an_epoch_can_be_left_in_the_middle() {
 #[test]
 fn a_budget_that_is_too_small_is_refused_with_the_least_that_works() {
     prepare("memory://budget", 1, 2000);
-    let options = |byte_budget| Options { batch_size: 10, byte_budget, ..Options::default() };
-    let Err(Error::Budget { needed, .. }) = open("memory://budget/train", options(100)).epoch(0, 0)
+    let options =
+        |byte_budget| ReaderOptions { batch_size: 10, byte_budget, ..ReaderOptions::default() };
+    let Err(Error::Budget { needed, .. }) =
+        open("memory://budget/train", options(100)).start_epoch(0, 0)
     else {
         unreachable!("100 bytes are not enough");
     };
@@ -228,13 +245,14 @@ fn a_row_group_of_which_the_manifest_says_too_much_is_named() {
         writer.write(&batch).unwrap();
         store.write(name, writer.into_inner().unwrap().into()).unwrap();
     }
-    let mut manifest = Dataset::open(url).unwrap().manifest().clone();
+    let mut manifest = ParquetDataset::open_directory(url).unwrap().manifest().clone();
     let mut refused = |claimed: u64, byte_budget: u64| {
         manifest.files[1].groups[0].bytes = claimed;
-        store.write(MANIFEST, manifest.to_json().unwrap().into()).unwrap();
+        store.write(MANIFEST_FILE_NAME, manifest.to_json().unwrap().into()).unwrap();
         let columns = Some(vec!["text".to_owned()]);
-        let options = Options { batch_size: 10, columns, byte_budget, ..Options::default() };
-        open(url, options).epoch(0, 0).err()
+        let options =
+            ReaderOptions { batch_size: 10, columns, byte_budget, ..ReaderOptions::default() };
+        open(url, options).start_epoch(0, 0).err()
     };
     let error = refused(1 << 60, 64 << 20).unwrap().to_string();
     let start = "the manifest says that row group 0 of memory://overstated/f1.parquet takes \
@@ -258,13 +276,14 @@ fn the_least_budget_is_enough_if_all_lanes_continue_at_once() {
         let url = format!("memory://tight-{partitions}-{batch_size}");
         prepare(&url, partitions, each);
         let url = format!("{url}/train");
-        let options = |byte_budget, threads| Options {
+        let options = |byte_budget, threads| ReaderOptions {
             batch_size,
             byte_budget,
             threads,
-            ..Options::default()
+            ..ReaderOptions::default()
         };
-        let Err(Error::Budget { needed, blocks, .. }) = open(&url, options(100, 1)).epoch(0, 0)
+        let Err(Error::Budget { needed, blocks, .. }) =
+            open(&url, options(100, 1)).start_epoch(0, 0)
         else {
             unreachable!("100 bytes are not enough");
         };
@@ -286,22 +305,23 @@ fn broken_files_are_errors_that_name_the_file() {
     let store = foreign("memory://broken", 2, 1000);
     let whole = store.read("f1.parquet").unwrap();
     store.write("f1.parquet", whole.slice(..whole.len() / 2)).unwrap();
-    let error = Dataset::open("memory://broken").unwrap_err().to_string();
+    let error = ParquetDataset::open_directory("memory://broken").unwrap_err().to_string();
     assert!(
         error.starts_with("not a Parquet file, or truncated: memory://broken/f1.parquet"),
         "{error}"
     );
     store.write("f1.parquet", whole.clone()).unwrap();
-    let reader = open("memory://broken", Options { batch_size: 10, ..Options::default() });
+    let reader =
+        open("memory://broken", ReaderOptions { batch_size: 10, ..ReaderOptions::default() });
     store.delete("f1.parquet").unwrap();
     let failed = |reader: &Reader| {
-        let epoch = reader.epoch(0, 0).unwrap();
+        let epoch = reader.start_epoch(0, 0).unwrap();
         loop {
-            match epoch.next(WAIT) {
-                Ok(Next::Batch(_)) => {}
+            match epoch.next_batch(WAIT) {
+                Ok(NextBatch::Batch(_)) => {}
                 Ok(other) => unreachable!("{other:?}"),
                 Err(error) => {
-                    assert!(matches!(epoch.next(WAIT), Err(Error::Ended)));
+                    assert!(matches!(epoch.next_batch(WAIT), Err(Error::Ended)));
                     return error.to_string();
                 }
             }
@@ -321,10 +341,14 @@ fn broken_files_are_errors_that_name_the_file() {
 #[test]
 fn what_is_missing_is_named() {
     foreign("memory://missing", 1, 10);
-    let dataset = Arc::new(Dataset::open("memory://missing").unwrap());
+    let dataset = Arc::new(ParquetDataset::open_directory("memory://missing").unwrap());
     let columns = Some(vec!["id".to_owned(), "x".to_owned()]);
     let error =
-        Reader::new(dataset, Options { columns, batch_size: 1, ..Options::default() }).unwrap_err();
+        Reader::new(dataset, ReaderOptions { columns, batch_size: 1, ..ReaderOptions::default() })
+            .unwrap_err();
     assert_eq!(error.to_string(), "no column x, there are: id, vector");
-    assert!(matches!(Dataset::open("memory://nothing"), Err(Error::NotADataset { .. })));
+    assert!(matches!(
+        ParquetDataset::open_directory("memory://nothing"),
+        Err(Error::NotADataset { .. })
+    ));
 }

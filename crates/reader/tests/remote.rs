@@ -13,8 +13,8 @@ use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, Int64Array, Recor
 use arrow::datatypes::{DataType, Field};
 use common::{Bucket, Mood};
 use farandole_dataset::{DataFile, Manifest};
-use farandole_prepare::{PartitionWriter, Summary, commit};
-use farandole_reader::{Dataset, Next, Options, Reader};
+use farandole_prepare::{PartitionSummary, PartitionWriter, commit_partitions};
+use farandole_reader::{NextBatch, ParquetDataset, Reader, ReaderOptions};
 use farandole_store::Store;
 use farandole_world::Rank;
 use parquet::arrow::ArrowWriter;
@@ -34,23 +34,26 @@ fn prepare(url: &str, partitions: u64, rows: i64, width: i32) -> Store {
         let values = Arc::new(Float32Array::from(vec![1.0; count]));
         let vectors: ArrayRef = Arc::new(FixedSizeListArray::new(item, width, values, None));
         writer
-            .write(&RecordBatch::try_from_iter([("id", ids), ("vector", vectors)]).unwrap())
+            .write_batch(&RecordBatch::try_from_iter([("id", ids), ("vector", vectors)]).unwrap())
             .unwrap();
-        summaries.push(Summary::decode(&writer.finish().unwrap().encode().unwrap()).unwrap());
+        summaries.push(
+            PartitionSummary::from_bytes(&writer.finish_partition().unwrap().to_bytes().unwrap())
+                .unwrap(),
+        );
     }
-    commit(url, spec, summaries).unwrap();
+    commit_partitions(url, spec, summaries).unwrap();
     Store::open(&format!("{url}/train")).unwrap()
 }
 
-fn reader(url: &str, options: Options) -> Reader {
-    Reader::new(Arc::new(Dataset::open(url).unwrap()), options).unwrap()
+fn reader(url: &str, options: ReaderOptions) -> Reader {
+    Reader::new(Arc::new(ParquetDataset::open_directory(url).unwrap()), options).unwrap()
 }
 
 /// Reads an epoch: its rows, and the seconds from the first batch to the last.
 fn read(reader: &Reader) -> (usize, f64) {
-    let epoch = reader.epoch(0, 0).unwrap();
+    let epoch = reader.start_epoch(0, 0).unwrap();
     let (mut rows, mut start) = (0, None);
-    while let Next::Batch(batch) = epoch.next(WAIT).unwrap() {
+    while let NextBatch::Batch(batch) = epoch.next_batch(WAIT).unwrap() {
         start.get_or_insert_with(Instant::now);
         rows += batch.valid_rows();
     }
@@ -58,10 +61,10 @@ fn read(reader: &Reader) -> (usize, f64) {
 }
 
 fn failure(reader: &Reader) -> String {
-    let epoch = reader.epoch(0, 0).unwrap();
+    let epoch = reader.start_epoch(0, 0).unwrap();
     loop {
-        match epoch.next(WAIT) {
-            Ok(Next::Batch(_)) => {}
+        match epoch.next_batch(WAIT) {
+            Ok(NextBatch::Batch(_)) => {}
             Ok(other) => unreachable!("{other:?}"),
             Err(error) => {
                 let cause =
@@ -74,7 +77,7 @@ fn failure(reader: &Reader) -> String {
 
 /// Gives the files of a bucket to the reader under so many names each.
 fn repeat(bucket: &Bucket, store: &Store, times: usize) {
-    let manifest = Dataset::open(&store.url()).unwrap().manifest().clone();
+    let manifest = ParquetDataset::open_directory(&store.url()).unwrap().manifest().clone();
     let mut files = Vec::new();
     for (number, file) in
         manifest.files.iter().cycle().take(manifest.files.len() * times).enumerate()
@@ -99,7 +102,7 @@ fn a_slow_store_leaves_four_fifths_of_its_speed() {
         let seconds = |delay: Duration| {
             bucket.set_delay(delay);
             let before = bucket.counts().0;
-            let options = Options { batch_size: 512, ..Options::default() };
+            let options = ReaderOptions { batch_size: 512, ..ReaderOptions::default() };
             let (rows, seconds) = read(&reader(&bucket.url, options));
             assert_eq!(rows, 8 * 48_000);
             (seconds, f64::from(u32::try_from(bucket.counts().0 - before).unwrap()))
@@ -127,7 +130,12 @@ fn every_byte_is_fetched_by_one_rank() {
             .map(|rank| {
                 read(&reader(
                     &bucket.url,
-                    Options { batch_size: 64, rank: Rank(rank), size, ..Options::default() },
+                    ReaderOptions {
+                        batch_size: 64,
+                        rank: Rank(rank),
+                        size,
+                        ..ReaderOptions::default()
+                    },
                 ))
                 .0
             })
@@ -163,8 +171,11 @@ fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
             writer.write(&batch).unwrap();
             store.write(&format!("{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
         }
-        let manifest =
-            Dataset::open(&format!("memory://{name}")).unwrap().manifest().to_json().unwrap();
+        let manifest = ParquetDataset::open_directory(&format!("memory://{name}"))
+            .unwrap()
+            .manifest()
+            .to_json()
+            .unwrap();
         store.write("_manifest.json", manifest.into()).unwrap();
         let bucket = Bucket::of(&name, &store);
         let whole: u64 = store.list("").unwrap().iter().map(|entry| entry.bytes).sum();
@@ -172,8 +183,12 @@ fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
             let (_, before) = bucket.counts();
             let mut rows = 0;
             for rank in 0..size {
-                let options =
-                    Options { batch_size: 10_000, rank: Rank(rank), size, ..Options::default() };
+                let options = ReaderOptions {
+                    batch_size: 10_000,
+                    rank: Rank(rank),
+                    size,
+                    ..ReaderOptions::default()
+                };
                 rows += read(&reader(&bucket.url, options)).0;
             }
             assert_eq!(rows, 2_400_000);
@@ -189,7 +204,7 @@ fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
 #[test]
 fn a_refusal_of_a_bucket_is_reported_and_names_the_file() {
     let bucket = Bucket::of("moody", &prepare("memory://moody", 2, 1000, 10));
-    let reader = reader(&bucket.url, Options { batch_size: 16, ..Options::default() });
+    let reader = reader(&bucket.url, ReaderOptions { batch_size: 16, ..ReaderOptions::default() });
     bucket.set_mood(Mood::Status(403));
     let error = failure(&reader);
     assert!(error.starts_with("not allowed to read: s3://moody/"), "{error}");
@@ -203,10 +218,10 @@ fn a_refusal_of_a_bucket_is_reported_and_names_the_file() {
 #[test]
 fn an_epoch_ends_although_its_store_does_not_answer() {
     let bucket = Bucket::of("silent", &prepare("memory://silent", 2, 1000, 10));
-    let reader = reader(&bucket.url, Options { batch_size: 16, ..Options::default() });
+    let reader = reader(&bucket.url, ReaderOptions { batch_size: 16, ..ReaderOptions::default() });
     bucket.set_delay(Duration::from_secs(15));
-    let epoch = reader.epoch(0, 0).unwrap();
-    assert!(matches!(epoch.next(Duration::from_millis(50)), Ok(Next::Pending)));
+    let epoch = reader.start_epoch(0, 0).unwrap();
+    assert!(matches!(epoch.next_batch(Duration::from_millis(50)), Ok(NextBatch::Pending)));
     let start = Instant::now();
     drop(epoch);
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
@@ -215,16 +230,20 @@ fn an_epoch_ends_although_its_store_does_not_answer() {
 #[test]
 fn a_file_that_vanishes_in_the_middle_of_an_epoch_is_named() {
     let bucket = Bucket::of("vanishing", &prepare("memory://vanishing", 8, 4000, 300));
-    let options =
-        Options { batch_size: 16, shuffle: false, byte_budget: 24 << 20, ..Options::default() };
-    let dataset = Arc::new(Dataset::open(&bucket.url).unwrap());
-    let epoch = Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0).unwrap();
-    assert!(matches!(epoch.next(WAIT), Ok(Next::Batch(_))));
+    let options = ReaderOptions {
+        batch_size: 16,
+        shuffle: false,
+        byte_budget: 24 << 20,
+        ..ReaderOptions::default()
+    };
+    let dataset = Arc::new(ParquetDataset::open_directory(&bucket.url).unwrap());
+    let epoch = Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0).unwrap();
+    assert!(matches!(epoch.next_batch(WAIT), Ok(NextBatch::Batch(_))));
     let last = dataset.manifest().files.last().unwrap().path.clone();
     bucket.remove(&last);
     let error = loop {
-        match epoch.next(WAIT) {
-            Ok(Next::Batch(_)) => {}
+        match epoch.next_batch(WAIT) {
+            Ok(NextBatch::Batch(_)) => {}
             Ok(other) => unreachable!("{other:?}"),
             Err(error) => break error.to_string(),
         }

@@ -12,7 +12,9 @@ use arrow::array::{
     ArrayRef, BinaryArray, FixedSizeBinaryArray, Int64Array, LargeBinaryArray, RecordBatch,
     StringArray,
 };
-use farandole_reader::{Batch, Dataset, Epoch, Error, Next, Options, Padding, Reader};
+use farandole_reader::{
+    Batch, EpochReader, Error, NextBatch, ParquetDataset, Reader, ReaderOptions, RowPadding,
+};
 use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, Encoding, ZstdLevel};
@@ -67,22 +69,22 @@ fn write(url: &str, properties: WriterPropertiesBuilder, modulo: i64) {
     }
 }
 
-fn options() -> Options {
+fn options() -> ReaderOptions {
     let columns = ["row", "text", "tokens", "fixed"].map(str::to_owned).to_vec();
-    Options { columns: Some(columns), batch_size: 70, ..Options::default() }
+    ReaderOptions { columns: Some(columns), batch_size: 70, ..ReaderOptions::default() }
 }
 
-fn next(epoch: &Epoch) -> Option<Batch> {
-    match epoch.next(Duration::from_secs(30)).unwrap() {
-        Next::Batch(batch) => Some(batch),
-        Next::End => None,
-        Next::Pending => unreachable!("no batch within 30 s"),
+fn next(epoch: &EpochReader) -> Option<Batch> {
+    match epoch.next_batch(Duration::from_secs(30)).unwrap() {
+        NextBatch::Batch(batch) => Some(batch),
+        NextBatch::End => None,
+        NextBatch::Pending => unreachable!("no batch within 30 s"),
     }
 }
 
 fn rows(batch: &Batch) -> Vec<i64> {
     batch
-        .bytes(0)
+        .column_bytes(0)
         .unwrap()
         .chunks_exact(8)
         .map(|row| i64::from_le_bytes(row.try_into().unwrap()))
@@ -97,16 +99,18 @@ fn ends(bytes: &[u8]) -> Vec<usize> {
 
 /// Reads all in batches, and compares every value with what its row says.
 fn check(url: &str, modulo: i64, shuffle: bool) {
-    let dataset = Arc::new(Dataset::open(url).unwrap());
-    let epoch =
-        Reader::new(dataset, Options { shuffle, ..options() }).unwrap().epoch(0, 0).unwrap();
+    let dataset = Arc::new(ParquetDataset::open_directory(url).unwrap());
+    let epoch = Reader::new(dataset, ReaderOptions { shuffle, ..options() })
+        .unwrap()
+        .start_epoch(0, 0)
+        .unwrap();
     let mut seen = Vec::new();
     while let Some(batch) = next(&epoch) {
         let rows = rows(&batch);
         let kinds: [(usize, Value); 3] =
             [(1, |id| text(id).into_bytes()), (2, tokens), (3, |id| id.to_le_bytes().to_vec())];
         for (index, of) in kinds {
-            let (places, values) = batch.texts(index).unwrap();
+            let (places, values) = batch.variable_length_values(index).unwrap();
             let places = ends(places);
             assert_eq!(places.len(), rows.len() + 1);
             for (row, place) in rows.iter().zip(places.windows(2)) {
@@ -154,26 +158,28 @@ fn values_of_any_length_are_the_same_however_they_are_stored() {
     }
 }
 
-fn padding(most: usize, step: usize) -> Padding {
-    Padding { fill: (-1_i32).to_le_bytes().to_vec(), most, step, fixed: false }
+fn padding(most: usize, step: usize) -> RowPadding {
+    RowPadding { fill: (-1_i32).to_le_bytes().to_vec(), max_values: most, step, fixed: false }
 }
 
 #[test]
 fn lists_are_padded_to_the_shortest_length_that_fits_their_batch() {
     write("memory://padded", WriterProperties::builder(), ROWS);
-    let dataset = Arc::new(Dataset::open("memory://padded").unwrap());
+    let dataset = Arc::new(ParquetDataset::open_directory("memory://padded").unwrap());
     let cases: [(usize, usize, bool, &[usize]); 3] =
         [(10, 10, false, &[10]), (10, 3, false, &[3, 6, 9, 10]), (7, 7, true, &[7])];
     for (most, step, fixed, widths) in cases {
-        let pad = HashMap::from([("tokens".to_owned(), Padding { fixed, ..padding(most, step) })]);
+        let pad =
+            HashMap::from([("tokens".to_owned(), RowPadding { fixed, ..padding(most, step) })]);
         let reader =
-            Reader::new(Arc::clone(&dataset), Options { pad, batch_size: 3, ..options() }).unwrap();
-        let epoch = reader.epoch(0, 0).unwrap();
+            Reader::new(Arc::clone(&dataset), ReaderOptions { pad, batch_size: 3, ..options() })
+                .unwrap();
+        let epoch = reader.start_epoch(0, 0).unwrap();
         let mut found = Vec::new();
         while let Some(batch) = next(&epoch) {
-            let length = batch.length(2).unwrap();
-            let (places, values) = batch.texts(2).unwrap();
-            assert_eq!(values.len(), batch.rows() * length * 4);
+            let length = batch.padded_length(2).unwrap();
+            let (places, values) = batch.variable_length_values(2).unwrap();
+            assert_eq!(values.len(), batch.row_count() * length * 4);
             assert_eq!(values.as_ptr().align_offset(64), 0);
             let rows = rows(&batch);
             let lengths: Vec<usize> =
@@ -184,7 +190,7 @@ fn lists_are_padded_to_the_shortest_length_that_fits_their_batch() {
                 wanted.resize(wanted.len().max(length * 4), 0xFF);
                 assert_eq!(values, &wanted[..length * 4], "row {row}");
             }
-            assert_eq!(batch.length(1), None);
+            assert_eq!(batch.padded_length(1), None);
             found.push(length);
         }
         found.sort_unstable();
@@ -196,10 +202,10 @@ fn lists_are_padded_to_the_shortest_length_that_fits_their_batch() {
 #[test]
 fn a_column_that_cannot_be_padded_is_named() {
     write("memory://unpadded", WriterProperties::builder(), ROWS);
-    let dataset = Arc::new(Dataset::open("memory://unpadded").unwrap());
+    let dataset = Arc::new(ParquetDataset::open_directory("memory://unpadded").unwrap());
     let open = |column: &str, padding| {
         let pad = HashMap::from([(column.to_owned(), padding)]);
-        Reader::new(Arc::clone(&dataset), Options { pad, ..options() })
+        Reader::new(Arc::clone(&dataset), ReaderOptions { pad, ..options() })
     };
     let told = |column: &str, padding| open(column, padding).unwrap_err().to_string();
     assert!(
@@ -213,38 +219,45 @@ fn a_column_that_cannot_be_padded_is_named() {
         told("tokens", padding(0, 1))
             .contains("column tokens cannot be read into batches: rows are padded to")
     );
-    assert!(told("tokens", Padding { fill: Vec::new(), ..padding(1, 1) }).contains("has no bytes"));
-    let torn =
-        open("tokens", Padding { fill: vec![0; 8], ..padding(9, 9) }).unwrap().epoch(0, 0).unwrap();
-    let error = torn.next(Duration::from_secs(30)).unwrap_err();
     assert!(
-        matches!(&error, Error::Torn { column, width: 8, .. } if column == "tokens"),
+        told("tokens", RowPadding { fill: Vec::new(), ..padding(1, 1) }).contains("has no bytes")
+    );
+    let torn = open("tokens", RowPadding { fill: vec![0; 8], ..padding(9, 9) })
+        .unwrap()
+        .start_epoch(0, 0)
+        .unwrap();
+    let error = torn.next_batch(Duration::from_secs(30)).unwrap_err();
+    assert!(
+        matches!(&error, Error::PartialValue { column, width: 8, .. } if column == "tokens"),
         "{error}"
     );
     let told = error.to_string();
     assert!(told.contains("in row group ") && told.contains(".parquet"), "{told}");
-    assert!(matches!(torn.next(Duration::from_secs(30)), Err(Error::Ended)));
+    assert!(matches!(torn.next_batch(Duration::from_secs(30)), Err(Error::Ended)));
     let pad =
-        HashMap::from([("tokens".to_owned(), Padding { fixed: true, ..padding(1 << 50, 1) })]);
-    let options = Options { pad, byte_budget: u64::MAX, ..options() };
-    let endless = Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0).unwrap();
-    let error = endless.next(Duration::from_secs(30)).unwrap_err();
+        HashMap::from([("tokens".to_owned(), RowPadding { fixed: true, ..padding(1 << 50, 1) })]);
+    let options = ReaderOptions { pad, byte_budget: u64::MAX, ..options() };
+    let endless = Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0).unwrap();
+    let error = endless.next_batch(Duration::from_secs(30)).unwrap_err();
     assert!(matches!(&error, Error::Memory { column, .. } if column == "tokens"), "{error}");
 }
 
 #[test]
 fn a_budget_that_padded_batches_exceed_is_refused_with_the_least_that_works() {
     write("memory://wide", WriterProperties::builder(), ROWS);
-    let dataset = Arc::new(Dataset::open("memory://wide").unwrap());
+    let dataset = Arc::new(ParquetDataset::open_directory("memory://wide").unwrap());
     let start = |padding, byte_budget| {
         let pad = HashMap::from([("tokens".to_owned(), padding)]);
-        let options = Options { pad, byte_budget, batch_size: 4, ..options() };
-        Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0)
+        let options = ReaderOptions { pad, byte_budget, batch_size: 4, ..options() };
+        Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0)
     };
     // Rows of 4 MiB, whatever they hold: 16 MiB in a batch, one at the consumer and the next one.
     let most = 1 << 20;
-    let cases =
-        [Padding { fixed: true, ..padding(most, 1) }, padding(most, most), padding(2 * most, most)];
+    let cases = [
+        RowPadding { fixed: true, ..padding(most, 1) },
+        padding(most, most),
+        padding(2 * most, most),
+    ];
     for always in cases {
         let Err(Error::Budget { needed, batches, .. }) = start(always.clone(), 32 << 20).map(drop)
         else {
@@ -252,7 +265,7 @@ fn a_budget_that_padded_batches_exceed_is_refused_with_the_least_that_works() {
         };
         assert!((32 << 20..33 << 20).contains(&batches), "{batches} for {always:?}");
         let epoch = start(always, needed).unwrap();
-        assert_eq!(next(&epoch).and_then(|batch| batch.length(2)), Some(most));
+        assert_eq!(next(&epoch).and_then(|batch| batch.padded_length(2)), Some(most));
     }
     // Most rows are short, and only a long one is padded to as much.
     assert!(start(padding(most, 1), 4 << 20).is_ok());
@@ -275,20 +288,24 @@ fn one_value_in_every_row_is_read_until_it_is_too_much_for_batches() {
         Store::open(url).unwrap().write("0.parquet", bytes.into()).unwrap();
     };
     let read = |url: &str| {
-        let dataset = Arc::new(Dataset::open(url).unwrap());
+        let dataset = Arc::new(ParquetDataset::open_directory(url).unwrap());
         let columns = Some(vec!["x".to_owned()]);
-        let options =
-            Options { columns, batch_size: 1, byte_budget: 32 << 20, ..Options::default() };
-        let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
+        let options = ReaderOptions {
+            columns,
+            batch_size: 1,
+            byte_budget: 32 << 20,
+            ..ReaderOptions::default()
+        };
+        let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0).unwrap();
         let mut rows = 0;
         loop {
-            match epoch.next(Duration::from_secs(30))? {
-                Next::Batch(batch) => {
-                    assert_eq!(batch.texts(0).unwrap().1, long);
+            match epoch.next_batch(Duration::from_secs(30))? {
+                NextBatch::Batch(batch) => {
+                    assert_eq!(batch.variable_length_values(0).unwrap().1, long);
                     rows += 1;
                 }
                 other => {
-                    assert!(matches!(other, Next::End));
+                    assert!(matches!(other, NextBatch::End));
                     return Ok::<_, Error>(rows);
                 }
             }

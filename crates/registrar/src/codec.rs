@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Messages of prost in buffers that begin small, because most of ten thousand streams carry only
-//! heartbeats.
+//! Codec for prost messages whose buffers are small at first, because most of ten thousand streams
+//! carry only heartbeats.
 
 use std::marker::PhantomData;
 
@@ -10,10 +10,10 @@ use prost::Message;
 use tonic::codec::{self, BufferSettings};
 use tonic_prost::ProstCodec;
 
-/// Bytes that a stream's buffers begin with.
-const FIRST: usize = 256;
+/// Initial size of a stream's buffers.
+const INITIAL_BUFFER_BYTES: usize = 256;
 /// Written bytes after which a piece is sent.
-const ENOUGH: usize = 8 << 10;
+const FLUSH_THRESHOLD_BYTES: usize = 8 << 10;
 
 /// The codec with which the generated code writes and reads messages.
 pub(crate) struct Codec<T, U> {
@@ -37,10 +37,16 @@ where
     type Decoder = <ProstCodec<T, U> as codec::Codec>::Decoder;
 
     fn encoder(&mut self) -> Self::Encoder {
-        ProstCodec::<T, U>::raw_encoder(BufferSettings::new(FIRST, ENOUGH))
+        ProstCodec::<T, U>::raw_encoder(BufferSettings::new(
+            INITIAL_BUFFER_BYTES,
+            FLUSH_THRESHOLD_BYTES,
+        ))
     }
 
     fn decoder(&mut self) -> Self::Decoder {
-        ProstCodec::<T, U>::raw_decoder(BufferSettings::new(FIRST, ENOUGH))
+        ProstCodec::<T, U>::raw_decoder(BufferSettings::new(
+            INITIAL_BUFFER_BYTES,
+            FLUSH_THRESHOLD_BYTES,
+        ))
     }
 }

@@ -6,23 +6,23 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use farandole_telemetry::{LogLine, Metric, Record, Stream};
+use farandole_telemetry::{LogLine, OutputStream, WorkerMetric, WorkerRecord};
 use farandole_world::{
-    Generation, HostFacts, HostHash, Rank, TaskId, TaskPlace, World, assign, assign_as_listed,
-    assign_in_order,
+    Generation, HostFacts, HostHash, Rank, TaskId, TaskPlacement, World, assign_as_listed,
+    assign_in_order, assign_ranks,
 };
 use prost::Message as _;
 
-use crate::exit::{Exit, How, Verdict};
+use crate::exit::{ExitKind, ExitReport, GenerationVerdict};
 use crate::generated as wire;
 
-/// Tasks of a world that anybody believes in.
-const MOST: usize = 1 << 20;
-/// Hexadecimal digits that end the hash of a host.
-const DIGITS: usize = 16;
+/// Largest number of tasks that is accepted in a world.
+const MAX_WORLD_TASKS: usize = 1 << 20;
+/// Number of hexadecimal digits at the end of a host's hash.
+const HASH_DIGITS: usize = 16;
 
-/// Returns a world as every task of it may be told: hosts and their tasks. The receiver numbers
-/// them by the same rule.
+/// Encodes a world as its hosts and their tasks; the bytes are the same for every task. The
+/// receiver assigns the ranks by the same rule.
 pub(crate) fn encode_world(world: &World) -> Bytes {
     let mut hosts: BTreeMap<&HostHash, Vec<u32>> = BTreeMap::new();
     for seat in &world.seats {
@@ -32,31 +32,31 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
     let hosts = hosts
         .into_iter()
         .map(|(hash, tasks)| {
-            let (name, digest) = parts(&hash.0);
-            let (shared, rest) = split_at_difference(before, name);
+            let (name, digest) = split_host_hash(&hash.0);
+            let (shared, rest) = split_shared_prefix(before, name);
             before = name;
-            wire::Host { shared, rest: rest.to_owned(), digest, runs: runs(&tasks) }
+            wire::Host { shared, rest: rest.to_owned(), digest, runs: encode_task_runs(&tasks) }
         })
         .collect();
-    // Where both rules give this order they give one world.
+    // If both rules give this order, they give the same world, so `in_order` may describe it.
     let in_order = world.seats.is_sorted_by_key(|seat| seat.task);
-    let kept = !in_order && !follows_rule(world);
+    let kept = !in_order && !follows_assignment_rule(world);
     let order =
         if kept { world.seats.iter().map(|seat| seat.task.0).collect() } else { Vec::new() };
     wire::World { generation: world.generation.0, hosts, in_order, order }.encode_to_vec().into()
 }
 
-/// Returns whether the ranks are those of the rule of assignment.
-fn follows_rule(world: &World) -> bool {
-    let places: Vec<TaskPlace> = world
+/// Returns whether `assign_ranks` would give the same ranks.
+fn follows_assignment_rule(world: &World) -> bool {
+    let places: Vec<TaskPlacement> = world
         .seats
         .iter()
-        .map(|seat| TaskPlace { task: seat.task, host: seat.host.clone() })
+        .map(|seat| TaskPlacement { task: seat.task, host: seat.host.clone() })
         .collect();
-    assign(world.generation, &places).is_ok_and(|ruled| ruled.seats == world.seats)
+    assign_ranks(world.generation, &places).is_ok_and(|ruled| ruled.seats == world.seats)
 }
 
-/// Returns the world in `bytes`, seen from `task`. The error says what is wrong with it.
+/// Decodes a world, seen from `task`. The error describes the defect.
 pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> {
     let message = wire::World::decode(bytes).map_err(|error| error.to_string())?;
     let mut places = Vec::new();
@@ -67,7 +67,7 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
             .ok_or("a host's name does not continue another host's name")?;
         name = format!("{shared}{}", host.rest);
         let hash = HostHash(match host.digest {
-            Some(digest) => format!("{name}-{digest:0DIGITS$x}"),
+            Some(digest) => format!("{name}-{digest:0HASH_DIGITS$x}"),
             None => name.clone(),
         });
         let mut next = 0u32;
@@ -75,12 +75,12 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
             let &[left_out, taken] = run else {
                 return Err("a run of tasks has no length".to_owned());
             };
-            if places.len().saturating_add(taken as usize) > MOST {
-                return Err(format!("more than {MOST} tasks"));
+            if places.len().saturating_add(taken as usize) > MAX_WORLD_TASKS {
+                return Err(format!("more than {MAX_WORLD_TASKS} tasks"));
             }
             let first = next.wrapping_add(left_out);
             next = first.wrapping_add(taken);
-            places.extend((0..taken).map(|index| TaskPlace {
+            places.extend((0..taken).map(|index| TaskPlacement {
                 task: TaskId(first.wrapping_add(index)),
                 host: hash.clone(),
             }));
@@ -88,9 +88,9 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
     }
     let rule = match (message.order.is_empty(), message.in_order) {
         (true, true) => assign_in_order,
-        (true, false) => assign,
+        (true, false) => assign_ranks,
         (false, _) => {
-            places = by_order(places, &message.order)?;
+            places = sort_by_order(places, &message.order)?;
             assign_as_listed
         }
     };
@@ -103,12 +103,12 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
     world.seen_from(rank).map_err(|error| error.to_string())
 }
 
-/// Returns the places as `order` lists their tasks.
-fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, String> {
+/// Sorts the placements into the order of their tasks in `order`.
+fn sort_by_order(places: Vec<TaskPlacement>, order: &[u32]) -> Result<Vec<TaskPlacement>, String> {
     if places.len() != order.len() {
         return Err(format!("{} tasks have places, and {} ranks", places.len(), order.len()));
     }
-    let mut by_task: BTreeMap<TaskId, TaskPlace> =
+    let mut by_task: BTreeMap<TaskId, TaskPlacement> =
         places.into_iter().map(|place| (place.task, place)).collect();
     order
         .iter()
@@ -120,27 +120,28 @@ fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, Str
         .collect()
 }
 
-/// Returns a hash's name and digest; all of it is the name where it does not end in a digest.
-fn parts(hash: &str) -> (&str, Option<u64>) {
+/// Splits a host's hash into its name and its digest. If the hash does not end in a digest, all of
+/// it is the name.
+fn split_host_hash(hash: &str) -> (&str, Option<u64>) {
     hash.rsplit_once('-')
-        .filter(|(_, digits)| digits.len() == DIGITS && digits.bytes().all(is_digit))
+        .filter(|(_, digits)| digits.len() == HASH_DIGITS && digits.bytes().all(is_hex_digit))
         .and_then(|(name, digits)| Some((name, Some(u64::from_str_radix(digits, 16).ok()?))))
         .unwrap_or((hash, None))
 }
 
-fn is_digit(letter: u8) -> bool {
+fn is_hex_digit(letter: u8) -> bool {
     matches!(letter, b'0'..=b'9' | b'a'..=b'f')
 }
 
-/// Returns the number of bytes that two names have in common, and the rest of the second one.
-fn split_at_difference<'a>(one: &str, other: &'a str) -> (u32, &'a str) {
+/// Returns the length in bytes of the common prefix of two names, and the rest of the second name.
+fn split_shared_prefix<'a>(one: &str, other: &'a str) -> (u32, &'a str) {
     let same = one.chars().zip(other.chars()).take_while(|(left, right)| left == right);
     let shared = same.map(|(letter, _)| letter.len_utf8()).sum::<usize>();
     (u32::try_from(shared).unwrap_or(0), other.get(shared..).unwrap_or(other))
 }
 
-/// Returns the numbers as how many are left out, how many taken, and so on.
-fn runs(tasks: &[u32]) -> Vec<u32> {
+/// Encodes task numbers as runs: how many numbers are skipped, how many are taken, and so on.
+fn encode_task_runs(tasks: &[u32]) -> Vec<u32> {
     let mut runs: Vec<u32> = Vec::new();
     let mut next = 0u32;
     for &task in tasks {
@@ -167,8 +168,8 @@ impl From<wire::HostFacts> for HostFacts {
     }
 }
 
-impl From<Verdict> for wire::Verdict {
-    fn from(verdict: Verdict) -> Self {
+impl From<GenerationVerdict> for wire::Verdict {
+    fn from(verdict: GenerationVerdict) -> Self {
         Self {
             reason: verdict.reason,
             cause: verdict.cause.map(|task| task.0),
@@ -177,18 +178,18 @@ impl From<Verdict> for wire::Verdict {
     }
 }
 
-impl From<wire::Verdict> for Verdict {
+impl From<wire::Verdict> for GenerationVerdict {
     fn from(verdict: wire::Verdict) -> Self {
         Self { reason: verdict.reason, cause: verdict.cause.map(TaskId), retry: verdict.retry }
     }
 }
 
-impl From<Exit> for wire::ExitRequest {
-    fn from(exit: Exit) -> Self {
+impl From<ExitReport> for wire::ExitRequest {
+    fn from(exit: ExitReport) -> Self {
         let how = match exit.how {
-            How::Code(code) => wire::exit_request::How::Code(code),
-            How::Signal(signal) => wire::exit_request::How::Signal(signal),
-            How::NotStarted(reason) => wire::exit_request::How::NotStarted(reason),
+            ExitKind::Code(code) => wire::exit_request::How::Code(code),
+            ExitKind::Signal(signal) => wire::exit_request::How::Signal(signal),
+            ExitKind::NotStarted(reason) => wire::exit_request::How::NotStarted(reason),
         };
         Self {
             how: Some(how),
@@ -200,14 +201,14 @@ impl From<Exit> for wire::ExitRequest {
     }
 }
 
-impl TryFrom<wire::ExitRequest> for Exit {
+impl TryFrom<wire::ExitRequest> for ExitReport {
     type Error = &'static str;
 
     fn try_from(request: wire::ExitRequest) -> Result<Self, &'static str> {
         let how = match request.how.ok_or("it does not say how the worker ended")? {
-            wire::exit_request::How::Code(code) => How::Code(code),
-            wire::exit_request::How::Signal(signal) => How::Signal(signal),
-            wire::exit_request::How::NotStarted(reason) => How::NotStarted(reason),
+            wire::exit_request::How::Code(code) => ExitKind::Code(code),
+            wire::exit_request::How::Signal(signal) => ExitKind::Signal(signal),
+            wire::exit_request::How::NotStarted(reason) => ExitKind::NotStarted(reason),
         };
         Ok(Self {
             how,
@@ -219,17 +220,22 @@ impl TryFrom<wire::ExitRequest> for Exit {
 }
 
 /// Returns the records of a batch, lines first.
-pub(crate) fn records(
+pub(crate) fn telemetry_records(
     batch: wire::RecordBatch,
     task: u32,
     rank: Option<u32>,
-) -> impl Iterator<Item = Record> {
+) -> impl Iterator<Item = WorkerRecord> {
     let lines = batch.lines.into_iter().map(move |line| {
-        let stream = if line.stderr { Stream::Stderr } else { Stream::Stdout };
-        Record::Log(LogLine { task, rank, stream, text: line.text })
+        let stream = if line.stderr { OutputStream::Stderr } else { OutputStream::Stdout };
+        WorkerRecord::Log(LogLine { task, rank, stream, text: line.text })
     });
     let metrics = batch.metrics.into_iter().map(move |metric| {
-        Record::Metric(Metric { task, rank, kind: metric.kind, data: metric.data.into() })
+        WorkerRecord::Metric(WorkerMetric {
+            task,
+            rank,
+            kind: metric.kind,
+            data: metric.data.into(),
+        })
     });
     lines.chain(metrics)
 }
@@ -243,12 +249,13 @@ mod tests {
     #[test]
     fn hosts_of_one_kind_are_sent_in_few_bytes() {
         let hash = |host: u32| {
-            HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.hash()
+            HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.host_hash()
         };
-        let places: Vec<TaskPlace> =
-            (0..8_000).map(|task| TaskPlace { task: TaskId(task), host: hash(task / 8) }).collect();
-        let encoded = encode_world(&assign(Generation(1), &places).unwrap());
-        // Of a thousand hosts.
+        let places: Vec<TaskPlacement> = (0..8_000)
+            .map(|task| TaskPlacement { task: TaskId(task), host: hash(task / 8) })
+            .collect();
+        let encoded = encode_world(&assign_ranks(Generation(1), &places).unwrap());
+        // 22 bytes for each of a thousand hosts.
         assert!(encoded.len() < 22 * 1_000, "{}", encoded.len());
     }
 
@@ -264,18 +271,18 @@ mod tests {
             "è-b",
             "è-bc",
         ] {
-            let places = [TaskPlace { task: TaskId(0), host: HostHash(hash.to_owned()) }];
-            let world = assign(Generation(1), &places).unwrap();
+            let places = [TaskPlacement { task: TaskId(0), host: HostHash(hash.to_owned()) }];
+            let world = assign_ranks(Generation(1), &places).unwrap();
             assert_eq!(decode_world(encode_world(&world), TaskId(0)).unwrap(), world, "{hash}");
         }
     }
 
-    /// Returns the ranks that no rule gives.
+    /// Assigns ranks in an order that no rule gives.
     fn backwards(
         generation: Generation,
-        places: &[TaskPlace],
+        places: &[TaskPlacement],
     ) -> Result<World, farandole_world::Error> {
-        let places: Vec<TaskPlace> = places.iter().rev().cloned().collect();
+        let places: Vec<TaskPlacement> = places.iter().rev().cloned().collect();
         assign_as_listed(generation, &places)
     }
 
@@ -284,11 +291,11 @@ mod tests {
         fn a_world_survives_the_wire_as_each_task_sees_it(
             hosts in prop::collection::vec("[ab]{0,2}(-[0-9a-f]{16})?", 1..20), generation: u64, gap in 1u32..3
         ) {
-            let places: Vec<TaskPlace> = (0u32..)
+            let places: Vec<TaskPlacement> = (0u32..)
                 .zip(&hosts)
-                .map(|(task, host)| TaskPlace { task: TaskId(task * gap), host: HostHash(host.clone()) })
+                .map(|(task, host)| TaskPlacement { task: TaskId(task * gap), host: HostHash(host.clone()) })
                 .collect();
-            for rule in [assign, assign_in_order, assign_as_listed, backwards] {
+            for rule in [assign_ranks, assign_in_order, assign_as_listed, backwards] {
                 let world = rule(Generation(generation), &places).unwrap();
                 for (rank, seat) in (0u32..).zip(&world.seats) {
                     let seen = decode_world(encode_world(&world), seat.task).unwrap();

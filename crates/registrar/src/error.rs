@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use farandole_world::Fault;
+use farandole_world::FaultOrigin;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -28,8 +28,8 @@ pub enum Error {
     },
     /// A knob does not parse.
     #[error(transparent)]
-    Config(#[from] farandole_config::Error),
-    /// The process may not open as many descriptors as the job has connections.
+    Config(#[from] farandole_config::KnobError),
+    /// The process may open fewer file descriptors than the job has connections.
     #[error(
         "a job of this size needs {needed} open files in this process, {connections} of them for \
          connections of agents and workers, and the limit is {limit}: raise it (ulimit -n \
@@ -43,7 +43,7 @@ pub enum Error {
         /// The hard limit.
         limit: u64,
     },
-    /// No address could be listened on.
+    /// No port of the range could be listened on.
     #[error("cannot listen on {host} with ports {first} to {last}: {reason}")]
     Listen {
         /// The address.
@@ -76,7 +76,7 @@ pub enum Error {
         reason: String,
     },
     /// The registrar answers at none of its addresses.
-    #[error("cannot reach the registrar of job {job} within {elapsed:.1?}: {}", list(.tried))]
+    #[error("cannot reach the registrar of job {job} within {elapsed:.1?}: {}", format_attempts(.tried))]
     Unreachable {
         /// The job.
         job: String,
@@ -85,7 +85,7 @@ pub enum Error {
         /// Time spent.
         elapsed: Duration,
     },
-    /// The registrar answered no.
+    /// The registrar refused the call.
     #[error("the registrar of job {job} refused {call}: {reason}")]
     Refused {
         /// The job.
@@ -102,10 +102,11 @@ pub enum Error {
         job: String,
         /// The reason.
         reason: String,
-        /// No worker failed: the tasks may form another generation.
+        /// Whether the tasks may form another generation, because no worker failed.
         retry: bool,
     },
-    /// A worker of an elastic job is not wanted any more, and may end: that is no failure.
+    /// The elastic job does not need this worker any more. The worker may end, which is not a
+    /// failure.
     #[error("this worker leaves job {job}: {reason}")]
     Dismissed {
         /// The job.
@@ -142,7 +143,7 @@ pub enum Error {
         /// Theirs.
         theirs: u32,
     },
-    /// The registrar sent what it should not.
+    /// The registrar sent an invalid reply.
     #[error("the registrar of job {job} sent a malformed answer to {call}: {reason}")]
     Malformed {
         /// The job.
@@ -173,10 +174,10 @@ pub enum Error {
 
 impl Error {
     /// Returns the party at fault.
-    pub fn fault(&self) -> Fault {
+    pub fn fault(&self) -> FaultOrigin {
         match self {
             Self::Ticket { .. } | Self::Options { .. } | Self::Config(_) | Self::Forked { .. } => {
-                Fault::Usage
+                FaultOrigin::Usage
             }
             Self::Descriptors { .. }
             | Self::Listen { .. }
@@ -186,15 +187,15 @@ impl Error {
             | Self::Unreachable { .. }
             | Self::Refused { .. }
             | Self::Timeout { .. }
-            | Self::Version { .. } => Fault::Environment,
-            Self::Aborted { .. } | Self::Dismissed { .. } => Fault::Membership,
-            Self::Lost { .. } | Self::Closed { .. } => Fault::Peer,
-            Self::Malformed { .. } => Fault::Bug,
+            | Self::Version { .. } => FaultOrigin::Environment,
+            Self::Aborted { .. } | Self::Dismissed { .. } => FaultOrigin::Membership,
+            Self::Lost { .. } | Self::Closed { .. } => FaultOrigin::Peer,
+            Self::Malformed { .. } => FaultOrigin::Bug,
         }
     }
 }
 
-fn list(tried: &[(String, String)]) -> String {
+fn format_attempts(tried: &[(String, String)]) -> String {
     let each: Vec<String> =
         tried.iter().map(|(address, reason)| format!("{address}: {reason}")).collect();
     if each.is_empty() { "the ticket has no address".to_owned() } else { each.join("; ") }

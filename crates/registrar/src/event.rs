@@ -3,15 +3,15 @@
 
 //! Events of a job for its driver.
 
-use farandole_telemetry::{Record, Weight};
+use farandole_telemetry::{RingWeight, WorkerRecord};
 use farandole_world::{Generation, Rank, TaskId, World};
 
-use crate::exit::{Exit, Verdict};
+use crate::exit::{ExitReport, GenerationVerdict};
 
-/// Something that happened.
+/// An event of a job.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Event {
+pub enum JobEvent {
     /// A task waits for its rank.
     Registered {
         /// The task.
@@ -22,8 +22,8 @@ pub enum Event {
         /// The world.
         world: World,
     },
-    /// A worker wrote or reported something.
-    Record(Record),
+    /// A worker wrote a line of output or reported a metric.
+    Record(WorkerRecord),
     /// A worker ended.
     Exited {
         /// Its task.
@@ -31,9 +31,9 @@ pub enum Event {
         /// Its rank.
         rank: Rank,
         /// The exit.
-        exit: Exit,
+        exit: ExitReport,
     },
-    /// A worker returned something.
+    /// A worker returned a result.
     Result {
         /// Its task.
         task: TaskId,
@@ -51,14 +51,14 @@ pub enum Event {
         /// The observed reason.
         reason: String,
     },
-    /// Elastic jobs: a worker is to be started. Those of one host come together.
+    /// Elastic jobs: a worker must be started. The events of workers of one host follow each other.
     Start {
         /// Its task, which no worker had before.
         task: TaskId,
         /// The host, as it was discovered.
         host: String,
     },
-    /// Elastic jobs: a worker is to be ended.
+    /// Elastic jobs: a worker must be ended.
     Stop {
         /// Its task.
         task: TaskId,
@@ -77,27 +77,27 @@ pub enum Event {
         /// The number of the world.
         generation: Generation,
     },
-    /// A generation is over, or the whole job, and its workers are being ended.
+    /// A generation or the whole job is over, and its workers are being ended.
     Aborted {
         /// The reason, and the task that failed first, if one did.
-        verdict: Verdict,
+        verdict: GenerationVerdict,
         /// The rank of that task.
         rank: Option<Rank>,
     },
 }
 
-impl Weight for Event {
-    fn weight(&self) -> usize {
+impl RingWeight for JobEvent {
+    fn weight_bytes(&self) -> usize {
         match self {
-            Self::Record(record) => record.weight(),
+            Self::Record(record) => record.weight_bytes(),
             Self::Result { data, .. } => data.len(),
             _ => 64,
         }
     }
 
-    /// Records may be dropped when the driver does not keep up; what the job's life hangs on may
-    /// not.
-    fn droppable(&self) -> bool {
+    /// Returns whether the event may be dropped if the driver is too slow. Only records may be
+    /// dropped: the fate of the job depends on every other event.
+    fn is_droppable(&self) -> bool {
         matches!(self, Self::Record(_))
     }
 }

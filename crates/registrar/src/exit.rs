@@ -10,23 +10,23 @@ use serde::{Deserialize, Serialize};
 
 /// The way a worker ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum How {
+pub enum ExitKind {
     /// It exited with a code.
     Code(i32),
     /// A signal ended it.
     Signal(i32),
-    /// It was never started; why.
+    /// It was never started, for this reason.
     NotStarted(String),
 }
 
 /// A worker's end, as its agent saw it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Exit {
-    /// The way.
-    pub how: How,
-    /// A collective had lost a peer: another task failed first.
+pub struct ExitReport {
+    /// The way the worker ended.
+    pub how: ExitKind,
+    /// Whether a collective had lost a peer, so another task failed first.
     pub peer_error: bool,
-    /// The agent ended it.
+    /// Whether the agent ended the worker.
     pub stopped: bool,
     /// The last lines of its stderr, oldest first.
     pub stderr_tail: Vec<String>,
@@ -34,24 +34,24 @@ pub struct Exit {
 
 /// The reason why a generation ended before its work was done.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct GenerationVerdict {
     /// A sentence naming the rank that failed first, if one did.
     pub reason: String,
-    /// Its task.
+    /// The task of that rank.
     pub cause: Option<TaskId>,
-    /// No worker failed: an agent was lost or started again, and the tasks may form another
-    /// generation.
+    /// Whether the tasks may form another generation, because no worker failed: an agent was lost
+    /// or started again.
     pub retry: bool,
 }
 
-impl How {
-    /// Returns whether the worker did its work.
+impl ExitKind {
+    /// Returns whether the worker succeeded.
     pub fn is_success(&self) -> bool {
         matches!(self, Self::Code(0))
     }
 }
 
-impl fmt::Display for How {
+impl fmt::Display for ExitKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Code(code) => write!(f, "exited with code {code}"),
@@ -95,8 +95,8 @@ mod tests {
 
     #[test]
     fn an_end_reads_as_a_sentence() {
-        assert_eq!(How::Signal(9).to_string(), "was ended by SIGKILL");
-        assert_eq!(How::Signal(40).to_string(), "was ended by signal 40");
-        assert_eq!(How::Code(3).to_string(), "exited with code 3");
+        assert_eq!(ExitKind::Signal(9).to_string(), "was ended by SIGKILL");
+        assert_eq!(ExitKind::Signal(40).to_string(), "was ended by signal 40");
+        assert_eq!(ExitKind::Code(3).to_string(), "exited with code 3");
     }
 }

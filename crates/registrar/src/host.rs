@@ -10,26 +10,26 @@ use farandole_world::HostFacts;
 
 use crate::error::{Error, Result};
 
-/// This process's host.
-pub fn facts() -> HostFacts {
+/// Returns the facts about this process's host.
+pub fn host_facts() -> HostFacts {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let ipc = fs::read_link("/proc/self/ns/ipc").map(|link| link.to_string_lossy().into_owned());
     HostFacts {
         hostname: name.trim().split('.').next().unwrap_or_default().to_owned(),
         boot_id: boot_id(),
         ipc_namespace: ipc.unwrap_or_default(),
-        container_id: farandole_config::environment("CONTAINER_ID").unwrap_or_default(),
+        container_id: farandole_config::environment_variable("CONTAINER_ID").unwrap_or_default(),
     }
 }
 
-/// Returns a value that is new each time that this host starts.
+/// Returns an identifier that is new after each start of this host.
 pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// This host's addresses: IPv4, then IPv6, then loopback. Link-local ones are left out: they need a
-/// scope that another host cannot know.
-pub fn addresses() -> Vec<IpAddr> {
+/// Returns this host's addresses: IPv4, then IPv6, then loopback. Link-local addresses are left
+/// out: they need a scope that another host cannot know.
+pub fn local_addresses() -> Vec<IpAddr> {
     let four = fs::read_to_string("/proc/net/fib_trie").unwrap_or_default();
     let six = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
     let mut found = local_ipv4(&four);
@@ -45,67 +45,70 @@ pub fn addresses() -> Vec<IpAddr> {
     all
 }
 
-/// The addresses of this host that a wish means.
+/// The addresses of this host that match a bind list.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Bound {
-    /// Each with the place of its entry in the wish, from 0.
+pub struct BindAddresses {
+    /// Each address with the position, from 0, of its entry in the bind list.
     pub addresses: Vec<(u16, IpAddr)>,
-    /// Entries in which this host has no address that no entry before them has taken.
+    /// Entries that match no address of this host, except addresses that earlier entries have
+    /// taken.
     pub missing: Vec<String>,
 }
 
-/// Returns the first of the addresses of [`all_bound`]; `None` for an empty wish.
+/// Returns the first address of [`resolve_bind_addresses`]; `None` for an empty list.
 ///
 /// # Errors
-/// As [`all_bound`].
-pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
-    Ok(all_bound(wish)?.addresses.first().map(|(_, address)| *address))
+/// Like [`resolve_bind_addresses`].
+pub fn resolve_bind_address(wish: &str) -> Result<Option<IpAddr>> {
+    Ok(resolve_bind_addresses(wish)?.addresses.first().map(|(_, address)| *address))
 }
 
-/// Returns the addresses of this host that `wish` means: entries between commas, each an address or
-/// a network such as `10.0.0.0/8`, of which every host has an address of its own. None for an empty
-/// wish.
+/// Returns the addresses of this host that match a bind list: entries between commas, each an
+/// address or a network such as `10.0.0.0/8`, in which every host has a different address. An empty
+/// list gives no addresses.
 ///
 /// # Errors
-/// `Options` for an entry that is neither, or if this host has none of the addresses.
-pub fn all_bound(wish: &str) -> Result<Bound> {
-    all_among(wish, &addresses())
+/// `Options` if an entry is neither an address nor a network, or if this host has none of the
+/// addresses.
+pub fn resolve_bind_addresses(wish: &str) -> Result<BindAddresses> {
+    match_bind_entries(wish, &local_addresses())
 }
 
 /// The networks of some interfaces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Networks {
-    /// A wish for [`all_bound`], such as `10.0.0.0/8,10.1.0.0/16`.
-    pub wish: String,
+pub struct InterfaceNetworks {
+    /// A bind list for [`resolve_bind_addresses`], such as `10.0.0.0/8,10.1.0.0/16`.
+    pub bind_list: String,
     /// Interfaces that have no network on this host.
     pub missing: Vec<String>,
 }
 
-impl Networks {
-    /// A sentence about the interfaces that have none, if there are such.
-    pub fn warning(&self) -> Option<String> {
+impl InterfaceNetworks {
+    /// Returns a sentence about the interfaces without a network, if there are any.
+    pub fn missing_warning(&self) -> Option<String> {
         let names = self.missing.join(", ");
-        let wish = &self.wish;
+        let wish = &self.bind_list;
         (!names.is_empty())
             .then(|| format!("no network on this host, so it is not used: {names} (used: {wish})"))
     }
 }
 
-/// Returns the networks of these interfaces, such as `10.0.0.0/8`: a wish that holds on every host
-/// of these networks, whatever its interfaces are called. IPv6 where an interface has no IPv4.
+/// Returns the networks of these interfaces, such as `10.0.0.0/8`, as a bind list. The list is
+/// valid on every host of these networks, whatever the names of its interfaces. An interface
+/// without IPv4 gives its IPv6 network.
 ///
 /// # Errors
-/// `Options` naming the interfaces when none has a network.
-pub fn networks_of(interfaces: &[String]) -> Result<Networks> {
+/// `Options`, with the names of the interfaces, if none has a network.
+pub fn interface_networks(interfaces: &[String]) -> Result<InterfaceNetworks> {
     let four = fs::read_to_string("/proc/net/route").unwrap_or_default();
     let six = fs::read_to_string("/proc/net/ipv6_route").unwrap_or_default();
-    networks_in(&four, &six, interfaces)
+    networks_from_routes(&four, &six, interfaces)
 }
 
-fn networks_in(four: &str, six: &str, interfaces: &[String]) -> Result<Networks> {
+fn networks_from_routes(four: &str, six: &str, interfaces: &[String]) -> Result<InterfaceNetworks> {
     let network = |name: &str| match name {
         "lo" => Some("127.0.0.0/8".to_owned()),
-        name => on_link(four, name).or_else(|| on_link_six(six, name)),
+        name => ipv4_link_network(four, name).or_else(|| ipv6_link_network(six, name)),
     };
     let (mut found, mut missing) = (Vec::new(), Vec::new());
     for name in interfaces {
@@ -115,7 +118,7 @@ fn networks_in(four: &str, six: &str, interfaces: &[String]) -> Result<Networks>
         }
     }
     if !found.is_empty() {
-        return Ok(Networks { wish: found.join(","), missing });
+        return Ok(InterfaceNetworks { bind_list: found.join(","), missing });
     }
     let names = |routes: &str, field: usize| -> Vec<String> {
         routes
@@ -127,7 +130,9 @@ fn networks_in(four: &str, six: &str, interfaces: &[String]) -> Result<Networks>
     known.extend(names(six, 9));
     known.sort();
     known.dedup();
-    known.retain(|name| on_link(four, name).or_else(|| on_link_six(six, name)).is_some());
+    known.retain(|name| {
+        ipv4_link_network(four, name).or_else(|| ipv6_link_network(six, name)).is_some()
+    });
     let reason = format!(
         "none of these network interfaces has a network on this host: {} (those with one: {})",
         interfaces.join(", "),
@@ -138,7 +143,7 @@ fn networks_in(four: &str, six: &str, interfaces: &[String]) -> Result<Networks>
 
 /// Returns the network that an interface reaches without a gateway, from the kernel's table of
 /// routes.
-fn on_link(routes: &str, name: &str) -> Option<String> {
+fn ipv4_link_network(routes: &str, name: &str) -> Option<String> {
     let number = |text: &str| u32::from_str_radix(text, 16).ok().map(u32::swap_bytes);
     routes.lines().skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
@@ -151,9 +156,9 @@ fn on_link(routes: &str, name: &str) -> Option<String> {
     })
 }
 
-/// Like [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are
-/// left out, as are single addresses.
-fn on_link_six(routes: &str, name: &str) -> Option<String> {
+/// Like [`ipv4_link_network`], from the IPv6 table. Link-local and multicast networks are left out,
+/// and so are single addresses.
+fn ipv6_link_network(routes: &str, name: &str) -> Option<String> {
     routes.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let [destination, bits, _, _, gateway, _, _, _, _, interface] = fields[..] else {
@@ -168,13 +173,13 @@ fn on_link_six(routes: &str, name: &str) -> Option<String> {
     })
 }
 
-fn all_among(wish: &str, own: &[IpAddr]) -> Result<Bound> {
-    let mut bound = Bound::default();
+fn match_bind_entries(wish: &str, own: &[IpAddr]) -> Result<BindAddresses> {
+    let mut bound = BindAddresses::default();
     let entries = wish.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     for (place, entry) in (0u16..).zip(entries) {
         let is_free = |address: &IpAddr| bound.addresses.iter().all(|(_, one)| one != address);
         let free: Vec<IpAddr> = own.iter().copied().filter(is_free).collect();
-        match among(entry, &free)? {
+        match match_bind_entry(entry, &free)? {
             Some(address) => bound.addresses.push((place, address)),
             None => bound.missing.push(entry.to_owned()),
         }
@@ -186,8 +191,8 @@ fn all_among(wish: &str, own: &[IpAddr]) -> Result<Bound> {
     Ok(bound)
 }
 
-/// Returns the first of the addresses that an entry of a wish means.
-fn among(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
+/// Returns the first address that matches an entry of a bind list.
+fn match_bind_entry(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
     let (text, bits) =
         entry.split_once('/').map_or((entry, None), |(text, bits)| (text, Some(bits)));
     let network: Option<IpAddr> = text.trim_matches(['[', ']']).parse().ok();
@@ -205,7 +210,7 @@ fn among(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
         };
         number.checked_shr(most - bits).unwrap_or(0)
     };
-    // Every address of 127.0.0.0/8 is this host's, though the kernel lists but one.
+    // Every address of 127.0.0.0/8 belongs to this host, but the kernel lists only one.
     if bits == most && network.is_loopback() {
         return Ok(Some(network));
     }
@@ -215,7 +220,7 @@ fn among(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
     Ok(own.iter().find(fits).copied())
 }
 
-/// Addresses followed by `/32 host LOCAL` in the kernel's routing trie.
+/// Returns the addresses that are followed by `/32 host LOCAL` in the kernel's routing trie.
 fn local_ipv4(trie: &str) -> Vec<Ipv4Addr> {
     let mut found: Vec<Ipv4Addr> = Vec::new();
     let mut last = None;
@@ -233,7 +238,7 @@ fn local_ipv4(trie: &str) -> Vec<Ipv4Addr> {
     found
 }
 
-/// Addresses of global (`00`) and loopback (`10`) scope.
+/// Returns the addresses of global (`00`) and loopback (`10`) scope.
 fn local_ipv6(table: &str) -> Vec<Ipv6Addr> {
     table
         .lines()
@@ -252,11 +257,11 @@ mod tests {
 
     #[test]
     fn this_host_has_a_name_a_boot_and_a_loopback() {
-        let facts = facts();
+        let facts = host_facts();
         assert!(!facts.hostname.is_empty() && !facts.hostname.contains('.'));
         assert_eq!(facts.boot_id.len(), 36);
         assert!(facts.ipc_namespace.starts_with("ipc:["));
-        assert!(addresses().iter().any(IpAddr::is_loopback));
+        assert!(local_addresses().iter().any(IpAddr::is_loopback));
     }
 
     #[test]
@@ -272,18 +277,19 @@ mod tests {
             ("127.0.0.5", "127.0.0.5"),
         ] {
             let found = vec![(0, found.parse::<IpAddr>().unwrap())];
-            assert_eq!(all_among(wish, &own).unwrap().addresses, found, "{wish}");
+            assert_eq!(match_bind_entries(wish, &own).unwrap().addresses, found, "{wish}");
         }
-        let foreign = all_among("172.16.0.0/12", &own).unwrap_err().to_string();
+        let foreign = match_bind_entries("172.16.0.0/12", &own).unwrap_err().to_string();
         assert!(
             foreign.contains("no address of this host is in 172.16.0.0/12: it has [10.1.2.3"),
             "{foreign}"
         );
         for wish in ["eth0", "10.0.0.0/40", "10.0.0.0/x"] {
-            let error = all_among(&format!("10.1.2.3,{wish}"), &own).unwrap_err().to_string();
+            let error =
+                match_bind_entries(&format!("10.1.2.3,{wish}"), &own).unwrap_err().to_string();
             assert!(error.ends_with(wish), "{error}");
         }
-        assert!(bound("").unwrap().is_none());
+        assert!(resolve_bind_address("").unwrap().is_none());
     }
 
     #[test]
@@ -291,7 +297,7 @@ mod tests {
         let own: Vec<IpAddr> =
             ["10.1.2.3", "10.2.2.3", "10.2.2.4"].map(|text| text.parse().unwrap()).into();
         let found = |wish: &str| {
-            let bound = all_among(wish, &own).unwrap();
+            let bound = match_bind_entries(wish, &own).unwrap();
             let of = |(place, address): &(u16, IpAddr)| format!("{place} {address}");
             (bound.addresses.iter().map(of).collect::<Vec<_>>(), bound.missing)
         };
@@ -300,12 +306,12 @@ mod tests {
             found("10.1.0.0/16, 10.9.0.0/16,10.2.0.0/16,"),
             (words(&["0 10.1.2.3", "2 10.2.2.3"]), words(&["10.9.0.0/16"]))
         );
-        // Each takes one that is left.
+        // Each entry takes an address that is left.
         assert_eq!(
             found("10.2.0.0/16,10.2.0.0/16,10.0.0.0/8,10.2.2.4"),
             (words(&["0 10.2.2.3", "1 10.2.2.4", "2 10.1.2.3"]), words(&["10.2.2.4"]))
         );
-        let error = all_among("10.8.0.0/16,10.9.0.0/16", &own).unwrap_err().to_string();
+        let error = match_bind_entries("10.8.0.0/16,10.9.0.0/16", &own).unwrap_err().to_string();
         assert!(error.contains("is in 10.8.0.0/16,10.9.0.0/16: it has [10.1.2.3"), "{error}");
     }
 
@@ -315,17 +321,17 @@ mod tests {
                       eth0\t00000000\t0101A8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
                       eth0\t0001A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n\
                       ib0\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n";
-        assert_eq!(on_link(routes, "eth0").as_deref(), Some("192.168.1.0/24"));
-        assert_eq!(on_link(routes, "ib0").as_deref(), Some("10.0.0.0/8"));
-        assert_eq!(on_link(routes, "eth1"), None);
+        assert_eq!(ipv4_link_network(routes, "eth0").as_deref(), Some("192.168.1.0/24"));
+        assert_eq!(ipv4_link_network(routes, "ib0").as_deref(), Some("10.0.0.0/8"));
+        assert_eq!(ipv4_link_network(routes, "eth1"), None);
         let of = |names: &[&str]| {
             let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-            networks_in(routes, "", &names)
+            networks_from_routes(routes, "", &names)
         };
         let some = of(&["ib0", "none0", "eth0", "lo"]).unwrap();
-        assert_eq!(some.wish, "10.0.0.0/8,192.168.1.0/24,127.0.0.0/8");
-        assert!(some.warning().unwrap().contains("none0"));
-        assert_eq!(of(&["eth0"]).unwrap().warning(), None);
+        assert_eq!(some.bind_list, "10.0.0.0/8,192.168.1.0/24,127.0.0.0/8");
+        assert!(some.missing_warning().unwrap().contains("none0"));
+        assert_eq!(of(&["eth0"]).unwrap().missing_warning(), None);
         let error = of(&["none0"]).unwrap_err().to_string();
         assert!(
             error.ends_with("has a network on this host: none0 (those with one: eth0, ib0)"),
@@ -353,9 +359,9 @@ mod tests {
             line("fd000000000000000000000000000000", "40", nothing, "eth0"),
         ]
         .concat();
-        let of = |name: &str| networks_in("", &routes, &["x".to_owned(), name.to_owned()]);
-        assert_eq!(of("eth0").unwrap().wish, "fd00::/64");
-        assert_eq!(of("ib0").unwrap().wish, "2001:db8::/64");
+        let of = |name: &str| networks_from_routes("", &routes, &["x".to_owned(), name.to_owned()]);
+        assert_eq!(of("eth0").unwrap().bind_list, "fd00::/64");
+        assert_eq!(of("ib0").unwrap().bind_list, "2001:db8::/64");
         let error = of("y").unwrap_err().to_string();
         assert!(error.ends_with("(those with one: eth0, ib0)"), "{error}");
     }

@@ -3,10 +3,10 @@
 
 //! The ticket that admits a task.
 //!
-//! Text form: `frn1.` and, in unpadded URL-safe base64: token (32 bytes), SHA-256 of the
-//! certificate (32), then length-prefixed (u16, big endian) job id and addresses up to four bytes
-//! from the end, which are the first four of the SHA-256 of everything before them, so that a
-//! truncated ticket is seen for what it is.
+//! Text form: `frn1.`, then in unpadded URL-safe base64: the token (32 bytes), the SHA-256 of the
+//! certificate (32), and the job id and the addresses with their lengths (u16, big endian). The
+//! last four bytes are the first four of the SHA-256 of all bytes before them: they detect a
+//! truncated ticket.
 
 use std::fmt;
 use std::str::FromStr;
@@ -20,43 +20,43 @@ use subtle::ConstantTimeEq;
 
 use crate::error::{Error, Result};
 
-const PREFIX: &str = "frn1.";
-const SECRET_LEN: usize = 32;
+const TICKET_PREFIX: &str = "frn1.";
+const TOKEN_LEN: usize = 32;
 const CHECK_LEN: usize = 4;
 
 /// A job's token. Never printed.
 #[derive(Clone)]
-pub(crate) struct Token([u8; SECRET_LEN]);
+pub(crate) struct JobToken([u8; TOKEN_LEN]);
 
-impl Token {
+impl JobToken {
     pub(crate) fn random() -> Self {
         Self(rand::random())
     }
 
-    pub(crate) fn of(bytes: [u8; SECRET_LEN]) -> Self {
+    pub(crate) fn from_bytes(bytes: [u8; TOKEN_LEN]) -> Self {
         Self(bytes)
     }
 
-    /// 64 hex digits, as calls carry it.
-    pub(crate) fn hex(&self) -> String {
+    /// Returns the token as 64 hex digits, the form in calls.
+    pub(crate) fn to_hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Returns whether `hex` is this token's text, in a time that does not depend on where they
-    /// differ.
-    pub(crate) fn matches(&self, hex: &[u8]) -> bool {
-        self.hex().as_bytes().ct_eq(hex).into()
+    /// Returns whether `hex` is this token's text. The comparison takes constant time, so that the
+    /// time does not show the position of the first difference.
+    pub(crate) fn matches_hex(&self, hex: &[u8]) -> bool {
+        self.to_hex().as_bytes().ct_eq(hex).into()
     }
 }
 
 /// SHA-256 of a certificate.
 pub(crate) type Fingerprint = [u8; 32];
 
-/// The address of a job's registrar, its identity, and the secret it asks for. Whoever holds it may
-/// join the job.
+/// The address of a job's registrar, its identity, and the secret that it requires. Every holder of
+/// a ticket may join the job.
 #[derive(Clone)]
 pub struct Ticket {
-    pub(crate) token: Token,
+    pub(crate) token: JobToken,
     pub(crate) fingerprint: Fingerprint,
     job_id: JobId,
     addresses: Vec<String>,
@@ -64,7 +64,7 @@ pub struct Ticket {
 
 impl Ticket {
     pub(crate) fn new(
-        token: Token,
+        token: JobToken,
         fingerprint: Fingerprint,
         job_id: JobId,
         addresses: Vec<String>,
@@ -72,13 +72,13 @@ impl Ticket {
         Self { token, fingerprint, job_id, addresses }
     }
 
-    /// Returns the job.
+    /// Returns the job's identifier.
     pub fn job_id(&self) -> &JobId {
         &self.job_id
     }
 
-    /// Returns the addresses of its registrar, `host:port`, the likeliest first.
-    pub fn addresses(&self) -> &[String] {
+    /// Returns the addresses of its registrar, `host:port`, the most likely first.
+    pub fn registrar_addresses(&self) -> &[String] {
         &self.addresses
     }
 
@@ -95,21 +95,21 @@ impl Ticket {
         }
     }
 
-    /// Returns the same ticket with another token, as a guess has. For tests.
+    /// Returns the same ticket with another token, like a guess. For tests.
     #[doc(hidden)]
-    pub fn forged_token(&self) -> Self {
-        Self { token: Token::random(), ..self.clone() }
+    pub fn with_forged_token(&self) -> Self {
+        Self { token: JobToken::random(), ..self.clone() }
     }
 
-    /// Returns the same ticket leading elsewhere. For tests.
+    /// Returns the same ticket with other addresses. For tests.
     #[doc(hidden)]
-    pub fn readdressed(&self, addresses: &[String]) -> Self {
+    pub fn with_addresses(&self, addresses: &[String]) -> Self {
         Self { addresses: addresses.to_vec(), ..self.clone() }
     }
 
-    /// Returns the secret text. `Display` is left out on purpose: a ticket in a log lets its
-    /// readers in.
-    pub fn encode(&self) -> String {
+    /// Returns the secret text. `Display` is left out on purpose: a ticket in a log would admit
+    /// every reader of the log.
+    pub fn encode_text(&self) -> String {
         let mut bytes = Vec::with_capacity(256);
         bytes.extend_from_slice(&self.token.0);
         bytes.extend_from_slice(&self.fingerprint);
@@ -120,7 +120,7 @@ impl Ticket {
         }
         let check = Sha256::digest(&bytes);
         bytes.extend_from_slice(&check[..CHECK_LEN]);
-        format!("{PREFIX}{}", URL_SAFE_NO_PAD.encode(bytes))
+        format!("{TICKET_PREFIX}{}", URL_SAFE_NO_PAD.encode(bytes))
     }
 }
 
@@ -129,14 +129,14 @@ impl FromStr for Ticket {
 
     fn from_str(text: &str) -> Result<Self> {
         let bad = |reason| Error::Ticket { reason };
-        let body = text.trim().strip_prefix(PREFIX).ok_or(bad("it does not start with frn1."))?;
+        let body =
+            text.trim().strip_prefix(TICKET_PREFIX).ok_or(bad("it does not start with frn1."))?;
         let bytes = URL_SAFE_NO_PAD.decode(body).map_err(|_| bad("it is not base64"))?;
         let (bytes, check) = bytes.split_last_chunk::<CHECK_LEN>().ok_or(bad("it is too short"))?;
         if Sha256::digest(bytes)[..CHECK_LEN] != check[..] {
             return Err(bad("it is damaged or cut off"));
         }
-        let (token, rest) =
-            bytes.split_first_chunk::<SECRET_LEN>().ok_or(bad("it has no token"))?;
+        let (token, rest) = bytes.split_first_chunk::<TOKEN_LEN>().ok_or(bad("it has no token"))?;
         let (fingerprint, mut rest) =
             rest.split_first_chunk::<32>().ok_or(bad("it has no fingerprint"))?;
         let mut texts = Vec::new();
@@ -153,7 +153,7 @@ impl FromStr for Ticket {
         let mut texts = texts.into_iter();
         let job_id = JobId(texts.next().ok_or(bad("it has no job id"))?);
         Ok(Self {
-            token: Token(*token),
+            token: JobToken(*token),
             fingerprint: *fingerprint,
             job_id,
             addresses: texts.collect(),
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     fn ticket(job: &str, addresses: &[String]) -> Ticket {
-        Ticket::new(Token([7; 32]), [9; 32], JobId(job.into()), addresses.to_vec())
+        Ticket::new(JobToken([7; 32]), [9; 32], JobId(job.into()), addresses.to_vec())
     }
 
     #[test]
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn a_cut_off_ticket_is_refused_without_repeating_it() {
-        let text = ticket("job", &["a:1".into()]).encode();
+        let text = ticket("job", &["a:1".into()]).encode_text();
         let error = text[..text.len() - 3].parse::<Ticket>().unwrap_err().to_string();
         assert!(!error.contains(&text[5..20]), "{error}");
         assert!("".parse::<Ticket>().is_err());
@@ -204,11 +204,11 @@ mod tests {
     proptest! {
         #[test]
         fn encode_and_parse_are_inverse(job in ".{0,40}", addresses in prop::collection::vec(".{0,60}", 0..9)) {
-            let text = ticket(&job, &addresses).encode();
+            let text = ticket(&job, &addresses).encode_text();
             let back: Ticket = text.parse().unwrap();
             prop_assert_eq!(&back.job_id.0, &job);
             prop_assert_eq!(&back.addresses, &addresses);
-            prop_assert_eq!(back.encode(), text);
+            prop_assert_eq!(back.encode_text(), text);
         }
 
         #[test]

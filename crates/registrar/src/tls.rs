@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One certificate per job, known to clients by its digest alone.
+//! TLS with one certificate per job, which clients identify by its digest alone.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,35 +18,35 @@ use subtle::ConstantTimeEq;
 use crate::error::{Error, Result};
 use crate::ticket::Fingerprint;
 
-/// The name in the certificate. Clients go by the digest, not by the name.
+/// The name in the certificate. Clients check the digest, not the name.
 pub(crate) const SERVER_NAME: &str = "registrar.farandole";
 
 /// A certificate, its key, and its digest.
-pub(crate) struct Identity {
+pub(crate) struct CertificateIdentity {
     pub(crate) certificate_pem: String,
     pub(crate) key_pem: String,
     pub(crate) fingerprint: Fingerprint,
 }
 
-/// Makes a self-signed certificate with a key of its own.
-pub(crate) fn identity() -> Result<Identity> {
+/// Makes a self-signed certificate with a new key.
+pub(crate) fn generate_identity() -> Result<CertificateIdentity> {
     let made = rcgen::generate_simple_self_signed(vec![SERVER_NAME.to_owned()])
         .map_err(|error| Error::Tls { reason: error.to_string() })?;
-    Ok(Identity {
+    Ok(CertificateIdentity {
         certificate_pem: made.cert.pem(),
         key_pem: made.signing_key.serialize_pem(),
         fingerprint: Sha256::digest(made.cert.der()).into(),
     })
 }
 
-/// Accepts the one certificate with the digest from the ticket, and only from a peer that holds its
-/// key.
-pub(crate) struct Pinned {
+/// A verifier that accepts only the certificate with the digest from the ticket, and only from a
+/// peer that holds its key.
+pub(crate) struct PinnedCertVerifier {
     fingerprint: Fingerprint,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
-impl Pinned {
+impl PinnedCertVerifier {
     pub(crate) fn new(fingerprint: Fingerprint) -> Self {
         let provider = CryptoProvider::get_default().map_or_else(
             || rustls::crypto::ring::default_provider().signature_verification_algorithms,
@@ -56,13 +56,13 @@ impl Pinned {
     }
 }
 
-impl fmt::Debug for Pinned {
+impl fmt::Debug for PinnedCertVerifier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pinned").finish_non_exhaustive()
     }
 }
 
-impl ServerCertVerifier for Pinned {
+impl ServerCertVerifier for PinnedCertVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Client, Options, Registrar, Ticket, host};
+use farandole_registrar::{Registrar, RegistrarOptions, TaskClient, Ticket, host};
 use farandole_world::TaskId;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::field::{Field, Visit};
@@ -35,18 +35,20 @@ fn limit(soft: u64, hard: Option<u64>) {
 #[test]
 #[ignore = "started by the other tests, in a process of its own"]
 fn driver() {
-    let given = farandole_config::environment("FARANDOLE_TEST_CROWD").unwrap();
+    let given = farandole_config::environment_variable("FARANDOLE_TEST_CROWD").unwrap();
     let given: Vec<u64> = given.split(':').map(|number| number.parse().unwrap()).collect();
     let [soft, hard, tasks] = given[..] else { unreachable!("{given:?}") };
     tracing::subscriber::set_global_default(Errors).unwrap();
     limit(soft, Some(hard));
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-    let registrar =
-        match Registrar::start(Options::from_config(u32::try_from(tasks).unwrap(), &config)) {
-            Ok(registrar) => registrar,
-            Err(error) => return println!("\nrefused {error}"),
-        };
-    println!("\nticket {}", registrar.ticket().encode());
+    let registrar = match Registrar::start_job(RegistrarOptions::from_config(
+        u32::try_from(tasks).unwrap(),
+        &config,
+    )) {
+        Ok(registrar) => registrar,
+        Err(error) => return println!("\nrefused {error}"),
+    };
+    println!("\nticket {}", registrar.ticket().encode_text());
     let raised = getrlimit(Resource::Nofile).current.unwrap();
     for line in std::io::stdin().lines() {
         match line.unwrap().as_str() {
@@ -158,18 +160,19 @@ fn within(seconds: u64) -> Instant {
 }
 
 /// An agent that registers and learns its world, then its worker, all at once with all others.
-fn crowd(ticket: &Ticket, tasks: u32) -> Vec<(Client, Client)> {
+fn crowd(ticket: &Ticket, tasks: u32) -> Vec<(TaskClient, TaskClient)> {
     let deadline = within(60);
     let join = |task: u32| {
         let ticket = ticket.clone();
         move || {
-            let agent = Client::connect(&ticket, TaskId(task), None, deadline).unwrap();
-            let generation = agent.register(0, &host::facts(), deadline).unwrap();
+            let agent = TaskClient::connect(&ticket, TaskId(task), None, deadline).unwrap();
+            let generation = agent.register_task(0, &host::host_facts(), deadline).unwrap();
             let world = agent.await_assignment(deadline).unwrap();
             assert!(world.generation >= generation);
             let worker =
-                Client::connect(&ticket, TaskId(task), Some(world.generation), deadline).unwrap();
-            worker.put(&format!("card/{task}"), b"here").unwrap();
+                TaskClient::connect(&ticket, TaskId(task), Some(world.generation), deadline)
+                    .unwrap();
+            worker.put_value(&format!("card/{task}"), b"here").unwrap();
             (agent, worker)
         }
     };
@@ -232,7 +235,7 @@ fn the_limit_that_a_refusal_names_is_enough_for_the_crowd_beside_idle_strangers(
     allow_all();
     let mut driver = Driver::start(256, needed() + 8, TASKS);
     let ticket = driver.ticket();
-    let address = ticket.addresses().last().unwrap().clone();
+    let address = ticket.registrar_addresses().last().unwrap().clone();
     let strangers: Vec<TcpStream> =
         (0..1500).map(|_| TcpStream::connect(&address).unwrap()).collect();
     let started = Instant::now();
@@ -247,10 +250,10 @@ fn every_address_of_a_driver_with_many_is_dialled_and_all_of_the_crowd_comes_in(
     allow_all();
     let mut driver = Driver::start(256, 8192, TASKS);
     let ticket = driver.ticket();
-    let port = ticket.addresses().last().unwrap().rsplit_once(':').unwrap().1.to_owned();
+    let port = ticket.registrar_addresses().last().unwrap().rsplit_once(':').unwrap().1.to_owned();
     let many: Vec<String> = (1..=8).map(|host| format!("127.0.0.{host}:{port}")).collect();
     let started = Instant::now();
-    let held = crowd(&ticket.readdressed(&many), TASKS);
+    let held = crowd(&ticket.with_addresses(&many), TASKS);
     println!("{TASKS} tasks, eight addresses: all connected after {:.1?}", started.elapsed());
     assert!(started.elapsed() < Duration::from_secs(30), "{:?}", started.elapsed());
     drop(held);

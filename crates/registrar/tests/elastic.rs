@@ -12,17 +12,22 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Client, Elastic, Error, Event, Exit, How, Options, Registrar, host};
+use farandole_registrar::{
+    ElasticOptions, Error, ExitKind, ExitReport, JobEvent, Registrar, RegistrarOptions, TaskClient,
+    host,
+};
 use farandole_world::{Generation, TaskId, World};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn registrar(first: u32, most: u32) -> Registrar {
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-    let options =
-        Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
+    let options = RegistrarOptions {
+        host: Some("127.0.0.1".to_owned()),
+        ..RegistrarOptions::from_config(1, &config)
+    };
     let second = Duration::from_secs(1);
-    let elastic = Elastic {
+    let elastic = ElasticOptions {
         first,
         least: 1,
         most,
@@ -35,10 +40,10 @@ fn registrar(first: u32, most: u32) -> Registrar {
 }
 
 /// The next event that `pick` wants.
-fn event<T>(registrar: &Registrar, pick: impl Fn(&Event) -> Option<T>) -> Vec<T> {
+fn event<T>(registrar: &Registrar, pick: impl Fn(&JobEvent) -> Option<T>) -> Vec<T> {
     let deadline = Instant::now() + PATIENCE;
     while Instant::now() < deadline {
-        let drained = registrar.events(Instant::now() + Duration::from_millis(50)).unwrap();
+        let drained = registrar.drain_events(Instant::now() + Duration::from_millis(50)).unwrap();
         let picked: Vec<T> = drained.records.iter().filter_map(&pick).collect();
         if !picked.is_empty() {
             return picked;
@@ -49,27 +54,29 @@ fn event<T>(registrar: &Registrar, pick: impl Fn(&Event) -> Option<T>) -> Vec<T>
 
 fn started(registrar: &Registrar) -> Vec<TaskId> {
     event(registrar, |event| match event {
-        Event::Start { task, .. } => Some(*task),
+        JobEvent::Start { task, .. } => Some(*task),
         _ => None,
     })
 }
 
 /// An agent and its worker.
-fn worker(registrar: &Registrar, task: TaskId) -> (Client, Client) {
+fn worker(registrar: &Registrar, task: TaskId) -> (TaskClient, TaskClient) {
     let deadline = Instant::now() + PATIENCE;
-    let agent = Client::connect(registrar.ticket(), task, None, deadline).unwrap();
-    agent.register(0, &host::facts(), deadline).unwrap();
-    agent.watch(PATIENCE, |_| {});
-    (agent, Client::connect(registrar.ticket(), task, None, deadline).unwrap())
+    let agent = TaskClient::connect(registrar.ticket(), task, None, deadline).unwrap();
+    agent.register_task(0, &host::host_facts(), deadline).unwrap();
+    agent.start_heartbeats(PATIENCE, |_| {});
+    (agent, TaskClient::connect(registrar.ticket(), task, None, deadline).unwrap())
 }
 
 /// All workers ask at once; the world of each.
-fn join(workers: &[&Client], after: u64, suspects: &[TaskId]) -> Vec<Result<World, Error>> {
+fn join(workers: &[&TaskClient], after: u64, suspects: &[TaskId]) -> Vec<Result<World, Error>> {
     thread::scope(|scope| {
         let asking: Vec<_> = workers
             .iter()
             .map(|worker| {
-                scope.spawn(|| worker.join(Generation(after), suspects, Instant::now() + PATIENCE))
+                scope.spawn(|| {
+                    worker.join_next_world(Generation(after), suspects, Instant::now() + PATIENCE)
+                })
             })
             .collect();
         asking.into_iter().map(|asked| asked.join().unwrap()).collect()
@@ -84,33 +91,34 @@ fn ranks(worlds: &[Result<World, Error>]) -> Vec<(u64, u32, usize)> {
     worlds.iter().map(place).collect()
 }
 
-fn exit(agent: &Client, how: How) {
-    let exit = Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
-    assert!(agent.exit(&exit, Instant::now() + PATIENCE).unwrap().is_none());
+fn exit(agent: &TaskClient, how: ExitKind) {
+    let exit = ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+    assert!(agent.report_exit(&exit, Instant::now() + PATIENCE).unwrap().is_none());
 }
 
 #[test]
 fn workers_come_and_go_until_all_of_the_last_world_have_returned() {
     let registrar = registrar(3, 3);
-    registrar.hosts(&[("a".to_owned(), 3)]).unwrap();
+    registrar.update_hosts(&[("a".to_owned(), 3)]).unwrap();
     let tasks = started(&registrar);
     assert_eq!(tasks.len(), 3);
-    let crew: Vec<(Client, Client)> = tasks.iter().map(|task| worker(&registrar, *task)).collect();
+    let crew: Vec<(TaskClient, TaskClient)> =
+        tasks.iter().map(|task| worker(&registrar, *task)).collect();
     let [(_, first), (second_agent, second), (_, third)] = &crew[..] else { panic!() };
     let worlds = join(&[first, second, third], 0, &[]);
     assert_eq!(ranks(&worlds), [(1, 0, 3), (1, 1, 3), (1, 2, 3)]);
 
     // One dies; what it had put under its world is over, and the others continue.
-    first.put("key", b"value").unwrap();
+    first.put_value("key", b"value").unwrap();
     let (told, change) = mpsc::channel();
-    first.watch_changes(Generation(2), move |change| told.send(change).unwrap_or_default());
-    exit(second_agent, How::Signal(9));
-    let over = third.get("another", Instant::now() + PATIENCE).unwrap_err();
+    first.watch_host_changes(Generation(2), move |change| told.send(change).unwrap_or_default());
+    exit(second_agent, ExitKind::Signal(9));
+    let over = third.await_value("another", Instant::now() + PATIENCE).unwrap_err();
     assert!(matches!(over, Error::Aborted { retry: true, .. }), "{over}");
     let worlds = join(&[first, third], 1, &[tasks[1]]);
     assert_eq!(ranks(&worlds), [(2, 0, 2), (2, 1, 2)]);
     assert!(
-        second.join(Generation(1), &[], Instant::now() + PATIENCE).is_err(),
+        second.join_next_world(Generation(1), &[], Instant::now() + PATIENCE).is_err(),
         "the dead stay dead"
     );
 
@@ -118,7 +126,8 @@ fn workers_come_and_go_until_all_of_the_last_world_have_returned() {
     let [task] = started(&registrar)[..] else { panic!() };
     let (fourth_agent, fourth) = worker(&registrar, task);
     thread::scope(|scope| {
-        let waits = scope.spawn(|| fourth.join(Generation(0), &[], Instant::now() + PATIENCE));
+        let waits =
+            scope.spawn(|| fourth.join_next_world(Generation(0), &[], Instant::now() + PATIENCE));
         let change = change.recv_timeout(PATIENCE).unwrap();
         assert!(change.added && !change.removed);
         let worlds = join(&[first, third], 2, &[]);
@@ -127,16 +136,16 @@ fn workers_come_and_go_until_all_of_the_last_world_have_returned() {
     });
 
     // Fewer slots: the last one may go.
-    registrar.hosts(&[("a".to_owned(), 2)]).unwrap();
+    registrar.update_hosts(&[("a".to_owned(), 2)]).unwrap();
     let worlds = join(&[first, third, &fourth], 3, &[]);
     assert_eq!(ranks(&worlds[..2]), [(4, 0, 2), (4, 1, 2)]);
     assert!(matches!(&worlds[2], Err(Error::Dismissed { .. })), "{:?}", worlds[2]);
-    exit(&fourth_agent, How::Code(0));
+    exit(&fourth_agent, ExitKind::Code(0));
 
-    exit(&crew[0].0, How::Code(0));
-    exit(&crew[2].0, How::Code(0));
+    exit(&crew[0].0, ExitKind::Code(0));
+    exit(&crew[2].0, ExitKind::Code(0));
     let finished = event(&registrar, |event| match event {
-        Event::Finished { generation } => Some(generation.0),
+        JobEvent::Finished { generation } => Some(generation.0),
         _ => None,
     });
     assert_eq!(finished, [4]);
@@ -147,7 +156,7 @@ fn numbers_of_workers_that_contradict_each_other_are_refused() {
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
     let second = Duration::from_secs(1);
     for (least, first, most) in [(0, 1, 1), (3, 2, 4), (1, 5, 4)] {
-        let elastic = Elastic {
+        let elastic = ElasticOptions {
             first,
             least,
             most,
@@ -156,8 +165,9 @@ fn numbers_of_workers_that_contradict_each_other_are_refused() {
             reset_limit: None,
             cooldown: (second, second),
         };
-        let refused =
-            Registrar::start_elastic(Options::from_config(1, &config), &elastic).err().unwrap();
+        let refused = Registrar::start_elastic(RegistrarOptions::from_config(1, &config), &elastic)
+            .err()
+            .unwrap();
         assert!(matches!(refused, Error::Options { .. }), "{refused}");
     }
 }
@@ -165,9 +175,10 @@ fn numbers_of_workers_that_contradict_each_other_are_refused() {
 #[test]
 fn a_job_without_a_largest_number_of_workers_starts_and_takes_them_in() {
     let registrar = registrar(1, u32::MAX);
-    registrar.hosts(&[("a".to_owned(), 2)]).unwrap();
+    registrar.update_hosts(&[("a".to_owned(), 2)]).unwrap();
     let tasks = started(&registrar);
-    let crew: Vec<(Client, Client)> = tasks.iter().map(|task| worker(&registrar, *task)).collect();
-    let workers: Vec<&Client> = crew.iter().map(|(_, worker)| worker).collect();
+    let crew: Vec<(TaskClient, TaskClient)> =
+        tasks.iter().map(|task| worker(&registrar, *task)).collect();
+    let workers: Vec<&TaskClient> = crew.iter().map(|(_, worker)| worker).collect();
     assert_eq!(ranks(&join(&workers, 0, &[])), [(1, 0, 2), (1, 1, 2)]);
 }

@@ -16,13 +16,14 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use farandole_config::PortRange;
 use farandole_registrar::{
-    Client, Error, Event, Exit, How, Meet, Options, Registrar, Ticket, host,
+    Error, ExitKind, ExitReport, FormationOutcome, JobEvent, Registrar, RegistrarOptions,
+    TaskClient, Ticket, host,
 };
-use farandole_telemetry::{Record, Stream};
+use farandole_telemetry::{OutputStream, WorkerRecord};
 use farandole_world::{Generation, HostFacts, Rank, TaskId};
 
-fn options(tasks: u32) -> Options {
-    Options {
+fn options(tasks: u32) -> RegistrarOptions {
+    RegistrarOptions {
         tasks,
         job_id: None,
         host: None,
@@ -35,22 +36,23 @@ fn options(tasks: u32) -> Options {
 }
 
 fn registrar(tasks: u32) -> Registrar {
-    Registrar::start(options(tasks)).unwrap()
+    Registrar::start_job(options(tasks)).unwrap()
 }
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
-fn connect(ticket: &Ticket, task: u32) -> Client {
-    Client::connect(ticket, TaskId(task), None, soon()).unwrap()
+fn connect(ticket: &Ticket, task: u32) -> TaskClient {
+    TaskClient::connect(ticket, TaskId(task), None, soon()).unwrap()
 }
 
 /// A registered and assigned agent for each task, all on this host.
-fn agents(registrar: &Registrar, tasks: u32) -> Vec<Client> {
-    let agents: Vec<Client> = (0..tasks).map(|task| connect(registrar.ticket(), task)).collect();
+fn agents(registrar: &Registrar, tasks: u32) -> Vec<TaskClient> {
+    let agents: Vec<TaskClient> =
+        (0..tasks).map(|task| connect(registrar.ticket(), task)).collect();
     for agent in &agents {
-        agent.register(0, &host::facts(), soon()).unwrap();
+        agent.register_task(0, &host::host_facts(), soon()).unwrap();
     }
     for agent in &agents {
         agent.await_assignment(soon()).unwrap();
@@ -59,11 +61,11 @@ fn agents(registrar: &Registrar, tasks: u32) -> Vec<Client> {
 }
 
 /// Events until one fits, which is returned with those before it.
-fn until(registrar: &Registrar, fits: impl Fn(&Event) -> bool) -> Vec<Event> {
+fn until(registrar: &Registrar, fits: impl Fn(&JobEvent) -> bool) -> Vec<JobEvent> {
     let deadline = soon();
     let mut seen = Vec::new();
     while Instant::now() < deadline {
-        for event in registrar.events(deadline).unwrap().records {
+        for event in registrar.drain_events(deadline).unwrap().records {
             seen.push(event);
             if seen.last().is_some_and(&fits) {
                 return seen;
@@ -73,8 +75,8 @@ fn until(registrar: &Registrar, fits: impl Fn(&Event) -> bool) -> Vec<Event> {
     panic!("no such event among {seen:?}");
 }
 
-fn failed(how: How) -> Exit {
-    Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
+fn failed(how: ExitKind) -> ExitReport {
+    ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
 }
 
 #[test]
@@ -84,10 +86,10 @@ fn a_world_can_be_requested_as_soon_as_it_is_announced() {
         let registrar = registrar(1);
         thread::scope(|scope| {
             let driver = scope.spawn(|| {
-                until(&registrar, |event| matches!(event, Event::Assigned { .. }));
-                registrar.assignment().is_some()
+                until(&registrar, |event| matches!(event, JobEvent::Assigned { .. }));
+                registrar.current_world().is_some()
             });
-            connect(registrar.ticket(), 0).register(0, &host::facts(), soon()).unwrap();
+            connect(registrar.ticket(), 0).register_task(0, &host::host_facts(), soon()).unwrap();
             assert!(driver.join().unwrap(), "round {round} of {ROUNDS}");
         });
     }
@@ -96,15 +98,15 @@ fn a_world_can_be_requested_as_soon_as_it_is_announced() {
 #[test]
 fn tasks_of_two_hosts_get_ranks_by_host_and_task() {
     let registrar = registrar(4);
-    let clients: Vec<Client> = (0..4).map(|task| connect(registrar.ticket(), task)).collect();
+    let clients: Vec<TaskClient> = (0..4).map(|task| connect(registrar.ticket(), task)).collect();
     for (client, name) in clients.iter().zip(["a", "b", "a", "b"]) {
         let facts = HostFacts { hostname: name.into(), ..HostFacts::default() };
-        assert_eq!(client.register(0, &facts, soon()).unwrap(), Generation(1));
+        assert_eq!(client.register_task(0, &facts, soon()).unwrap(), Generation(1));
     }
     let ranks: Vec<Rank> =
         clients.iter().map(|client| client.await_assignment(soon()).unwrap().rank).collect();
     assert_eq!(ranks, [Rank(0), Rank(2), Rank(1), Rank(3)]);
-    assert_eq!(registrar.assignment().unwrap().size(), 4);
+    assert_eq!(registrar.current_world().unwrap().size(), 4);
 }
 
 #[test]
@@ -112,20 +114,21 @@ fn a_worker_meets_its_agents_assignment_and_its_peers_keys() {
     let registrar = registrar(2);
     let agents = agents(&registrar, 2);
     let worker =
-        Client::connect(registrar.ticket(), TaskId(1), Some(Generation(1)), soon()).unwrap();
+        TaskClient::connect(registrar.ticket(), TaskId(1), Some(Generation(1)), soon()).unwrap();
     assert_eq!(worker.await_assignment(soon()).unwrap().rank, Rank(1));
     let (ready, waiting) = mpsc::channel();
     let waiter = thread::spawn({
         let agent = agents[0].clone();
         move || {
             ready.send(()).unwrap();
-            agent.get("address/1", soon())
+            agent.await_value("address/1", soon())
         }
     });
     waiting.recv().unwrap();
-    worker.put("address/1", b"here").unwrap();
+    worker.put_value("address/1", b"here").unwrap();
     assert_eq!(waiter.join().unwrap().unwrap(), b"here");
-    let error = worker.get("address/7", Instant::now() + Duration::from_millis(50)).unwrap_err();
+    let error =
+        worker.await_value("address/7", Instant::now() + Duration::from_millis(50)).unwrap_err();
     assert!(matches!(&error, Error::Timeout { what, .. } if what == "key address/7"), "{error}");
 }
 
@@ -134,7 +137,7 @@ fn the_first_claim_of_a_key_holds_and_every_later_one_sees_it() {
     let registrar = registrar(1);
     let agents = agents(&registrar, 1);
     let parent =
-        Client::connect(registrar.ticket(), TaskId(0), Some(Generation(1)), soon()).unwrap();
+        TaskClient::connect(registrar.ticket(), TaskId(0), Some(Generation(1)), soon()).unwrap();
     assert_eq!(parent.put_if_absent("session/1/0", b"parent").unwrap(), b"parent");
     assert_eq!(agents[0].put_if_absent("session/1/0", b"child").unwrap(), b"parent");
     assert_eq!(parent.put_if_absent("session/1/0", b"parent").unwrap(), b"parent");
@@ -144,44 +147,47 @@ fn the_first_claim_of_a_key_holds_and_every_later_one_sees_it() {
 fn a_wrong_token_an_unknown_task_and_a_foreign_certificate_are_refused() {
     // RG-1.
     let registrar = registrar(1);
-    let other = Registrar::start(options(1)).unwrap();
-    let unknown = connect(registrar.ticket(), 5).register(0, &host::facts(), soon()).unwrap_err();
+    let other = Registrar::start_job(options(1)).unwrap();
+    let unknown =
+        connect(registrar.ticket(), 5).register_task(0, &host::host_facts(), soon()).unwrap_err();
     assert!(unknown.to_string().contains("unknown task 5: the job has tasks 0 to 0"), "{unknown}");
 
-    let forged = registrar.ticket().forged_token();
-    let wrong = connect(&forged, 0).register(0, &host::facts(), soon()).unwrap_err();
+    let forged = registrar.ticket().with_forged_token();
+    let wrong = connect(&forged, 0).register_task(0, &host::host_facts(), soon()).unwrap_err();
     assert!(wrong.to_string().contains("the token is not this job's"), "{wrong}");
 
-    let misled = other.ticket().readdressed(registrar.ticket().addresses());
-    let foreign = match Client::connect(&misled, TaskId(0), None, soon()) {
+    let misled = other.ticket().with_addresses(registrar.ticket().registrar_addresses());
+    let foreign = match TaskClient::connect(&misled, TaskId(0), None, soon()) {
         Ok(_) => panic!("connected to a foreign certificate"),
         Err(error) => error,
     };
     assert!(foreign.to_string().contains("another certificate"), "{foreign}");
-    assert!(registrar.assignment().is_none());
+    assert!(registrar.current_world().is_none());
 }
 
 #[test]
 fn duplicates_and_stale_attempts_are_refused_and_a_newer_one_makes_a_new_generation() {
     let registrar = registrar(1);
     let first = connect(registrar.ticket(), 0);
-    assert_eq!(first.register(3, &host::facts(), soon()).unwrap(), Generation(1));
-    assert_eq!(first.register(3, &host::facts(), soon()).unwrap(), Generation(1));
+    assert_eq!(first.register_task(3, &host::host_facts(), soon()).unwrap(), Generation(1));
+    assert_eq!(first.register_task(3, &host::host_facts(), soon()).unwrap(), Generation(1));
     first.await_assignment(soon()).unwrap();
-    first.put("key", b"old").unwrap();
-    let duplicate = connect(registrar.ticket(), 0).register(3, &host::facts(), soon()).unwrap_err();
+    first.put_value("key", b"old").unwrap();
+    let duplicate =
+        connect(registrar.ticket(), 0).register_task(3, &host::host_facts(), soon()).unwrap_err();
     assert!(duplicate.to_string().contains("from another process"), "{duplicate}");
-    let stale = connect(registrar.ticket(), 0).register(2, &host::facts(), soon()).unwrap_err();
+    let stale =
+        connect(registrar.ticket(), 0).register_task(2, &host::host_facts(), soon()).unwrap_err();
     assert!(stale.to_string().contains("attempt 2 is stale"), "{stale}");
 
     let second = connect(registrar.ticket(), 0);
-    assert_eq!(second.register(4, &host::facts(), soon()).unwrap(), Generation(2));
+    assert_eq!(second.register_task(4, &host::host_facts(), soon()).unwrap(), Generation(2));
     second.await_assignment(soon()).unwrap();
     // RG-3.
-    let fenced = first.put("key", b"stale").unwrap_err();
+    let fenced = first.put_value("key", b"stale").unwrap_err();
     assert!(matches!(fenced, Error::Aborted { .. }), "{fenced}");
     assert!(matches!(
-        second.get("key", Instant::now() + Duration::from_millis(20)),
+        second.await_value("key", Instant::now() + Duration::from_millis(20)),
         Err(Error::Timeout { .. })
     ));
 }
@@ -190,16 +196,16 @@ fn duplicates_and_stale_attempts_are_refused_and_a_newer_one_makes_a_new_generat
 fn a_start_of_a_task_that_another_has_replaced_hears_so_and_gets_no_rank() {
     let registrar = registrar(2);
     let first = connect(registrar.ticket(), 0);
-    first.register(1, &host::facts(), soon()).unwrap();
+    first.register_task(1, &host::host_facts(), soon()).unwrap();
     thread::scope(|scope| {
         let waiting = scope.spawn(|| first.await_assignment(soon()));
         let second = connect(registrar.ticket(), 0);
-        second.register(2, &host::facts(), soon()).unwrap();
+        second.register_task(2, &host::host_facts(), soon()).unwrap();
         let error = waiting.join().unwrap().unwrap_err();
         assert!(matches!(error, Error::Aborted { retry: false, .. }), "{error}");
         assert!(error.to_string().contains("task 0 was started again"), "{error}");
         // Nor later, when the generation that it registered for has its world.
-        connect(registrar.ticket(), 1).register(1, &host::facts(), soon()).unwrap();
+        connect(registrar.ticket(), 1).register_task(1, &host::host_facts(), soon()).unwrap();
         assert_eq!(second.await_assignment(soon()).unwrap().size(), 2);
         assert!(first.await_assignment(soon()).is_err());
     });
@@ -210,20 +216,20 @@ fn oversized_values_and_keys_are_refused() {
     // RG-2.
     let registrar = registrar(1);
     let agent = agents(&registrar, 1).remove(0);
-    let large = agent.put("key", &vec![0; (1 << 20) + 1]).unwrap_err();
+    let large = agent.put_value("key", &vec![0; (1 << 20) + 1]).unwrap_err();
     assert!(large.to_string().contains("a value has at most 1048576 bytes"), "{large}");
-    let larger = agent.put("key", &vec![0; 8 << 20]).unwrap_err();
+    let larger = agent.put_value("key", &vec![0; 8 << 20]).unwrap_err();
     assert!(matches!(larger, Error::Refused { .. }), "{larger}");
-    let long = agent.get(&"k".repeat(2000), soon()).unwrap_err();
+    let long = agent.await_value(&"k".repeat(2000), soon()).unwrap_err();
     assert!(long.to_string().contains("a key has at most 1024 bytes"), "{long}");
-    assert!(agent.metric("kind", &vec![0; 2 << 20]).is_err());
+    assert!(agent.send_metric("kind", &vec![0; 2 << 20]).is_err());
 }
 
 #[test]
 fn connections_beyond_the_limit_find_the_door_shut_and_leave_it_open_for_others() {
     // RG-2: one task has 68 places.
     let registrar = registrar(1);
-    let address = registrar.ticket().addresses()[0].clone();
+    let address = registrar.ticket().registrar_addresses()[0].clone();
     let flood: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     let shut = flood
         .iter()
@@ -236,20 +242,20 @@ fn connections_beyond_the_limit_find_the_door_shut_and_leave_it_open_for_others(
         .count();
     assert_eq!(shut, 100 - 68);
     drop(flood);
-    connect(registrar.ticket(), 0).register(0, &host::facts(), soon()).unwrap();
+    connect(registrar.ticket(), 0).register_task(0, &host::host_facts(), soon()).unwrap();
 }
 
 #[test]
 fn strangers_that_fill_every_place_do_not_keep_an_agent_out() {
     // RG-2: one task has 68 places; TLS is within anybody's reach, the token is not.
     let registrar = registrar(1);
-    let forged = registrar.ticket().forged_token();
-    let strangers: Vec<Client> = (0..68).map(|_| connect(&forged, 0)).collect();
+    let forged = registrar.ticket().with_forged_token();
+    let strangers: Vec<TaskClient> = (0..68).map(|_| connect(&forged, 0)).collect();
     let agent = connect(registrar.ticket(), 0);
-    agent.register(0, &host::facts(), Instant::now() + Duration::from_secs(3)).unwrap();
-    let later: Vec<Client> = (0..68).map(|_| connect(&forged, 0)).collect();
+    agent.register_task(0, &host::host_facts(), Instant::now() + Duration::from_secs(3)).unwrap();
+    let later: Vec<TaskClient> = (0..68).map(|_| connect(&forged, 0)).collect();
     agent.await_assignment(soon()).unwrap();
-    agent.put("key", b"value").unwrap();
+    agent.put_value("key", b"value").unwrap();
     drop((strangers, later));
 }
 
@@ -260,13 +266,15 @@ fn agents_are_served_while_strangers_flood_the_registrar() {
     let register = |registrar: &Registrar| {
         let started = Instant::now();
         for task in 0..AGENTS {
-            connect(registrar.ticket(), task).register(0, &host::facts(), soon()).unwrap();
+            connect(registrar.ticket(), task)
+                .register_task(0, &host::host_facts(), soon())
+                .unwrap();
         }
         started.elapsed()
     };
     let alone = register(&registrar(AGENTS));
     let registrar = registrar(AGENTS);
-    let address = registrar.ticket().addresses()[0].clone();
+    let address = registrar.ticket().registrar_addresses()[0].clone();
     let (over, made) = (AtomicBool::new(false), AtomicU64::new(0));
     // The strangers leave in the end also if an agent is not served.
     let end = Instant::now() + Duration::from_secs(60);
@@ -307,7 +315,7 @@ fn agents_are_served_while_strangers_flood_the_registrar() {
 fn a_connection_without_the_token_is_ended() {
     // RG-2.
     let registrar = registrar(1);
-    let mut idle = TcpStream::connect(&registrar.ticket().addresses()[0]).unwrap();
+    let mut idle = TcpStream::connect(&registrar.ticket().registrar_addresses()[0]).unwrap();
     idle.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let started = Instant::now();
     assert!(matches!(idle.read(&mut [0]), Ok(0)));
@@ -318,33 +326,33 @@ fn a_connection_without_the_token_is_ended() {
 fn an_end_and_a_result_that_are_sent_twice_are_one_event_each() {
     let registrar = registrar(1);
     let agent = agents(&registrar, 1).remove(0);
-    let mut exit = failed(How::Code(0));
+    let mut exit = failed(ExitKind::Code(0));
     exit.stderr_tail = vec!["last".into(), "words".into()];
     for _ in 0..2 {
-        agent.result(b"result", soon()).unwrap();
-        agent.exit(&exit, soon()).unwrap();
+        agent.send_result(b"result", soon()).unwrap();
+        agent.report_exit(&exit, soon()).unwrap();
     }
     registrar.close();
-    let events = registrar.events(soon()).unwrap().records;
-    let count = |fits: fn(&Event) -> bool| events.iter().filter(|event| fits(event)).count();
-    assert_eq!(count(|event| matches!(event, Event::Result { .. })), 1);
+    let events = registrar.drain_events(soon()).unwrap().records;
+    let count = |fits: fn(&JobEvent) -> bool| events.iter().filter(|event| fits(event)).count();
+    assert_eq!(count(|event| matches!(event, JobEvent::Result { .. })), 1);
     assert_eq!(
         count(
-            |event| matches!(event, Event::Exited { exit, .. } if exit.stderr_tail == ["last", "words"])
+            |event| matches!(event, JobEvent::Exited { exit, .. } if exit.stderr_tail == ["last", "words"])
         ),
         1
     );
-    assert_eq!(count(|event| matches!(event, Event::Exited { .. })), 1);
+    assert_eq!(count(|event| matches!(event, JobEvent::Exited { .. })), 1);
 }
 
 /// As every rank of a world: asks for it once.
-fn meet(client: &Client, ranks: Option<&[u32]>) -> Result<Meet, Error> {
+fn meet(client: &TaskClient, ranks: Option<&[u32]>) -> Result<FormationOutcome, Error> {
     let ranks: Option<Vec<Rank>> = ranks.map(|ranks| ranks.iter().copied().map(Rank).collect());
-    let holder = format!("process of {}", client.task());
-    client.meet(
+    let holder = format!("process of {}", client.task_id());
+    client.form_world(
         ranks.as_deref(),
         &holder,
-        format!("card {}", client.task()).as_bytes(),
+        format!("card {}", client.task_id()).as_bytes(),
         soon(),
         &mut || false,
     )
@@ -354,17 +362,17 @@ fn meet(client: &Client, ranks: Option<&[u32]>) -> Result<Meet, Error> {
 fn ranks_that_ask_for_a_world_get_all_cards_by_one_call_each() {
     let registrar = registrar(4);
     let agents = agents(&registrar, 4);
-    let before = registrar.calls();
+    let before = registrar.admitted_calls();
     let all: Vec<Vec<Bytes>> = thread::scope(|scope| {
         let asking: Vec<_> = agents.iter().map(|agent| scope.spawn(|| meet(agent, None))).collect();
         let cards = |answer| match answer {
-            Ok(Meet::All(cards)) => cards,
+            Ok(FormationOutcome::Formed(cards)) => cards,
             other => panic!("{other:?}"),
         };
         asking.into_iter().map(|thread| cards(thread.join().unwrap())).collect()
     });
     assert_eq!(all, vec![["card 0", "card 1", "card 2", "card 3"].map(Bytes::from); 4]);
-    assert_eq!(registrar.calls() - before, 4);
+    assert_eq!(registrar.admitted_calls() - before, 4);
 }
 
 #[test]
@@ -373,25 +381,25 @@ fn a_rank_that_has_ended_well_is_known_to_the_others() {
     let agents = agents(&registrar, 4);
     thread::scope(|scope| {
         let waiting = scope.spawn(|| meet(&agents[1], Some(&[1, 2])));
-        agents[2].exit(&failed(How::Code(0)), soon()).unwrap();
-        agents[3].leave(soon()).unwrap();
-        let host = host::facts().hash().0;
-        let ended = |rank| Meet::Ended { rank: Rank(rank), host: host.clone() };
+        agents[2].report_exit(&failed(ExitKind::Code(0)), soon()).unwrap();
+        agents[3].report_own_exit(soon()).unwrap();
+        let host = host::host_facts().host_hash().0;
+        let ended = |rank| FormationOutcome::WorkerEnded { rank: Rank(rank), host: host.clone() };
         assert_eq!(waiting.join().unwrap().unwrap(), ended(2));
         assert_eq!(meet(&agents[0], None).unwrap(), ended(2));
         assert_eq!(meet(&agents[0], Some(&[0, 3])).unwrap(), ended(3));
     });
-    assert!(registrar.assignment().is_some());
+    assert!(registrar.current_world().is_some());
 }
 
 #[test]
 fn a_task_that_gives_up_or_leaves_is_awaited_again_and_named() {
     let registrar = registrar(3);
     let agents = agents(&registrar, 3);
-    let given_up = agents[0].meet(None, "one", b"first", soon(), &mut || true).unwrap();
-    assert_eq!(given_up, Meet::Interrupted);
+    let given_up = agents[0].form_world(None, "one", b"first", soon(), &mut || true).unwrap();
+    assert_eq!(given_up, FormationOutcome::Interrupted);
     let short = Instant::now() + Duration::from_millis(300);
-    let late = agents[1].meet(None, "two", b"", short, &mut || false).unwrap_err();
+    let late = agents[1].form_world(None, "two", b"", short, &mut || false).unwrap_err();
     assert!(
         matches!(&late, Error::Timeout { what, .. } if what == "ranks 0, 2 to call init()"),
         "{late}"
@@ -404,18 +412,20 @@ fn a_task_that_gives_up_or_leaves_is_awaited_again_and_named() {
 fn a_missing_task_is_named_at_the_deadline() {
     let registrar = registrar(3);
     let client = connect(registrar.ticket(), 1);
-    client.register(0, &host::facts(), soon()).unwrap();
+    client.register_task(0, &host::host_facts(), soon()).unwrap();
     let error = client.await_assignment(Instant::now() + Duration::from_millis(50)).unwrap_err();
     assert!(error.to_string().contains("2 missing: [0, 2]"), "{error}");
 }
 
 #[test]
 fn a_start_that_takes_too_long_aborts_the_job() {
-    let registrar =
-        Registrar::start(Options { start_timeout: Duration::from_millis(200), ..options(2) })
-            .unwrap();
+    let registrar = Registrar::start_job(RegistrarOptions {
+        start_timeout: Duration::from_millis(200),
+        ..options(2)
+    })
+    .unwrap();
     let client = connect(registrar.ticket(), 1);
-    client.register(0, &host::facts(), soon()).unwrap();
+    client.register_task(0, &host::host_facts(), soon()).unwrap();
     let error = client.await_assignment(soon()).unwrap_err();
     assert!(
         error.to_string().contains("only 1 of 2 tasks registered within 200.0ms, missing: [0]"),
@@ -428,53 +438,55 @@ fn lines_metrics_and_results_reach_the_driver_in_order() {
     let registrar = registrar(1);
     let agent = agents(&registrar, 1).remove(0);
     for number in 0..1000 {
-        agent.log(Stream::Stderr, &format!("line {number}")).unwrap();
+        agent.send_log_line(OutputStream::Stderr, &format!("line {number}")).unwrap();
     }
-    agent.metric("progress", b"{}").unwrap();
-    agent.flush(soon()).unwrap();
-    agent.result(&vec![7; 3 << 20], soon()).unwrap();
-    agent.log(Stream::Stdout, "after").unwrap();
-    agent.flush(soon()).unwrap();
-    assert!(agent.exit(&failed(How::Code(0)), soon()).unwrap().is_none());
-    let events = until(&registrar, |event| matches!(event, Event::Exited { .. }));
+    agent.send_metric("progress", b"{}").unwrap();
+    agent.flush_records(soon()).unwrap();
+    agent.send_result(&vec![7; 3 << 20], soon()).unwrap();
+    agent.send_log_line(OutputStream::Stdout, "after").unwrap();
+    agent.flush_records(soon()).unwrap();
+    assert!(agent.report_exit(&failed(ExitKind::Code(0)), soon()).unwrap().is_none());
+    let events = until(&registrar, |event| matches!(event, JobEvent::Exited { .. }));
     let lines: Vec<&str> = events
         .iter()
         .filter_map(|event| match event {
-            Event::Record(Record::Log(line)) => Some(line.text.as_str()),
+            JobEvent::Record(WorkerRecord::Log(line)) => Some(line.text.as_str()),
             _ => None,
         })
         .collect();
     let expected: Vec<String> =
         (0..1000).map(|number| format!("line {number}")).chain(["after".to_owned()]).collect();
     assert_eq!(lines, expected);
-    let metric = |event: &Event| matches!(event, Event::Record(Record::Metric(metric)) if metric.kind == "progress" && metric.rank == Some(0));
+    let metric = |event: &JobEvent| matches!(event, JobEvent::Record(WorkerRecord::Metric(metric)) if metric.kind == "progress" && metric.rank == Some(0));
     assert!(events.iter().any(metric));
     assert!(
         events
             .iter()
-            .any(|event| matches!(event, Event::Result { data, .. } if data.len() == 3 << 20))
+            .any(|event| matches!(event, JobEvent::Result { data, .. } if data.len() == 3 << 20))
     );
 }
 
 #[test]
 fn a_flood_of_lines_that_the_driver_leaves_lying_does_not_hold_up_its_agents_signs_of_life() {
     let silence = Duration::from_secs(3);
-    let registrar = Registrar::start(Options { peer_timeout: silence, ..options(1) }).unwrap();
+    let registrar =
+        Registrar::start_job(RegistrarOptions { peer_timeout: silence, ..options(1) }).unwrap();
     let agent = agents(&registrar, 1).remove(0);
-    agent.watch(Duration::from_secs(10), |_| ());
+    agent.start_heartbeats(Duration::from_secs(10), |_| ());
     let text = "x".repeat(64 << 10);
     let began = Instant::now();
     // More than the registrar keeps: then it takes nothing for a while, which is longer than an
     // agent may be silent.
     for _ in 0..1_000 {
-        agent.log(Stream::Stdout, &text).unwrap();
+        agent.send_log_line(OutputStream::Stdout, &text).unwrap();
     }
     assert!(began.elapsed() > silence, "the flood was never held up");
-    agent.flush(soon()).unwrap();
-    assert!(agent.exit(&failed(How::Code(0)), soon()).unwrap().is_none());
-    let events = until(&registrar, |event| matches!(event, Event::Exited { .. }));
-    let lost =
-        events.iter().any(|event| matches!(event, Event::Lost { .. } | Event::Aborted { .. }));
+    agent.flush_records(soon()).unwrap();
+    assert!(agent.report_exit(&failed(ExitKind::Code(0)), soon()).unwrap().is_none());
+    let events = until(&registrar, |event| matches!(event, JobEvent::Exited { .. }));
+    let lost = events
+        .iter()
+        .any(|event| matches!(event, JobEvent::Lost { .. } | JobEvent::Aborted { .. }));
     assert!(!lost, "an agent that went on beating was lost");
 }
 
@@ -485,12 +497,14 @@ fn a_failure_stops_all_tasks_with_one_verdict() {
     let (sender, ends) = mpsc::channel();
     for agent in &agents {
         let sender = sender.clone();
-        agent.watch(Duration::from_secs(10), move |verdict| sender.send(verdict).unwrap());
+        agent.start_heartbeats(Duration::from_secs(10), move |verdict| {
+            sender.send(verdict).unwrap()
+        });
     }
-    let peer = Exit { peer_error: true, ..failed(How::Code(1)) };
+    let peer = ExitReport { peer_error: true, ..failed(ExitKind::Code(1)) };
     let blamed = thread::scope(|scope| {
-        let early = scope.spawn(|| agents[0].exit(&peer, soon()));
-        let cause = scope.spawn(|| agents[2].exit(&failed(How::Signal(9)), soon()));
+        let early = scope.spawn(|| agents[0].report_exit(&peer, soon()));
+        let cause = scope.spawn(|| agents[2].report_exit(&failed(ExitKind::Signal(9)), soon()));
         [early.join().unwrap(), cause.join().unwrap()]
     });
     for verdict in blamed {
@@ -500,9 +514,9 @@ fn a_failure_stops_all_tasks_with_one_verdict() {
     }
     let stop = ends.recv_timeout(Duration::from_secs(10)).unwrap();
     assert_eq!(stop.cause, Some(TaskId(2)));
-    let events = until(&registrar, |event| matches!(event, Event::Aborted { .. }));
-    assert!(matches!(events.last(), Some(Event::Aborted { rank: Some(Rank(2)), .. })));
-    let waiting = agents[1].get("never", soon()).unwrap_err();
+    let events = until(&registrar, |event| matches!(event, JobEvent::Aborted { .. }));
+    assert!(matches!(events.last(), Some(JobEvent::Aborted { rank: Some(Rank(2)), .. })));
+    let waiting = agents[1].await_value("never", soon()).unwrap_err();
     assert!(matches!(waiting, Error::Aborted { .. }), "{waiting}");
 }
 
@@ -511,22 +525,23 @@ fn an_agent_that_vanishes_is_lost_within_two_seconds() {
     let registrar = registrar(2);
     let mut agents = agents(&registrar, 2);
     for agent in &agents {
-        agent.watch(Duration::from_secs(10), |_| ());
+        agent.start_heartbeats(Duration::from_secs(10), |_| ());
     }
     // Both are heard before one goes: a registration alone leaves five seconds.
-    agents[0].put("heard", b"").unwrap();
+    agents[0].put_value("heard", b"").unwrap();
     thread::scope(|scope| {
         let beating = scope.spawn(|| thread::park_timeout(Duration::from_millis(300)));
         beating.join().unwrap();
     });
     let gone = Instant::now();
     drop(agents.remove(1));
-    let events = until(&registrar, |event| matches!(event, Event::Aborted { .. }));
+    let events = until(&registrar, |event| matches!(event, JobEvent::Aborted { .. }));
     assert!(gone.elapsed() < Duration::from_secs(3), "{:?}", gone.elapsed());
     assert!(
-        events
-            .iter()
-            .any(|event| matches!(event, Event::Lost { task: TaskId(1), rank: Some(Rank(1)), .. }))
+        events.iter().any(|event| matches!(
+            event,
+            JobEvent::Lost { task: TaskId(1), rank: Some(Rank(1)), .. }
+        ))
     );
 }
 
@@ -535,14 +550,14 @@ fn an_abort_reaches_agents_and_a_close_frees_the_port() {
     let registrar = registrar(1);
     let agent = agents(&registrar, 1).remove(0);
     let (sender, ends) = mpsc::channel();
-    agent.watch(Duration::from_secs(10), move |verdict| sender.send(verdict).unwrap());
-    registrar.abort("enough").unwrap();
+    agent.start_heartbeats(Duration::from_secs(10), move |verdict| sender.send(verdict).unwrap());
+    registrar.abort_job("enough").unwrap();
     assert_eq!(ends.recv_timeout(Duration::from_secs(10)).unwrap().reason, "enough");
     let closing = Instant::now();
     registrar.close();
     assert!(closing.elapsed() < Duration::from_secs(3), "{:?}", closing.elapsed());
     let ticket = registrar.ticket().clone();
-    let error = match Client::connect(
+    let error = match TaskClient::connect(
         &ticket,
         TaskId(0),
         None,
@@ -557,14 +572,19 @@ fn an_abort_reaches_agents_and_a_close_frees_the_port() {
 #[test]
 fn a_client_that_waits_is_ended_by_its_cancel() {
     let registrar = registrar(2);
-    let cancel = farandole_registrar::Cancel::new();
-    let client =
-        Client::connect_or_cancel(registrar.ticket(), TaskId(0), None, soon(), cancel.clone())
-            .unwrap();
-    client.register(0, &host::facts(), soon()).unwrap();
+    let cancel = farandole_registrar::CancellationToken::new();
+    let client = TaskClient::connect_cancellable(
+        registrar.ticket(),
+        TaskId(0),
+        None,
+        soon(),
+        cancel.clone(),
+    )
+    .unwrap();
+    client.register_task(0, &host::host_facts(), soon()).unwrap();
     thread::scope(|scope| {
         let waiter = scope.spawn(|| client.await_assignment(soon()));
-        cancel.cancel();
+        cancel.cancel_calls();
         assert!(matches!(waiter.join().unwrap(), Err(Error::Closed { .. })));
     });
 }
@@ -573,10 +593,11 @@ fn a_client_that_waits_is_ended_by_its_cancel() {
 fn last_registration_to_all_assignments() -> Duration {
     const TASKS: u32 = 64;
     let registrar = registrar(TASKS);
-    let facts = host::facts();
-    let clients: Vec<Client> = (0..TASKS).map(|task| connect(registrar.ticket(), task)).collect();
+    let facts = host::host_facts();
+    let clients: Vec<TaskClient> =
+        (0..TASKS).map(|task| connect(registrar.ticket(), task)).collect();
     for client in &clients[1..] {
-        client.register(0, &facts, soon()).unwrap();
+        client.register_task(0, &facts, soon()).unwrap();
     }
     let (sender, done) = mpsc::channel();
     thread::scope(|scope| {
@@ -588,7 +609,7 @@ fn last_registration_to_all_assignments() -> Duration {
             });
         }
         let last = Instant::now();
-        clients[0].register(0, &facts, soon()).unwrap();
+        clients[0].register_task(0, &facts, soon()).unwrap();
         clients[0].await_assignment(soon()).unwrap();
         let others: Vec<(Instant, usize)> = (1..TASKS).map(|_| done.recv().unwrap()).collect();
         assert!(others.iter().all(|(_, size)| *size == 64));
@@ -609,12 +630,12 @@ fn the_driver_publishes_values_that_ranks_wait_for() {
     let registrar = registrar(1);
     let agents = agents(&registrar, 1);
     thread::scope(|scope| {
-        let waits = scope.spawn(|| agents[0].get("key of a run", soon()).unwrap());
-        registrar.publish("key of a run", b"secret").unwrap();
+        let waits = scope.spawn(|| agents[0].await_value("key of a run", soon()).unwrap());
+        registrar.publish_value("key of a run", b"secret").unwrap();
         assert_eq!(waits.join().unwrap(), b"secret");
     });
-    registrar.publish("key of a run", b"another").unwrap();
-    assert_eq!(agents[0].get("key of a run", soon()).unwrap(), b"another");
-    let long = registrar.publish(&"k".repeat(2000), b"").unwrap_err();
+    registrar.publish_value("key of a run", b"another").unwrap();
+    assert_eq!(agents[0].await_value("key of a run", soon()).unwrap(), b"another");
+    let long = registrar.publish_value(&"k".repeat(2000), b"").unwrap_err();
     assert!(matches!(long, Error::Refused { call: "publish", .. }), "{long}");
 }

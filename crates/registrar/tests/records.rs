@@ -13,8 +13,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Client, Event, Options, Registrar};
-use farandole_telemetry::{Record, Stream};
+use farandole_registrar::{JobEvent, Registrar, RegistrarOptions, TaskClient};
+use farandole_telemetry::{OutputStream, WorkerRecord};
 use farandole_world::TaskId;
 
 fn soon() -> Instant {
@@ -84,14 +84,19 @@ impl Drop for Cable {
 }
 
 /// A registrar, a cable to it, and a task on that.
-fn connected() -> (Registrar, Cable, Client) {
+fn connected() -> (Registrar, Cable, TaskClient) {
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-    let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
-    let target =
-        registrar.ticket().addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
+    let registrar = Registrar::start_job(RegistrarOptions::from_config(1, &config)).unwrap();
+    let target = registrar
+        .ticket()
+        .registrar_addresses()
+        .iter()
+        .find(|one| one.starts_with("127."))
+        .unwrap()
+        .clone();
     let cable = Cable::new(target);
-    let ticket = registrar.ticket().readdressed(&[cable.address.to_string()]);
-    let client = Client::connect(&ticket, TaskId(0), None, soon()).unwrap();
+    let ticket = registrar.ticket().with_addresses(&[cable.address.to_string()]);
+    let client = TaskClient::connect(&ticket, TaskId(0), None, soon()).unwrap();
     (registrar, cable, client)
 }
 
@@ -99,23 +104,22 @@ fn connected() -> (Registrar, Cable, Client) {
 fn a_flush_waits_for_a_driver_that_may_come_back_and_gives_up_one_that_may_not() {
     let (registrar, cable, client) = connected();
     cable.cut();
-    client.log(Stream::Stdout, "kept").unwrap();
-    client.flush(soon()).unwrap(); // five failures are enough
-    client.wait_out(Duration::from_secs(60));
+    client.send_log_line(OutputStream::Stdout, "kept").unwrap();
+    client.flush_records(soon()).unwrap(); // five failures are enough
+    client.tolerate_outage(Duration::from_secs(60));
     let mended = thread::scope(|scope| {
         let mended = scope.spawn(|| {
             thread::sleep(Duration::from_secs(4));
             cable.mend();
             Instant::now()
         });
-        client.flush(soon()).unwrap();
+        client.flush_records(soon()).unwrap();
         assert!(mended.is_finished(), "the flush ended while the driver was gone");
         mended.join().unwrap()
     });
     assert!(mended.elapsed() < Duration::from_secs(10), "{:?}", mended.elapsed());
-    let records = registrar.events(Instant::now()).unwrap().records;
-    let kept =
-        |event: &Event| matches!(event, Event::Record(Record::Log(line)) if line.text == "kept");
+    let records = registrar.drain_events(Instant::now()).unwrap().records;
+    let kept = |event: &JobEvent| matches!(event, JobEvent::Record(WorkerRecord::Log(line)) if line.text == "kept");
     assert!(records.iter().any(kept), "what is flushed has arrived");
 }
 
@@ -126,25 +130,25 @@ fn records_arrive_once_and_in_order_although_the_connection_breaks_repeatedly() 
     for round in 0..6 {
         for line in 0..200 {
             let text = format!("round {round} line {line}");
-            client.log(Stream::Stdout, &text).unwrap();
+            client.send_log_line(OutputStream::Stdout, &text).unwrap();
             said.push(text);
             if line == 20 * round {
                 cable.cut();
             }
         }
-        client.metric("round", round.to_string().as_bytes()).unwrap();
+        client.send_metric("round", round.to_string().as_bytes()).unwrap();
         cable.mend();
         if round % 2 == 1 {
-            client.flush(soon()).unwrap();
+            client.flush_records(soon()).unwrap();
         }
     }
-    client.flush(soon()).unwrap();
+    client.flush_records(soon()).unwrap();
     let (mut lines, mut metrics) = (Vec::new(), Vec::new());
     while lines.len() < said.len() || metrics.len() < 6 {
-        for event in registrar.events(soon()).unwrap().records {
+        for event in registrar.drain_events(soon()).unwrap().records {
             match event {
-                Event::Record(Record::Log(line)) => lines.push(line.text),
-                Event::Record(Record::Metric(metric)) => {
+                JobEvent::Record(WorkerRecord::Log(line)) => lines.push(line.text),
+                JobEvent::Record(WorkerRecord::Metric(metric)) => {
                     metrics.push(String::from_utf8(metric.data.to_vec()).unwrap())
                 }
                 _ => {}

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Client, Options, Registrar, Relay, host};
+use farandole_registrar::{Registrar, RegistrarOptions, RelayedLinks, TaskClient, host};
 use farandole_world::TaskId;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -26,32 +26,37 @@ fn soon() -> Instant {
 
 fn registrar(tasks: u32, relays: bool) -> Registrar {
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-    Registrar::start(Options { relays, ..Options::from_config(tasks, &config) }).unwrap()
+    Registrar::start_job(RegistrarOptions {
+        relays,
+        ..RegistrarOptions::from_config(tasks, &config)
+    })
+    .unwrap()
 }
 
-fn agents(registrar: &Registrar, tasks: u32) -> Vec<Client> {
-    let connect = |task| Client::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap();
-    let agents: Vec<Client> = (0..tasks).map(connect).collect();
+fn agents(registrar: &Registrar, tasks: u32) -> Vec<TaskClient> {
+    let connect =
+        |task| TaskClient::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap();
+    let agents: Vec<TaskClient> = (0..tasks).map(connect).collect();
     for agent in &agents {
-        agent.register(0, &host::facts(), soon()).unwrap();
+        agent.register_task(0, &host::host_facts(), soon()).unwrap();
     }
     for agent in &agents {
         agent.await_assignment(soon()).unwrap();
-        agent.watch(Duration::from_secs(60), |_| ());
+        agent.start_heartbeats(Duration::from_secs(60), |_| ());
     }
     agents
 }
 
 /// A task that takes calls, and where they come out.
-fn called(agent: &Client) -> (Relay, TcpListener) {
+fn called(agent: &TaskClient) -> (RelayedLinks, TcpListener) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let relay = agent.relay(DOOR).unwrap();
-    relay.answer(listener.local_addr().unwrap().port()).unwrap();
+    let relay = agent.open_relay(DOOR).unwrap();
+    relay.accept_calls(listener.local_addr().unwrap().port()).unwrap();
     (relay, listener)
 }
 
-fn dial(relay: &Relay, task: u32) -> TcpStream {
-    let stream = TcpStream::connect(relay.door(TaskId(task), DOOR).unwrap()).unwrap();
+fn dial(relay: &RelayedLinks, task: u32) -> TcpStream {
+    let stream = TcpStream::connect(relay.listen_for_task(TaskId(task), DOOR).unwrap()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     stream
 }
@@ -61,7 +66,7 @@ fn bytes_and_the_end_of_one_side_arrive_in_order_on_the_other() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(DOOR).unwrap();
     let mut near = dial(&calling, 0);
     let (mut far, _) = listener.accept().unwrap();
     let sent: Vec<u8> = (0..8 << 20).map(|at: u32| at.to_le_bytes()[at as usize % 3]).collect();
@@ -85,7 +90,7 @@ fn a_link_whose_reader_sleeps_does_not_hold_up_the_others() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(DOOR).unwrap();
     let mut ends = Vec::new();
     for _ in 0..8 {
         let mut stuck = dial(&calling, 0);
@@ -107,14 +112,14 @@ fn a_link_whose_reader_sleeps_does_not_hold_up_the_others() {
     far.write_all(b"returns").unwrap();
     near.read_exact(&mut heard).unwrap();
     assert_eq!(&heard, b"returns");
-    agents[1].put("key", b"value").unwrap();
+    agents[1].put_value("key", b"value").unwrap();
 }
 
 #[test]
 fn an_end_that_is_lost_resets_the_other_and_one_that_takes_no_calls_is_said() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
-    let calling = agents[1].relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(DOOR).unwrap();
     let mut nobody = dial(&calling, 0);
     assert_eq!(nobody.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
 
@@ -134,7 +139,7 @@ fn a_process_that_ends_takes_its_ends_of_links_along() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(DOOR).unwrap();
     let near = dial(&calling, 0);
     let (mut far, _) = listener.accept().unwrap();
     far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
@@ -147,7 +152,7 @@ fn a_process_that_ends_takes_its_ends_of_links_along() {
 fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
     let registrar = registrar(1, false);
     let agent = agents(&registrar, 1).remove(0);
-    let error = agent.relay(DOOR).unwrap().answer(1).unwrap_err().to_string();
+    let error = agent.open_relay(DOOR).unwrap().accept_calls(1).unwrap_err().to_string();
     assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
 }
 
@@ -177,8 +182,8 @@ fn another_user_who_floods_a_door_gets_no_link_and_keeps_none_from_its_owner() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR).unwrap();
-    let door = calling.door(TaskId(0), DOOR).unwrap();
+    let calling = agents[1].open_relay(DOOR).unwrap();
+    let door = calling.listen_for_task(TaskId(0), DOOR).unwrap();
     let mut strangers: Vec<Child> = (0..4).map(|_| stranger(door.port())).collect();
     for round in 0..20_u8 {
         let mut near = TcpStream::connect(door).unwrap();
@@ -206,8 +211,8 @@ fn starved_child() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR).unwrap();
-    let doors = [0, 0].map(|task| calling.door(TaskId(task), DOOR).unwrap());
+    let calling = agents[1].open_relay(DOOR).unwrap();
+    let doors = [0, 0].map(|task| calling.listen_for_task(TaskId(task), DOOR).unwrap());
     let limits = getrlimit(Resource::Nofile);
     let most = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 + 16;
     setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limits }).unwrap();

@@ -6,15 +6,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use farandole_config::{Config, environment};
-use farandole_cuda::{Cache, Gpu, Gpus, NcclMemory, Places};
+use farandole_config::{Config, environment_variable};
+use farandole_cuda::{GpuDevice, KernelCache, LibrarySearchPath, NcclMemory, ProcessGpus};
 
 use crate::{Result, Session};
 
 /// The treatment of tensors on GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GpuTensors {
-    /// Reduced by NCCL where it can, on a GPU that ranks share by CUDA IPC, else in host memory.
+pub(crate) enum GpuTensorPolicy {
+    /// NCCL reduces if possible; CUDA IPC if ranks share the GPU; otherwise host memory is used.
     Auto,
     /// Reduced in host memory.
     Staged,
@@ -22,17 +22,17 @@ pub(crate) enum GpuTensors {
     Copied,
 }
 
-impl GpuTensors {
-    /// The value of the knob.
+impl GpuTensorPolicy {
+    /// Returns the value of the knob.
     ///
     /// # Errors
-    /// Its value is none.
-    pub(crate) fn of(config: &Config) -> Result<Self, farandole_config::Error> {
+    /// The knob's value is invalid.
+    pub(crate) fn from_config(config: &Config) -> Result<Self, farandole_config::KnobError> {
         match config.gpu_tensors.to_lowercase().as_str() {
             "auto" => Ok(Self::Auto),
             "staged" => Ok(Self::Staged),
             "copied" => Ok(Self::Copied),
-            _ => Err(farandole_config::Error {
+            _ => Err(farandole_config::KnobError {
                 name: "FARANDOLE_GPU_TENSORS".to_owned(),
                 expected: "auto, staged or copied",
                 value: config.gpu_tensors.clone(),
@@ -41,25 +41,26 @@ impl GpuTensors {
     }
 }
 
-/// The GPUs of this process; none is looked for yet.
+/// Creates the GPUs of this process; looks for none yet.
 ///
 /// # Errors
-/// A knob's value is none.
-pub(crate) fn gpus(config: &Config) -> Result<Gpus, farandole_config::Error> {
-    let gpus = Gpus::new(Places::of(&config.cuda_libraries));
-    if GpuTensors::of(config)? != GpuTensors::Auto {
+/// A knob's value is invalid.
+pub(crate) fn create_gpus(config: &Config) -> Result<ProcessGpus, farandole_config::KnobError> {
+    let gpus = ProcessGpus::new(LibrarySearchPath::from_knob(&config.cuda_libraries));
+    if GpuTensorPolicy::from_config(config)? != GpuTensorPolicy::Auto {
         return Ok(gpus.without_nccl());
     }
     let gpus = if config.nccl_memory { gpus.with_registration() } else { gpus };
-    // Without a home directory there is no cache, so that no other user's kernels are loaded.
-    Ok(match kernels(environment) {
-        Some(folder) => gpus.with_ipc(Cache::new(folder)),
+    // Without a home directory there is no cache: in a shared folder, other users could plant
+    // kernels.
+    Ok(match kernel_cache_folder(environment_variable) {
+        Some(folder) => gpus.with_ipc(KernelCache::new(folder)),
         None => gpus,
     })
 }
 
-/// Returns the folder of compiled kernels: in the user's own cache.
-fn kernels(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
+/// Returns the folder of compiled kernels, which is in the user's own cache.
+fn kernel_cache_folder(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let home = || variable("HOME").map(|home| PathBuf::from(home).join(".cache"));
     let cache = variable("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
     let cache = cache.or_else(home).filter(|folder| folder.is_absolute())?;
@@ -67,38 +68,38 @@ fn kernels(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
 }
 
 impl Session {
-    /// Returns whether operations may name memory of GPUs.
-    pub fn takes_devices(&self) -> bool {
-        self.gpu_tensors != GpuTensors::Copied
+    /// Returns whether operations may use memory of GPUs.
+    pub fn supports_device_memory(&self) -> bool {
+        self.gpu_tensors != GpuTensorPolicy::Copied
     }
 
-    /// The GPU of this number among those that the process sees; from here on operations may name
-    /// its memory. CUDA's libraries are also looked for in the wheels in `packages`.
+    /// Opens the GPU with this number among the GPUs that the process sees. Operations may then use
+    /// its memory. CUDA's libraries are also searched for in the wheels in `packages`.
     ///
     /// # Errors
     /// `Forked`; `Cuda` when there is no such GPU, or no driver.
-    pub fn gpu(&self, ordinal: u32, packages: &[PathBuf]) -> Result<Arc<Gpu>> {
-        self.check_process()?;
-        let gpu = self.gpus.open(ordinal, packages)?;
+    pub fn open_gpu(&self, ordinal: u32, packages: &[PathBuf]) -> Result<Arc<GpuDevice>> {
+        self.check_not_forked()?;
+        let gpu = self.gpus.open_gpu(ordinal, packages)?;
         if !self.engine().has_device(ordinal) {
             self.engine().add_device(Arc::clone(&gpu) as _);
         }
         Ok(gpu)
     }
 
-    /// Memory of a GPU that communicators of NCCL register, for work in the order of this stream;
-    /// nothing where none is to be, or there is none.
+    /// Allocates memory of a GPU that NCCL communicators register, for work in the order of
+    /// `stream`. Returns `None` if registration is off or not available.
     ///
     /// # Errors
-    /// `Forked`; `Cuda` when there is none left.
-    pub fn device_memory(
+    /// `Forked`; `Cuda` when the GPU has no memory left.
+    pub fn allocate_device_memory(
         &self,
         ordinal: u32,
         stream: usize,
         bytes: usize,
     ) -> Result<Option<NcclMemory>> {
-        self.check_process()?;
-        Ok(self.gpus.memory(ordinal, stream, bytes)?)
+        self.check_not_forked()?;
+        Ok(self.gpus.allocate_registered(ordinal, stream, bytes)?)
     }
 }
 
@@ -108,17 +109,17 @@ mod tests {
 
     use super::*;
 
-    fn chosen(value: &str) -> Result<GpuTensors, String> {
+    fn chosen(value: &str) -> Result<GpuTensorPolicy, String> {
         let given = BTreeMap::from([("gpu_tensors".to_owned(), value.to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
-        GpuTensors::of(&config).map_err(|error| error.to_string())
+        GpuTensorPolicy::from_config(&config).map_err(|error| error.to_string())
     }
 
     #[test]
     fn tensors_on_gpus_are_treated_in_one_of_three_ways() {
-        assert_eq!(chosen("auto"), Ok(GpuTensors::Auto));
-        assert_eq!(chosen("Staged"), Ok(GpuTensors::Staged));
-        assert_eq!(chosen("copied"), Ok(GpuTensors::Copied));
+        assert_eq!(chosen("auto"), Ok(GpuTensorPolicy::Auto));
+        assert_eq!(chosen("Staged"), Ok(GpuTensorPolicy::Staged));
+        assert_eq!(chosen("copied"), Ok(GpuTensorPolicy::Copied));
         assert!(chosen("nccl").unwrap_err().contains("auto, staged or copied"));
     }
 
@@ -129,7 +130,8 @@ mod tests {
                 .iter()
                 .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
                 .collect();
-            kernels(|name| known.get(name).cloned()).map(|folder| folder.display().to_string())
+            kernel_cache_folder(|name| known.get(name).cloned())
+                .map(|folder| folder.display().to_string())
         };
         let both = [("XDG_CACHE_HOME", "/cache"), ("HOME", "/home/a")];
         assert_eq!(folder(&both).unwrap(), "/cache/farandole/kernels");

@@ -5,25 +5,25 @@
 
 use std::time::Duration;
 
-use farandole_world::{Fault, ProcessSetId, Rank};
+use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Ways in which ranks that others have started meet.
-const WAYS: &str = "ranks on one host meet in a file of the user's, those of several in \
+/// Advice on how ranks that another launcher started find each other.
+const RENDEZVOUS_HELP: &str = "ranks on one host meet in a file of the user's, those of several in \
     ~/.farandole, if they share it, in the directory that FARANDOLE_RENDEZVOUS names, or at \
     FARANDOLE_RENDEZVOUS=host:port of rank 0 with the same FARANDOLE_JOB_SECRET everywhere; the \
     starter must forward these variables (mpirun -x, srun --export)";
 
-/// A session that could not begin, or is not there.
+/// The reason why a session could not start, or is missing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// `init` was not called, or `shutdown` was called after it.
     #[error("farandole has not been initialized; call init() first")]
     NotInitialized,
-    /// The caller asked to give up.
+    /// The caller interrupted the call.
     #[error("interrupted while the world was forming")]
     Interrupted,
     /// This process was forked from one that runs a session.
@@ -34,12 +34,12 @@ pub enum Error {
     Forked {
         /// The process that called.
         pid: u32,
-        /// The process whose session it is.
+        /// The process that owns the session.
         parent: u32,
     },
-    /// Ranks that a set or a world cannot be made of.
+    /// The ranks cannot make up a process set or a world.
     #[error("{what} must be at least one rank of 0 to {last}, each once: {ranks:?}", last = .size.saturating_sub(1))]
-    Ranks {
+    InvalidRanks {
         /// The purpose of the ranks.
         what: String,
         /// Ranks of the world.
@@ -48,8 +48,8 @@ pub enum Error {
         ranks: Vec<u32>,
     },
     /// `init` was asked for a world without the calling rank.
-    #[error("rank {rank} is not among the ranks that init was asked for: {}", list(.ranks))]
-    NotAmong {
+    #[error("rank {rank} is not among the ranks that init was asked for: {}", join_ranks(.ranks))]
+    NotInWorld {
         /// The calling rank.
         rank: Rank,
         /// The ranks of that world.
@@ -60,22 +60,22 @@ pub enum Error {
         "ranks must ask init for the same world: rank {rank} asked for {theirs}, rank {own} for \
          {ours}"
     )]
-    Worlds {
+    DifferentWorlds {
         /// The rank that asked for another one.
         rank: Rank,
-        /// The version of the other rank.
+        /// The request of the other rank.
         theirs: String,
         /// The calling rank.
         own: Rank,
         /// The request of the calling rank.
         ours: String,
     },
-    /// A rank that the world needs will not come any more.
+    /// A rank that the world needs has ended.
     #[error(
         "rank {rank} on {host} has ended, and no world can form without it: all of its ranks must \
          call init() before they end"
     )]
-    Ended {
+    RankEnded {
         /// The rank.
         rank: Rank,
         /// Its host.
@@ -86,37 +86,39 @@ pub enum Error {
         "rank {rank} is already {holder}: a process that a worker starts is no worker; remove \
          FARANDOLE_JOB from its environment to have it form a world of its own"
     )]
-    Taken {
+    RankTaken {
         /// The rank.
         rank: Rank,
         /// The process that has it.
         holder: String,
     },
-    /// The place of a launcher's variables is invalid.
+    /// The variables of a launcher are inconsistent.
     #[error("the rank of this process is unknown: {reason}")]
-    Place {
+    InvalidPlacement {
         /// The reason, with the variables.
         reason: String,
     },
-    /// The ranks that a starter has made cannot meet.
-    #[error("{starter} started {size} processes, which cannot find each other: {reason}; {WAYS}")]
-    NoWay {
+    /// The ranks that another launcher started cannot find each other.
+    #[error(
+        "{starter} started {size} processes, which cannot find each other: {reason}; {RENDEZVOUS_HELP}"
+    )]
+    NoRendezvous {
         /// The launcher that started them.
         starter: &'static str,
         /// Their number.
         size: u32,
-        /// The reason why they cannot meet.
+        /// The reason why they cannot find each other.
         reason: String,
     },
-    /// Ranks that a starter has made did not all meet in time.
+    /// Not all ranks that another launcher started were found in time.
     #[error(
         "timed out after {elapsed:.1?}: rank {rank} of {size}, started by {starter}, waited for \
-         {what}; {WAYS}"
+         {what}; {RENDEZVOUS_HELP}"
     )]
-    Missed {
+    RendezvousTimeout {
         /// The calling rank.
         rank: Rank,
-        /// Ranks there are.
+        /// Number of ranks.
         size: u32,
         /// The launcher that started them.
         starter: &'static str,
@@ -130,12 +132,12 @@ pub enum Error {
         "rank {rank} is already {holder}: a process that a rank starts is no rank; remove \
          {variable} from its environment to have it form a world of its own"
     )]
-    Held {
+    RankHeldByParent {
         /// The rank.
         rank: Rank,
         /// The process that has it.
         holder: String,
-        /// The variable that tells the rank.
+        /// The variable that names the rank.
         variable: &'static str,
     },
     /// Process sets may not be changed.
@@ -143,30 +145,30 @@ pub enum Error {
         "process sets are fixed: call init(process_sets=\"dynamic\") or set \
          FARANDOLE_DYNAMIC_PROCESS_SETS=1 on all ranks"
     )]
-    Fixed,
-    /// There is a set of these ranks.
-    #[error("{what} has the ranks of process set {set}: {}", list(.ranks))]
+    FixedProcessSets,
+    /// A process set of these ranks exists.
+    #[error("{what} has the ranks of process set {set}: {}", join_ranks(.ranks))]
     SetExists {
         /// The request.
         what: String,
-        /// The set there is.
+        /// The existing set.
         set: ProcessSetId,
         /// The ranks of both.
         ranks: Vec<Rank>,
     },
-    /// There is no such set to be removed.
+    /// The set to remove does not exist.
     #[error("no such process set, or it is the global one: {0}")]
     NoSuchSet(ProcessSetId),
     /// A change of the process sets was interrupted here and is still requested.
     #[error("{pending} was interrupted and still waits for other ranks: finish it first")]
-    Unfinished {
+    PendingChange {
         /// The request.
         pending: String,
     },
-    /// A knob does not parse.
+    /// The value of a knob is invalid.
     #[error(transparent)]
-    Config(#[from] farandole_config::Error),
-    /// The registrar did not let us in.
+    Config(#[from] farandole_config::KnobError),
+    /// The registrar refused the rank, or could not be reached.
     #[error(transparent)]
     Registrar(#[from] farandole_registrar::Error),
     /// The ranks did not find each other.
@@ -181,7 +183,7 @@ pub enum Error {
     /// The engine did not start, or its first operation failed.
     #[error(transparent)]
     Engine(#[from] farandole_engine::Error),
-    /// Some ranks did not come to the first barrier.
+    /// Some ranks did not reach the first barrier.
     #[error("timed out after {elapsed:.1?} waiting for all {size} ranks to finish init()")]
     Timeout {
         /// Ranks of the world.
@@ -201,36 +203,40 @@ impl From<farandole_transport::Error> for Error {
 }
 
 impl Error {
-    /// The reactions that are open to the trainer.
-    pub fn fault(&self) -> Fault {
+    /// Returns the party at fault.
+    pub fn fault(&self) -> FaultOrigin {
         use farandole_transport::Error as Transport;
         match self {
             Self::NotInitialized
             | Self::Forked { .. }
             | Self::Config(_)
-            | Self::Ranks { .. }
-            | Self::NotAmong { .. }
-            | Self::Worlds { .. }
-            | Self::Taken { .. }
-            | Self::Held { .. }
-            | Self::Place { .. }
-            | Self::Fixed
+            | Self::InvalidRanks { .. }
+            | Self::NotInWorld { .. }
+            | Self::DifferentWorlds { .. }
+            | Self::RankTaken { .. }
+            | Self::RankHeldByParent { .. }
+            | Self::InvalidPlacement { .. }
+            | Self::FixedProcessSets
             | Self::SetExists { .. }
             | Self::NoSuchSet(_)
-            | Self::Unfinished { .. } => Fault::Usage,
-            Self::Interrupted | Self::NoWay { .. } | Self::Missed { .. } => Fault::Environment,
+            | Self::PendingChange { .. } => FaultOrigin::Usage,
+            Self::Interrupted | Self::NoRendezvous { .. } | Self::RendezvousTimeout { .. } => {
+                FaultOrigin::Environment
+            }
             Self::Registrar(error) => error.fault(),
-            Self::Transport(Transport::PeerLost { .. } | Transport::Timeout { .. }) => Fault::Peer,
-            Self::Transport(Transport::Frame { .. }) | Self::Collectives(_) => Fault::Bug,
-            Self::Transport(_) => Fault::Environment,
+            Self::Transport(Transport::PeerLost { .. } | Transport::Timeout { .. }) => {
+                FaultOrigin::Peer
+            }
+            Self::Transport(Transport::Frame { .. }) | Self::Collectives(_) => FaultOrigin::Bug,
+            Self::Transport(_) => FaultOrigin::Environment,
             Self::Engine(error) => error.fault(),
             Self::Cuda(error) => error.fault(),
-            Self::Timeout { .. } | Self::Ended { .. } => Fault::Peer,
+            Self::Timeout { .. } | Self::RankEnded { .. } => FaultOrigin::Peer,
         }
     }
 }
 
-/// `0, 2, 5`.
-fn list(ranks: &[Rank]) -> String {
+/// Joins the ranks as in `0, 2, 5`.
+fn join_ranks(ranks: &[Rank]) -> String {
     ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -3,20 +3,24 @@
 
 //! The worker's side: joins registrar, transports and engine behind [`init`].
 //!
-//! Owns the session of this process, and the order of its start and end:
+//! Owns the session of this process, and the order in which its parts start and end:
 //!
 //! ```text
-//! Client::of_process -> await_assignment -> Mesh::join -> links -> HostCommunicator -> Engine -> sets
-//!      registrar            World           Meeting    control and data                 all agree
-//! started (mpirun, srun, torchrun, ...)
+//! TaskClient::for_this_process --> await_assignment --> Mesh::join --> links --> HostCommunicator
+//!  or foreign_launcher (mpirun,     World               registrar_     control
+//!  srun, torchrun, ...)                                 rendezvous     and data
+//!
+//! HostCommunicator --> Engine --> process sets, on which all ranks agree
 //! ```
 //!
-//! The place of this process comes from the ticket that our own launcher has set (`FARANDOLE_JOB`),
-//! or from the variables of another launcher (`started`), or from the caller, which has its own
-//! communicator ([`Told`], [`host`]). A process that was started alone gets a world of one.
+//! The rank of this process comes from the ticket that our own launcher sets (`FARANDOLE_JOB`), or
+//! from the variables of another launcher (`foreign_launcher`), or from the caller, which has its
+//! own communicator ([`AssignedRank`], [`host_registrar`]). A process that was started alone gets a
+//! world of one rank.
 //!
-//! Each rank makes one call to meet the others (`meeting`). The registrar returns all cards when
-//! the last rank has called, or at once an error if some cannot meet.
+//! Each rank asks the registrar once to form the world (`registrar_rendezvous`). When the last rank
+//! has asked, the registrar returns the addresses of all ranks. If some ranks cannot form a world,
+//! it returns an error at once.
 //!
 //! In an elastic job, a worker asks the registrar for each new world (`rejoin`).
 //!
@@ -25,9 +29,10 @@
 //!
 //! Invariants:
 //! - `SE-1`: at most one session per process; `init` while one runs does nothing.
-//! - `SE-2`: when `init` returns, every rank has joined, and every link works that is not opened at
-//!   its first use.
-//! - `SE-3`: no wait is longer than its deadline, and each gives up within seconds when asked to.
+//! - `SE-2`: when `init` returns, every rank has joined, and all links that are not opened on
+//!   demand work.
+//! - `SE-3`: no wait is longer than its deadline, and each wait ends within seconds when the caller
+//!   interrupts it.
 //! - `SE-4`: a forked child can read its rank, but neither uses nor ends its parent's session.
 //! - `SE-5`: a rank belongs to one process; process sets have the same numbers and members on all
 //!   ranks.
@@ -36,28 +41,28 @@
 
 #![forbid(unsafe_code)]
 
-mod carried;
+mod carried_sets;
 mod devices;
 mod error;
+mod foreign_launcher;
 mod form;
-mod gateway;
+mod init_options;
 mod links;
-mod meeting;
 mod memory;
+mod mesh_parker;
 mod process;
+mod registrar_relay;
+mod registrar_rendezvous;
 mod rejoin;
-mod rest;
 mod session;
 mod sets;
 mod stalls;
-mod started;
-mod wishes;
 
 pub use error::{Error, Result};
-pub use links::{at_start, crossover, ring_bytes};
-pub use process::{begin, current, init, is_initialized, shutdown};
-pub use rejoin::{host_changes, resign};
+pub use foreign_launcher::{host_registrar, rank_holder_variable, report_leaving};
+pub use init_options::{AssignedRank, InitOptions};
+pub use links::{partition_eager_peers, read_crossover, world_ring_bytes};
+pub use process::{current_session, init, init_with_options, is_initialized, shutdown};
+pub use rejoin::{resign_worker, take_host_changes};
 pub use session::Session;
-pub use stalls::Stacks;
-pub use started::{holder, host, leave};
-pub use wishes::{Told, Wishes};
+pub use stalls::StackRequests;

@@ -3,19 +3,19 @@
 
 //! Memory for tensors that operations use repeatedly.
 
-use farandole_collectives::Memory;
+use farandole_collectives::HostMemory;
 
 use crate::Session;
 
 impl Session {
-    /// Zeroed memory; where others of this host can work in it, allreduces of tensors in it need no
-    /// copies. `None` where there is no such memory.
-    pub fn memory(&self, bytes: usize) -> Option<Memory> {
-        let together = self.world().seat().local_size > 1;
+    /// Allocates zeroed memory. If other processes of this host can access it, allreduces of
+    /// tensors in it need no copies. Returns `None` if there is no such memory.
+    pub fn allocate_memory(&self, bytes: usize) -> Option<HostMemory> {
+        let together = self.world().own_placement().local_size > 1;
         if together && self.shares_memory {
-            Memory::shareable(bytes)
+            HostMemory::new_shareable(bytes)
         } else {
-            Memory::try_new(bytes)
+            HostMemory::try_new(bytes)
         }
     }
 }

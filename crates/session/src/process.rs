@@ -8,75 +8,82 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::{Error, Result, Session, Wishes, form, rejoin};
+use crate::{Error, InitOptions, Result, Session, form, rejoin};
 
-/// Held while a session comes up or goes down. Taken before `SESSION`.
-static CHANGE: Mutex<()> = Mutex::new(());
-/// Read by every operation; written only under `CHANGE`, for a moment.
-static SESSION: RwLock<Option<Arc<Session>>> = RwLock::new(None);
+/// Held while a session starts or ends. Locked before `CURRENT_SESSION`.
+static SESSION_CHANGE_LOCK: Mutex<()> = Mutex::new(());
+/// Read by every operation; written only under `SESSION_CHANGE_LOCK`, and only briefly.
+static CURRENT_SESSION: RwLock<Option<Arc<Session>>> = RwLock::new(None);
 
-/// As [`begin`], asking for nothing in particular.
+/// Like [`init_with_options`], with the default options.
 ///
 /// # Errors
-/// Those of [`begin`].
+/// Like [`init_with_options`].
 pub fn init(interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
-    begin(&Wishes::default(), interrupted)
+    init_with_options(&InitOptions::default(), interrupted)
 }
 
-/// Joins the world this process was launched into, or a world of one. True when this call began the
-/// session.
+/// Joins the world that this process was launched into, or a world of one. Returns true if this
+/// call started the session.
 ///
-/// `interrupted` is asked every quarter of a second at least while others are waited for; when it
-/// says yes, `init` gives up.
+/// While `init` waits for other ranks, it calls `interrupted` at least every quarter of a second;
+/// if that returns true, `init` gives up.
 ///
 /// # Errors
-/// `Forked` in a child of a process with a session, `Interrupted`, and whatever keeps the world
-/// from forming.
-pub fn begin(wishes: &Wishes, interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
-    if let Some(session) = SESSION.read().as_ref() {
-        return session.check_process().map(|()| false);
+/// `Forked` in a child of a process with a session, `Interrupted`, and any error that keeps the
+/// world from forming.
+pub fn init_with_options(
+    wishes: &InitOptions,
+    interrupted: &mut (dyn FnMut() -> bool + Send),
+) -> Result<bool> {
+    if let Some(session) = CURRENT_SESSION.read().as_ref() {
+        return session.check_not_forked().map(|()| false);
     }
-    let _change = CHANGE.lock();
-    if SESSION.read().is_some() {
+    let _change = SESSION_CHANGE_LOCK.lock();
+    if CURRENT_SESSION.read().is_some() {
         return Ok(false);
     }
-    let session = Arc::new(form::form(wishes, interrupted)?);
-    *SESSION.write() = Some(session);
+    let session = Arc::new(form::form_session(wishes, interrupted)?);
+    *CURRENT_SESSION.write() = Some(session);
     Ok(true)
 }
 
 /// Leaves the world: operations in progress fail, here and at the peers. Does nothing without a
-/// session. In a forked child it only forgets the parent's session.
+/// session. In a forked child, only drops the reference to the parent's session.
 pub fn shutdown() {
-    if let Some(session) = forked() {
-        // Its threads and links are the parent's: running their destructors here would end them
+    if let Some(session) = inherited_session() {
+        // The threads and links belong to the parent: running their destructors here would end them
         // there.
-        *SESSION.write() = None;
+        *CURRENT_SESSION.write() = None;
         std::mem::forget(session);
         return;
     }
-    let _change = CHANGE.lock();
-    let session = SESSION.write().take();
+    let _change = SESSION_CHANGE_LOCK.lock();
+    let session = CURRENT_SESSION.write().take();
     if let Some(session) = session {
-        rejoin::left(&session);
+        rejoin::record_previous_world(&session);
         session.shutdown();
     }
 }
 
 /// Returns whether there is a session.
 pub fn is_initialized() -> bool {
-    SESSION.read().is_some()
+    CURRENT_SESSION.read().is_some()
 }
 
-/// The session.
+/// Returns the session.
 ///
 /// # Errors
 /// `NotInitialized`.
-pub fn current() -> Result<Arc<Session>> {
-    SESSION.read().as_ref().map(Arc::clone).ok_or(Error::NotInitialized)
+pub fn current_session() -> Result<Arc<Session>> {
+    CURRENT_SESSION.read().as_ref().map(Arc::clone).ok_or(Error::NotInitialized)
 }
 
-/// The parent's session, in a forked child.
-fn forked() -> Option<Arc<Session>> {
-    SESSION.read().as_ref().filter(|session| session.process() != process::id()).map(Arc::clone)
+/// Returns the parent's session, in a forked child.
+fn inherited_session() -> Option<Arc<Session>> {
+    CURRENT_SESSION
+        .read()
+        .as_ref()
+        .filter(|session| session.process_id() != process::id())
+        .map(Arc::clone)
 }

@@ -3,133 +3,147 @@
 
 //! Elastic jobs: several worlds, one after the other, in one process.
 //!
-//! Each time the registrar gets the world that this process leaves and the lost members, and gives
-//! it a place in the next world. There is no limit to that wait but the registrar's own: a spare
+//! Before each new world, this process sends the registrar the world that it leaves and the members
+//! that it lost, and gets a rank in the next world. Only the registrar limits this wait: a spare
 //! waits for as long as the job lasts.
 
 use std::time::Instant;
 
 use farandole_config::Config;
-use farandole_registrar::{Client, Error as RegistrarError, HostChange};
+use farandole_registrar::{Error as RegistrarError, HostChange, TaskClient};
 use farandole_transport::Error as TransportError;
-use farandole_world::{Fault, Generation, Rank, TaskId, World};
+use farandole_world::{FaultOrigin, Generation, Rank, TaskId, World};
 use parking_lot::Mutex;
 
-use crate::carried::Carried;
-use crate::form::{give_up_if, linked};
-use crate::meeting::{Interrupted, SLICE};
-use crate::{Error, Result, Session, Wishes};
+use crate::carried_sets::CarriedProcessSets;
+use crate::form::{check_interrupted, form_linked_session};
+use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, Interrupted};
+use crate::{Error, InitOptions, Result, Session};
 
-/// The world that this process has left, and the members that it lost there.
+/// The world that this process left, and the members that it lost there.
 #[derive(Clone, Debug)]
-struct Left {
+struct PreviousWorld {
     generation: Generation,
     lost: Vec<TaskId>,
-    /// Process sets of the last world that this process has worked in.
-    sets: Option<Carried>,
+    /// Process sets of the last world in which this process worked.
+    sets: Option<CarriedProcessSets>,
 }
 
-static LEFT: Mutex<Left> =
-    Mutex::new(Left { generation: Generation(0), lost: Vec::new(), sets: None });
-/// Changes of hosts that were not fetched yet.
-static CHANGES: Mutex<Vec<HostChange>> = Mutex::new(Vec::new());
+static PREVIOUS_WORLD: Mutex<PreviousWorld> =
+    Mutex::new(PreviousWorld { generation: Generation(0), lost: Vec::new(), sets: None });
+/// Changes of hosts that the caller has not taken yet.
+static PENDING_HOST_CHANGES: Mutex<Vec<HostChange>> = Mutex::new(Vec::new());
 
-/// Notes what the next world is asked for with. Before the engine ends: its peers leave in answer
-/// to that.
-pub(crate) fn left(session: &Session) {
+/// Records the data for the next request for a world. Must be called before the engine ends: when
+/// it ends, its peers leave, and would be recorded as lost.
+pub(crate) fn record_previous_world(session: &Session) {
     let world = session.world();
-    let lost = session.rest.mesh().map(farandole_transport::Mesh::lost).unwrap_or_default();
-    let (generation, lost) = (world.generation, tasks(world, &lost));
-    *LEFT.lock() = Left { generation, lost, sets: Some(session.carried()) };
+    let lost =
+        session.mesh_parker.mesh().map(farandole_transport::Mesh::lost_ranks).unwrap_or_default();
+    let (generation, lost) = (world.generation, tasks_of_ranks(world, &lost));
+    *PREVIOUS_WORLD.lock() =
+        PreviousWorld { generation, lost, sets: Some(session.export_process_sets()) };
 }
 
-/// The process sets of the world that this process has left.
-pub(crate) fn left_sets() -> Option<Carried> {
-    LEFT.lock().sets.clone()
+/// Returns the process sets of the world that this process left.
+pub(crate) fn previous_process_sets() -> Option<CarriedProcessSets> {
+    PREVIOUS_WORLD.lock().sets.clone()
 }
 
-fn tasks(world: &World, ranks: &[Rank]) -> Vec<TaskId> {
+fn tasks_of_ranks(world: &World, ranks: &[Rank]) -> Vec<TaskId> {
     ranks.iter().filter_map(|rank| world.seats.get(rank.index())).map(|seat| seat.task).collect()
 }
 
 /// Forms the next session of this process.
 ///
 /// # Errors
-/// `Registrar` with `Dismissed` when this worker is not wanted any more, or with `Aborted` when the
-/// job has ended; what keeps this process, and not a peer, from joining a world.
-pub(crate) fn form(
+/// `Registrar` with `Dismissed` when this worker is not needed any more, or with `Aborted` when the
+/// job has ended; an error that keeps this process, and not a peer, from joining a world.
+pub(crate) fn form_next_session(
     config: &Config,
-    client: &Client,
-    wishes: &Wishes,
+    client: &TaskClient,
+    wishes: &InitOptions,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     loop {
-        let left = LEFT.lock().clone();
-        let whole = next(client, &left, interrupted)?;
+        let left = PREVIOUS_WORLD.lock().clone();
+        let whole = await_next_world(client, &left, interrupted)?;
         let (generation, deadline) = (whole.generation, Instant::now() + config.start_timeout);
-        CHANGES.lock().clear();
-        client.watch_changes(generation, |change| CHANGES.lock().push(change));
+        PENDING_HOST_CHANGES.lock().clear();
+        client.watch_host_changes(generation, |change| PENDING_HOST_CHANGES.lock().push(change));
         let seats = whole.clone();
-        match linked(config, client.clone(), whole, wishes, deadline, interrupted) {
-            Err(error) if is_a_peers(&error) => {
+        match form_linked_session(config, client.clone(), whole, wishes, deadline, interrupted) {
+            Err(error) if is_peer_failure(&error) => {
                 tracing::warn!(%generation, %error, "a world broke while it formed; waiting for \
                                                      the next one");
-                *LEFT.lock() = Left { generation, lost: blamed(&seats, &error), sets: left.sets };
+                *PREVIOUS_WORLD.lock() = PreviousWorld {
+                    generation,
+                    lost: blamed_tasks(&seats, &error),
+                    sets: left.sets,
+                };
             }
             formed => return formed,
         }
     }
 }
 
-fn next(client: &Client, left: &Left, interrupted: &mut Interrupted<'_>) -> Result<World> {
+fn await_next_world(
+    client: &TaskClient,
+    left: &PreviousWorld,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<World> {
     loop {
-        match client.join(left.generation, &left.lost, Instant::now() + SLICE) {
+        match client.join_next_world(
+            left.generation,
+            &left.lost,
+            Instant::now() + INTERRUPT_POLL_INTERVAL,
+        ) {
             Err(RegistrarError::Timeout { .. }) => {}
             other => return Ok(other?),
         }
-        give_up_if(interrupted)?;
+        check_interrupted(interrupted)?;
     }
 }
 
-/// Returns whether another rank's failure prevented a world, so that another world may form.
-fn is_a_peers(error: &Error) -> bool {
+/// Returns whether a peer's failure prevented the world, so that another world may form.
+fn is_peer_failure(error: &Error) -> bool {
     match error {
         Error::Registrar(RegistrarError::Aborted { retry, .. }) => *retry,
         Error::Registrar(_) => false,
         Error::Transport(
             TransportError::Unreachable { .. } | TransportError::Rendezvous { .. },
         ) => true,
-        other => matches!(other.fault(), Fault::Peer | Fault::Membership),
+        other => matches!(other.fault(), FaultOrigin::Peer | FaultOrigin::Membership),
     }
 }
 
-/// The member that an error names.
-fn blamed(world: &World, error: &Error) -> Vec<TaskId> {
+/// Returns the member that an error names.
+fn blamed_tasks(world: &World, error: &Error) -> Vec<TaskId> {
     match error {
         Error::Transport(
             TransportError::PeerLost { rank, .. } | TransportError::Unreachable { rank, .. },
-        ) => tasks(world, &[*rank]),
+        ) => tasks_of_ranks(world, &[*rank]),
         _ => Vec::new(),
     }
 }
 
-/// Takes the changes of hosts that the registrar has told since the last call, or since the present
+/// Takes the changes of hosts that the registrar reported since the last call, or since the current
 /// world began.
-pub fn host_changes() -> Vec<HostChange> {
-    std::mem::take(&mut *CHANGES.lock())
+pub fn take_host_changes() -> Vec<HostChange> {
+    std::mem::take(&mut *PENDING_HOST_CHANGES.lock())
 }
 
-/// Says that this worker of an elastic job will end at its next chance, which is no failure. False
-/// where the job is not elastic, or there is none.
+/// Announces that this worker of an elastic job will end soon, which is not a failure. Returns
+/// false if the process is not in an elastic job.
 ///
 /// # Errors
-/// `Registrar`.
-pub fn resign(reason: &str, deadline: Instant) -> Result<bool> {
+/// `Config`, `Registrar`.
+pub fn resign_worker(reason: &str, deadline: Instant) -> Result<bool> {
     let config = Config::from_env()?;
     if !config.elastic {
         return Ok(false);
     }
-    let Some(client) = Client::of_process(&config, deadline)? else { return Ok(false) };
-    client.resign(reason, deadline)?;
+    let Some(client) = TaskClient::for_this_process(&config, deadline)? else { return Ok(false) };
+    client.announce_leave(reason, deadline)?;
     Ok(true)
 }

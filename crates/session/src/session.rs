@@ -7,94 +7,98 @@ use std::process;
 use std::sync::Arc;
 
 use farandole_config::Config;
-use farandole_cuda::Gpus;
+use farandole_cuda::ProcessGpus;
 use farandole_engine::Engine;
-use farandole_registrar::Client;
+use farandole_registrar::TaskClient;
 use farandole_world::World;
 
-use crate::devices::GpuTensors;
-use crate::rest::Rest;
-use crate::sets::Sets;
-use crate::stalls::Stacks;
+use crate::devices::GpuTensorPolicy;
+use crate::mesh_parker::MeshParker;
+use crate::sets::SessionProcessSets;
+use crate::stalls::StackRequests;
 use crate::{Error, Result};
 
-/// This process's membership in a world. The engine owns the links and the mesh, and takes them
-/// down with itself.
+/// This process's membership in a world. The engine owns the links and the mesh, and closes them
+/// when it ends.
 pub struct Session {
     engine: Engine,
-    client: Option<Client>,
+    client: Option<TaskClient>,
     world: Arc<World>,
-    process: u32,
-    stacks: Arc<Stacks>,
-    pub(crate) gpus: Arc<Gpus>,
-    pub(crate) gpu_tensors: GpuTensors,
+    process_id: u32,
+    stack_requests: Arc<StackRequests>,
+    pub(crate) gpus: Arc<ProcessGpus>,
+    pub(crate) gpu_tensors: GpuTensorPolicy,
     /// Whether processes of one host may share memory.
     pub(crate) shares_memory: bool,
-    pub(crate) rest: Arc<Rest>,
-    pub(crate) sets: Sets,
+    pub(crate) mesh_parker: Arc<MeshParker>,
+    pub(crate) sets: SessionProcessSets,
 }
 
 impl Session {
     pub(crate) fn new(
-        (engine, stacks, gpus): (Engine, Arc<Stacks>, Arc<Gpus>),
-        client: Option<Client>,
+        (engine, stacks, gpus): (Engine, Arc<StackRequests>, Arc<ProcessGpus>),
+        client: Option<TaskClient>,
         world: Arc<World>,
-        rest: Arc<Rest>,
+        rest: Arc<MeshParker>,
         config: &Config,
     ) -> Self {
-        let sets = Sets::new(&world, config);
+        let sets = SessionProcessSets::new(&world, config);
         let shares_memory = config.shared_memory;
-        // A value that is none was refused before.
-        let gpu_tensors = GpuTensors::of(config).unwrap_or(GpuTensors::Auto);
+        // An invalid value was rejected before.
+        let gpu_tensors = GpuTensorPolicy::from_config(config).unwrap_or(GpuTensorPolicy::Auto);
         let process = process::id();
         Self {
             engine,
             client,
             world,
-            process,
-            stacks,
+            process_id: process,
+            stack_requests: stacks,
             gpus,
             gpu_tensors,
             shares_memory,
-            rest,
+            mesh_parker: rest,
             sets,
         }
     }
 
-    /// Returns this process's place in the world.
+    /// Returns the world, and with it the rank of this process.
     pub fn world(&self) -> &Arc<World> {
         &self.world
     }
 
-    /// The engine that runs the operations.
+    /// Returns the engine that runs the operations.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// The connection to the registrar; none in a process without a launcher.
-    pub fn client(&self) -> Option<&Client> {
+    /// Returns the connection to the registrar; `None` in a process without one.
+    pub fn client(&self) -> Option<&TaskClient> {
         self.client.as_ref()
     }
 
-    /// Returns the desk for requests of the interpreter's stacks.
-    pub fn stacks(&self) -> &Stacks {
-        &self.stacks
+    /// Returns the requests for the interpreter's stacks.
+    pub fn stack_requests(&self) -> &StackRequests {
+        &self.stack_requests
     }
 
-    pub(crate) fn process(&self) -> u32 {
-        self.process
+    pub(crate) fn process_id(&self) -> u32 {
+        self.process_id
     }
 
     /// # Errors
-    /// `Forked` in a child of the process that began the session.
-    pub(crate) fn check_process(&self) -> Result<()> {
+    /// `Forked` in a child of the process that started the session.
+    pub(crate) fn check_not_forked(&self) -> Result<()> {
         let pid = process::id();
-        if pid == self.process { Ok(()) } else { Err(Error::Forked { pid, parent: self.process }) }
+        if pid == self.process_id {
+            Ok(())
+        } else {
+            Err(Error::Forked { pid, parent: self.process_id })
+        }
     }
 
     /// Ends the session. Later calls through other references get errors.
     pub(crate) fn shutdown(&self) {
         self.engine.shutdown();
-        self.stacks.close();
+        self.stack_requests.close();
     }
 }

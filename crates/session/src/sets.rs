@@ -3,81 +3,83 @@
 
 //! Process sets of a session: all ranks change them together, in one order.
 //!
-//! A change is agreed on by an operation over all ranks that fails when they do not ask for the
-//! same. Members of a new set then open their own links; in a second agreement all learn whether
-//! all could. So numbers and members are equal on all ranks at any time, and what one rank cannot
-//! do no rank has.
+//! All ranks agree on a change with one operation, which fails if their requests differ. The
+//! members of a new set then open its links. In a second agreement, every rank learns whether all
+//! members succeeded. So numbers and members are equal on all ranks at any time, and a set exists
+//! on all ranks or on none.
 //!
-//! In an elastic job sets continue in the next world (`carried`).
+//! In an elastic job, sets continue in the next world (`carried_sets`).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use farandole_collectives::Crossover;
+use farandole_collectives::CrossoverTable;
 use farandole_config::Config;
-use farandole_engine::{Change, Handle, Request, SetOptions, control_peers};
+use farandole_engine::{
+    CollectiveRequest, ProcessSetChange, ProcessSetOptions, RequestHandle, control_peers,
+};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::{Mutex, RwLock};
 
-use crate::carried::{Carried, agreed};
-use crate::meeting::{Interrupted, SLICE};
-use crate::wishes::ascending;
+use crate::carried_sets::{CarriedProcessSets, exchange_carried_sets};
+use crate::init_options::sorted_ranks;
+use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, Interrupted};
 use crate::{Error, Result, Session, links, rejoin};
 
 /// Name of the agreement on a change.
-const CHANGE: &str = "farandole.process_set";
-/// Name of the agreement on how it went.
-const OUTCOME: &str = "farandole.process_set.outcome";
+const SET_CHANGE_NAME: &str = "farandole.process_set";
+/// Name of the agreement on the outcome.
+const SET_OUTCOME_NAME: &str = "farandole.process_set.outcome";
 
-/// Locks, in the order in which they may be taken: `changes`, then `table`.
-pub(crate) struct Sets {
+/// Process sets and their locks. Lock order: `changes`, then `table`.
+pub(crate) struct SessionProcessSets {
     elastic: bool,
-    memory: u64,
-    crossover: Crossover,
+    memory_budget: u64,
+    crossover: CrossoverTable,
     links_at_start: u64,
-    patience: Duration,
-    table: RwLock<Table>,
-    changes: Mutex<Changes>,
+    open_timeout: Duration,
+    table: RwLock<ProcessSetTable>,
+    changes: Mutex<SetChangeState>,
 }
 
-/// Equal on all ranks.
-struct Table {
+/// The sets of a world, equal on all ranks.
+struct ProcessSetTable {
     sets: BTreeMap<ProcessSetId, Vec<Rank>>,
-    /// Numbers to be used again, oldest first.
-    free: VecDeque<ProcessSetId>,
-    next: u32,
+    /// Numbers to reuse, oldest first.
+    free_ids: VecDeque<ProcessSetId>,
+    last_id: u32,
     /// Whether sets may be added and removed.
     dynamic: bool,
-    /// The sets that `init` was asked for, and that still exist.
-    given: BTreeSet<ProcessSetId>,
-    /// The sets of the world before, if this one has taken them over.
-    carried: Option<BTreeSet<ProcessSetId>>,
+    /// The sets that `init` was asked for and that still exist.
+    from_init: BTreeSet<ProcessSetId>,
+    /// The sets of the previous world, if this world continues them.
+    carried_ids: Option<BTreeSet<ProcessSetId>>,
 }
 
 /// The change in progress; one at a time.
-struct Changes {
-    /// The next channels of the mesh, equal on all ranks.
+struct SetChangeState {
+    /// The next free channel of the mesh, equal on all ranks.
     channel: u32,
-    /// Asked for and interrupted.
-    pending: Option<(Change, Handle)>,
+    /// A change that was requested and then interrupted.
+    pending: Option<(ProcessSetChange, RequestHandle)>,
 }
 
-impl Table {
-    fn number(&mut self) -> ProcessSetId {
-        self.free.pop_front().unwrap_or_else(|| {
-            self.next += 1;
-            ProcessSetId(self.next)
+impl ProcessSetTable {
+    fn next_id(&mut self) -> ProcessSetId {
+        self.free_ids.pop_front().unwrap_or_else(|| {
+            self.last_id += 1;
+            ProcessSetId(self.last_id)
         })
     }
 
-    /// The set of these ranks that comes from the world before.
-    fn known(&self, ranks: &[Rank]) -> Option<ProcessSetId> {
-        let carried = self.carried.iter().flatten();
+    /// Returns the set of these ranks that continues from the previous world.
+    fn find_carried(&self, ranks: &[Rank]) -> Option<ProcessSetId> {
+        let carried = self.carried_ids.iter().flatten();
         carried.copied().find(|set| self.sets.get(set).is_some_and(|members| members == ranks))
     }
 
-    /// Refuses ranks that have a set.
-    fn check(&self, what: &str, ranks: &[Rank]) -> Result<()> {
+    /// Rejects ranks that already have a set.
+    fn check_new_ranks(&self, what: &str, ranks: &[Rank]) -> Result<()> {
         match self.sets.iter().find(|(_, members)| *members == ranks) {
             None => Ok(()),
             Some((set, _)) => {
@@ -87,46 +89,45 @@ impl Table {
     }
 }
 
-impl Sets {
+impl SessionProcessSets {
     pub(crate) fn new(world: &World, config: &Config) -> Self {
         let all = (0u32..).take(world.size()).map(Rank).collect();
         let sets = BTreeMap::from([(ProcessSetId::GLOBAL, all)]);
         Self {
             elastic: config.elastic,
-            memory: links::budget(world, config),
-            // A value that is none was refused when the world formed.
-            crossover: links::crossover(config).unwrap_or_default(),
+            memory_budget: links::shared_memory_budget(world, config),
+            // An invalid value was rejected when the world formed.
+            crossover: links::read_crossover(config).unwrap_or_default(),
             links_at_start: config.links_at_start,
-            patience: config.start_timeout,
-            table: RwLock::new(Table {
+            open_timeout: config.start_timeout,
+            table: RwLock::new(ProcessSetTable {
                 sets,
-                free: VecDeque::new(),
-                next: 0,
+                free_ids: VecDeque::new(),
+                last_id: 0,
                 dynamic: config.dynamic_process_sets,
-                given: BTreeSet::new(),
-                carried: None,
+                from_init: BTreeSet::new(),
+                carried_ids: None,
             }),
-            changes: Mutex::new(Changes { channel: links::DATA + 1, pending: None }),
+            changes: Mutex::new(SetChangeState { channel: links::DATA_CHANNEL + 1, pending: None }),
         }
     }
 }
 
 impl Session {
-    /// Every process set with its ranks, also those this rank is not in.
+    /// Returns every process set with its ranks, including sets without this rank.
     pub fn process_sets(&self) -> BTreeMap<ProcessSetId, Vec<Rank>> {
         self.sets.table.read().sets.clone()
     }
 
-    /// Returns the sets that this world has taken over from the world before, of those that `init`
-    /// was asked for when the job began; `None` if it has started with those that `init` was asked
-    /// for.
+    /// Returns the sets that this world continues from the previous one, if `init` requested them
+    /// when the job began; `None` if this world started with new sets.
     pub fn carried_sets(&self) -> Option<BTreeSet<ProcessSetId>> {
         let table = self.sets.table.read();
-        table.carried.as_ref().map(|_| table.given.clone())
+        table.carried_ids.as_ref().map(|_| table.from_init.clone())
     }
 
-    /// The sets of this world, for the next one.
-    pub(crate) fn carried(&self) -> Carried {
+    /// Returns the sets of this world, for the next one.
+    pub(crate) fn export_process_sets(&self) -> CarriedProcessSets {
         let (world, table) = (self.world(), self.sets.table.read());
         let members = |ranks: &Vec<Rank>| {
             ranks
@@ -136,79 +137,85 @@ impl Session {
                 .collect()
         };
         let sets = table.sets.iter().filter(|(set, _)| **set != ProcessSetId::GLOBAL);
-        Carried {
+        CarriedProcessSets {
             dynamic: table.dynamic,
-            next: table.next,
+            last_id: table.last_id,
             sets: sets.map(|(set, ranks)| (*set, members(ranks))).collect(),
-            given: table.given.clone(),
+            from_init: table.from_init.clone(),
         }
     }
 
-    /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls
-    /// it, members or not, with the same ranks, and waits until all have. `interrupted` is asked
-    /// every quarter of a second while others are waited for; after an interruption the same call
-    /// continues the wait. A set of these ranks that comes from the world before is that set, at
-    /// once.
+    /// Creates a process set of these ranks, in any order, and returns its number. Every rank of
+    /// the world must call it with the same ranks, also if it is no member; the call waits for all
+    /// ranks. Meanwhile, it calls `interrupted` every quarter of a second. After an interruption,
+    /// the same call continues the wait. If the set continues from the previous world, its number
+    /// is returned at once.
     ///
     /// # Errors
-    /// `Fixed`, `Ranks`, `SetExists`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when
-    /// other ranks ask for another change, or one of them cannot open its links.
+    /// `FixedProcessSets`, `InvalidRanks`, `SetExists`, `PendingChange`, `Interrupted`; `Engine`
+    /// with a mismatch when other ranks request another change, or one of them cannot open its
+    /// links.
     pub fn add_process_set(
         &self,
         ranks: &[u32],
         interrupted: &mut Interrupted<'_>,
     ) -> Result<ProcessSetId> {
-        self.check_changeable()?;
+        self.check_sets_dynamic()?;
         let what = "a process set";
-        let ranks = ascending(what, ranks, self.world().size())?;
+        let ranks = sorted_ranks(what, ranks, self.world().size())?;
         let mut changes = self.sets.changes.lock();
-        if let Some(set) = self.sets.table.read().known(&ranks) {
+        if let Some(set) = self.sets.table.read().find_carried(&ranks) {
             return Ok(set);
         }
-        let change = Change::Add(ranks.clone());
+        let change = ProcessSetChange::Add(ranks.clone());
         if changes.pending.is_none() {
-            self.sets.table.read().check(what, &ranks)?;
+            self.sets.table.read().check_new_ranks(what, &ranks)?;
         }
-        self.agree(CHANGE, change, &mut changes.pending, interrupted)?;
-        self.open_set(
+        self.agree_on_change(SET_CHANGE_NAME, change, &mut changes.pending, interrupted)?;
+        self.create_set(
             None,
             ranks,
             &mut changes.channel,
-            Instant::now() + self.sets.patience,
+            Instant::now() + self.sets.open_timeout,
             interrupted,
         )
     }
 
-    /// Ends a process set; every rank of the world calls it, and waits until all have. What is in
-    /// flight in it fails.
+    /// Removes a process set. Every rank of the world must call it, and the call waits for all
+    /// ranks. Operations in flight in the set fail.
     ///
     /// # Errors
-    /// `Fixed`, `NoSuchSet`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when other ranks
-    /// ask for another change.
+    /// `FixedProcessSets`, `NoSuchSet`, `PendingChange`, `Interrupted`; `Engine` with a mismatch
+    /// when other ranks request another change.
     pub fn remove_process_set(
         &self,
         set: ProcessSetId,
         interrupted: &mut Interrupted<'_>,
     ) -> Result<()> {
-        self.check_changeable()?;
+        self.check_sets_dynamic()?;
         let mut changes = self.sets.changes.lock();
         if set == ProcessSetId::GLOBAL || !self.sets.table.read().sets.contains_key(&set) {
             return Err(Error::NoSuchSet(set));
         }
-        self.agree(CHANGE, Change::Remove(set), &mut changes.pending, interrupted)?;
+        self.agree_on_change(
+            SET_CHANGE_NAME,
+            ProcessSetChange::Remove(set),
+            &mut changes.pending,
+            interrupted,
+        )?;
         self.engine().remove_set(set)?;
         let mut table = self.sets.table.write();
         table.sets.remove(&set);
-        table.given.remove(&set);
-        if let Some(carried) = &mut table.carried {
+        table.from_init.remove(&set);
+        if let Some(carried) = &mut table.carried_ids {
             carried.remove(&set);
         }
-        table.free.push_back(set);
+        table.free_ids.push_back(set);
         Ok(())
     }
 
-    /// Agrees on the process sets given at the start, and makes them.
-    pub(crate) fn begin_sets(
+    /// Agrees on the initial process sets, and creates them.
+    pub(crate) fn create_initial_sets(
         &self,
         wishes: &[Vec<u32>],
         deadline: Instant,
@@ -223,95 +230,103 @@ impl Session {
             other => other,
         };
         let mut changes = self.sets.changes.lock();
-        if let Some(carried) = self.agreed_sets(wishes, deadline, &mut ask).map_err(late)? {
+        if let Some(carried) =
+            self.agree_on_carried_sets(wishes, deadline, &mut ask).map_err(late)?
+        {
             return self
-                .take_over(&carried, &mut changes.channel, deadline, &mut ask)
+                .restore_sets(&carried, &mut changes.channel, deadline, &mut ask)
                 .map_err(late);
         }
-        let begin = Change::Begin { sets: wishes.len(), dynamic: self.sets.table.read().dynamic };
-        self.agree("process_sets", begin, &mut None, &mut ask).map_err(late)?;
-        // What was given is compared as it is, then judged: so all ranks come to the same
-        // judgement.
+        let begin =
+            ProcessSetChange::Begin { sets: wishes.len(), dynamic: self.sets.table.read().dynamic };
+        self.agree_on_change("process_sets", begin, &mut None, &mut ask).map_err(late)?;
+        // The ranks first agree on the unchecked arguments, then check them: so all ranks come to
+        // the same result.
         for (index, ranks) in wishes.iter().enumerate() {
             let what = format!("process_sets[{index}]");
             let given = ranks.iter().copied().map(Rank).collect();
-            self.agree(&what, Change::Add(given), &mut None, &mut ask).map_err(late)?;
+            self.agree_on_change(&what, ProcessSetChange::Add(given), &mut None, &mut ask)
+                .map_err(late)?;
         }
         for (index, ranks) in wishes.iter().enumerate() {
             let what = format!("process_sets[{index}]");
-            let ranks = ascending(&what, ranks, self.world().size())?;
-            self.sets.table.read().check(&what, &ranks)?;
+            let ranks = sorted_ranks(&what, ranks, self.world().size())?;
+            self.sets.table.read().check_new_ranks(&what, &ranks)?;
             let set = self
-                .open_set(None, ranks, &mut changes.channel, deadline, &mut ask)
+                .create_set(None, ranks, &mut changes.channel, deadline, &mut ask)
                 .map_err(late)?;
-            self.sets.table.write().given.insert(set);
+            self.sets.table.write().from_init.insert(set);
         }
         Ok(())
     }
 
-    /// The sets of the world before, if this one is not the job's first and not the first of all
-    /// its ranks.
-    fn agreed_sets(
+    /// Agrees on the sets of the previous world; `None` if the job is not elastic or this world is
+    /// its first.
+    fn agree_on_carried_sets(
         &self,
         wishes: &[Vec<u32>],
         deadline: Instant,
         interrupted: &mut Interrupted<'_>,
-    ) -> Result<Option<Carried>> {
+    ) -> Result<Option<CarriedProcessSets>> {
         let Some(client) = self.client().filter(|_| self.sets.elastic) else { return Ok(None) };
         if self.world().generation.0 <= 1 {
             return Ok(None);
         }
-        // A caller that asks for sets begins again.
-        let own = rejoin::left_sets().filter(|_| wishes.is_empty());
-        agreed(client, self.world(), own.as_ref(), deadline, interrupted)
+        // A caller that passes sets to `init` replaces the previous ones.
+        let own = rejoin::previous_process_sets().filter(|_| wishes.is_empty());
+        exchange_carried_sets(client, self.world(), own.as_ref(), deadline, interrupted)
     }
 
-    /// Makes what is left of the sets of the world before, under their numbers.
-    fn take_over(
+    /// Restores the remaining sets of the previous world, under their numbers.
+    fn restore_sets(
         &self,
-        carried: &Carried,
+        carried: &CarriedProcessSets,
         channel: &mut u32,
         deadline: Instant,
         interrupted: &mut Interrupted<'_>,
     ) -> Result<()> {
-        let sets = carried.ranks(self.world());
-        let begin = Change::Begin { sets: sets.len(), dynamic: carried.dynamic };
-        self.agree("process_sets", begin, &mut None, interrupted)?;
+        let sets = carried.ranks_in_world(self.world());
+        let begin = ProcessSetChange::Begin { sets: sets.len(), dynamic: carried.dynamic };
+        self.agree_on_change("process_sets", begin, &mut None, interrupted)?;
         for (set, ranks) in &sets {
-            self.open_set(Some(*set), ranks.clone(), channel, deadline, interrupted)?;
+            self.create_set(Some(*set), ranks.clone(), channel, deadline, interrupted)?;
         }
         let mut table = self.sets.table.write();
         table.dynamic = carried.dynamic;
-        table.next = carried.next;
-        table.free = carried.free(&sets);
-        table.given = carried.given.iter().filter(|set| sets.contains_key(set)).copied().collect();
-        table.carried = Some(sets.into_keys().collect());
+        table.last_id = carried.last_id;
+        table.free_ids = carried.free_ids(&sets);
+        table.from_init =
+            carried.from_init.iter().filter(|set| sets.contains_key(set)).copied().collect();
+        table.carried_ids = Some(sets.into_keys().collect());
         Ok(())
     }
 
-    fn check_changeable(&self) -> Result<()> {
-        self.check_process()?;
-        if self.sets.table.read().dynamic { Ok(()) } else { Err(Error::Fixed) }
+    fn check_sets_dynamic(&self) -> Result<()> {
+        self.check_not_forked()?;
+        if self.sets.table.read().dynamic { Ok(()) } else { Err(Error::FixedProcessSets) }
     }
 
-    /// Waits until all ranks ask for this change. What was interrupted before is asked for already.
-    fn agree(
+    /// Waits until all ranks request this change. An interrupted request is continued, not
+    /// repeated.
+    fn agree_on_change(
         &self,
         name: &str,
-        change: Change,
-        pending: &mut Option<(Change, Handle)>,
+        change: ProcessSetChange,
+        pending: &mut Option<(ProcessSetChange, RequestHandle)>,
         interrupted: &mut Interrupted<'_>,
     ) -> Result<()> {
         let handle = match pending.take() {
-            None => self.engine().submit_attended(Request::change(name, change.clone()))?,
+            None => self
+                .engine()
+                .submit_before_wait(CollectiveRequest::set_change(name, change.clone()))?,
             Some((asked, handle)) if asked == change => handle,
             Some(other) => {
                 let text = format!("{:?}", other.0);
                 *pending = Some(other);
-                return Err(Error::Unfinished { pending: text });
+                return Err(Error::PendingChange { pending: text });
             }
         };
-        while self.engine().wait(handle, SLICE)?.is_none() {
+        while self.engine().wait(handle, INTERRUPT_POLL_INTERVAL)?.is_none() {
             if interrupted() {
                 *pending = Some((change, handle));
                 return Err(Error::Interrupted);
@@ -320,9 +335,9 @@ impl Session {
         Ok(())
     }
 
-    /// All ranks have agreed on a set of these ranks: makes it if all members can, under this
-    /// number or the next one.
-    fn open_set(
+    /// Creates a set of these ranks, after all ranks have agreed on it, if all members can open its
+    /// links. It gets this number or the next free one.
+    fn create_set(
         &self,
         number: Option<ProcessSetId>,
         ranks: Vec<Rank>,
@@ -334,17 +349,18 @@ impl Session {
         *channel += 2;
         let member = ranks.contains(&self.world().rank);
         let opened =
-            member.then(|| self.open_links(&ranks, first, deadline, interrupted)).transpose();
-        // From here to the outcome only others' deadlines and deaths are waited for.
-        let outcome = Change::Outcome(opened.as_ref().err().map(ToString::to_string));
-        let agreed = self.agree(OUTCOME, outcome, &mut None, &mut || false);
+            member.then(|| self.open_set_links(&ranks, first, deadline, interrupted)).transpose();
+        // Not interruptible: the wait ends when the other ranks report, reach their deadlines, or
+        // die.
+        let outcome = ProcessSetChange::Outcome(opened.as_ref().err().map(ToString::to_string));
+        let agreed = self.agree_on_change(SET_OUTCOME_NAME, outcome, &mut None, &mut || false);
         let parts = opened?;
         agreed?;
-        let id = number.unwrap_or_else(|| self.sets.table.write().number());
+        let id = number.unwrap_or_else(|| self.sets.table.write().next_id());
         match parts {
             Some((control, communicator)) => {
                 let members = ranks.clone();
-                self.engine().add_set(SetOptions { id, members, control, communicator })?;
+                self.engine().add_set(ProcessSetOptions { id, members, control, communicator })?;
             }
             None => self.engine().add_foreign_set(id)?,
         }
@@ -352,7 +368,7 @@ impl Session {
         Ok(id)
     }
 
-    fn open_links(
+    fn open_set_links(
         &self,
         ranks: &[Rank],
         channel: u32,
@@ -361,36 +377,40 @@ impl Session {
     ) -> Result<(Vec<farandole_transport::Link>, Box<dyn farandole_collectives::Communicator>)>
     {
         let world = self.world();
-        let fallen =
-            || self.rest.mesh().map(farandole_transport::Mesh::fallbacks).unwrap_or_default();
+        let fallen = || {
+            self.mesh_parker
+                .mesh()
+                .map(farandole_transport::Mesh::tcp_fallbacks)
+                .unwrap_or_default()
+        };
         let known = fallen().len();
         let (mut control, mut data) = (Vec::new(), Vec::new());
-        if let Some(mesh) = self.rest.mesh() {
+        if let Some(mesh) = self.mesh_parker.mesh() {
             let neighbours = control_peers(world, ranks);
-            control = mesh.open_until(
+            control = mesh.open_links_until(
                 channel,
                 &neighbours,
-                links::CONTROL_CAPACITY,
+                links::CONTROL_RING_BYTES,
                 deadline,
                 interrupted,
             )?;
-            let wanted = links::Data {
+            let wanted = links::DataLinks {
                 world,
                 members: ranks,
                 channel: channel + 1,
-                capacity: links::set_capacity(world, self.sets.memory),
-                most: self.sets.links_at_start,
+                capacity: links::process_set_ring_bytes(world, self.sets.memory_budget),
+                max_eager_peers: self.sets.links_at_start,
                 deadline,
             };
-            data = wanted.open(mesh, interrupted)?;
+            data = wanted.open_links(mesh, interrupted)?;
         }
-        if let Some(warning) = links::fallbacks(&fallen().split_off(known)) {
+        if let Some(warning) = links::fallback_warning(&fallen().split_off(known)) {
             let ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
             tracing::warn!("in the process set of ranks {ranks:?}: {warning}");
         }
         Ok((
             control,
-            Box::new(links::communicator(world, ranks, data, self.sets.crossover.clone())?),
+            Box::new(links::build_communicator(world, ranks, data, self.sets.crossover.clone())?),
         ))
     }
 }

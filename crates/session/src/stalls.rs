@@ -1,80 +1,81 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Says which ranks are waited for, and has this process's interpreter asked what it does when it
-//! is one of them.
+//! Logs the ranks that others wait for, and asks this process's interpreter for its stacks if this
+//! rank is one of them.
 
 use std::io::{self, PipeReader, PipeWriter, Write, pipe};
 use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_config::Config;
-use farandole_engine::{Answer, Observer, StallReport};
+use farandole_engine::{EngineObserver, StackAnswer, StallReport};
 use parking_lot::Mutex;
 
-/// Asks the listener for the stacks.
-const ASK: u8 = 1;
-/// Sends the listener home.
-const END: u8 = 0;
+/// Requests the stacks from the listener.
+const STACKS_REQUEST_BYTE: u8 = 1;
+/// Ends the listener.
+const LISTENER_STOP_BYTE: u8 = 0;
 
-/// Makes events of stalls, which the interpreter logs.
+/// Logs stalls as events, which the interpreter's logging receives.
 #[derive(Debug)]
-pub(crate) struct Events(pub(crate) Arc<Stacks>);
+pub(crate) struct StallLogger(pub(crate) Arc<StackRequests>);
 
-impl Observer for Events {
-    fn stalled(&self, report: &StallReport) {
+impl EngineObserver for StallLogger {
+    fn on_stall(&self, report: &StallReport) {
         match report.is_fatal() {
             true => tracing::error!("{report}\nGiving up."),
             false => tracing::warn!("{report}"),
         }
     }
 
-    fn note(&self, text: &str) {
+    fn on_notice(&self, text: &str) {
         tracing::warn!("{text}");
     }
 
-    fn describe(&self, answer: Answer) {
-        self.0.ask(answer);
+    fn describe_threads(&self, answer: StackAnswer) {
+        self.0.enqueue_question(answer);
     }
 }
 
-/// A desk at which a thread of the interpreter waits for requests of the other threads' stacks. It
-/// sleeps in `read` and costs nothing; no thread of the engine ever waits for it, nor for the
-/// interpreter's lock.
+/// Requests for the stacks of the interpreter's threads. One thread of the interpreter waits for
+/// them. It sleeps in `read` and uses no processor time; no thread of the engine ever waits for
+/// this thread or for the interpreter's lock.
 #[derive(Debug, Default)]
-pub struct Stacks(Mutex<Desk>);
+pub struct StackRequests(Mutex<StallQuestions>);
 
 #[derive(Debug, Default)]
-struct Desk {
-    bell: Option<PipeWriter>,
-    waiting: Vec<Answer>,
+struct StallQuestions {
+    listener_pipe: Option<PipeWriter>,
+    waiting: Vec<StackAnswer>,
 }
 
-impl Stacks {
-    /// A pipe whose reader gets a byte for every question: `1` asks for [`Stacks::answer`], `0` or
-    /// the end says that no more questions come. An earlier listener is dismissed.
+impl StackRequests {
+    /// Returns a pipe whose reader gets a byte for every request: `1` asks for a call of
+    /// [`StackRequests::answer_pending`]; `0` or the end says that no more requests come. An
+    /// earlier listener is ended.
     ///
     /// # Errors
-    /// When there is no pipe to be had.
-    pub fn listen(&self) -> io::Result<PipeReader> {
+    /// The system has no pipe left.
+    pub fn open_listener(&self) -> io::Result<PipeReader> {
         let (reader, writer) = pipe()?;
         self.close();
-        self.0.lock().bell = Some(writer);
+        self.0.lock().listener_pipe = Some(writer);
         Ok(reader)
     }
 
-    /// Answers all questions.
-    pub fn answer(&self, text: &str) {
+    /// Answers all requests.
+    pub fn answer_pending(&self, text: &str) {
         let waiting = std::mem::take(&mut self.0.lock().waiting);
-        waiting.into_iter().for_each(|answer| answer.give(text.to_owned()));
+        waiting.into_iter().for_each(|answer| answer.send_text(text.to_owned()));
     }
 
-    fn ask(&self, answer: Answer) {
+    fn enqueue_question(&self, answer: StackAnswer) {
         let mut desk = self.0.lock();
         let first = desk.waiting.is_empty();
-        let Some(bell) = &mut desk.bell else { return };
-        // One byte at a time is in the pipe: writing it cannot block.
-        if !first || bell.write_all(&[ASK]).is_ok() {
+        let Some(bell) = &mut desk.listener_pipe else { return };
+        // The pipe holds one byte at a time, so writing it cannot block.
+        if !first || bell.write_all(&[STACKS_REQUEST_BYTE]).is_ok() {
             desk.waiting.push(answer);
         }
     }
@@ -82,15 +83,15 @@ impl Stacks {
     pub(crate) fn close(&self) {
         let mut desk = self.0.lock();
         desk.waiting.clear();
-        if let Some(mut bell) = desk.bell.take() {
-            // A forked child may hold the other end open, so the end of the pipe is not enough.
-            drop(bell.write_all(&[END]));
+        if let Some(mut bell) = desk.listener_pipe.take() {
+            // A forked child may hold the write end open, so closing it here may not end the pipe.
+            drop(bell.write_all(&[LISTENER_STOP_BYTE]));
         }
     }
 }
 
-/// The contradiction between the chosen times, if any.
-pub(crate) fn contradiction(config: &Config) -> Option<String> {
+/// Returns a warning if the chosen times contradict each other.
+pub(crate) fn stall_time_warning(config: &Config) -> Option<String> {
     let (check, shutdown) = (config.stall_check_time, config.stall_shutdown_time);
     let off = config.stall_check_disable || check.is_zero();
     let ignored = shutdown > Duration::ZERO && (shutdown < check || off);
@@ -126,25 +127,25 @@ mod tests {
 
     #[test]
     fn a_shutdown_before_the_first_warning_is_ignored_and_said() {
-        let text = contradiction(&config("60", "10")).unwrap();
+        let text = stall_time_warning(&config("60", "10")).unwrap();
         assert!(text.ends_with("below the check time of 60s and ignored: 10s"), "{text}");
-        assert_eq!(contradiction(&config("60", "0")), None);
-        assert_eq!(contradiction(&config("60", "60")), None);
+        assert_eq!(stall_time_warning(&config("60", "0")), None);
+        assert_eq!(stall_time_warning(&config("60", "60")), None);
         let off = Config { stall_check_disable: true, ..config("60", "90") };
-        assert!(contradiction(&off).unwrap().contains("is off"));
-        assert!(contradiction(&config("0", "90")).unwrap().contains("is off"));
+        assert!(stall_time_warning(&off).unwrap().contains("is off"));
+        assert!(stall_time_warning(&config("0", "90")).unwrap().contains("is off"));
     }
 
     #[test]
     fn a_listener_is_sent_home_by_the_next_one_and_by_the_end() {
-        let stacks = Stacks::default();
-        let (mut first, mut byte) = (stacks.listen().unwrap(), Vec::new());
-        let mut second = stacks.listen().unwrap();
+        let stacks = StackRequests::default();
+        let (mut first, mut byte) = (stacks.open_listener().unwrap(), Vec::new());
+        let mut second = stacks.open_listener().unwrap();
         stacks.close();
         for reader in [&mut first, &mut second] {
             byte.clear();
             reader.read_to_end(&mut byte).unwrap();
-            assert_eq!(byte, [END]);
+            assert_eq!(byte, [LISTENER_STOP_BYTE]);
         }
     }
 }

@@ -8,27 +8,28 @@ use rustix::io::Errno;
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A refused system call, or shared memory that is not what it should be.
+/// A failed system call, or invalid shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The operating system refused a call.
+    /// A call of the operating system failed.
     #[error("{call} failed: {source}")]
     System {
         /// The call.
         call: &'static str,
-        /// Its error.
+        /// The error of the call.
         source: Errno,
     },
-    /// A descriptor from a peer is no sealed segment of the agreed size.
+    /// A descriptor from a peer is not a sealed segment of the agreed size.
     #[error("not a segment of {expected} bytes sealed against shrinking: {actual} bytes")]
     NotASegment {
-        /// Bytes agreed upon.
+        /// Agreed size in bytes.
         expected: u64,
-        /// Bytes found.
+        /// Actual size in bytes.
         actual: u64,
     },
-    /// The other process has another object than the announced one, or it is in another namespace.
+    /// The descriptor of the other process is not the announced region, or the process is in
+    /// another namespace.
     #[error("descriptor {descriptor} of process {pid} is not the region that was announced")]
     AnotherRegion {
         /// The process.
@@ -36,37 +37,37 @@ pub enum Error {
         /// The descriptor.
         descriptor: u32,
     },
-    /// Somebody already holds this half of the ring.
+    /// This half of the ring is already taken.
     #[error("the {half} of ring {ring} is already taken")]
-    Taken {
+    HalfTaken {
         /// `producer` or `consumer`.
         half: &'static str,
         /// Number of the ring in its segment.
         ring: usize,
     },
-    /// The other side wrote positions that cannot be.
+    /// The other side wrote impossible positions.
     #[error("the peer corrupted a ring of {capacity} bytes: {used} bytes in use")]
     Corrupt {
-        /// Bytes the ring holds.
+        /// Capacity of the ring in bytes.
         capacity: usize,
-        /// Bytes in use by its positions.
+        /// Used bytes according to the positions.
         used: usize,
     },
-    /// More was committed or released than the last window held.
+    /// More bytes were committed or released than the last window had.
     #[error("only {granted} bytes of the window are left, asked for: {asked}")]
     Overrun {
         /// Bytes left of the window.
         granted: usize,
-        /// Bytes asked for.
+        /// Bytes to commit or release.
         asked: usize,
     },
-    /// The process forked after this was created; the child may not use it.
+    /// The process forked after the object was created; the child may not use it.
     #[error(
         "shared memory of the parent process was used in a forked child: use spawn or forkserver, \
          or create it after the fork"
     )]
     Forked,
-    /// A message with descriptors did not arrive whole.
+    /// A message with descriptors was not sent completely.
     #[error("hand-over of descriptors was cut short after {bytes} bytes")]
     CutShort {
         /// Bytes sent.
@@ -75,8 +76,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Names the call that failed: for `map_err`.
-    pub(crate) fn of(call: &'static str) -> impl Fn(Errno) -> Self {
+    /// Creates a function for `map_err` that adds the name of the failed call.
+    pub(crate) fn from_call(call: &'static str) -> impl Fn(Errno) -> Self {
         move |source| Self::System { call, source }
     }
 }

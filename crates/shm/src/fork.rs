@@ -3,9 +3,9 @@
 
 //! Detects a fork at the cost of one load.
 //!
-//! A page that the kernel wipes in forked children holds a token; an object that remembers another
-//! token was created in another process. Where the kernel cannot wipe (old sandboxes) the process
-//! id is asked for each time instead.
+//! A page that the kernel wipes in forked children holds a token. An object that was created with
+//! another token belongs to another process. If the kernel cannot wipe pages (old sandboxes), the
+//! process id is queried each time instead.
 
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
@@ -13,26 +13,29 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::memory::{Mapping, Shared};
+use crate::memory::{MemoryMapping, Shared};
 use crate::{Error, Result};
 
 #[repr(C)]
-struct Page {
+struct ForkTokenPage {
     token: AtomicU64,
 }
 
 // SAFETY: one atomic.
-unsafe impl Shared for Page {}
+unsafe impl Shared for ForkTokenPage {}
 
-static WIPED: OnceLock<Option<Mapping>> = OnceLock::new();
+static FORK_TOKEN_PAGE: OnceLock<Option<MemoryMapping>> = OnceLock::new();
 
-fn pid() -> u64 {
+fn process_id() -> u64 {
     u64::from(std::process::id())
 }
 
-fn token() -> u64 {
-    let Some(mapping) = WIPED.get_or_init(|| Mapping::wiped_on_fork().ok()) else { return pid() };
-    let page = mapping.head::<Page>();
+fn process_token() -> u64 {
+    let Some(mapping) = FORK_TOKEN_PAGE.get_or_init(|| MemoryMapping::map_wiped_on_fork().ok())
+    else {
+        return process_id();
+    };
+    let page = mapping.shared_header::<ForkTokenPage>();
     let current = page.token.load(Ordering::Relaxed);
     if current != 0 {
         return current;
@@ -40,40 +43,40 @@ fn token() -> u64 {
     let clock = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |since| u64::from(since.subsec_nanos()));
-    let fresh = (pid() << 32) ^ clock | 1;
+    let fresh = (process_id() << 32) ^ clock | 1;
     match page.token.compare_exchange(0, fresh, Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => fresh,
         Err(other) => other,
     }
 }
 
-/// Remembers the process it was created in.
+/// Remembers the process in which it was created.
 #[derive(Clone, Copy, Debug)]
-pub struct Guard {
+pub struct ForkGuard {
     token: u64,
 }
 
-impl Guard {
-    /// Returns a guard of this process.
+impl ForkGuard {
+    /// Creates a guard of this process.
     pub fn new() -> Self {
-        Self { token: token() }
+        Self { token: process_token() }
     }
 
-    /// Returns whether this is still the process of [`Guard::new`].
-    pub fn intact(&self) -> bool {
-        self.token == token()
+    /// Returns whether this is still the process of [`ForkGuard::new`].
+    pub fn is_original_process(&self) -> bool {
+        self.token == process_token()
     }
 
-    /// Like [`Guard::intact`], for `?`.
+    /// Like [`ForkGuard::is_original_process`], for `?`.
     ///
     /// # Errors
     /// `Forked` in a child.
-    pub fn check(&self) -> Result<()> {
-        if self.intact() { Ok(()) } else { Err(Error::Forked) }
+    pub fn check_not_forked(&self) -> Result<()> {
+        if self.is_original_process() { Ok(()) } else { Err(Error::Forked) }
     }
 }
 
-impl Default for Guard {
+impl Default for ForkGuard {
     fn default() -> Self {
         Self::new()
     }

@@ -10,35 +10,35 @@
 //! ```text
 //! segment (memfd)     | control 0 | control 1 | data 0 ......... | data 1 ......... |
 //! one ring, mapped    | control | data ......... | data again ... |   every window is contiguous
-//! region (memfd)      | nonce, retired? | data ......... |          one process's memory, which others work in
-//! bell (memfd + eventfd)  parked? heartbeat, closed                 one per process, handed to each local peer
+//! region (memfd)      | nonce, retired? | data ......... |        memory of one process that others use
+//! doorbell (memfd)    | parked?, heartbeat, closed |  + eventfd     one per process, sent to local peers
 //! ```
 //!
-//! A receiver is woken through an eventfd and not through futex words in the segment. So one
-//! `epoll_wait` covers shared memory, TCP sockets and the death of peers, while a futex wait would
-//! cover one word.
+//! A receiver is woken through an eventfd and not through futex words in the segment, because one
+//! `epoll_wait` covers shared memory, TCP sockets and the death of peers, while a futex wait covers
+//! only one word.
 //!
 //! Rust cannot guarantee anything about memory that another process can write. This crate
-//! guarantees that no access leaves the mapping, whatever a peer writes into a control page
-//! (`SHM-3`). It trusts the peer, which has the job's key, not to change the bytes of a window that
-//! it has committed.
+//! guarantees that no access leaves the mapping, even if a peer writes invalid values into a
+//! control page (`SHM-3`). It trusts the peer, which has the job's key, not to change the bytes of
+//! a window that it has committed.
 //!
 //! Invariants:
 //! - `SHM-1`: a segment cannot be shrunk after its creation, so no access of a mapping faults.
-//! - `SHM-2`: a ring has at most one producer and one consumer, over all processes.
-//! - `SHM-3`: a window never exceeds the capacity, whatever the control page says.
-//! - `SHM-4`: after `Bell::park` a commit either is seen by the next poll of the ring or rings the
-//!   bell.
-//! - `SHM-6`: a process maps a region only if it finds the expected nonce in it; a detached range
-//!   belongs to its owner alone.
+//! - `SHM-2`: a ring has at most one producer and one consumer, among all processes.
+//! - `SHM-3`: a window never exceeds the capacity, even if the control page has invalid values.
+//! - `SHM-4`: after `ProcessDoorbell::mark_parked`, a commit is either seen by the next poll of the
+//!   ring or rings the doorbell.
+//! - `SHM-6`: a process maps a region only if the region has the expected nonce; after a detach,
+//!   the memory belongs to its owner alone.
 //! - `SHM-5`: in a forked child every operation fails and no drop changes shared memory.
 
 #![deny(unsafe_code)]
 
-mod bell;
+pub mod descriptor_passing;
+mod doorbell;
 mod error;
 mod fork;
-pub mod handover;
 mod memory;
 mod region;
 mod ring;
@@ -46,10 +46,10 @@ mod segment;
 mod signals;
 mod sync;
 
-pub use bell::Bell;
+pub use doorbell::ProcessDoorbell;
 pub use error::{Error, Result};
-pub use fork::Guard;
-pub use memory::{Pages, prefer_large_pages};
-pub use region::{Region, RegionCard};
-pub use ring::{Consumer, Producer, private, rewind};
-pub use segment::Segment;
+pub use fork::ForkGuard;
+pub use memory::{HugePageMemory, prefer_large_pages};
+pub use region::{RegionHandle, SharedRegion};
+pub use ring::{RingConsumer, RingProducer, create_private_ring, rewind_ring};
+pub use segment::RingSegment;

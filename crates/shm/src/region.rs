@@ -7,9 +7,9 @@
 //! memfd    | nonce, retired | data ......... |
 //! ```
 //!
-//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows
-//! to processes of the same user only. Process numbers differ between containers; so opened memory
-//! counts only if it holds the nonce.
+//! A process with the [`RegionHandle`] opens the descriptor through `/proc`, which the kernel
+//! allows to processes of the same user only. Process ids differ between containers, so opened
+//! memory is accepted only if it has the nonce.
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -18,80 +18,80 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, fallocate, fstat, open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use crate::fork::Guard;
-use crate::memory::{Mapping, Shared, page};
-use crate::segment::{sealed, verify};
+use crate::fork::ForkGuard;
+use crate::memory::{MemoryMapping, Shared, page_size};
+use crate::segment::{create_sealed_memfd, verify_sealed_memfd};
 use crate::{Error, Result};
 
 #[repr(C)]
-struct Head {
+struct RegionHeader {
     nonce: [AtomicU64; 2],
-    /// 1: no longer the owner's memory.
+    /// 1 if the region is no longer the owner's memory.
     retired: AtomicU32,
 }
 
 // SAFETY: atomics only.
-unsafe impl Shared for Head {}
+unsafe impl Shared for RegionHeader {}
 
-/// The place of a region, and the proof that it is the right one.
+/// The location of a region, with the nonce that identifies it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct RegionCard {
-    /// The owner's process.
+pub struct RegionHandle {
+    /// Process id of the owner.
     pub pid: u32,
-    /// The descriptor in it.
+    /// Descriptor number in that process.
     pub descriptor: u32,
-    /// Bytes of data.
+    /// Size of the data in bytes.
     pub bytes: u64,
-    /// Differs between any two regions.
+    /// Random number, different for every region.
     pub nonce: [u64; 2],
 }
 
-impl RegionCard {
+impl RegionHandle {
     fn file_bytes(&self) -> Result<u64> {
         let absurd = Error::System { call: "memfd_create", source: rustix::io::Errno::FBIG };
-        let page = page() as u64;
+        let page = page_size() as u64;
         let data =
             self.bytes.max(1).checked_next_multiple_of(page).filter(|bytes| *bytes < 1 << 48);
         data.map(|bytes| page + bytes).ok_or(absurd)
     }
 
-    fn map(&self, file: &OwnedFd) -> Result<Mapping> {
+    fn map_file(&self, file: &OwnedFd) -> Result<MemoryMapping> {
         let bytes = self.file_bytes()?;
-        verify(file.as_fd(), bytes)?;
+        verify_sealed_memfd(file.as_fd(), bytes)?;
         let len = usize::try_from(bytes)
             .map_err(|_| Error::NotASegment { expected: bytes, actual: bytes })?;
-        Mapping::shared(file.as_fd(), len)
+        MemoryMapping::map_shared(file.as_fd(), len)
     }
 }
 
-/// Memory to share: the owner's own, or a mapping of a peer's.
+/// Memory to share: created by this process, or mapped from a peer.
 #[derive(Debug)]
-pub struct Region {
-    card: RegionCard,
-    mapping: Mapping,
-    /// The owner's.
+pub struct SharedRegion {
+    handle: RegionHandle,
+    mapping: MemoryMapping,
+    /// The memfd; only in the owner.
     file: Option<OwnedFd>,
-    guard: Guard,
+    guard: ForkGuard,
 }
 
-impl Region {
-    /// Zeros of this process.
+impl SharedRegion {
+    /// Creates a region of zeros, owned by this process.
     ///
     /// # Errors
     /// `System`.
     pub fn create(bytes: usize) -> Result<Self> {
-        let mut card = RegionCard {
+        let mut card = RegionHandle {
             pid: std::process::id(),
             descriptor: 0,
             bytes: bytes as u64,
-            nonce: nonce()?,
+            nonce: random_nonce()?,
         };
-        let file = sealed("farandole-region", card.file_bytes()?)?;
+        let file = create_sealed_memfd("farandole-region", card.file_bytes()?)?;
         // Descriptors are not negative.
         card.descriptor = u32::try_from(file.as_raw_fd()).unwrap_or(u32::MAX);
-        let mapping = card.map(&file)?;
-        let region = Self { card, mapping, file: Some(file), guard: Guard::new() };
-        for (word, value) in region.head().nonce.iter().zip(card.nonce) {
+        let mapping = card.map_file(&file)?;
+        let region = Self { handle: card, mapping, file: Some(file), guard: ForkGuard::new() };
+        for (word, value) in region.region_header().nonce.iter().zip(card.nonce) {
             word.store(value, Ordering::Relaxed);
         }
         Ok(region)
@@ -100,91 +100,98 @@ impl Region {
     /// Maps the region of another process.
     ///
     /// # Errors
-    /// `System` when this process may not, or finds nothing; `NotASegment`, `AnotherRegion` when it
-    /// finds something else.
-    pub fn open(card: &RegionCard) -> Result<Self> {
-        let RegionCard { pid, descriptor, .. } = *card;
-        // Looked at before it is opened: opening whatever else has this number could block or do
-        // something.
+    /// `System` when this process has no permission, or the descriptor does not exist;
+    /// `NotASegment`, `AnotherRegion` when the descriptor refers to something else.
+    pub fn open_peer_region(card: &RegionHandle) -> Result<Self> {
+        let RegionHandle { pid, descriptor, .. } = *card;
+        // The file type is checked before the file is opened, because opening a file of another
+        // type could block or have side effects.
         let place = format!("/proc/{pid}/fd/{descriptor}");
         let found = open(place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
-            .map_err(Error::of("open"))?;
-        let kind = fstat(&found).map_err(Error::of("fstat"))?.st_mode;
+            .map_err(Error::from_call("open"))?;
+        let kind = fstat(&found).map_err(Error::from_call("fstat"))?.st_mode;
         if FileType::from_raw_mode(kind) != FileType::RegularFile {
             return Err(Error::AnotherRegion { pid, descriptor });
         }
         let place = format!("/proc/self/fd/{}", found.as_raw_fd());
         let file = open(place, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-            .map_err(Error::of("open"))?;
-        let mapping = card.map(&file)?;
-        let region = Self { card: *card, mapping, file: None, guard: Guard::new() };
-        let nonce = region.head().nonce.each_ref().map(|word| word.load(Ordering::Relaxed));
+            .map_err(Error::from_call("open"))?;
+        let mapping = card.map_file(&file)?;
+        let region = Self { handle: *card, mapping, file: None, guard: ForkGuard::new() };
+        let nonce =
+            region.region_header().nonce.each_ref().map(|word| word.load(Ordering::Relaxed));
         if nonce == card.nonce { Ok(region) } else { Err(Error::AnotherRegion { pid, descriptor }) }
     }
 
-    fn head(&self) -> &Head {
-        self.mapping.head()
+    fn region_header(&self) -> &RegionHeader {
+        self.mapping.shared_header()
     }
 
-    /// Returns the card that others need to map it.
-    pub fn card(&self) -> &RegionCard {
-        &self.card
+    /// Returns the handle with which other processes map the region.
+    pub fn region_handle(&self) -> &RegionHandle {
+        &self.handle
     }
 
-    /// First byte of the data; a page begins there. It is valid for `card().bytes` bytes.
-    pub fn address(&self) -> *mut u8 {
-        self.mapping.data(0)
+    /// Returns the address of the data, which is page-aligned and valid for `region_handle().bytes`
+    /// bytes.
+    pub fn data_address(&self) -> *mut u8 {
+        self.mapping.data_address(0)
     }
 
-    /// Returns whether it is no longer its owner's memory: there is no use for it but to unmap it.
-    pub fn retired(&self) -> bool {
-        self.head().retired.load(Ordering::Acquire) != 0
+    /// Returns whether the region is no longer its owner's memory. It is then only to be unmapped.
+    pub fn is_retired(&self) -> bool {
+        self.region_header().retired.load(Ordering::Acquire) != 0
     }
 
-    /// Returns whether it may be announced to others: by its owner, in the process that created it.
+    /// Returns whether other processes may be given the handle: only by the owner, in the process
+    /// that created the region, and before it is retired.
     pub fn is_shareable(&self) -> bool {
-        self.file.is_some() && self.guard.intact() && !self.retired()
+        self.file.is_some() && self.guard.is_original_process() && !self.is_retired()
     }
 
-    /// Returns whether this is the process that mapped it, and no child of it.
-    pub fn is_intact(&self) -> bool {
-        self.guard.intact()
+    /// Returns whether this is the process that mapped the region, and not a forked child.
+    pub fn is_original_process(&self) -> bool {
+        self.guard.is_original_process()
     }
 
-    /// Owner: takes the memory away from all others, where it is and with what it holds. What they
-    /// still write is not seen here, and what they read does not change any more. Nobody here may
-    /// write to it meanwhile.
+    /// Owner: detaches the memory from all other processes, at the same address and with the same
+    /// content. Later writes of other processes are not visible here, and the content that they
+    /// read no longer changes. No thread of this process may write to the memory during the call.
     ///
     /// # Errors
-    /// `System`; it is shared as before, but must not be used.
-    pub fn detach(&self) -> Result<()> {
-        self.guard.check()?;
-        if self.file.is_none() || self.head().retired.swap(1, Ordering::AcqRel) != 0 {
+    /// `System`; the memory is then still shared, but must not be used.
+    pub fn detach_from_peers(&self) -> Result<()> {
+        self.guard.check_not_forked()?;
+        if self.file.is_none() || self.region_header().retired.swap(1, Ordering::AcqRel) != 0 {
             return Ok(());
         }
-        self.mapping.privatize()
+        self.mapping.make_private()
     }
 }
 
-impl Drop for Region {
+impl Drop for SharedRegion {
     fn drop(&mut self) {
-        let Some(file) = self.file.as_ref().filter(|_| self.guard.intact()) else { return };
-        if self.head().retired.swap(1, Ordering::AcqRel) == 0 {
-            // Others unmap it when they look; its memory is free now. Where that is refused, it is
-            // so then.
+        let Some(file) = self.file.as_ref().filter(|_| self.guard.is_original_process()) else {
+            return;
+        };
+        if self.region_header().retired.swap(1, Ordering::AcqRel) == 0 {
+            // Frees the memory now; other processes unmap the region at their next check. If the
+            // kernel refuses to free it, it is freed at that time.
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            let bytes = self.card.file_bytes().unwrap_or_default().saturating_sub(page() as u64);
-            let _ = fallocate(file, hole, page() as u64, bytes);
+            let bytes =
+                self.handle.file_bytes().unwrap_or_default().saturating_sub(page_size() as u64);
+            let _ = fallocate(file, hole, page_size() as u64, bytes);
         }
     }
 }
 
-fn nonce() -> Result<[u64; 2]> {
+fn random_nonce() -> Result<[u64; 2]> {
     let mut nonce = [0_u8; 16];
     let mut filled = 0;
     while filled < nonce.len() {
         let empty = nonce.get_mut(filled..).unwrap_or_default();
-        filled += getrandom(empty, GetRandomFlags::empty()).map_err(Error::of("getrandom"))?;
+        filled +=
+            getrandom(empty, GetRandomFlags::empty()).map_err(Error::from_call("getrandom"))?;
     }
     let [a, b, c, d, e, f, g, h, rest @ ..] = nonce;
     Ok([u64::from_ne_bytes([a, b, c, d, e, f, g, h]), u64::from_ne_bytes(rest)])

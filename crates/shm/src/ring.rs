@@ -4,9 +4,9 @@
 //! Rings for one producer and one consumer, mapped twice back to back so that every window is
 //! contiguous.
 //!
-//! Positions count bytes since the beginning and wrap with the word; used space is `tail - head`.
-//! Each side keeps its own position privately and only publishes it, so that a peer can confuse
-//! only itself (`SHM-3`).
+//! Positions count bytes since the creation of the ring and wrap around at the end of `usize`; the
+//! used space is `tail - head`. Each side keeps its position privately and only publishes it, so
+//! that a peer can confuse only itself (`SHM-3`).
 
 #![expect(unsafe_code, reason = "hands out windows of mapped memory as slices")]
 
@@ -14,70 +14,70 @@ use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::fork::Guard;
-use crate::memory::{Mapping, Shared};
-use crate::signals::{Cursors, Line};
-use crate::{Error, Result, Segment};
+use crate::fork::ForkGuard;
+use crate::memory::{MemoryMapping, Shared};
+use crate::signals::{CacheLinePadded, RingCursors};
+use crate::{Error, Result, RingSegment};
 
 const _: () =
     assert!(size_of::<usize>() == 8, "the layout of control pages is that of 64-bit machines");
 
-/// First page of a ring.
+/// The first page of a ring.
 #[repr(C)]
-struct Control {
-    cursors: Cursors,
-    /// Rarely written: whether each half is taken, and whether it was dropped.
-    halves: Line<[Half; 2]>,
+struct RingControlPage {
+    cursors: RingCursors,
+    /// Whether each half is taken, and whether it was dropped. Rarely written.
+    halves: CacheLinePadded<[RingHalfState; 2]>,
 }
 
 #[repr(C)]
-struct Half {
+struct RingHalfState {
     taken: AtomicU32,
     closed: AtomicU32,
 }
 
 // SAFETY: atomics only, 512 bytes.
-unsafe impl Shared for Control {}
+unsafe impl Shared for RingControlPage {}
 
-const PRODUCER: usize = 0;
-const CONSUMER: usize = 1;
+const PRODUCER_HALF: usize = 0;
+const CONSUMER_HALF: usize = 1;
 
 #[derive(Debug)]
-pub(crate) struct Ring {
-    mapping: Mapping,
+pub(crate) struct MirroredRing {
+    mapping: MemoryMapping,
     number: usize,
     capacity: usize,
-    guard: Guard,
+    guard: ForkGuard,
 }
 
-impl Ring {
-    pub(crate) fn new(mapping: Mapping, number: usize, capacity: usize) -> Self {
-        Self { mapping, number, capacity, guard: Guard::new() }
+impl MirroredRing {
+    pub(crate) fn new(mapping: MemoryMapping, number: usize, capacity: usize) -> Self {
+        Self { mapping, number, capacity, guard: ForkGuard::new() }
     }
 
-    fn control(&self) -> &Control {
-        self.mapping.head()
+    fn control_page(&self) -> &RingControlPage {
+        self.mapping.shared_header()
     }
 
-    fn cursors(&self) -> &Cursors {
-        &self.control().cursors
+    fn ring_cursors(&self) -> &RingCursors {
+        &self.control_page().cursors
     }
 
-    fn half(&self, half: usize) -> &Half {
-        &self.control().halves.0[half]
+    fn half_state(&self, half: usize) -> &RingHalfState {
+        &self.control_page().halves.0[half]
     }
 
-    fn take(&self, half: usize) -> Result<()> {
-        if self.half(half).taken.swap(1, Ordering::AcqRel) == 0 {
+    fn take_half(&self, half: usize) -> Result<()> {
+        if self.half_state(half).taken.swap(1, Ordering::AcqRel) == 0 {
             return Ok(());
         }
-        Err(Error::Taken {
-            half: if half == PRODUCER { "producer" } else { "consumer" },
+        Err(Error::HalfTaken {
+            half: if half == PRODUCER_HALF { "producer" } else { "consumer" },
             ring: self.number,
         })
     }
 
-    fn used(&self, tail: usize, head: usize) -> Result<usize> {
+    fn check_used_bytes(&self, tail: usize, head: usize) -> Result<usize> {
         let used = tail.wrapping_sub(head);
         if used > self.capacity {
             Err(Error::Corrupt { capacity: self.capacity, used })
@@ -86,33 +86,33 @@ impl Ring {
         }
     }
 
-    fn close(&self, half: usize) {
-        if self.guard.intact() {
-            self.half(half).closed.store(1, Ordering::Release);
+    fn close_half(&self, half: usize) {
+        if self.guard.is_original_process() {
+            self.half_state(half).closed.store(1, Ordering::Release);
         }
     }
 
-    fn advanced(&self, offset: usize, bytes: usize) -> usize {
+    fn advance_offset(&self, offset: usize, bytes: usize) -> usize {
         let next = offset + bytes;
         if next >= self.capacity { next - self.capacity } else { next }
     }
 }
 
-/// Both halves of a ring of this process, sharing one mapping.
+/// Creates both halves of a ring of this process, which share one mapping.
 ///
 /// # Errors
 /// `System`.
-pub fn private(capacity: usize) -> Result<(Producer, Consumer)> {
-    let ring = Arc::new(Segment::create(1, capacity)?.ring(0)?);
-    ring.take(PRODUCER)?;
-    ring.take(CONSUMER)?;
-    Ok((Producer::over(Arc::clone(&ring)), Consumer::over(ring)))
+pub fn create_private_ring(capacity: usize) -> Result<(RingProducer, RingConsumer)> {
+    let ring = Arc::new(RingSegment::create(1, capacity)?.map_ring(0)?);
+    ring.take_half(PRODUCER_HALF)?;
+    ring.take_half(CONSUMER_HALF)?;
+    Ok((RingProducer::from_claimed(Arc::clone(&ring)), RingConsumer::from_claimed(ring)))
 }
 
-/// Makes an empty ring of [`private`] begin at its start again, so that little of it is used while
-/// little is in it. Windows handed out before are over. Does nothing when bytes are left, or when
-/// these are not halves of one ring.
-pub fn rewind(producer: &mut Producer, consumer: &mut Consumer) {
+/// Rewinds an empty ring of [`create_private_ring`] to its start, so that a ring with few bytes
+/// touches only little memory. Earlier windows become invalid. Does nothing if bytes are left, or
+/// if these are not the halves of one ring.
+pub fn rewind_ring(producer: &mut RingProducer, consumer: &mut RingConsumer) {
     if Arc::ptr_eq(&producer.ring, &consumer.ring) && producer.tail == consumer.head {
         (producer.offset, producer.granted) = (0, 0);
         (consumer.offset, consumer.granted) = (0, 0);
@@ -121,24 +121,24 @@ pub fn rewind(producer: &mut Producer, consumer: &mut Consumer) {
 
 /// The sending half. Dropping it closes the ring: the consumer sees the end after the last byte.
 #[derive(Debug)]
-pub struct Producer {
-    ring: Arc<Ring>,
+pub struct RingProducer {
+    ring: Arc<MirroredRing>,
     tail: usize,
     offset: usize,
     granted: usize,
 }
 
-impl Producer {
-    pub(crate) fn take(ring: Ring) -> Result<Self> {
-        ring.take(PRODUCER)?;
-        Ok(Self::over(Arc::new(ring)))
+impl RingProducer {
+    pub(crate) fn claim_producer(ring: MirroredRing) -> Result<Self> {
+        ring.take_half(PRODUCER_HALF)?;
+        Ok(Self::from_claimed(Arc::new(ring)))
     }
 
-    fn over(ring: Arc<Ring>) -> Self {
+    fn from_claimed(ring: Arc<MirroredRing>) -> Self {
         Self { ring, tail: 0, offset: 0, granted: 0 }
     }
 
-    /// Returns the bytes the ring holds.
+    /// Returns the capacity of the ring in bytes.
     pub fn capacity(&self) -> usize {
         self.ring.capacity
     }
@@ -149,19 +149,21 @@ impl Producer {
     /// # Errors
     /// `Corrupt`, `Forked`.
     pub fn window(&mut self) -> Result<&mut [u8]> {
-        self.ring.guard.check()?;
-        let cursors = self.ring.cursors();
-        let mut used = self.ring.used(self.tail, cursors.released())?;
+        self.ring.guard.check_not_forked()?;
+        let cursors = self.ring.ring_cursors();
+        let mut used = self.ring.check_used_bytes(self.tail, cursors.released_position())?;
         if used > 0 {
-            used = self.ring.used(self.tail, cursors.want())?;
+            used = self.ring.check_used_bytes(self.tail, cursors.request_release_signal())?;
         }
         self.granted = self.ring.capacity - used;
-        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range is inside the doubled
         // data of the mapping, which lives as long as `self`. The consumer reads only up to the
         // published tail, and there is one producer (SHM-2), so no other code touches these bytes
-        // while `self` is borrowed; no two of them are the same memory, because the mirror repeats
-        // only after `capacity`.
-        Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), self.granted) })
+        // while `self` is borrowed. The mirror repeats only after `capacity`, so no two bytes of
+        // the range are the same memory.
+        Ok(unsafe {
+            slice::from_raw_parts_mut(self.ring.mapping.data_address(self.offset), self.granted)
+        })
     }
 
     /// Publishes the first `bytes` of the last window.
@@ -169,64 +171,65 @@ impl Producer {
     /// # Errors
     /// `Overrun`, `Forked`.
     pub fn commit(&mut self, bytes: usize) -> Result<()> {
-        self.ring.guard.check()?;
+        self.ring.guard.check_not_forked()?;
         self.granted = self
             .granted
             .checked_sub(bytes)
             .ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.tail = self.tail.wrapping_add(bytes);
-        self.offset = self.ring.advanced(self.offset, bytes);
-        self.ring.cursors().commit(self.tail);
+        self.offset = self.ring.advance_offset(self.offset, bytes);
+        self.ring.ring_cursors().publish_tail(self.tail);
         Ok(())
     }
 
-    /// Committed bytes that are not released yet.
+    /// Returns the number of bytes that are committed and not released.
     ///
     /// # Errors
     /// `Corrupt`.
-    pub fn used(&self) -> Result<usize> {
-        self.ring.used(self.tail, self.ring.cursors().released())
+    pub fn used_bytes(&self) -> Result<usize> {
+        self.ring.check_used_bytes(self.tail, self.ring.ring_cursors().released_position())
     }
 
     /// Returns whether the consumer was dropped.
-    pub fn closed(&self) -> bool {
-        self.ring.half(CONSUMER).closed.load(Ordering::Acquire) != 0
+    pub fn is_consumer_closed(&self) -> bool {
+        self.ring.half_state(CONSUMER_HALF).closed.load(Ordering::Acquire) != 0
     }
 }
 
-impl Producer {
-    /// Tells the consumer that nothing follows; a drop does the same.
+impl RingProducer {
+    /// Marks the end for the consumer: no bytes follow. A drop does the same.
     pub fn close(&self) {
-        self.ring.close(PRODUCER);
+        self.ring.close_half(PRODUCER_HALF);
     }
 }
 
-impl Drop for Producer {
+impl Drop for RingProducer {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-/// The receiving half. Dropping it tells the producer that there is no reader any more.
+/// The receiving half. Dropping it closes the ring: the producer sees that there is no reader any
+/// more.
 #[derive(Debug)]
-pub struct Consumer {
-    ring: Arc<Ring>,
+pub struct RingConsumer {
+    ring: Arc<MirroredRing>,
     head: usize,
     offset: usize,
     granted: usize,
 }
 
-impl Consumer {
-    pub(crate) fn take(ring: Ring) -> Result<Self> {
-        ring.take(CONSUMER)?;
-        Ok(Self::over(Arc::new(ring)))
+impl RingConsumer {
+    pub(crate) fn claim_consumer(ring: MirroredRing) -> Result<Self> {
+        ring.take_half(CONSUMER_HALF)?;
+        Ok(Self::from_claimed(Arc::new(ring)))
     }
 
-    fn over(ring: Arc<Ring>) -> Self {
+    fn from_claimed(ring: Arc<MirroredRing>) -> Self {
         Self { ring, head: 0, offset: 0, granted: 0 }
     }
 
-    /// Returns the bytes the ring holds.
+    /// Returns the capacity of the ring in bytes.
     pub fn capacity(&self) -> usize {
         self.ring.capacity
     }
@@ -236,64 +239,69 @@ impl Consumer {
     /// # Errors
     /// `Corrupt`, `Forked`.
     pub fn window(&mut self) -> Result<&[u8]> {
-        self.ring.guard.check()?;
-        self.granted = self.ring.used(self.ring.cursors().committed(), self.head)?;
-        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled
+        self.ring.guard.check_not_forked()?;
+        self.granted =
+            self.ring.check_used_bytes(self.ring.ring_cursors().committed_position(), self.head)?;
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range is inside the doubled
         // data of the mapping, which lives as long as `self`. The producer writes only beyond the
-        // published tail until we release, and there is one consumer (SHM-2).
-        Ok(unsafe { slice::from_raw_parts(self.ring.mapping.data(self.offset), self.granted) })
+        // published tail until this consumer releases bytes, and there is one consumer (SHM-2).
+        Ok(unsafe {
+            slice::from_raw_parts(self.ring.mapping.data_address(self.offset), self.granted)
+        })
     }
 
-    /// Like [`window`](Self::window), to change the bytes where they lie: they are the consumer's
-    /// until it releases them.
+    /// Like [`window`](Self::window), but mutable: the bytes belong to the consumer until it
+    /// releases them.
     ///
     /// # Errors
     /// Like `window`.
     pub fn window_mut(&mut self) -> Result<&mut [u8]> {
         let bytes = self.window()?.len();
-        // SAFETY: the range of `window`, borrowed from `self` alone. The producer of this process
-        // never touches what it has published, no two of the bytes are the same memory (the mirror
-        // repeats only after `capacity`), and there is one consumer (SHM-2).
-        Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), bytes) })
+        // SAFETY: the range is the one of `window`, borrowed from `self` alone. The producer of
+        // this process never touches published bytes, no two bytes of the range are the same memory
+        // (the mirror repeats only after `capacity`), and there is one consumer (SHM-2).
+        Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data_address(self.offset), bytes) })
     }
 
-    /// Gives back the first `bytes` of the last window; true when the producer asked to hear of it.
+    /// Releases the first `bytes` of the last window; returns true if the producer asked for a
+    /// signal.
     ///
     /// # Errors
     /// `Overrun`, `Forked`.
     pub fn release(&mut self, bytes: usize) -> Result<bool> {
-        self.ring.guard.check()?;
+        self.ring.guard.check_not_forked()?;
         self.granted = self
             .granted
             .checked_sub(bytes)
             .ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.head = self.head.wrapping_add(bytes);
-        self.offset = self.ring.advanced(self.offset, bytes);
-        Ok(self.ring.cursors().release(self.head))
+        self.offset = self.ring.advance_offset(self.offset, bytes);
+        Ok(self.ring.ring_cursors().publish_head(self.head))
     }
 
-    /// Returns the bytes that are committed and not released.
+    /// Returns the number of bytes that are committed and not released.
     ///
     /// # Errors
     /// `Corrupt`.
-    pub fn used(&self) -> Result<usize> {
-        self.ring.used(self.ring.cursors().committed(), self.head)
+    pub fn used_bytes(&self) -> Result<usize> {
+        self.ring.check_used_bytes(self.ring.ring_cursors().committed_position(), self.head)
     }
 
-    /// Returns whether the producer was dropped; what it had committed is still there.
-    pub fn closed(&self) -> bool {
-        self.ring.half(PRODUCER).closed.load(Ordering::Acquire) != 0
+    /// Returns whether the producer was dropped or closed. Bytes that it committed can still be
+    /// read.
+    pub fn is_producer_closed(&self) -> bool {
+        self.ring.half_state(PRODUCER_HALF).closed.load(Ordering::Acquire) != 0
     }
 }
 
-impl Consumer {
-    /// Tells the producer that there is no reader any more; a drop does the same.
+impl RingConsumer {
+    /// Marks the end for the producer: there is no reader any more. A drop does the same.
     pub fn close(&self) {
-        self.ring.close(CONSUMER);
+        self.ring.close_half(CONSUMER_HALF);
     }
 }
 
-impl Drop for Consumer {
+impl Drop for RingConsumer {
     fn drop(&mut self) {
         self.close();
     }
@@ -305,26 +313,29 @@ mod tests {
 
     #[test]
     fn shm_2_a_ring_has_one_producer_and_one_consumer() {
-        let segment = Segment::create(2, 1).unwrap();
-        let _producer = segment.producer(1).unwrap();
-        assert_eq!(segment.producer(1).unwrap_err(), Error::Taken { half: "producer", ring: 1 });
-        let _consumer = segment.consumer(1).unwrap();
-        assert!(segment.consumer(1).is_err());
-        assert!(segment.producer(0).is_ok());
+        let segment = RingSegment::create(2, 1).unwrap();
+        let _producer = segment.take_producer(1).unwrap();
+        assert_eq!(
+            segment.take_producer(1).unwrap_err(),
+            Error::HalfTaken { half: "producer", ring: 1 }
+        );
+        let _consumer = segment.take_consumer(1).unwrap();
+        assert!(segment.take_consumer(1).is_err());
+        assert!(segment.take_producer(0).is_ok());
     }
 
     #[test]
     fn shm_3_positions_that_cannot_be_are_refused() {
-        let (mut producer, mut consumer) = private(4096).unwrap();
-        producer.ring.cursors().commit(4097);
+        let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
+        producer.ring.ring_cursors().publish_tail(4097);
         assert_eq!(consumer.window().unwrap_err(), Error::Corrupt { capacity: 4096, used: 4097 });
-        producer.ring.cursors().release(1);
+        producer.ring.ring_cursors().publish_head(1);
         assert!(producer.window().is_err());
     }
 
     #[test]
     fn windows_are_contiguous_at_every_offset() {
-        let (mut producer, mut consumer) = private(4096).unwrap();
+        let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
         for offset in 0..4096_usize {
             let window = producer.window().unwrap();
             assert_eq!(window.len(), 4096);
@@ -348,7 +359,7 @@ mod tests {
 
     #[test]
     fn bytes_of_a_consumer_may_be_changed_where_they_lie() {
-        let (mut producer, mut consumer) = private(4096).unwrap();
+        let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
         for round in 0..3_u8 {
             producer.window().unwrap()[..3000].fill(round);
             producer.commit(3000).unwrap();
@@ -362,7 +373,7 @@ mod tests {
 
     #[test]
     fn more_than_the_window_is_refused() {
-        let (mut producer, mut consumer) = private(4096).unwrap();
+        let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
         producer.window().unwrap();
         producer.commit(4000).unwrap();
         assert_eq!(producer.commit(97).unwrap_err(), Error::Overrun { granted: 96, asked: 97 });
@@ -375,32 +386,32 @@ mod tests {
 
     #[test]
     fn only_an_empty_ring_begins_again_and_loses_nothing_by_it() {
-        let (mut producer, mut consumer) = private(4096).unwrap();
+        let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
         let start = producer.window().unwrap().as_ptr();
         producer.commit(100).unwrap();
-        rewind(&mut producer, &mut consumer);
+        rewind_ring(&mut producer, &mut consumer);
         assert_ne!(producer.window().unwrap().as_ptr(), start, "bytes are left");
         assert_eq!(consumer.window().unwrap().len(), 100);
         consumer.release(100).unwrap();
-        rewind(&mut producer, &mut consumer);
+        rewind_ring(&mut producer, &mut consumer);
         assert!(producer.commit(1).is_err(), "the window before is over");
         assert_eq!(producer.window().unwrap().as_ptr(), start);
         producer.window().unwrap()[0] = 9;
         producer.commit(1).unwrap();
         assert_eq!(consumer.window().unwrap(), [9]);
-        let (mut other, _) = private(4096).unwrap();
+        let (mut other, _) = create_private_ring(4096).unwrap();
         consumer.release(1).unwrap();
-        rewind(&mut other, &mut consumer);
+        rewind_ring(&mut other, &mut consumer);
         assert!(consumer.offset == 1, "halves of two rings");
     }
 
     #[test]
     fn the_end_is_seen_after_the_last_byte() {
-        let (mut producer, mut consumer) = private(1).unwrap();
+        let (mut producer, mut consumer) = create_private_ring(1).unwrap();
         producer.window().unwrap()[0] = 7;
         producer.commit(1).unwrap();
         drop(producer);
-        assert!(consumer.closed());
+        assert!(consumer.is_producer_closed());
         assert_eq!(consumer.window().unwrap(), [7]);
     }
 }

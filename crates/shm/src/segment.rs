@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Anonymous files that hold rings: they vanish with the last process that has them, however it
-//! ends.
+//! Segments are anonymous files that hold rings. A segment is freed with the last process that has
+//! it, even after a crash.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -11,33 +11,33 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use crate::memory::{Mapping, page};
-use crate::ring::{Consumer, Producer, Ring};
+use crate::memory::{MemoryMapping, page_size};
+use crate::ring::{MirroredRing, RingConsumer, RingProducer};
 use crate::{Error, Result};
 
-/// Largest capacity of a ring: mapped twice, it still fits into any address space.
-const LARGEST: usize = 1 << 44;
-/// Rings of one segment, at most.
-const MOST: usize = 1 << 10;
+/// Largest capacity of a ring in bytes: mapped twice, it still fits into any address space.
+const MAX_RING_CAPACITY: usize = 1 << 44;
+/// Largest number of rings in a segment.
+const MAX_RINGS_PER_SEGMENT: usize = 1 << 10;
 
 /// Creates a sealed memfd of `bytes` zeros.
-pub(crate) fn sealed(name: &str, bytes: u64) -> Result<OwnedFd> {
+pub(crate) fn create_sealed_memfd(name: &str, bytes: u64) -> Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
-        // Kernels before 6.3 do not know the flag.
+        // Kernels before 6.3 do not have the flag.
         Err(Errno::INVAL) => memfd_create(name, flags),
         other => other,
     }
-    .map_err(Error::of("memfd_create"))?;
-    ftruncate(&fd, bytes).map_err(Error::of("ftruncate"))?;
+    .map_err(Error::from_call("memfd_create"))?;
+    ftruncate(&fd, bytes).map_err(Error::from_call("ftruncate"))?;
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-        .map_err(Error::of("fcntl"))?;
+        .map_err(Error::from_call("fcntl"))?;
     Ok(fd)
 }
 
-/// Refuses a descriptor that could be shrunk under our mapping.
-pub(crate) fn verify(fd: BorrowedFd<'_>, expected: u64) -> Result<()> {
-    let actual = u64::try_from(fstat(fd).map_err(Error::of("fstat"))?.st_size).unwrap_or(0);
+/// Checks the size of a memfd from a peer, and that it cannot be shrunk while it is mapped.
+pub(crate) fn verify_sealed_memfd(fd: BorrowedFd<'_>, expected: u64) -> Result<()> {
+    let actual = u64::try_from(fstat(fd).map_err(Error::from_call("fstat"))?.st_size).unwrap_or(0);
     let seals = fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
     if actual == expected && seals.contains(SealFlags::SHRINK) {
         Ok(())
@@ -48,47 +48,52 @@ pub(crate) fn verify(fd: BorrowedFd<'_>, expected: u64) -> Result<()> {
 
 /// A segment with one or more rings of equal capacity.
 #[derive(Debug)]
-pub struct Segment {
+pub struct RingSegment {
     fd: OwnedFd,
     rings: usize,
     capacity: usize,
 }
 
-impl Segment {
-    /// Creates a segment; `capacity` is rounded up to whole pages. Memory is taken when first
-    /// touched.
+impl RingSegment {
+    /// Creates a segment; `capacity` is rounded up to whole pages. Memory is allocated at its first
+    /// use.
     ///
     /// # Errors
-    /// `System`, also when rings or capacity are absurdly many.
+    /// `System`, also when `rings` or `capacity` is too large.
     pub fn create(rings: usize, capacity: usize) -> Result<Self> {
-        let capacity = checked(rings, capacity)?;
-        Ok(Self { fd: sealed("farandole-link", Self::size(rings, capacity))?, rings, capacity })
+        let capacity = check_capacity(rings, capacity)?;
+        Ok(Self {
+            fd: create_sealed_memfd("farandole-link", Self::segment_bytes(rings, capacity))?,
+            rings,
+            capacity,
+        })
     }
 
-    /// Adopts a descriptor that a peer handed over, made with the same arguments.
+    /// Adopts a descriptor that a peer sent; the peer must have created it with the same arguments.
     ///
     /// # Errors
-    /// `NotASegment` when size or seals are not those of [`Segment::create`]; `System` for what it
-    /// would refuse.
-    pub fn adopt(fd: OwnedFd, rings: usize, capacity: usize) -> Result<Self> {
-        let capacity = checked(rings, capacity)?;
-        verify(fd.as_fd(), Self::size(rings, capacity))?;
+    /// `NotASegment` when the size or the seals differ from a segment of [`RingSegment::create`];
+    /// `System` for arguments that `create` refuses.
+    pub fn from_descriptor(fd: OwnedFd, rings: usize, capacity: usize) -> Result<Self> {
+        let capacity = check_capacity(rings, capacity)?;
+        verify_sealed_memfd(fd.as_fd(), Self::segment_bytes(rings, capacity))?;
         Ok(Self { fd, rings, capacity })
     }
 
-    /// Rounds a capacity up to whole pages, at least one. A capacity that no segment can have stays
-    /// unchanged.
-    pub fn round(capacity: usize) -> usize {
-        capacity.max(1).checked_next_multiple_of(page()).unwrap_or(capacity)
+    /// Rounds a capacity up to whole pages, at least one. A capacity that is too large for any
+    /// segment stays unchanged.
+    pub fn round_capacity(capacity: usize) -> usize {
+        capacity.max(1).checked_next_multiple_of(page_size()).unwrap_or(capacity)
     }
 
-    /// Returns the bytes of a whole segment; the largest number there is for what no segment can
-    /// have.
-    pub fn size(rings: usize, capacity: usize) -> u64 {
-        (page() as u64).saturating_add(Self::round(capacity) as u64).saturating_mul(rings as u64)
+    /// Returns the size of a whole segment in bytes, or the largest number if it overflows.
+    pub fn segment_bytes(rings: usize, capacity: usize) -> u64 {
+        (page_size() as u64)
+            .saturating_add(Self::round_capacity(capacity) as u64)
+            .saturating_mul(rings as u64)
     }
 
-    /// Returns the bytes one ring holds.
+    /// Returns the capacity of each ring in bytes.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
@@ -96,42 +101,42 @@ impl Segment {
     /// Takes the sending half of ring `ring`.
     ///
     /// # Errors
-    /// `Taken`, `System`.
-    pub fn producer(&self, ring: usize) -> Result<Producer> {
-        Producer::take(self.ring(ring)?)
+    /// `HalfTaken`, `System`.
+    pub fn take_producer(&self, ring: usize) -> Result<RingProducer> {
+        RingProducer::claim_producer(self.map_ring(ring)?)
     }
 
     /// Takes the receiving half of ring `ring`.
     ///
     /// # Errors
-    /// `Taken`, `System`.
-    pub fn consumer(&self, ring: usize) -> Result<Consumer> {
-        Consumer::take(self.ring(ring)?)
+    /// `HalfTaken`, `System`.
+    pub fn take_consumer(&self, ring: usize) -> Result<RingConsumer> {
+        RingConsumer::claim_consumer(self.map_ring(ring)?)
     }
 
-    pub(crate) fn ring(&self, ring: usize) -> Result<Ring> {
+    pub(crate) fn map_ring(&self, ring: usize) -> Result<MirroredRing> {
         if ring >= self.rings {
             return Err(Error::System { call: "ring", source: Errno::INVAL });
         }
-        let control = (ring * page()) as u64;
-        let data = (self.rings * page() + ring * self.capacity) as u64;
-        Ok(Ring::new(
-            Mapping::mirrored(self.fd.as_fd(), control, data, self.capacity)?,
+        let control = (ring * page_size()) as u64;
+        let data = (self.rings * page_size() + ring * self.capacity) as u64;
+        Ok(MirroredRing::new(
+            MemoryMapping::map_mirrored(self.fd.as_fd(), control, data, self.capacity)?,
             ring,
             self.capacity,
         ))
     }
 }
 
-/// Returns the rounded capacity of a segment that can be.
-fn checked(rings: usize, capacity: usize) -> Result<usize> {
-    if rings > MOST || capacity > LARGEST {
+/// Returns the rounded capacity, or an error if a segment of this size is impossible.
+fn check_capacity(rings: usize, capacity: usize) -> Result<usize> {
+    if rings > MAX_RINGS_PER_SEGMENT || capacity > MAX_RING_CAPACITY {
         return Err(Error::System { call: "memfd_create", source: Errno::FBIG });
     }
-    Ok(Segment::round(capacity))
+    Ok(RingSegment::round_capacity(capacity))
 }
 
-impl AsFd for Segment {
+impl AsFd for RingSegment {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -143,18 +148,23 @@ mod tests {
 
     #[test]
     fn capacities_near_the_end_of_numbers_are_refused_and_do_not_wrap() {
-        for capacity in [usize::MAX, usize::MAX - page(), 1 << 63, (1 << 44) + 1] {
+        for capacity in [usize::MAX, usize::MAX - page_size(), 1 << 63, (1 << 44) + 1] {
             assert!(matches!(
-                Segment::create(2, capacity),
+                RingSegment::create(2, capacity),
                 Err(Error::System { source: Errno::FBIG, .. })
             ));
-            let own = Segment::create(2, 1).unwrap();
+            let own = RingSegment::create(2, 1).unwrap();
             assert!(
-                Segment::adopt(own.as_fd().try_clone_to_owned().unwrap(), 2, capacity).is_err()
+                RingSegment::from_descriptor(
+                    own.as_fd().try_clone_to_owned().unwrap(),
+                    2,
+                    capacity
+                )
+                .is_err()
             );
-            assert!(Segment::round(capacity) >= capacity);
-            assert!(Segment::size(usize::MAX, capacity) >= capacity as u64);
+            assert!(RingSegment::round_capacity(capacity) >= capacity);
+            assert!(RingSegment::segment_bytes(usize::MAX, capacity) >= capacity as u64);
         }
-        assert!(Segment::create(usize::MAX, 1).is_err());
+        assert!(RingSegment::create(usize::MAX, 1).is_err());
     }
 }

@@ -4,77 +4,79 @@
 //! The control words of shared memory through which both sides report their progress and request
 //! wake-ups.
 //!
-//! Nothing here knows where the words lie, so that loom can try every order of what both sides do
-//! (`make loom`): a ring's words in `SHM-2`'s roles, a bell's word in `SHM-4`'s.
+//! This module does not depend on the location of the words, so that loom can try every
+//! interleaving of both sides (`make loom`): the words of a ring for `SHM-2`, the word of a
+//! doorbell for `SHM-4`.
 
 use crate::sync::{AtomicU32, AtomicUsize, Ordering, fence};
 
-/// A value on cache lines of its own: two, because processors prefetch lines in pairs.
+/// A value on separate cache lines: two, because processors prefetch lines in pairs.
 #[derive(Default)]
 #[repr(C, align(128))]
-pub(crate) struct Line<T>(pub(crate) T);
+pub(crate) struct CacheLinePadded<T>(pub(crate) T);
 
-/// The moving words of a ring.
+/// The positions of a ring.
 #[derive(Default)]
 #[repr(C)]
-pub(crate) struct Cursors {
-    /// Bytes ever committed; written by the producer.
-    pub(crate) tail: Line<AtomicUsize>,
-    /// Bytes ever released; written by the consumer.
-    pub(crate) head: Line<AtomicUsize>,
-    /// The producer saw a ring that was not empty and would like to hear of space; cleared by the
-    /// consumer.
-    wanted: Line<AtomicU32>,
+pub(crate) struct RingCursors {
+    /// Total of committed bytes; written by the producer.
+    pub(crate) tail: CacheLinePadded<AtomicUsize>,
+    /// Total of released bytes; written by the consumer.
+    pub(crate) head: CacheLinePadded<AtomicUsize>,
+    /// Set by the producer when it saw a ring that was not empty and wants a signal at the next
+    /// release; cleared by the consumer.
+    wanted: CacheLinePadded<AtomicU32>,
 }
 
-impl Cursors {
-    /// Producer: bytes before this are released.
-    pub(crate) fn released(&self) -> usize {
+impl RingCursors {
+    /// Producer: returns the position before which all bytes are released.
+    pub(crate) fn released_position(&self) -> usize {
         self.head.0.load(Ordering::Acquire)
     }
 
-    /// Consumer: bytes before this are committed.
-    pub(crate) fn committed(&self) -> usize {
+    /// Consumer: returns the position before which all bytes are committed.
+    pub(crate) fn committed_position(&self) -> usize {
         self.tail.0.load(Ordering::Acquire)
     }
 
     /// Producer: asks for a signal at the next release, and returns the bytes released so far.
-    pub(crate) fn want(&self) -> usize {
+    pub(crate) fn request_release_signal(&self) -> usize {
         self.wanted.0.store(1, Ordering::Relaxed);
-        // Pairs with the fence in `release`: either it sees `wanted`, or we see its new head.
+        // Pairs with the fence in `publish_head`: either the consumer sees `wanted`, or this load
+        // sees the new head.
         fence(Ordering::SeqCst);
-        self.released()
+        self.released_position()
     }
 
     /// Producer: publishes the bytes before `tail`.
-    pub(crate) fn commit(&self, tail: usize) {
+    pub(crate) fn publish_tail(&self, tail: usize) {
         self.tail.0.store(tail, Ordering::Release);
     }
 
-    /// Consumer: gives back the bytes before `head`; true when the producer asked to hear of it.
-    pub(crate) fn release(&self, head: usize) -> bool {
+    /// Consumer: releases the bytes before `head`; returns true if the producer asked for a signal.
+    pub(crate) fn publish_head(&self, head: usize) -> bool {
         self.head.0.store(head, Ordering::Release);
-        // Pairs with the fence in `want`.
+        // Pairs with the fence in `request_release_signal`.
         fence(Ordering::SeqCst);
         self.wanted.0.load(Ordering::Relaxed) != 0 && self.wanted.0.swap(0, Ordering::AcqRel) != 0
     }
 }
 
-/// Whether the owner of a bell sleeps or is about to.
+/// Whether the owner of a doorbell sleeps or is about to.
 #[derive(Default)]
 #[repr(C)]
-pub(crate) struct Parked(AtomicU32);
+pub(crate) struct ParkedFlag(AtomicU32);
 
-impl Parked {
+impl ParkedFlag {
     /// Owner: asks to be rung.
-    pub(crate) fn park(&self) {
+    pub(crate) fn mark_parked(&self) {
         self.0.store(1, Ordering::Relaxed);
-        // Pairs with the fence in `to_ring`.
+        // Pairs with the fence in `take_parked`.
         fence(Ordering::SeqCst);
     }
 
     /// Owner: no longer asks to be rung.
-    pub(crate) fn unpark(&self) {
+    pub(crate) fn clear_parked(&self) {
         self.0.store(0, Ordering::SeqCst);
     }
 
@@ -83,9 +85,10 @@ impl Parked {
         self.0.load(Ordering::SeqCst) != 0
     }
 
-    /// After publishing what the owner should see: whether the caller is the one to ring.
-    pub(crate) fn to_ring(&self) -> bool {
-        // Either we see the flag, or the owner's next poll sees what we published.
+    /// Returns whether the caller must ring the owner, and clears the flag. Call it after
+    /// publishing data that the owner should see.
+    pub(crate) fn take_parked(&self) -> bool {
+        // Either this load sees the flag, or the owner's next poll sees the published data.
         fence(Ordering::SeqCst);
         self.0.load(Ordering::Relaxed) != 0 && self.0.swap(0, Ordering::AcqRel) != 0
     }
@@ -101,20 +104,20 @@ mod tests {
 
     use super::*;
 
-    /// An eventfd: rings are kept until they are answered.
+    /// Model of an eventfd: a ring is kept until it is cleared.
     #[derive(Default)]
-    struct Event {
+    struct ModelEventfd {
         rung: Mutex<bool>,
         changed: Condvar,
     }
 
-    impl Event {
-        fn ring(&self) {
+    impl ModelEventfd {
+        fn ring_event(&self) {
             *self.rung.lock().unwrap() = true;
             self.changed.notify_all();
         }
 
-        fn answer(&self) {
+        fn await_ring(&self) {
             let mut rung = self.rung.lock().unwrap();
             while !*rung {
                 rung = self.changed.wait(rung).unwrap();
@@ -124,28 +127,28 @@ mod tests {
     }
 
     #[derive(Default)]
-    struct World {
-        cursors: Cursors,
-        parked: Parked,
-        event: Event,
+    struct SignalModel {
+        cursors: RingCursors,
+        parked: ParkedFlag,
+        event: ModelEventfd,
     }
 
-    impl World {
+    impl SignalModel {
         fn ring_if_parked(&self) {
-            if self.parked.to_ring() {
-                self.event.ring();
+            if self.parked.take_parked() {
+                self.event.ring_event();
             }
         }
 
         /// Sleeps until `ready`; loom reports a thread that is never woken.
-        fn sleep_until(&self, ready: impl Fn(&Cursors) -> bool) {
+        fn sleep_until(&self, ready: impl Fn(&RingCursors) -> bool) {
             loop {
-                self.parked.park();
+                self.parked.mark_parked();
                 if ready(&self.cursors) {
-                    self.parked.unpark();
+                    self.parked.clear_parked();
                     return;
                 }
-                self.event.answer();
+                self.event.await_ring();
             }
         }
     }
@@ -153,22 +156,23 @@ mod tests {
     #[test]
     fn loom_shm_2_bytes_are_seen_after_their_commit_and_overwritten_after_their_release() {
         loom::model(|| {
-            // A ring of one byte, which loom sees touched: each side may only in its turn.
-            let shared = Arc::new((Cursors::default(), UnsafeCell::new(())));
+            // A ring of one byte. Loom checks the accesses: each side may only touch the byte in
+            // its turn.
+            let shared = Arc::new((RingCursors::default(), UnsafeCell::new(())));
             let theirs = Arc::clone(&shared);
             let producer = thread::spawn(move || {
                 let (cursors, byte) = &*theirs;
                 byte.with_mut(|_| ());
-                cursors.commit(1);
-                if cursors.released() == 1 {
+                cursors.publish_tail(1);
+                if cursors.released_position() == 1 {
                     byte.with_mut(|_| ());
-                    cursors.commit(2);
+                    cursors.publish_tail(2);
                 }
             });
             let (cursors, byte) = &*shared;
-            if cursors.committed() >= 1 {
+            if cursors.committed_position() >= 1 {
                 byte.with(|_| ());
-                cursors.release(1);
+                cursors.publish_head(1);
             }
             producer.join().unwrap();
         });
@@ -177,13 +181,13 @@ mod tests {
     #[test]
     fn loom_shm_4_a_commit_is_seen_or_rings() {
         loom::model(|| {
-            let world = Arc::new(World::default());
+            let world = Arc::new(SignalModel::default());
             let theirs = Arc::clone(&world);
             let producer = thread::spawn(move || {
-                theirs.cursors.commit(1);
+                theirs.cursors.publish_tail(1);
                 theirs.ring_if_parked();
             });
-            world.sleep_until(|cursors| cursors.committed() == 1);
+            world.sleep_until(|cursors| cursors.committed_position() == 1);
             producer.join().unwrap();
         });
     }
@@ -191,36 +195,39 @@ mod tests {
     #[test]
     fn loom_shm_4_a_release_is_seen_or_rings() {
         loom::model(|| {
-            let world = Arc::new(World::default());
-            world.cursors.commit(1);
+            let world = Arc::new(SignalModel::default());
+            world.cursors.publish_tail(1);
             let theirs = Arc::clone(&world);
             let consumer = thread::spawn(move || {
-                if theirs.cursors.release(1) {
+                if theirs.cursors.publish_head(1) {
                     theirs.ring_if_parked();
                 }
             });
-            world.sleep_until(|cursors| cursors.want() == 1);
+            world.sleep_until(|cursors| cursors.request_release_signal() == 1);
             consumer.join().unwrap();
         });
     }
 
     #[test]
     fn loom_shm_4_one_of_several_callers_rings_and_none_is_missed() {
-        // Three threads have too many orders to try all: those with up to two preemptions.
+        // Three threads have too many interleavings; only those with up to two preemptions are
+        // tried.
         let mut few = loom::model::Builder::new();
         few.preemption_bound = Some(2);
         few.check(|| {
-            let world = Arc::new((World::default(), Cursors::default()));
+            let world = Arc::new((SignalModel::default(), RingCursors::default()));
             let (one, other) = (Arc::clone(&world), Arc::clone(&world));
             let first = thread::spawn(move || {
-                one.0.cursors.commit(1);
+                one.0.cursors.publish_tail(1);
                 one.0.ring_if_parked();
             });
             let second = thread::spawn(move || {
-                other.1.commit(1);
+                other.1.publish_tail(1);
                 other.0.ring_if_parked();
             });
-            world.0.sleep_until(|cursors| cursors.committed() == 1 && world.1.committed() == 1);
+            world.0.sleep_until(|cursors| {
+                cursors.committed_position() == 1 && world.1.committed_position() == 1
+            });
             first.join().unwrap();
             second.join().unwrap();
         });

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Atomics of the machine, or of loom, which tries every order of their effects (`--cfg loom`).
+//! The atomics of the standard library, or those from loom, which tries every interleaving (`--cfg
+//! loom`).
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};

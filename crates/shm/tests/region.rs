@@ -8,7 +8,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use farandole_shm::{Error, Region, RegionCard};
+use farandole_shm::{Error, RegionHandle, SharedRegion};
 
 /// One test counts descriptors: others must not come and go meanwhile.
 fn alone() -> MutexGuard<'static, ()> {
@@ -16,16 +16,16 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn put(region: &Region, at: usize, byte: u8) {
-    assert!(at < usize::try_from(region.card().bytes).unwrap());
+fn put(region: &SharedRegion, at: usize, byte: u8) {
+    assert!(at < usize::try_from(region.region_handle().bytes).unwrap());
     // SAFETY: within the region, and tests write and read one after the other.
-    unsafe { region.address().add(at).write_volatile(byte) }
+    unsafe { region.data_address().add(at).write_volatile(byte) }
 }
 
-fn get(region: &Region, at: usize) -> u8 {
-    assert!(at < usize::try_from(region.card().bytes).unwrap());
+fn get(region: &SharedRegion, at: usize) -> u8 {
+    assert!(at < usize::try_from(region.region_handle().bytes).unwrap());
     // SAFETY: as in `put`.
-    unsafe { region.address().add(at).read_volatile() }
+    unsafe { region.data_address().add(at).read_volatile() }
 }
 
 /// Descriptors of this process that lead to regions.
@@ -43,9 +43,9 @@ fn descriptors() -> usize {
 fn a_process_with_the_card_maps_the_same_memory_and_keeps_no_descriptor() {
     let _alone = alone();
     let before = descriptors();
-    let owner = Region::create(100_000).unwrap();
+    let owner = SharedRegion::create(100_000).unwrap();
     put(&owner, 99_999, 7);
-    let peer = Region::open(owner.card()).unwrap();
+    let peer = SharedRegion::open_peer_region(owner.region_handle()).unwrap();
     assert_eq!(get(&peer, 99_999), 7);
     put(&peer, 0, 8);
     assert_eq!(get(&owner, 0), 8);
@@ -58,14 +58,14 @@ fn a_process_with_the_card_maps_the_same_memory_and_keeps_no_descriptor() {
 #[test]
 fn shm_6_detached_memory_keeps_its_place_and_bytes_and_is_not_shared() {
     let _alone = alone();
-    let owner = Region::create(10_000).unwrap();
-    let peer = Region::open(owner.card()).unwrap();
+    let owner = SharedRegion::create(10_000).unwrap();
+    let peer = SharedRegion::open_peer_region(owner.region_handle()).unwrap();
     put(&owner, 9_000, 1);
-    let address = owner.address();
-    owner.detach().unwrap();
-    owner.detach().unwrap();
-    assert_eq!((owner.address(), get(&owner, 9_000)), (address, 1));
-    assert!(owner.retired() && peer.retired() && !owner.is_shareable());
+    let address = owner.data_address();
+    owner.detach_from_peers().unwrap();
+    owner.detach_from_peers().unwrap();
+    assert_eq!((owner.data_address(), get(&owner, 9_000)), (address, 1));
+    assert!(owner.is_retired() && peer.is_retired() && !owner.is_shareable());
     put(&peer, 9_000, 2);
     put(&owner, 5_000, 3);
     assert_eq!((get(&owner, 9_000), get(&peer, 5_000)), (1, 0));
@@ -76,30 +76,33 @@ fn shm_6_detached_memory_keeps_its_place_and_bytes_and_is_not_shared() {
 #[test]
 fn a_dropped_region_is_empty_for_the_others_and_marked_as_retired() {
     let _alone = alone();
-    let owner = Region::create(10_000).unwrap();
-    let peer = Region::open(owner.card()).unwrap();
+    let owner = SharedRegion::create(10_000).unwrap();
+    let peer = SharedRegion::open_peer_region(owner.region_handle()).unwrap();
     put(&owner, 1, 9);
-    assert!(!peer.retired());
+    assert!(!peer.is_retired());
     drop(owner);
-    assert!(peer.retired());
+    assert!(peer.is_retired());
     assert_eq!(get(&peer, 1), 0);
 }
 
 #[test]
 fn shm_6_anything_else_at_that_place_is_refused() {
     let _alone = alone();
-    let owner = Region::create(10_000).unwrap();
-    let card = *owner.card();
-    let other = RegionCard { nonce: [card.nonce[0], !card.nonce[1]], ..card };
-    assert!(matches!(Region::open(&other), Err(Error::AnotherRegion { .. })));
-    let larger = RegionCard { bytes: 1 << 20, ..card };
-    assert!(matches!(Region::open(&larger), Err(Error::NotASegment { .. })));
-    let absurd = RegionCard { bytes: u64::MAX, ..card };
-    assert!(Region::open(&absurd).is_err());
+    let owner = SharedRegion::create(10_000).unwrap();
+    let card = *owner.region_handle();
+    let other = RegionHandle { nonce: [card.nonce[0], !card.nonce[1]], ..card };
+    assert!(matches!(SharedRegion::open_peer_region(&other), Err(Error::AnotherRegion { .. })));
+    let larger = RegionHandle { bytes: 1 << 20, ..card };
+    assert!(matches!(SharedRegion::open_peer_region(&larger), Err(Error::NotASegment { .. })));
+    let absurd = RegionHandle { bytes: u64::MAX, ..card };
+    assert!(SharedRegion::open_peer_region(&absurd).is_err());
     let device = File::open("/dev/zero").unwrap();
     let descriptor = u32::try_from(device.as_raw_fd()).unwrap();
-    let elsewhere = RegionCard { descriptor, ..card };
-    assert!(matches!(Region::open(&elsewhere), Err(Error::AnotherRegion { .. })));
-    let nowhere = RegionCard { pid: 0, ..card };
-    assert!(matches!(Region::open(&nowhere), Err(Error::System { call: "open", .. })));
+    let elsewhere = RegionHandle { descriptor, ..card };
+    assert!(matches!(SharedRegion::open_peer_region(&elsewhere), Err(Error::AnotherRegion { .. })));
+    let nowhere = RegionHandle { pid: 0, ..card };
+    assert!(matches!(
+        SharedRegion::open_peer_region(&nowhere),
+        Err(Error::System { call: "open", .. })
+    ));
 }

@@ -11,20 +11,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_shm::{Bell, Error, Guard, Segment, handover, private};
+use farandole_shm::{
+    Error, ForkGuard, ProcessDoorbell, RingSegment, create_private_ring, descriptor_passing,
+};
 
 #[test]
 fn a_segment_arrives_over_a_socket_and_is_the_same_memory() {
     let (here, there) = UnixStream::pair().unwrap();
-    let segment = Segment::create(2, 5000).unwrap();
+    let segment = RingSegment::create(2, 5000).unwrap();
     assert_eq!(segment.capacity(), 8192);
-    handover::send(&here, b"segment", &[segment.as_fd()]).unwrap();
+    descriptor_passing::send_with_descriptors(&here, b"segment", &[segment.as_fd()]).unwrap();
     let mut text = [0; 16];
-    let (bytes, mut descriptors) = handover::receive(&there, &mut text).unwrap();
+    let (bytes, mut descriptors) =
+        descriptor_passing::receive_with_descriptors(&there, &mut text).unwrap();
     assert_eq!((&text[..bytes], descriptors.len()), (&b"segment"[..], 1));
-    let adopted = Segment::adopt(descriptors.remove(0), 2, 5000).unwrap();
-    let mut producer = segment.producer(0).unwrap();
-    let mut consumer = adopted.consumer(0).unwrap();
+    let adopted = RingSegment::from_descriptor(descriptors.remove(0), 2, 5000).unwrap();
+    let mut producer = segment.take_producer(0).unwrap();
+    let mut consumer = adopted.take_consumer(0).unwrap();
     producer.window().unwrap()[..3].copy_from_slice(b"abc");
     producer.commit(3).unwrap();
     assert_eq!(consumer.window().unwrap(), b"abc");
@@ -33,10 +36,13 @@ fn a_segment_arrives_over_a_socket_and_is_the_same_memory() {
 #[test]
 fn shm_1_what_can_be_shrunk_or_has_another_size_is_refused() {
     let file = std::fs::File::open("/proc/self/exe").unwrap();
-    assert!(matches!(Segment::adopt(file.into(), 1, 4096), Err(Error::NotASegment { .. })));
-    let other = Segment::create(1, 4096).unwrap().as_fd().try_clone_to_owned().unwrap();
     assert!(matches!(
-        Segment::adopt(other, 2, 4096),
+        RingSegment::from_descriptor(file.into(), 1, 4096),
+        Err(Error::NotASegment { .. })
+    ));
+    let other = RingSegment::create(1, 4096).unwrap().as_fd().try_clone_to_owned().unwrap();
+    assert!(matches!(
+        RingSegment::from_descriptor(other, 2, 4096),
         Err(Error::NotASegment { expected: 16384, actual: 8192 })
     ));
 }
@@ -44,7 +50,7 @@ fn shm_1_what_can_be_shrunk_or_has_another_size_is_refused() {
 #[test]
 fn a_stream_through_a_small_ring_keeps_its_order() {
     const TOTAL: usize = 3_000_001;
-    let (mut producer, mut consumer) = private(4096).unwrap();
+    let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
     let writer = thread::spawn(move || {
         let mut sent = 0;
         while sent < TOTAL {
@@ -78,37 +84,37 @@ fn a_stream_through_a_small_ring_keeps_its_order() {
 
 #[test]
 fn a_bell_is_rung_once_and_only_when_its_owner_sleeps() {
-    let bell = Bell::create().unwrap();
-    let [memory, event] = bell.descriptors().map(|fd| fd.try_clone_to_owned().unwrap());
-    let theirs = Bell::adopt(memory, event).unwrap();
+    let bell = ProcessDoorbell::create().unwrap();
+    let [memory, event] = bell.shared_descriptors().map(|fd| fd.try_clone_to_owned().unwrap());
+    let theirs = ProcessDoorbell::from_descriptors(memory, event).unwrap();
     theirs.ring_if_parked().unwrap();
-    assert!(!bell.answer(), "nobody asked");
-    bell.park();
+    assert!(!bell.clear_rings(), "nobody asked");
+    bell.mark_parked();
     theirs.ring_if_parked().unwrap();
     theirs.ring_if_parked().unwrap();
-    assert!(bell.answer());
-    assert!(!bell.answer());
-    assert!(!bell.parked(), "whoever rings resets the flag");
-    bell.beat();
-    assert_eq!(theirs.heartbeat(), 1);
-    bell.close();
-    assert!(theirs.closed());
+    assert!(bell.clear_rings());
+    assert!(!bell.clear_rings());
+    assert!(!bell.is_parked(), "whoever rings resets the flag");
+    bell.increment_heartbeat();
+    assert_eq!(theirs.heartbeat_count(), 1);
+    bell.mark_closed();
+    assert!(theirs.is_closed());
 }
 
 #[test]
 fn a_guard_holds_in_its_own_process() {
-    assert!(Guard::new().intact());
+    assert!(ForkGuard::new().is_original_process());
 }
 
 #[test]
 fn shm_5_a_forked_child_cannot_use_a_ring_of_its_parent() {
     const FORKED: i32 = 200;
-    let guard = Guard::new();
-    let (mut producer, mut consumer) = private(4096).unwrap();
+    let guard = ForkGuard::new();
+    let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
     producer.window().unwrap();
     let mut command = Command::new("/proc/self/exe");
     let probe = move || {
-        let refused = !guard.intact()
+        let refused = !guard.is_original_process()
             && producer.window().err() == Some(Error::Forked)
             && producer.commit(1) == Err(Error::Forked);
         producer.close();
@@ -118,9 +124,9 @@ fn shm_5_a_forked_child_cannot_use_a_ring_of_its_parent() {
     // nothing.
     unsafe { command.pre_exec(probe) };
     assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(FORKED));
-    assert!(!consumer.closed(), "the child changed the parent's ring");
+    assert!(!consumer.is_producer_closed(), "the child changed the parent's ring");
     assert!(consumer.window().unwrap().is_empty());
-    assert!(guard.intact());
+    assert!(guard.is_original_process());
 }
 
 /// Waits without sleeping, so that two threads meet within nanoseconds; gives way when the other is
@@ -145,8 +151,8 @@ fn dawdle(steps: u64) {
 
 #[test]
 fn shm_4_a_commit_is_seen_by_the_poll_after_parking_or_rings_the_bell() {
-    let bell = Bell::create().unwrap();
-    let (mut producer, mut consumer) = private(4096).unwrap();
+    let bell = ProcessDoorbell::create().unwrap();
+    let (mut producer, mut consumer) = create_private_ring(4096).unwrap();
     let (go, done) = (AtomicU64::new(0), AtomicU64::new(0));
     let end = Instant::now() + Duration::from_secs(1);
     thread::scope(|scope| {
@@ -169,11 +175,11 @@ fn shm_4_a_commit_is_seen_by_the_poll_after_parking_or_rings_the_bell() {
             }
             go.store(round, Ordering::Release);
             dawdle(round % 499);
-            bell.park();
-            let seen = consumer.used().unwrap() > 0;
+            bell.mark_parked();
+            let seen = consumer.used_bytes().unwrap() > 0;
             meet(&done, round);
-            assert!(bell.answer() || seen, "neither seen nor rung in round {round}");
-            bell.unpark();
+            assert!(bell.clear_rings() || seen, "neither seen nor rung in round {round}");
+            bell.clear_parked();
             consumer.window().unwrap();
             consumer.release(1).unwrap();
         }

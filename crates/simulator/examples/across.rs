@@ -11,10 +11,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use farandole_config::Config;
-use farandole_simulator::{Cluster, Collective};
+use farandole_simulator::{AllreduceSimulator, SimulatedCluster};
 
-const SIZES: [u64; 7] = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20];
-const ALGORITHMS: [&str; 4] = ["doubling", "pipeline", "hierarchy", "halving"];
+const TENSOR_BYTES: [u64; 7] =
+    [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20];
+const COMPARED_ALGORITHMS: [&str; 4] = ["doubling", "pipeline", "hierarchy", "halving"];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let local: u32 = std::env::args().nth(1).map_or(Ok(8), |ranks| ranks.parse())?;
@@ -26,20 +27,26 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for hosts in &hosts {
             let latency = Duration::from_micros(latency);
             let bandwidth = gigabits * 1e9 / 8.0;
-            let cluster = Cluster { bandwidth, latency, ..Cluster::new(*hosts, hosts * local)? };
+            let cluster = SimulatedCluster {
+                bandwidth,
+                latency,
+                ..SimulatedCluster::new(*hosts, hosts * local)?
+            };
             println!(
                 "{hosts} hosts of {local}, {gigabits} Gbit/s, {latency:?}: {}",
-                ALGORITHMS.join(" ")
+                COMPARED_ALGORITHMS.join(" ")
             );
-            for bytes in SIZES {
+            for bytes in TENSOR_BYTES {
                 let time = |algorithm: &str| {
                     let config = Config::read(|_| None, &BTreeMap::new());
                     let config = config.map(|config| Config {
                         allreduce_algorithm: algorithm.to_owned(),
                         ..config
                     });
-                    let found =
-                        Collective::new(&cluster, &config.ok()?).ok()?.simulate(bytes).ok()?;
+                    let found = AllreduceSimulator::new(&cluster, &config.ok()?)
+                        .ok()?
+                        .simulate(bytes)
+                        .ok()?;
                     Some(format!(
                         "{:10.3}{}",
                         found.time.as_secs_f64() * 1e3,
@@ -54,7 +61,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     true => format!("{:>11}", ""),
                     false => time(algorithm).unwrap_or_else(|| format!("{:>11}", "-")),
                 };
-                let cells: Vec<String> = ALGORITHMS.iter().map(cell).collect();
+                let cells: Vec<String> = COMPARED_ALGORITHMS.iter().map(cell).collect();
                 println!("{bytes:>10} {}", cells.join(" "));
             }
         }

@@ -10,22 +10,25 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use farandole_config::Config;
-use farandole_simulator::{Cluster, Collective, Control, Forming, Model, PUBLISHED, Step};
+use farandole_simulator::{
+    AllreduceSimulator, ControlRound, FormationEstimate, ModelProfile, PUBLISHED_EFFICIENCIES,
+    SimulatedCluster, StepEstimate,
+};
 
 /// Efficiencies at 512 ranks and 25 Gbit/s that the project wants to reach.
-const GOALS: [(&str, f64); 2] = [("resnet50", 0.97), ("vgg16", 0.85)];
+const EFFICIENCY_GOALS: [(&str, f64); 2] = [("resnet50", 0.97), ("vgg16", 0.85)];
 
 /// Changes a cluster.
-type Change = fn(&mut Cluster);
+type Change = fn(&mut SimulatedCluster);
 
 /// Changes that leave something out, to find the limit.
-const LIMITS: [(&str, Change); 5] = [
+const LIFTED_LIMITS: [(&str, Change); 5] = [
     ("as it is", |_| {}),
-    ("messages cost nothing", |cluster| cluster.message = Duration::ZERO),
+    ("messages cost nothing", |cluster| cluster.message_cpu_time = Duration::ZERO),
     ("unlimited memory", |cluster| cluster.memory_rate = 1e18),
     ("unlimited copies and reductions", |cluster| cluster.copy_rate = 1e18),
     ("unlimited cores and memory", |cluster| {
-        cluster.message = Duration::ZERO;
+        cluster.message_cpu_time = Duration::ZERO;
         cluster.memory_rate = 1e18;
         cluster.copy_rate = 1e18;
         cluster.socket_rate = 1e18;
@@ -36,70 +39,88 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let config = Config::read(|_| None, &BTreeMap::new())?;
     println!("hosts of 8 ranks, 20 us, defaults of `farandole simulate`; efficiency in percent");
     println!("{:<12} {:>8} {:>8} {:>8} {:>8} {:>8}", "model", "Gbit/s", 8, 64, 512, 4096);
-    for name in Model::NAMES {
+    for name in ModelProfile::MODEL_NAMES {
         for gigabits in [25.0, 100.0] {
             let mut row = format!("{name:<12} {gigabits:>8}");
             for ranks in [8, 64, 512, 4096] {
-                let efficiency = efficiency(name, ranks / 8, ranks, gigabits, &config)?;
+                let efficiency = scaling_efficiency(name, ranks / 8, ranks, gigabits, &config)?;
                 row.push_str(&format!(" {:>8.1}", efficiency * 100.0));
             }
             println!("{row}");
         }
     }
     println!("\n512 ranks on 64 hosts, 25 Gbit/s");
-    for (name, goal) in GOALS {
-        let found = efficiency(name, 64, 512, 25.0, &config)?;
+    for (name, goal) in EFFICIENCY_GOALS {
+        let found = scaling_efficiency(name, 64, 512, 25.0, &config)?;
         let verdict = if found >= goal { "met" } else { "missed" };
         println!("{name}: {:.1} %, goal {:.0} %: {verdict}", found * 100.0, goal * 100.0);
     }
     println!("\n512 ranks on 128 hosts, 25 Gbit/s, as in Horovod's paper");
     for name in ["resnet50", "vgg16"] {
-        println!("{name}: {:.1} %", efficiency(name, 128, 512, 25.0, &config)? * 100.0);
+        println!("{name}: {:.1} %", scaling_efficiency(name, 128, 512, 25.0, &config)? * 100.0);
     }
-    for published in PUBLISHED {
+    for published in PUBLISHED_EFFICIENCIES {
         println!("published: {} {:.0} %", published.model, published.efficiency * 100.0);
     }
     println!(
         "\n512 ranks on 64 hosts, 25 Gbit/s: milliseconds of 64 MiB; efficiency of resnet50 and \
          vgg16"
     );
-    for (what, change) in LIMITS {
-        let mut cluster = Cluster::new(64, 512)?;
+    for (what, change) in LIFTED_LIMITS {
+        let mut cluster = SimulatedCluster::new(64, 512)?;
         change(&mut cluster);
-        let time = Collective::new(&cluster, &config)?.simulate(64 << 20)?.time;
-        let (resnet, vgg) = (of("resnet50", &cluster, &config)?, of("vgg16", &cluster, &config)?);
+        let time = AllreduceSimulator::new(&cluster, &config)?.simulate(64 << 20)?.time;
+        let (resnet, vgg) = (
+            simulate_model_step("resnet50", &cluster, &config)?,
+            simulate_model_step("vgg16", &cluster, &config)?,
+        );
         let ms = time.as_secs_f64() * 1e3;
         println!(
             "{what:<32} {ms:>8.1} {:>6.1} {:>6.1}",
-            resnet.efficiency() * 100.0,
-            vgg.efficiency() * 100.0
+            resnet.scaling_efficiency() * 100.0,
+            vgg.scaling_efficiency() * 100.0
         );
         println!("  resnet50: {resnet:?}");
     }
     println!("\nforming a world, 1 ms");
     for ranks in [512, 4096] {
         let latency = Duration::from_millis(1);
-        let forming =
-            Forming::simulate(&Cluster { latency, ..Cluster::new(ranks / 8, ranks)? }, &config)?;
+        let forming = FormationEstimate::simulate(
+            &SimulatedCluster { latency, ..SimulatedCluster::new(ranks / 8, ranks)? },
+            &config,
+        )?;
         println!("{ranks} ranks: {forming:?}");
     }
     Ok(())
 }
 
-fn efficiency(
+fn scaling_efficiency(
     name: &str,
     hosts: u32,
     ranks: u32,
     gigabits: f64,
     config: &Config,
 ) -> Result<f64, Box<dyn std::error::Error>> {
-    let cluster = Cluster { bandwidth: gigabits * 1e9 / 8.0, ..Cluster::new(hosts, ranks)? };
-    Ok(of(name, &cluster, config)?.efficiency())
+    let cluster = SimulatedCluster {
+        bandwidth: gigabits * 1e9 / 8.0,
+        ..SimulatedCluster::new(hosts, ranks)?
+    };
+    Ok(simulate_model_step(name, &cluster, config)?.scaling_efficiency())
 }
 
-fn of(name: &str, cluster: &Cluster, config: &Config) -> Result<Step, Box<dyn std::error::Error>> {
-    let model = Model::named(name).ok_or("no such model")?;
-    let mut collective = Collective::new(cluster, config)?;
-    let control = Control::simulate(cluster)?;
-    Ok(Step::simulate(&mut collective, &control, &model, model.timing, config.fusion_threshold)?)
+fn simulate_model_step(
+    name: &str,
+    cluster: &SimulatedCluster,
+    config: &Config,
+) -> Result<StepEstimate, Box<dyn std::error::Error>> {
+    let model = ModelProfile::from_name(name).ok_or("no such model")?;
+    let mut collective = AllreduceSimulator::new(cluster, config)?;
+    let control = ControlRound::simulate(cluster)?;
+    Ok(StepEstimate::simulate(
+        &mut collective,
+        &control,
+        &model,
+        model.timing,
+        config.fusion_threshold,
+    )?)
 }

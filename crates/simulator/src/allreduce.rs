@@ -6,29 +6,29 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use farandole_collectives::program::Plan;
-use farandole_collectives::{Algorithm, Crossover};
+use farandole_collectives::program::AllreducePlan;
+use farandole_collectives::{AllreduceAlgorithm, CrossoverTable};
 use farandole_config::Config;
 
-use crate::events::{Scene, run};
-use crate::{Cluster, Error, Result};
+use crate::events::{SimulationInput, run_simulation};
+use crate::{Error, Result, SimulatedCluster};
 
 /// Bytes of a partial sum for each byte of `float32`.
-const WIDTH: usize = 1;
+const PARTIAL_SUM_WIDTH: usize = 1;
 /// Messages up to which every rank is simulated where one host could stand for all.
-const EACH: u64 = 60_000;
+const MAX_MESSAGES_BEFORE_FOLDING: u64 = 60_000;
 /// Messages up to which every rank is simulated.
-const MOST: u64 = 3_000_000;
+const MAX_SIMULATED_MESSAGES: u64 = 3_000_000;
 
 /// An allreduce of `float32` in host memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Allreduce {
+pub struct AllreduceEstimate {
     /// Bytes of the tensor.
     pub bytes: u64,
     /// From the start on all ranks to the end on the last.
     pub time: Duration,
     /// The algorithm; `None` for one rank.
-    pub algorithm: Option<Algorithm>,
+    pub algorithm: Option<AllreduceAlgorithm>,
     /// Bytes that a host sends to others; the mean where they differ.
     pub sent_by_host: u64,
     /// Messages between hosts.
@@ -37,40 +37,40 @@ pub struct Allreduce {
     pub folded: bool,
 }
 
-impl Allreduce {
+impl AllreduceEstimate {
     /// Returns the bytes of the tensor per second.
-    pub fn rate(&self) -> f64 {
-        crate::events::float(self.bytes) / self.time.as_secs_f64().max(1e-12)
+    pub fn tensor_bytes_per_second(&self) -> f64 {
+        crate::events::bytes_to_f64(self.bytes) / self.time.as_secs_f64().max(1e-12)
     }
 }
 
 /// Allreduces on one cluster.
-pub struct Collective<'a> {
-    cluster: &'a Cluster,
-    places: Vec<u32>,
+pub struct AllreduceSimulator<'a> {
+    cluster: &'a SimulatedCluster,
+    rank_hosts: Vec<u32>,
     capacity: usize,
-    crossover: Crossover,
-    known: HashMap<u64, Allreduce>,
+    crossover: CrossoverTable,
+    known_estimates: HashMap<u64, AllreduceEstimate>,
 }
 
-impl<'a> Collective<'a> {
-    /// With the rings and algorithms that a job with these settings has.
+impl<'a> AllreduceSimulator<'a> {
+    /// Returns a simulator with the rings and algorithms of a job with these settings.
     ///
     /// # Errors
     /// `Cluster`; `Config` when the setting of algorithms cannot be read.
-    pub fn new(cluster: &'a Cluster, config: &Config) -> Result<Self> {
-        let world = cluster.world()?;
+    pub fn new(cluster: &'a SimulatedCluster, config: &Config) -> Result<Self> {
+        let world = cluster.formed_world()?;
         Ok(Self {
             cluster,
-            places: cluster.places(),
-            capacity: farandole_session::ring_bytes(&world, config),
-            crossover: farandole_session::crossover(config)?,
-            known: HashMap::new(),
+            rank_hosts: cluster.rank_hosts(),
+            capacity: farandole_session::world_ring_bytes(&world, config),
+            crossover: farandole_session::read_crossover(config)?,
+            known_estimates: HashMap::new(),
         })
     }
 
     /// Returns the cluster.
-    pub fn cluster(&self) -> &'a Cluster {
+    pub fn cluster(&self) -> &'a SimulatedCluster {
         self.cluster
     }
 
@@ -83,80 +83,91 @@ impl<'a> Collective<'a> {
     ///
     /// # Errors
     /// `Cluster` when rings are too small for it.
-    pub fn plan(&self, bytes: u64) -> Result<Plan> {
+    pub fn allreduce_plan(&self, bytes: u64) -> Result<AllreducePlan> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let too_small = || Error::Cluster {
             what: "the bytes of a ring",
             expected: "enough for a chunk",
             value: self.capacity.to_string(),
         };
-        Plan::new(&self.places, bytes, WIDTH, self.capacity, &self.crossover).ok_or_else(too_small)
+        AllreducePlan::new(
+            &self.rank_hosts,
+            bytes,
+            PARTIAL_SUM_WIDTH,
+            self.capacity,
+            &self.crossover,
+        )
+        .ok_or_else(too_small)
     }
 
     /// Simulates an allreduce.
     ///
     /// # Errors
     /// `Messages` when there are too many for hosts that are not alike.
-    pub fn simulate(&mut self, bytes: u64) -> Result<Allreduce> {
-        if let Some(known) = self.known.get(&bytes) {
+    pub fn simulate(&mut self, bytes: u64) -> Result<AllreduceEstimate> {
+        if let Some(known) = self.known_estimates.get(&bytes) {
             return Ok(*known);
         }
-        let plan = self.plan(bytes)?;
-        let folded = plan.folds() && plan.messages() > EACH;
+        let plan = self.allreduce_plan(bytes)?;
+        let folded = plan.is_foldable() && plan.message_count() > MAX_MESSAGES_BEFORE_FOLDING;
         let found = if folded {
             self.simulate_one_host(bytes, &plan)
         } else {
-            self.simulate_each(bytes, &plan)
+            self.simulate_every_rank(bytes, &plan)
         }?;
-        self.known.insert(bytes, found);
+        self.known_estimates.insert(bytes, found);
         Ok(found)
     }
 
-    /// Every rank, message by message.
+    /// Simulates every rank, message by message.
     ///
     /// # Errors
     /// `Messages`.
-    pub fn simulate_each(&self, bytes: u64, plan: &Plan) -> Result<Allreduce> {
-        let messages = plan.messages();
-        if messages > MOST {
-            return Err(Error::Messages { bytes, messages, most: MOST });
+    pub fn simulate_every_rank(
+        &self,
+        bytes: u64,
+        plan: &AllreducePlan,
+    ) -> Result<AllreduceEstimate> {
+        let messages = plan.message_count();
+        if messages > MAX_SIMULATED_MESSAGES {
+            return Err(Error::Messages { bytes, messages, most: MAX_SIMULATED_MESSAGES });
         }
-        let scene = Scene {
+        let scene = SimulationInput {
             cluster: self.cluster,
-            programs: (0..plan.members()).map(|member| plan.program(member)).collect(),
-            places: self.places.clone(),
-            slow_from: self.cluster.hosts - self.cluster.stragglers,
+            programs: (0..plan.member_count()).map(|member| plan.member_program(member)).collect(),
+            rank_hosts: self.rank_hosts.clone(),
+            first_slow_host: self.cluster.hosts - self.cluster.stragglers,
             folded: false,
         };
-        let outcome = run(&scene)?;
-        Ok(Allreduce {
+        let outcome = run_simulation(&scene)?;
+        Ok(AllreduceEstimate {
             bytes,
             time: Duration::from_secs_f64(outcome.seconds),
-            algorithm: plan.algorithm(),
+            algorithm: plan.chosen_algorithm(),
             sent_by_host: outcome.sent / u64::from(self.cluster.hosts.max(1)),
             messages: outcome.messages,
             folded: false,
         })
     }
 
-    /// One host, which stands for all: the slowest, if there are stragglers.
+    /// Simulates one host, which stands for all: the slowest, if there are stragglers.
     ///
     /// # Errors
     /// `Stuck`.
-    pub fn simulate_one_host(&self, bytes: u64, plan: &Plan) -> Result<Allreduce> {
-        let members = plan.folded_members();
-        let scene = Scene {
+    pub fn simulate_one_host(&self, bytes: u64, plan: &AllreducePlan) -> Result<AllreduceEstimate> {
+        let members = plan.folded_member_count();
+        let scene = SimulationInput {
             cluster: self.cluster,
-            programs: (0..members).map(|member| plan.folded(member)).collect(),
-            places: vec![0; members],
-            slow_from: u32::from(self.cluster.stragglers == 0),
+            programs: (0..members).map(|member| plan.folded_program(member)).collect(),
+            rank_hosts: vec![0; members],
+            first_slow_host: u32::from(self.cluster.stragglers == 0),
             folded: true,
         };
-        let outcome = run(&scene)?;
-        Ok(Allreduce {
+        let outcome = run_simulation(&scene)?;
+        Ok(AllreduceEstimate {
             bytes,
             time: Duration::from_secs_f64(outcome.seconds),
-            algorithm: plan.algorithm(),
+            algorithm: plan.chosen_algorithm(),
             sent_by_host: outcome.sent,
             messages: outcome.messages * u64::from(self.cluster.hosts),
             folded: true,

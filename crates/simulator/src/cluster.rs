@@ -5,26 +5,26 @@
 
 use std::time::Duration;
 
-use farandole_registrar::outline;
+use farandole_registrar::formation_model;
 use farandole_world::{HostHash, TaskId, World};
 
 use crate::{Error, Result};
 
 /// The most ranks that are simulated.
-const MOST_RANKS: u32 = 4096;
+const MAX_RANKS: u32 = 4096;
 /// The most ranks of a host: schedules within a host have a message for each pair of ranks.
-const MOST_LOCAL: u32 = 128;
+const MAX_RANKS_PER_HOST: u32 = 128;
 /// Bytes per second: times of lower rates may be longer than a duration can be.
-const LEAST_RATE: f64 = 1000.0;
-const MOST_SLOWDOWN: f64 = 1e6;
+const MIN_BYTES_PER_SECOND: f64 = 1000.0;
+const MAX_SLOWDOWN: f64 = 1e6;
 /// Bytes of a packet's headers: IP and TCP with timestamps, within the MTU.
-const HEADERS: f64 = 52.0;
+const PACKET_HEADER_BYTES: f64 = 52.0;
 /// Bytes around a packet: Ethernet's header, checksum, preamble and gap.
-const FRAME: f64 = 38.0;
+const FRAME_OVERHEAD_BYTES: f64 = 38.0;
 
 /// Equal hosts on one switch that never blocks. Rates are bytes per second.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Cluster {
+pub struct SimulatedCluster {
     /// Hosts.
     pub hosts: u32,
     /// Ranks, the same number on each host.
@@ -50,28 +50,28 @@ pub struct Cluster {
     /// The rate at which one core sends, or receives, through sealed TCP connections.
     pub socket_rate: f64,
     /// Processor time of each message to or from another host.
-    pub message: Duration,
+    pub message_cpu_time: Duration,
     /// Time from one process of a host to another.
-    pub near: Duration,
+    pub local_latency: Duration,
     /// Processor time of a call at the registrar.
-    pub call: Duration,
+    pub registrar_call_time: Duration,
     /// Processor time of a TLS handshake at the registrar, and of a link's at each end.
-    pub handshake: Duration,
+    pub handshake_time: Duration,
 }
 
-impl Cluster {
-    /// Returns a cluster of 25 Gbit/s with a latency of 20 us. The rates of cores are those of
-    /// `docs/performance.md` and `docs/developer-guide/network-security.md`; the others are
+impl SimulatedCluster {
+    /// Returns a cluster of 25 Gbit/s with a latency of 20 us. The rates of cores come from
+    /// `docs/performance.md` and `docs/developer-guide/network-security.md`; the other values are
     /// assumptions.
     ///
     /// # Errors
-    /// `Cluster` when ranks cannot be dealt out evenly, or there are too many or none.
+    /// `Cluster` when ranks cannot be distributed evenly over hosts, or there are too many or none.
     pub fn new(hosts: u32, ranks: u32) -> Result<Self> {
         let cluster = Self {
             hosts,
             ranks,
             latency: Duration::from_micros(20),
-            bandwidth: gigabits(25.0),
+            bandwidth: gigabits_to_bytes(25.0),
             interfaces: 1,
             mtu: 1500,
             loss: 0.0,
@@ -82,12 +82,12 @@ impl Cluster {
             // 7 GB/s through the kernel, and half of 0.06 s for each gigabyte that is sealed and
             // opened.
             socket_rate: 1.0 / (1.0 / 7e9 + 0.03e-9),
-            message: Duration::from_micros(2),
-            near: Duration::from_nanos(1500),
-            call: Duration::from_micros(50),
-            handshake: Duration::from_micros(500),
+            message_cpu_time: Duration::from_micros(2),
+            local_latency: Duration::from_nanos(1500),
+            registrar_call_time: Duration::from_micros(50),
+            handshake_time: Duration::from_micros(500),
         };
-        cluster.check()?;
+        cluster.check_parameters()?;
         Ok(cluster)
     }
 
@@ -95,9 +95,9 @@ impl Cluster {
     ///
     /// # Errors
     /// `Cluster` naming the fact that is wrong.
-    pub fn check(&self) -> Result<()> {
+    pub fn check_parameters(&self) -> Result<()> {
         let wrong = |what, expected, value: String| Err(Error::Cluster { what, expected, value });
-        if self.ranks == 0 || self.ranks > MOST_RANKS {
+        if self.ranks == 0 || self.ranks > MAX_RANKS {
             return wrong("the number of ranks", "1 to 4096", self.ranks.to_string());
         }
         if self.hosts == 0 || !self.ranks.is_multiple_of(self.hosts) {
@@ -107,8 +107,12 @@ impl Cluster {
                 self.hosts.to_string(),
             );
         }
-        if self.local() > MOST_LOCAL {
-            return wrong("the number of ranks of a host", "at most 128", self.local().to_string());
+        if self.ranks_per_host() > MAX_RANKS_PER_HOST {
+            return wrong(
+                "the number of ranks of a host",
+                "at most 128",
+                self.ranks_per_host().to_string(),
+            );
         }
         if self.stragglers > self.hosts {
             return wrong(
@@ -120,7 +124,7 @@ impl Cluster {
         if !(0.0..=0.5).contains(&self.loss) {
             return wrong("the share of lost packets", "from 0 to 0.5", self.loss.to_string());
         }
-        if !(1.0..=MOST_SLOWDOWN).contains(&self.slowdown) {
+        if !(1.0..=MAX_SLOWDOWN).contains(&self.slowdown) {
             return wrong("the slowdown", "from 1 to 1000000", self.slowdown.to_string());
         }
         if self.interfaces == 0 {
@@ -135,7 +139,7 @@ impl Cluster {
             ("the memory rate", self.memory_rate),
             ("the socket rate", self.socket_rate),
         ] {
-            if rate.is_nan() || rate < LEAST_RATE {
+            if rate.is_nan() || rate < MIN_BYTES_PER_SECOND {
                 return wrong(what, "at least 1000 bytes per second", rate.to_string());
             }
         }
@@ -143,47 +147,55 @@ impl Cluster {
     }
 
     /// Returns the ranks of a host.
-    pub fn local(&self) -> u32 {
+    pub fn ranks_per_host(&self) -> u32 {
         self.ranks / self.hosts.max(1)
     }
 
     /// Returns the host of every rank.
-    pub fn places(&self) -> Vec<u32> {
-        (0..self.ranks).map(|rank| rank / self.local().max(1)).collect()
+    pub fn rank_hosts(&self) -> Vec<u32> {
+        (0..self.ranks).map(|rank| rank / self.ranks_per_host().max(1)).collect()
     }
 
-    /// Payload per second of all interfaces of a host in one direction.
+    /// Returns the payload per second of all interfaces of a host in one direction.
     pub fn payload_rate(&self) -> f64 {
         let mtu = f64::from(self.mtu);
-        self.bandwidth * f64::from(self.interfaces) * (mtu - HEADERS) / (mtu + FRAME)
+        self.bandwidth * f64::from(self.interfaces) * (mtu - PACKET_HEADER_BYTES)
+            / (mtu + FRAME_OVERHEAD_BYTES)
     }
 
-    /// Payload of a packet.
-    pub(crate) fn segment(&self) -> f64 {
-        f64::from(self.mtu) - HEADERS
+    /// Returns the payload of a packet.
+    pub(crate) fn segment_payload(&self) -> f64 {
+        f64::from(self.mtu) - PACKET_HEADER_BYTES
     }
 
     /// Returns the world that forms on it, seen from rank 0; nothing when there is no rank.
-    pub(crate) fn formed(&self, arrival: impl Fn(u32) -> Duration) -> Option<outline::Formed> {
+    pub(crate) fn model_formation(
+        &self,
+        arrival: impl Fn(u32) -> Duration,
+    ) -> Option<formation_model::ModeledFormation> {
         let host = |task: u32| {
-            HostHash(format!("node-{:04}-{:016x}", task / self.local(), task / self.local()))
+            HostHash(format!(
+                "node-{:04}-{:016x}",
+                task / self.ranks_per_host(),
+                task / self.ranks_per_host()
+            ))
         };
-        outline::form(
+        formation_model::model_formation(
             self.ranks,
             (0..self.ranks).map(|task| (arrival(task), TaskId(task), host(task))),
         )
     }
 
-    /// See `formed`.
-    pub(crate) fn world(&self) -> Result<World> {
-        self.check()?;
-        let formed = self.formed(|_| Duration::ZERO);
+    /// Returns the world of `model_formation` if all tasks arrive at once.
+    pub(crate) fn formed_world(&self) -> Result<World> {
+        self.check_parameters()?;
+        let formed = self.model_formation(|_| Duration::ZERO);
         formed.map(|formed| formed.world).ok_or(Error::Stuck { left: self.ranks as usize })
     }
 }
 
 /// Returns the bytes per second of so many Gbit/s.
-fn gigabits(number: f64) -> f64 {
+fn gigabits_to_bytes(number: f64) -> f64 {
     number * 1e9 / 8.0
 }
 
@@ -193,22 +205,24 @@ mod tests {
 
     #[test]
     fn clusters_that_cannot_be_are_refused() {
-        assert!(Cluster::new(3, 8).is_err());
-        assert!(Cluster::new(0, 8).is_err());
-        assert!(Cluster::new(512, 4096).is_ok());
-        assert!(Cluster::new(512, 8192).is_err());
-        assert!(Cluster::new(1, 256).is_err());
-        let cluster = Cluster::new(2, 4).unwrap();
-        assert!(Cluster { bandwidth: f64::NAN, ..cluster.clone() }.check().is_err());
-        assert!(Cluster { loss: 0.9, ..cluster.clone() }.check().is_err());
-        assert!(Cluster { slowdown: 0.5, ..cluster }.check().is_err());
+        assert!(SimulatedCluster::new(3, 8).is_err());
+        assert!(SimulatedCluster::new(0, 8).is_err());
+        assert!(SimulatedCluster::new(512, 4096).is_ok());
+        assert!(SimulatedCluster::new(512, 8192).is_err());
+        assert!(SimulatedCluster::new(1, 256).is_err());
+        let cluster = SimulatedCluster::new(2, 4).unwrap();
+        assert!(
+            SimulatedCluster { bandwidth: f64::NAN, ..cluster.clone() }.check_parameters().is_err()
+        );
+        assert!(SimulatedCluster { loss: 0.9, ..cluster.clone() }.check_parameters().is_err());
+        assert!(SimulatedCluster { slowdown: 0.5, ..cluster }.check_parameters().is_err());
     }
 
     #[test]
     fn ranks_follow_each_other_on_hosts() {
-        let cluster = Cluster::new(2, 4).unwrap();
-        assert_eq!(cluster.places(), [0, 0, 1, 1]);
-        let world = cluster.world().unwrap();
-        assert_eq!(world.machines(), [0, 0, 1, 1]);
+        let cluster = SimulatedCluster::new(2, 4).unwrap();
+        assert_eq!(cluster.rank_hosts(), [0, 0, 1, 1]);
+        let world = cluster.formed_world().unwrap();
+        assert_eq!(world.machine_numbers(), [0, 0, 1, 1]);
     }
 }

@@ -3,7 +3,7 @@
 
 //! The reason why a simulation has no result.
 
-use farandole_world::Fault;
+use farandole_world::FaultOrigin;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -43,7 +43,7 @@ pub enum Error {
     Collectives(#[from] farandole_collectives::Error),
     /// A setting cannot be read.
     #[error(transparent)]
-    Config(#[from] farandole_config::Error),
+    Config(#[from] farandole_config::KnobError),
     /// The export could not be written.
     #[error("cannot write the schedule: {0}")]
     Write(#[from] std::io::Error),
@@ -51,12 +51,12 @@ pub enum Error {
 
 impl Error {
     /// Returns the reactions that are open to the caller.
-    pub fn fault(&self) -> Fault {
+    pub fn fault(&self) -> FaultOrigin {
         match self {
-            Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => Fault::Usage,
-            Self::Stuck { .. } => Fault::Bug,
+            Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => FaultOrigin::Usage,
+            Self::Stuck { .. } => FaultOrigin::Bug,
             Self::Collectives(error) => error.fault(),
-            Self::Write(_) => Fault::Environment,
+            Self::Write(_) => FaultOrigin::Environment,
         }
     }
 }

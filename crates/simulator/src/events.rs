@@ -6,29 +6,29 @@
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
-use farandole_collectives::program::{Action, Program, Transfer};
+use farandole_collectives::program::{CollectiveProgram, ProgramAction, ProgramTransfer};
 
-use crate::network::{Cost, Network, chance};
-use crate::{Cluster, Error, Result};
+use crate::network::{NetworkModel, StepCost, loss_draw};
+use crate::{Error, Result, SimulatedCluster};
 
 /// Programs, and where their ranks are.
-pub(crate) struct Scene<'a> {
-    pub(crate) cluster: &'a Cluster,
-    pub(crate) programs: Vec<Program>,
+pub(crate) struct SimulationInput<'a> {
+    pub(crate) cluster: &'a SimulatedCluster,
+    pub(crate) programs: Vec<CollectiveProgram>,
     /// The host of every rank.
-    pub(crate) places: Vec<u32>,
+    pub(crate) rank_hosts: Vec<u32>,
     /// Hosts from this one on are slow.
-    pub(crate) slow_from: u32,
+    pub(crate) first_slow_host: u32,
     /// Whether transfers to the sender itself stand for transfers to other hosts: see
-    /// `Plan::folded`.
+    /// `Plan::folded_program`.
     pub(crate) folded: bool,
 }
 
 /// The result.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Outcome {
+pub(crate) struct SimulationOutcome {
     pub(crate) seconds: f64,
-    /// Bytes that left a host, and those that arrived at one.
+    /// Bytes that all hosts sent, and bytes that all hosts received.
     pub(crate) sent: u64,
     pub(crate) arrived: u64,
     /// Messages between hosts.
@@ -36,38 +36,38 @@ pub(crate) struct Outcome {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum What {
+enum SimulatedEventKind {
     /// A step is done.
-    Done(usize),
-    /// The head of what a step sends is at the other host.
-    Head(usize),
+    StepDone(usize),
+    /// The first byte of a step's message has arrived at the other host.
+    HeadArrived(usize),
     /// An event that a step waits for has happened.
-    Here(usize),
+    DependencyDone(usize),
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Event {
+struct SimulatedEvent {
     time: f64,
     number: u64,
-    what: What,
+    kind: SimulatedEventKind,
 }
 
-impl PartialEq for Event {
+impl PartialEq for SimulatedEvent {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Event {}
+impl Eq for SimulatedEvent {}
 
-impl PartialOrd for Event {
+impl PartialOrd for SimulatedEvent {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Event {
-    /// The earliest is the greatest, as a heap gives the greatest first.
+impl Ord for SimulatedEvent {
+    /// Orders the earliest event as the greatest, because a heap returns the greatest first.
     fn cmp(&self, other: &Self) -> Ordering {
         other.time.total_cmp(&self.time).then(other.number.cmp(&self.number))
     }
@@ -75,204 +75,221 @@ impl Ord for Event {
 
 /// The core of a rank.
 #[derive(Clone, Debug, Default)]
-struct Core {
+struct RankCore {
     busy: bool,
     queue: VecDeque<u32>,
 }
 
 /// Steps of all ranks, by number.
-struct Run<'a> {
-    scene: &'a Scene<'a>,
-    network: Network,
-    actions: Vec<Action>,
+struct SimulationRun<'a> {
+    input: &'a SimulationInput<'a>,
+    network: NetworkModel,
+    actions: Vec<ProgramAction>,
     ranks: Vec<u32>,
     /// The number of events that each step still waits for.
-    waiting: Vec<u32>,
+    pending_dependencies: Vec<u32>,
     /// The steps that come after each, one list after the other.
-    next: Vec<u32>,
-    starts: Vec<u32>,
+    successors: Vec<u32>,
+    successor_starts: Vec<u32>,
     /// Receiver of each step's send.
-    partner: Vec<u32>,
+    receiver_step: Vec<u32>,
     /// The work of each rank's core, and its queue.
-    cores: Vec<Core>,
-    events: BinaryHeap<Event>,
-    numbers: u64,
-    outcome: Outcome,
+    cores: Vec<RankCore>,
+    events: BinaryHeap<SimulatedEvent>,
+    last_number: u64,
+    outcome: SimulationOutcome,
 }
 
 /// Runs it to the end.
 ///
 /// # Errors
 /// `Stuck` when programs do not fit each other.
-pub(crate) fn run(scene: &Scene<'_>) -> Result<Outcome> {
-    let mut run = Run::new(scene);
+pub(crate) fn run_simulation(scene: &SimulationInput<'_>) -> Result<SimulationOutcome> {
+    let mut run = SimulationRun::new(scene);
     for step in 0..run.actions.len() {
-        if run.waiting[step] == 0 {
-            run.start(step, 0.0);
+        if run.pending_dependencies[step] == 0 {
+            run.start_step(step, 0.0);
         }
     }
     let mut left = run.actions.len();
     while let Some(event) = run.events.pop() {
-        match event.what {
-            What::Done(step) => {
+        match event.kind {
+            SimulatedEventKind::StepDone(step) => {
                 left -= 1;
                 run.outcome.seconds = run.outcome.seconds.max(event.time);
-                run.done(step, event.time);
+                run.finish_step(step, event.time);
             }
-            What::Head(step) => run.head(step, event.time),
-            What::Here(step) => run.came(step, event.time),
+            SimulatedEventKind::HeadArrived(step) => run.receive_head(step, event.time),
+            SimulatedEventKind::DependencyDone(step) => run.resolve_dependency(step, event.time),
         }
     }
     if left == 0 { Ok(run.outcome) } else { Err(Error::Stuck { left }) }
 }
 
-impl<'a> Run<'a> {
-    fn new(scene: &'a Scene<'a>) -> Self {
-        let total: usize = scene.programs.iter().map(Program::len).sum();
+impl<'a> SimulationRun<'a> {
+    fn new(scene: &'a SimulationInput<'a>) -> Self {
+        let total: usize = scene.programs.iter().map(CollectiveProgram::len).sum();
         let (mut actions, mut ranks) = (Vec::with_capacity(total), Vec::with_capacity(total));
         let (mut waiting, mut counts) = (Vec::with_capacity(total), vec![0u32; total + 1]);
         let mut receives: HashMap<(u32, u32), Vec<usize>> = HashMap::new();
         let mut base = 0;
         for (rank, program) in (0u32..).zip(&scene.programs) {
             for (step, action) in program.actions().enumerate() {
-                let after = program.after(step);
+                let after = program.dependencies_of(step);
                 for before in after {
                     counts[base + *before as usize + 1] += 1;
                 }
                 let mut waits = after.len();
-                if let Action::Receive(transfer) = action {
+                if let ProgramAction::Receive(transfer) = action {
                     waits += 1;
                     receives.entry((transfer.member, rank)).or_default().push(base + step);
                 }
                 actions.push(action);
                 ranks.push(rank);
-                waiting.push(index(waits));
+                waiting.push(to_step_index(waits));
             }
             base += program.len();
         }
         for step in 0..total {
             counts[step + 1] += counts[step];
         }
-        let hosts = scene.places.iter().max().map_or(0, |host| *host as usize + 1);
-        let network = Network::new(scene.cluster, hosts);
-        let next = followers(scene, &counts);
-        let partner = partners(&actions, &ranks, &receives);
+        let hosts = scene.rank_hosts.iter().max().map_or(0, |host| *host as usize + 1);
+        let network = NetworkModel::new(scene.cluster, hosts);
+        let next = successors_by_step(scene, &counts);
+        let partner = receiver_steps(&actions, &ranks, &receives);
         Self {
-            scene,
+            input: scene,
             network,
             actions,
             ranks,
-            waiting,
-            next,
-            starts: counts,
-            partner,
-            cores: vec![Core::default(); scene.programs.len()],
+            pending_dependencies: waiting,
+            successors: next,
+            successor_starts: counts,
+            receiver_step: partner,
+            cores: vec![RankCore::default(); scene.programs.len()],
             events: BinaryHeap::new(),
-            numbers: 0,
-            outcome: Outcome::default(),
+            last_number: 0,
+            outcome: SimulationOutcome::default(),
         }
     }
 
-    fn at(&mut self, time: f64, what: What) {
-        self.numbers += 1;
-        self.events.push(Event { time, number: self.numbers, what });
+    fn schedule_event(&mut self, time: f64, what: SimulatedEventKind) {
+        self.last_number += 1;
+        self.events.push(SimulatedEvent { time, number: self.last_number, kind: what });
     }
 
-    fn host(&self, rank: u32) -> usize {
-        self.scene.places.get(rank as usize).copied().unwrap_or_default() as usize
+    fn host_of(&self, rank: u32) -> usize {
+        self.input.rank_hosts.get(rank as usize).copied().unwrap_or_default() as usize
     }
 
-    fn is_far(&self, rank: u32, other: u32) -> bool {
-        if self.scene.folded { rank == other } else { self.host(rank) != self.host(other) }
+    fn is_between_hosts(&self, rank: u32, other: u32) -> bool {
+        if self.input.folded { rank == other } else { self.host_of(rank) != self.host_of(other) }
     }
 
-    /// Everything that a step comes after is done: it begins when its core is free.
-    fn start(&mut self, step: usize, now: f64) {
+    /// Starts a step whose dependencies are done: it begins when its core is free.
+    fn start_step(&mut self, step: usize, now: f64) {
         let core = &mut self.cores[self.ranks[step] as usize];
         if core.busy {
-            core.queue.push_back(index(step));
+            core.queue.push_back(to_step_index(step));
         } else {
             core.busy = true;
-            self.begin(step, now);
+            self.begin_work(step, now);
         }
     }
 
-    fn begin(&mut self, step: usize, now: f64) {
+    fn begin_work(&mut self, step: usize, now: f64) {
         let rank = self.ranks[step];
         let cost = match self.actions[step] {
-            Action::Send(transfer) | Action::Receive(transfer) => self.moving(rank, transfer),
-            Action::Reduce { bytes } => self.network.touch(float(bytes)),
+            ProgramAction::Send(transfer) | ProgramAction::Receive(transfer) => {
+                self.transfer_cost(rank, transfer)
+            }
+            ProgramAction::Reduce { bytes } => self.network.reduce_cost(bytes_to_f64(bytes)),
         };
-        let host = self.host(rank);
-        let slow = host >= self.scene.slow_from as usize;
-        let end = self.network.work(now, host, slow, cost);
-        self.at(end, What::Done(step));
+        let host = self.host_of(rank);
+        let slow = host >= self.input.first_slow_host as usize;
+        let end = self.network.occupy_core(now, host, slow, cost);
+        self.schedule_event(end, SimulatedEventKind::StepDone(step));
     }
 
-    fn moving(&self, rank: u32, transfer: Transfer) -> Cost {
-        let bytes = float(transfer.bytes);
-        let copy = if transfer.copied { self.network.copy(bytes) } else { Cost::default() };
-        if !self.is_far(rank, transfer.member) {
+    fn transfer_cost(&self, rank: u32, transfer: ProgramTransfer) -> StepCost {
+        let bytes = bytes_to_f64(transfer.bytes);
+        let copy =
+            if transfer.copied { self.network.copy_cost(bytes) } else { StepCost::default() };
+        if !self.is_between_hosts(rank, transfer.member) {
             return copy;
         }
-        let socket = self.network.socket(bytes, transfer.messages.into());
-        Cost { core: copy.core + socket.core, memory: copy.memory + socket.memory }
+        let socket = self.network.socket_cost(bytes, transfer.messages.into());
+        StepCost { core: copy.core + socket.core, memory: copy.memory + socket.memory }
     }
 
-    fn done(&mut self, step: usize, now: f64) {
-        if let Action::Send(transfer) = self.actions[step] {
+    fn finish_step(&mut self, step: usize, now: f64) {
+        if let ProgramAction::Send(transfer) = self.actions[step] {
             let rank = self.ranks[step];
-            if self.is_far(rank, transfer.member) {
+            if self.is_between_hosts(rank, transfer.member) {
                 self.outcome.sent += transfer.bytes;
                 self.outcome.messages += u64::from(transfer.messages);
-                let head = self.network.depart(now, self.host(rank), float(transfer.bytes));
-                self.at(head, What::Head(step));
+                let head = self.network.send_message(
+                    now,
+                    self.host_of(rank),
+                    bytes_to_f64(transfer.bytes),
+                );
+                self.schedule_event(head, SimulatedEventKind::HeadArrived(step));
             } else {
-                let here = now + self.scene.cluster.near.as_secs_f64();
-                self.at(here, What::Here(self.partner[step] as usize));
+                let here = now + self.input.cluster.local_latency.as_secs_f64();
+                self.schedule_event(
+                    here,
+                    SimulatedEventKind::DependencyDone(self.receiver_step[step] as usize),
+                );
             }
         }
-        let (first, last) = (self.starts[step] as usize, self.starts[step + 1] as usize);
+        let (first, last) =
+            (self.successor_starts[step] as usize, self.successor_starts[step + 1] as usize);
         for place in first..last {
-            self.came(self.next[place] as usize, now);
+            self.resolve_dependency(self.successors[place] as usize, now);
         }
         let core = &mut self.cores[self.ranks[step] as usize];
         match core.queue.pop_front() {
-            Some(next) => self.begin(next as usize, now),
+            Some(next) => self.begin_work(next as usize, now),
             None => core.busy = false,
         }
     }
 
-    fn head(&mut self, step: usize, now: f64) {
-        let Action::Send(transfer) = self.actions[step] else { return };
-        let (bytes, host) = (float(transfer.bytes), self.host(transfer.member));
+    fn receive_head(&mut self, step: usize, now: f64) {
+        let ProgramAction::Send(transfer) = self.actions[step] else { return };
+        let (bytes, host) = (bytes_to_f64(transfer.bytes), self.host_of(transfer.member));
         self.outcome.arrived += transfer.bytes;
-        let late =
-            self.network.retransmission(bytes, transfer.messages.into(), chance(step as u64));
-        let end = self.network.arrive(now, host, bytes) + late;
-        self.at(end, What::Here(self.partner[step] as usize));
+        let late = self.network.retransmission_delay(
+            bytes,
+            transfer.messages.into(),
+            loss_draw(step as u64),
+        );
+        let end = self.network.receive_message(now, host, bytes) + late;
+        self.schedule_event(
+            end,
+            SimulatedEventKind::DependencyDone(self.receiver_step[step] as usize),
+        );
     }
 
-    /// One thing that a step waits for has come.
-    fn came(&mut self, step: usize, now: f64) {
-        let Some(waiting) = self.waiting.get_mut(step) else { return };
+    /// Records that one dependency of a step is done.
+    fn resolve_dependency(&mut self, step: usize, now: f64) {
+        let Some(waiting) = self.pending_dependencies.get_mut(step) else { return };
         *waiting = waiting.saturating_sub(1);
         if *waiting == 0 {
-            self.start(step, now);
+            self.start_step(step, now);
         }
     }
 }
 
-/// Returns the steps that come after each: those of step `k` are from `starts[k]` on.
-fn followers(scene: &Scene<'_>, starts: &[u32]) -> Vec<u32> {
+/// Returns the successors of each step: the successors of step `k` begin at `successor_starts[k]`.
+fn successors_by_step(scene: &SimulationInput<'_>, starts: &[u32]) -> Vec<u32> {
     let mut next = vec![0; starts.last().copied().unwrap_or_default() as usize];
     let mut filled = starts.to_vec();
     let mut base = 0;
     for program in &scene.programs {
         for step in 0..program.len() {
-            for before in program.after(step) {
+            for before in program.dependencies_of(step) {
                 let place = &mut filled[base + *before as usize];
-                next[*place as usize] = index(base + step);
+                next[*place as usize] = to_step_index(base + step);
                 *place += 1;
             }
         }
@@ -283,8 +300,8 @@ fn followers(scene: &Scene<'_>, starts: &[u32]) -> Vec<u32> {
 
 /// Returns the receiver of each send: the first send from one rank to another by the first receive,
 /// and so on.
-fn partners(
-    actions: &[Action],
+fn receiver_steps(
+    actions: &[ProgramAction],
     ranks: &[u32],
     receives: &HashMap<(u32, u32), Vec<usize>>,
 ) -> Vec<u32> {
@@ -293,21 +310,21 @@ fn partners(
         let number = sent.entry((rank, to)).or_default();
         let step = receives.get(&(rank, to)).and_then(|steps| steps.get(*number));
         *number += 1;
-        step.map_or(u32::MAX, |step| index(*step))
+        step.map_or(u32::MAX, |step| to_step_index(*step))
     };
     let each = actions.iter().zip(ranks).map(|(action, rank)| match action {
-        Action::Send(transfer) => partner(*rank, transfer.member),
+        ProgramAction::Send(transfer) => partner(*rank, transfer.member),
         _ => u32::MAX,
     });
     each.collect()
 }
 
-fn index(number: usize) -> u32 {
+fn to_step_index(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 /// Returns the bytes as a number to compute with; whole up to 2^53.
 #[expect(clippy::cast_precision_loss, reason = "no message is that long")]
-pub(crate) fn float(bytes: u64) -> f64 {
+pub(crate) fn bytes_to_f64(bytes: u64) -> f64 {
     bytes as f64
 }

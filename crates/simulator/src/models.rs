@@ -5,14 +5,14 @@
 
 use std::time::Duration;
 
-use crate::Timing;
+use crate::PassTiming;
 
 /// Bytes of a parameter.
-const BYTES: u64 = 4;
+const BYTES_PER_PARAMETER: u64 = 4;
 
 /// One tensor of parameters.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Layer {
+pub struct ModelLayer {
     /// Place in the model.
     pub name: String,
     /// Bytes of its gradient.
@@ -23,60 +23,60 @@ pub struct Layer {
 
 /// A model.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Model {
+pub struct ModelProfile {
     /// As the command calls it.
     pub name: &'static str,
     /// In the order of the forward pass.
-    pub layers: Vec<Layer>,
+    pub layers: Vec<ModelLayer>,
     /// Passes on one GPU, by default.
-    pub timing: Timing,
+    pub timing: PassTiming,
     /// Source of these times.
     pub source: &'static str,
 }
 
-impl Model {
+impl ModelProfile {
     /// Their names.
-    pub const NAMES: [&'static str; 3] = ["resnet50", "bert-large", "vgg16"];
+    pub const MODEL_NAMES: [&'static str; 3] = ["resnet50", "bert-large", "vgg16"];
 
     /// Returns the model of a name.
-    pub fn named(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         match name {
-            "resnet50" => Some(resnet50()),
-            "bert-large" => Some(bert_large()),
-            "vgg16" => Some(vgg16()),
+            "resnet50" => Some(resnet50_profile()),
+            "bert-large" => Some(bert_large_profile()),
+            "vgg16" => Some(vgg16_profile()),
             _ => None,
         }
     }
 
     /// Returns the bytes of all gradients.
-    pub fn bytes(&self) -> u64 {
+    pub fn gradient_bytes(&self) -> u64 {
         self.layers.iter().map(|layer| layer.bytes).sum()
     }
 }
 
 /// Collects layers.
 #[derive(Default)]
-struct Stack(Vec<Layer>);
+struct LayerStack(Vec<ModelLayer>);
 
-impl Stack {
+impl LayerStack {
     fn push(&mut self, name: String, parameters: u64, work: u64) {
-        self.0.push(Layer { name, bytes: parameters * BYTES, work });
+        self.0.push(ModelLayer { name, bytes: parameters * BYTES_PER_PARAMETER, work });
     }
 
-    /// A convolution of `kernel` x `kernel` without bias, to `size` x `size` places.
-    fn convolution(&mut self, name: &str, kernel: u64, from: u64, to: u64, size: u64) {
+    /// Adds a convolution of `kernel` x `kernel` without bias, to `size` x `size` places.
+    fn push_convolution(&mut self, name: &str, kernel: u64, from: u64, to: u64, size: u64) {
         let parameters = kernel * kernel * from * to;
         self.push(format!("{name}.weight"), parameters, parameters * size * size);
     }
 
-    /// Two vectors: batch or layer normalization.
-    fn normalization(&mut self, name: &str, width: u64) {
+    /// Adds two vectors: batch or layer normalization.
+    fn push_normalization(&mut self, name: &str, width: u64) {
         self.push(format!("{name}.weight"), width, 0);
         self.push(format!("{name}.bias"), width, 0);
     }
 
-    /// A matrix and a bias, applied at `places`.
-    fn linear(&mut self, name: &str, from: u64, to: u64, places: u64) {
+    /// Adds a matrix and a bias, applied at `places`.
+    fn push_linear(&mut self, name: &str, from: u64, to: u64, places: u64) {
         self.push(format!("{name}.weight"), from * to, from * to * places);
         self.push(format!("{name}.bias"), to, 0);
     }
@@ -84,19 +84,19 @@ impl Stack {
 
 /// Returns the time of a step of so many examples at a rate: a third of it is the forward pass, as
 /// the backward pass computes gradients of inputs and of weights.
-fn timing(examples: f64, rate: f64) -> Timing {
+fn timing_from_rate(examples: f64, rate: f64) -> PassTiming {
     let step = examples / rate;
-    Timing {
+    PassTiming {
         forward: Duration::from_secs_f64(step / 3.0),
         backward: Duration::from_secs_f64(step * 2.0 / 3.0),
     }
 }
 
 /// He et al., "Deep Residual Learning for Image Recognition", table 1; images of 224 x 224.
-fn resnet50() -> Model {
-    let mut stack = Stack::default();
-    stack.convolution("conv1", 7, 3, 64, 112);
-    stack.normalization("bn1", 64);
+fn resnet50_profile() -> ModelProfile {
+    let mut stack = LayerStack::default();
+    stack.push_convolution("conv1", 7, 3, 64, 112);
+    stack.push_normalization("bn1", 64);
     let mut width = 64;
     for (stage, (blocks, inner, size)) in
         [(3, 64, 56), (4, 128, 28), (6, 256, 14), (3, 512, 7)].into_iter().enumerate()
@@ -106,24 +106,24 @@ fn resnet50() -> Model {
             // The first block of a stage halves the image in its second convolution (version 1.5);
             // its first one sees the larger image.
             let before = if block == 0 && stage > 0 { 2 * size } else { size };
-            stack.convolution(&name("conv1"), 1, width, inner, before);
-            stack.normalization(&name("bn1"), inner);
-            stack.convolution(&name("conv2"), 3, inner, inner, size);
-            stack.normalization(&name("bn2"), inner);
-            stack.convolution(&name("conv3"), 1, inner, 4 * inner, size);
-            stack.normalization(&name("bn3"), 4 * inner);
+            stack.push_convolution(&name("conv1"), 1, width, inner, before);
+            stack.push_normalization(&name("bn1"), inner);
+            stack.push_convolution(&name("conv2"), 3, inner, inner, size);
+            stack.push_normalization(&name("bn2"), inner);
+            stack.push_convolution(&name("conv3"), 1, inner, 4 * inner, size);
+            stack.push_normalization(&name("bn3"), 4 * inner);
             if block == 0 {
-                stack.convolution(&name("downsample.0"), 1, width, 4 * inner, size);
-                stack.normalization(&name("downsample.1"), 4 * inner);
+                stack.push_convolution(&name("downsample.0"), 1, width, 4 * inner, size);
+                stack.push_normalization(&name("downsample.1"), 4 * inner);
             }
             width = 4 * inner;
         }
     }
-    stack.linear("fc", width, 1000, 1);
-    Model {
+    stack.push_linear("fc", width, 1000, 1);
+    ModelProfile {
         name: "resnet50",
         layers: stack.0,
-        timing: timing(64.0, 219.0),
+        timing: timing_from_rate(64.0, 219.0),
         source: "64 images at 219 images/s: one P100 in TensorFlow's benchmarks of May 2017, \
                  synthetic data",
     }
@@ -131,8 +131,8 @@ fn resnet50() -> Model {
 
 /// Simonyan and Zisserman, "Very Deep Convolutional Networks", configuration D; images of 224
 /// x 224.
-fn vgg16() -> Model {
-    let mut stack = Stack::default();
+fn vgg16_profile() -> ModelProfile {
+    let mut stack = LayerStack::default();
     let mut from = 3;
     for (stage, (convolutions, to, size)) in
         [(2, 64, 224), (2, 128, 112), (3, 256, 56), (3, 512, 28), (3, 512, 14)]
@@ -141,18 +141,18 @@ fn vgg16() -> Model {
     {
         for number in 0..convolutions {
             let name = format!("conv{}_{}", stage + 1, number + 1);
-            stack.convolution(&name, 3, from, to, size);
+            stack.push_convolution(&name, 3, from, to, size);
             stack.push(format!("{name}.bias"), to, 0);
             from = to;
         }
     }
-    stack.linear("fc6", 512 * 7 * 7, 4096, 1);
-    stack.linear("fc7", 4096, 4096, 1);
-    stack.linear("fc8", 4096, 1000, 1);
-    Model {
+    stack.push_linear("fc6", 512 * 7 * 7, 4096, 1);
+    stack.push_linear("fc7", 4096, 4096, 1);
+    stack.push_linear("fc8", 4096, 1000, 1);
+    ModelProfile {
         name: "vgg16",
         layers: stack.0,
-        timing: timing(64.0, 154.0),
+        timing: timing_from_rate(64.0, 154.0),
         source: "64 images at 154 images/s: one P100 in TensorFlow's benchmarks of May 2017, \
                  synthetic data",
     }
@@ -160,31 +160,30 @@ fn vgg16() -> Model {
 
 /// Devlin et al., "BERT", the large model with its pooler and without heads; sequences of 512
 /// tokens.
-fn bert_large() -> Model {
+fn bert_large_profile() -> ModelProfile {
     let (width, inner, tokens) = (1024, 4096, 512);
-    let mut stack = Stack::default();
+    let mut stack = LayerStack::default();
     for (name, rows) in [("word", 30_522), ("position", 512), ("token_type", 2)] {
         stack.push(format!("embeddings.{name}.weight"), rows * width, 0);
     }
-    stack.normalization("embeddings.norm", width);
+    stack.push_normalization("embeddings.norm", width);
     for layer in 0..24 {
         let name = |part: &str| format!("layer.{layer}.{part}");
         for part in ["query", "key", "value", "output"] {
-            stack.linear(&name(part), width, width, tokens);
+            stack.push_linear(&name(part), width, width, tokens);
         }
-        stack.normalization(&name("attention.norm"), width);
-        stack.linear(&name("intermediate"), width, inner, tokens);
-        stack.linear(&name("dense"), inner, width, tokens);
-        stack.normalization(&name("norm"), width);
+        stack.push_normalization(&name("attention.norm"), width);
+        stack.push_linear(&name("intermediate"), width, inner, tokens);
+        stack.push_linear(&name("dense"), inner, width, tokens);
+        stack.push_normalization(&name("norm"), width);
     }
-    stack.linear("pooler", width, width, 1);
-    // 6 operations for each parameter and token, at half of what a P100 does at most in single
-    // precision.
+    stack.push_linear("pooler", width, width, 1);
+    // 6 operations for each parameter and token, at half the peak single-precision rate of a P100.
     let sequence = 6.0 * 335.1e6 * 512.0;
-    Model {
+    ModelProfile {
         name: "bert-large",
         layers: stack.0,
-        timing: timing(8.0, 0.5 * 10.6e12 / sequence),
+        timing: timing_from_rate(8.0, 0.5 * 10.6e12 / sequence),
         source: "an estimate: 8 sequences of 512 tokens, 6 operations for each parameter and \
                  token, half of a P100's 10.6 Tflop/s",
     }
@@ -195,8 +194,8 @@ mod tests {
     use super::*;
 
     fn parameters(name: &str) -> (usize, u64) {
-        let model = Model::named(name).unwrap();
-        (model.layers.len(), model.bytes() / BYTES)
+        let model = ModelProfile::from_name(name).unwrap();
+        (model.layers.len(), model.gradient_bytes() / BYTES_PER_PARAMETER)
     }
 
     #[test]
@@ -205,17 +204,22 @@ mod tests {
         assert_eq!(parameters("vgg16"), (32, 138_357_544));
         assert_eq!(parameters("bert-large"), (391, 335_141_888));
         assert!(
-            Model::NAMES
+            ModelProfile::MODEL_NAMES
                 .iter()
-                .all(|name| Model::named(name).is_some_and(|model| model.name == *name))
+                .all(|name| ModelProfile::from_name(name).is_some_and(|model| model.name == *name))
         );
-        assert!(Model::named("alexnet").is_none());
+        assert!(ModelProfile::from_name("alexnet").is_none());
     }
 
     #[test]
     fn images_take_the_multiplications_that_are_published() {
         let work = |name: &str| {
-            Model::named(name).unwrap().layers.iter().map(|layer| layer.work).sum::<u64>()
+            ModelProfile::from_name(name)
+                .unwrap()
+                .layers
+                .iter()
+                .map(|layer| layer.work)
+                .sum::<u64>()
         };
         // 4.1 and 15.5 thousand millions.
         assert!((4_000_000_000..4_200_000_000).contains(&work("resnet50")), "{}", work("resnet50"));

@@ -7,9 +7,12 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Algorithm, Crossover};
+use farandole_collectives::{AllreduceAlgorithm, CrossoverTable};
 use farandole_config::Config;
-use farandole_simulator::{Allreduce, Cluster, Collective, Control, Model, Step, live};
+use farandole_simulator::{
+    AllreduceEstimate, AllreduceSimulator, ControlRound, ModelProfile, SimulatedCluster,
+    StepEstimate, modeled_links,
+};
 
 /// Permitted gain of something slower, because events come in another order: steps queue at cores
 /// and interfaces.
@@ -20,23 +23,23 @@ fn config() -> Config {
 }
 
 /// A cluster on which only the network takes time.
-fn network(hosts: u32, ranks: u32) -> Cluster {
-    Cluster {
+fn network(hosts: u32, ranks: u32) -> SimulatedCluster {
+    SimulatedCluster {
         copy_rate: 1e18,
         memory_rate: 1e18,
         socket_rate: 1e18,
-        message: Duration::ZERO,
-        near: Duration::from_nanos(100),
-        ..Cluster::new(hosts, ranks).unwrap()
+        message_cpu_time: Duration::ZERO,
+        local_latency: Duration::from_nanos(100),
+        ..SimulatedCluster::new(hosts, ranks).unwrap()
     }
 }
 
-fn allreduce(cluster: &Cluster, bytes: u64) -> Allreduce {
-    Collective::new(cluster, &config()).unwrap().simulate(bytes).unwrap()
+fn allreduce(cluster: &SimulatedCluster, bytes: u64) -> AllreduceEstimate {
+    AllreduceSimulator::new(cluster, &config()).unwrap().simulate(bytes).unwrap()
 }
 
 /// Seconds that `bytes` take on the interfaces of a host.
-fn wire(cluster: &Cluster, bytes: f64) -> f64 {
+fn wire(cluster: &SimulatedCluster, bytes: f64) -> f64 {
     bytes / cluster.payload_rate()
 }
 
@@ -45,7 +48,7 @@ fn a_long_pipeline_takes_the_time_of_its_bytes() {
     for hosts in [2u32, 4, 8] {
         let cluster = network(hosts, hosts);
         let found = allreduce(&cluster, 64 << 20);
-        assert_eq!(found.algorithm, Some(Algorithm::Pipeline));
+        assert_eq!(found.algorithm, Some(AllreduceAlgorithm::Pipeline));
         let part = f64::from(hosts - 1) / f64::from(hosts);
         let ratio = found.time.as_secs_f64() / wire(&cluster, 2.0 * part * f64::from(64 << 20));
         assert!((1.0..1.1).contains(&ratio), "{hosts} hosts: {ratio}");
@@ -57,7 +60,8 @@ fn a_long_hierarchy_takes_the_time_of_its_bytes() {
     for (hosts, ranks) in [(2u32, 4u32), (4, 16), (16, 64)] {
         let cluster = network(hosts, ranks);
         let found = allreduce(&cluster, 64 << 20);
-        let across = if hosts < 16 { Algorithm::Hierarchy } else { Algorithm::Halving };
+        let across =
+            if hosts < 16 { AllreduceAlgorithm::Hierarchy } else { AllreduceAlgorithm::Halving };
         assert_eq!(found.algorithm, Some(across));
         let part = f64::from(hosts - 1) / f64::from(hosts);
         let ratio = found.time.as_secs_f64() / wire(&cluster, 2.0 * part * f64::from(64 << 20));
@@ -73,7 +77,7 @@ fn a_small_allreduce_takes_a_latency_for_each_doubling() {
     for doublings in [1u32, 2, 4, 6, 9] {
         let cluster = network(1 << doublings, 1 << doublings);
         let found = allreduce(&cluster, 4);
-        assert_eq!(found.algorithm, Some(Algorithm::Doubling));
+        assert_eq!(found.algorithm, Some(AllreduceAlgorithm::Doubling));
         let latencies = found.time.as_secs_f64() / cluster.latency.as_secs_f64();
         assert!(
             (f64::from(doublings)..1.01 * f64::from(doublings)).contains(&latencies),
@@ -94,17 +98,17 @@ fn hosts_send_the_bytes_of_the_closed_form() {
 
 #[test]
 fn nothing_gets_faster_on_a_worse_cluster() {
-    let good = Cluster::new(4, 16).unwrap();
+    let good = SimulatedCluster::new(4, 16).unwrap();
     let worse = [
-        Cluster { bandwidth: good.bandwidth / 2.0, ..good.clone() },
-        Cluster { latency: good.latency * 10, ..good.clone() },
-        Cluster { copy_rate: good.copy_rate / 2.0, ..good.clone() },
-        Cluster { memory_rate: good.memory_rate / 20.0, ..good.clone() },
-        Cluster { socket_rate: good.socket_rate / 2.0, ..good.clone() },
-        Cluster { message: good.message * 10, ..good.clone() },
-        Cluster { stragglers: 1, slowdown: 2.0, ..good.clone() },
-        Cluster { loss: 0.01, ..good.clone() },
-        Cluster { mtu: 576, ..good.clone() },
+        SimulatedCluster { bandwidth: good.bandwidth / 2.0, ..good.clone() },
+        SimulatedCluster { latency: good.latency * 10, ..good.clone() },
+        SimulatedCluster { copy_rate: good.copy_rate / 2.0, ..good.clone() },
+        SimulatedCluster { memory_rate: good.memory_rate / 20.0, ..good.clone() },
+        SimulatedCluster { socket_rate: good.socket_rate / 2.0, ..good.clone() },
+        SimulatedCluster { message_cpu_time: good.message_cpu_time * 10, ..good.clone() },
+        SimulatedCluster { stragglers: 1, slowdown: 2.0, ..good.clone() },
+        SimulatedCluster { loss: 0.01, ..good.clone() },
+        SimulatedCluster { mtu: 576, ..good.clone() },
     ];
     for bytes in [4, 64 << 10, 1 << 20, 16 << 20] {
         let best = allreduce(&good, bytes).time;
@@ -113,7 +117,7 @@ fn nothing_gets_faster_on_a_worse_cluster() {
             println!("{bytes} bytes: {ratio:.3}");
             assert!(ratio >= ANOMALY, "{ratio}: {cluster:?}, {bytes}");
         }
-        let two = Cluster { interfaces: 2, ..good.clone() };
+        let two = SimulatedCluster { interfaces: 2, ..good.clone() };
         let ratio = best.as_secs_f64() / allreduce(&two, bytes).time.as_secs_f64();
         println!("{bytes} bytes, two interfaces: {ratio:.3}");
         assert!(ratio >= ANOMALY, "{ratio}: two interfaces, {bytes}");
@@ -132,11 +136,11 @@ fn one_host_stands_for_all_that_are_like_it() {
     for (hosts, ranks, bytes) in
         [(8, 32, 16 << 20), (16, 64, 64 << 20), (16, 16, 32 << 20), (4, 32, 3 << 20)]
     {
-        let cluster = Cluster::new(hosts, ranks).unwrap();
-        let collective = Collective::new(&cluster, &config()).unwrap();
-        let plan = collective.plan(bytes).unwrap();
-        assert!(plan.folds());
-        let each = collective.simulate_each(bytes, &plan).unwrap();
+        let cluster = SimulatedCluster::new(hosts, ranks).unwrap();
+        let collective = AllreduceSimulator::new(&cluster, &config()).unwrap();
+        let plan = collective.allreduce_plan(bytes).unwrap();
+        assert!(plan.is_foldable());
+        let each = collective.simulate_every_rank(bytes, &plan).unwrap();
         let one = collective.simulate_one_host(bytes, &plan).unwrap();
         let ratio = one.time.as_secs_f64() / each.time.as_secs_f64();
         println!(
@@ -162,16 +166,18 @@ fn real_communicators_take_the_time_of_their_programs() {
         (4, 8, 4 << 20),
     ] {
         let cluster = network(hosts, ranks);
-        let collective = Collective::new(&cluster, &config()).unwrap();
-        let plan = collective.plan(bytes).unwrap();
-        let each = collective.simulate_each(bytes, &plan).unwrap();
+        let collective = AllreduceSimulator::new(&cluster, &config()).unwrap();
+        let plan = collective.allreduce_plan(bytes).unwrap();
+        let each = collective.simulate_every_rank(bytes, &plan).unwrap();
         let capacity = collective.ring_bytes();
         let size = usize::try_from(bytes).unwrap();
-        let live = live::allreduce(&cluster, size, capacity, &Crossover::default()).unwrap();
+        let live =
+            modeled_links::run_allreduce(&cluster, size, capacity, &CrossoverTable::default())
+                .unwrap();
         for (from, row) in live.sent.iter().enumerate() {
             let mut sent = vec![0u64; row.len()];
-            for action in plan.program(from).actions() {
-                if let farandole_collectives::program::Action::Send(transfer) = action {
+            for action in plan.member_program(from).actions() {
+                if let farandole_collectives::program::ProgramAction::Send(transfer) = action {
                     sent[transfer.member as usize] += transfer.bytes;
                 }
             }
@@ -188,22 +194,25 @@ fn real_communicators_take_the_time_of_their_programs() {
 
 #[test]
 fn the_same_question_has_the_same_answer() {
-    let cluster = Cluster { loss: 0.001, ..Cluster::new(4, 16).unwrap() };
+    let cluster = SimulatedCluster { loss: 0.001, ..SimulatedCluster::new(4, 16).unwrap() };
     assert_eq!(allreduce(&cluster, 4 << 20), allreduce(&cluster, 4 << 20));
 }
 
 #[test]
 fn steps_are_no_faster_than_their_passes_and_scale_worse_with_less_bandwidth() {
-    let model = Model::named("vgg16").unwrap();
+    let model = ModelProfile::from_name("vgg16").unwrap();
     let efficiency = |hosts: u32, gigabits: f64| {
-        let cluster =
-            Cluster { bandwidth: gigabits * 1e9 / 8.0, ..Cluster::new(hosts, 8 * hosts).unwrap() };
-        let mut collective = Collective::new(&cluster, &config()).unwrap();
-        let control = Control::simulate(&cluster).unwrap();
+        let cluster = SimulatedCluster {
+            bandwidth: gigabits * 1e9 / 8.0,
+            ..SimulatedCluster::new(hosts, 8 * hosts).unwrap()
+        };
+        let mut collective = AllreduceSimulator::new(&cluster, &config()).unwrap();
+        let control = ControlRound::simulate(&cluster).unwrap();
         let step =
-            Step::simulate(&mut collective, &control, &model, model.timing, 128 << 20).unwrap();
-        assert!(step.time >= step.alone && step.operations >= step.lists);
-        step.efficiency()
+            StepEstimate::simulate(&mut collective, &control, &model, model.timing, 128 << 20)
+                .unwrap();
+        assert!(step.time >= step.single_rank_time && step.operations >= step.lists);
+        step.scaling_efficiency()
     };
     let (slow, fast) = (efficiency(8, 10.0), efficiency(8, 100.0));
     assert!(slow < fast && fast <= 1.0, "{slow}, {fast}");
@@ -213,12 +222,13 @@ fn steps_are_no_faster_than_their_passes_and_scale_worse_with_less_bandwidth() {
 #[test]
 fn four_thousand_ranks_are_simulated_in_seconds() {
     let began = Instant::now();
-    let cluster = Cluster::new(512, 4096).unwrap();
-    let model = Model::named("resnet50").unwrap();
-    let mut collective = Collective::new(&cluster, &config()).unwrap();
-    let control = Control::simulate(&cluster).unwrap();
-    let step = Step::simulate(&mut collective, &control, &model, model.timing, 128 << 20).unwrap();
-    assert!((0.0..=1.0).contains(&step.efficiency()));
-    println!("{:?}, efficiency {:.3}", began.elapsed(), step.efficiency());
+    let cluster = SimulatedCluster::new(512, 4096).unwrap();
+    let model = ModelProfile::from_name("resnet50").unwrap();
+    let mut collective = AllreduceSimulator::new(&cluster, &config()).unwrap();
+    let control = ControlRound::simulate(&cluster).unwrap();
+    let step =
+        StepEstimate::simulate(&mut collective, &control, &model, model.timing, 128 << 20).unwrap();
+    assert!((0.0..=1.0).contains(&step.scaling_efficiency()));
+    println!("{:?}, efficiency {:.3}", began.elapsed(), step.scaling_efficiency());
     assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
 }

@@ -7,13 +7,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use farandole_config::Config;
-use farandole_simulator::{Cluster, Collective, goal};
+use farandole_simulator::{AllreduceSimulator, SimulatedCluster, goal_format};
 
 fn exported(hosts: u32, ranks: u32, bytes: u64) -> String {
-    let cluster = Cluster::new(hosts, ranks).unwrap();
+    let cluster = SimulatedCluster::new(hosts, ranks).unwrap();
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
     let mut out = Vec::new();
-    goal::write(&mut out, &Collective::new(&cluster, &config).unwrap(), bytes).unwrap();
+    goal_format::write_goal_schedule(
+        &mut out,
+        &AllreduceSimulator::new(&cluster, &config).unwrap(),
+        bytes,
+    )
+    .unwrap();
     String::from_utf8(out).unwrap()
 }
 

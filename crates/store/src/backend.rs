@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The backend of a location, and waits for it.
+//! Chooses the backend of a location and the way to wait for it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -10,81 +10,83 @@ use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 
+use crate::backend_wait::BackendWaiter;
 use crate::error::Result;
-use crate::location::{Location, Service};
-use crate::options::{self, Options};
+use crate::location::{StorageService, StoreLocation};
+use crate::options::{self, BackendOptions};
 use crate::remote;
-use crate::wait::Waiter;
 
 /// The memory stores of this process, by name.
-static MEMORY: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> = LazyLock::new(Mutex::default);
+static MEMORY_STORES: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> =
+    LazyLock::new(Mutex::default);
 
-/// The identity of a remote backend: two stores with the same one share connections. The process is
-/// part of it, since a forked child can use none of its parent's connections.
-type Recipe = (u32, String, Options);
+/// Identity of a remote backend: stores with the same identity share connections. The process id is
+/// part of it, because a forked child cannot use its parent's connections.
+type Recipe = (u32, String, BackendOptions);
 
 /// The remote backends of this process.
-static REMOTE: LazyLock<Mutex<HashMap<Recipe, Arc<dyn ObjectStore>>>> =
+static REMOTE_BACKENDS: LazyLock<Mutex<HashMap<Recipe, Arc<dyn ObjectStore>>>> =
     LazyLock::new(Mutex::default);
 
 /// The backend that a store reads from and writes to.
 #[derive(Clone, Debug)]
-pub(crate) enum Backend {
-    /// Ready at once.
-    Here(Arc<dyn ObjectStore>),
-    /// Over the network; the connections are looked up at every use.
-    Remote(Service, String, Options),
+pub(crate) enum StoreBackend {
+    /// A backend that is ready at once.
+    InProcess(Arc<dyn ObjectStore>),
+    /// A backend over the network; its connections are looked up at every use.
+    Remote(StorageService, String, BackendOptions),
 }
 
-impl Backend {
-    /// Returns the backend of a location; nothing is touched yet.
+impl StoreBackend {
+    /// Returns the backend of a location without accessing it.
     ///
     /// # Errors
-    /// Options that the backend does not have.
-    pub(crate) fn of(location: &Location) -> Result<Self> {
+    /// Options that the backend does not know.
+    pub(crate) fn for_location(location: &StoreLocation) -> Result<Self> {
         Ok(match location {
-            Location::Local(_) => Self::Here(Arc::new(LocalFileSystem::new())),
-            Location::Memory { name, .. } => {
-                let mut stores = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
-                Self::Here(stores.entry(name.clone()).or_default().clone())
+            StoreLocation::Local(_) => Self::InProcess(Arc::new(LocalFileSystem::new())),
+            StoreLocation::Memory { name, .. } => {
+                let mut stores = MEMORY_STORES.lock().unwrap_or_else(PoisonError::into_inner);
+                Self::InProcess(stores.entry(name.clone()).or_default().clone())
             }
-            Location::Remote { service, root, .. } => {
-                let backend = Self::Remote(*service, root.clone(), options::of(&location.url()));
-                // Wrong options are said here, not at the first read somewhere else. HDFS looks for
-                // its name node when it opens, so only readers and writers open it.
-                if *service != Service::Hdfs {
-                    backend.get()?;
+            StoreLocation::Remote { service, root, .. } => {
+                let backend =
+                    Self::Remote(*service, root.clone(), options::options_for_url(&location.url()));
+                // Wrong options must fail here, not at the first read in another process. HDFS
+                // contacts its name node when it is opened, so only readers and writers open it.
+                if *service != StorageService::Hdfs {
+                    backend.object_store()?;
                 }
                 backend
             }
         })
     }
 
-    /// Returns the backend of requests.
+    /// Returns the object store for requests.
     ///
     /// # Errors
-    /// Like [`Backend::of`].
-    pub(crate) fn get(&self) -> Result<Arc<dyn ObjectStore>> {
+    /// Like [`StoreBackend::for_location`].
+    pub(crate) fn object_store(&self) -> Result<Arc<dyn ObjectStore>> {
         match self {
-            Self::Here(backend) => Ok(Arc::clone(backend)),
+            Self::InProcess(backend) => Ok(Arc::clone(backend)),
             Self::Remote(service, root, options) => {
                 let recipe = (std::process::id(), root.clone(), options.clone());
-                let mut opened = REMOTE.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut opened = REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(backend) = opened.get(&recipe) {
                     return Ok(Arc::clone(backend));
                 }
-                let backend = remote::open(*service, root, options)?;
+                let backend = remote::open_backend(*service, root, options)?;
                 opened.insert(recipe, Arc::clone(&backend));
                 Ok(backend)
             }
         }
     }
 
-    /// Returns its way of waiting.
-    pub(crate) fn waiter(&self) -> Waiter {
+    /// Returns the way to wait for this backend.
+    pub(crate) fn backend_waiter(&self) -> BackendWaiter {
         match self {
-            Self::Here(_) => Waiter::Here,
-            Self::Remote(..) => Waiter::Runtime,
+            Self::InProcess(_) => BackendWaiter::CallingThread,
+            Self::Remote(..) => BackendWaiter::Runtime,
         }
     }
 }

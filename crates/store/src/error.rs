@@ -3,10 +3,10 @@
 
 //! Errors of a store.
 
-/// Result of this room.
+/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A store that refused.
+/// A failure of a store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -29,27 +29,28 @@ pub enum Error {
         /// The whole URL.
         url: String,
     },
-    /// A storage option that the backend does not have. Its value is not shown: it may be a secret.
+    /// A storage option that the backend does not know. Its value is not shown, because it may be a
+    /// secret.
     #[error("no such storage option ({key}) for this store: {url}")]
     Option {
-        /// The given value.
+        /// Name of the option.
         key: String,
         /// The store.
         url: String,
     },
-    /// No threads to talk to the network with.
+    /// Threads for network requests cannot be started.
     #[error("cannot start the threads that talk to the store: {source}")]
     Runtime {
         /// The system's error.
         source: std::io::Error,
     },
-    /// There is no such file.
+    /// The file does not exist.
     #[error("no such file: {path}")]
     Missing {
-        /// Its whole path.
+        /// Whole path of the file.
         path: String,
     },
-    /// The backend says no.
+    /// The backend denied permission.
     #[error("not allowed to {action}: {path}")]
     Refused {
         /// The operation that was tried.
@@ -59,7 +60,7 @@ pub enum Error {
         /// The backend's error.
         source: Box<object_store::Error>,
     },
-    /// Anything else between us and the bytes.
+    /// Any other error of the backend.
     #[error("cannot {action} {path}: {source}")]
     Backend {
         /// The operation that was tried.
@@ -69,59 +70,64 @@ pub enum Error {
         /// The backend's error.
         source: Box<object_store::Error>,
     },
-    /// No answer within the time that there was.
+    /// No answer before the deadline.
     #[error("no answer within {patience:?}, cannot {action} {path}")]
-    Late {
+    TimedOut {
         /// The operation that was tried.
         action: &'static str,
         /// The whole path.
         path: String,
-        /// Time of the wait.
+        /// Length of the wait.
         patience: std::time::Duration,
     },
     /// A local directory that cannot be removed.
     #[error("cannot delete {path}: {source}")]
     Directory {
-        /// Its path.
+        /// Path of the directory.
         path: String,
         /// The system's error.
         source: std::io::Error,
     },
     /// An upload was used after its end.
     #[error("upload already ended: {path}")]
-    Ended {
+    UploadEnded {
         /// The file that was written.
         path: String,
     },
 }
 
-/// The reactions that are open to the caller.
+/// Kind of a failure: the caller can correct the request, or the environment failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The caller named something that cannot be.
+    /// The request is invalid.
     Usage,
-    /// The world outside does not play along.
+    /// The system, the network or the backend failed.
     Environment,
 }
 
 impl Error {
-    /// Returns the party at fault.
+    /// Returns the kind of the failure.
     pub fn fault(&self) -> Fault {
         match self {
-            Self::Url { .. } | Self::Scheme { .. } | Self::Option { .. } | Self::Ended { .. } => {
-                Fault::Usage
-            }
+            Self::Url { .. }
+            | Self::Scheme { .. }
+            | Self::Option { .. }
+            | Self::UploadEnded { .. } => Fault::Usage,
             Self::Runtime { .. }
             | Self::Missing { .. }
             | Self::Refused { .. }
             | Self::Backend { .. }
-            | Self::Late { .. }
+            | Self::TimedOut { .. }
             | Self::Directory { .. } => Fault::Environment,
         }
     }
 
-    /// From what the backend said about `path`.
-    pub(crate) fn of(action: &'static str, path: String, source: object_store::Error) -> Self {
+    /// Converts an error of the backend about `path`.
+    pub(crate) fn from_backend(
+        action: &'static str,
+        path: String,
+        source: object_store::Error,
+    ) -> Self {
         match (&source, io_kind(&source)) {
             (object_store::Error::NotFound { .. }, _) => Self::Missing { path },
             (
@@ -138,7 +144,7 @@ impl Error {
     }
 }
 
-/// Returns the kind of the I/O error at the bottom of the chain.
+/// Returns the kind of the I/O error at the end of the chain of sources.
 fn io_kind(error: &object_store::Error) -> Option<std::io::ErrorKind> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = next {

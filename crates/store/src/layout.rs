@@ -3,9 +3,9 @@
 
 //! Names of data and runs below a prefix.
 
-/// Places of runs and prepared data, as URLs or paths in the form of the prefix.
+/// Locations of runs and prepared data, as URLs or paths in the form of the prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct StoreLayout {
     prefix: String,
     train: String,
     val: String,
@@ -14,9 +14,9 @@ pub struct Layout {
     checkpoint: String,
 }
 
-/// Names that differ from the default, each replacing the whole path.
+/// Locations that differ from the default; each replaces the whole path.
 #[derive(Clone, Debug, Default)]
-pub struct Places {
+pub struct LayoutOverrides {
     /// Training data.
     pub train: Option<String>,
     /// Validation data.
@@ -29,18 +29,18 @@ pub struct Places {
     pub checkpoint: Option<String>,
 }
 
-impl Layout {
+impl StoreLayout {
     /// Subdirectory of a run with its logs.
-    pub const LOGS: &'static str = "logs";
+    pub const LOGS_SUBDIRECTORY: &'static str = "logs";
 
-    /// Returns the layout below `prefix`; `places` replace the defaults.
-    pub fn new(prefix: &str, places: Places) -> Self {
+    /// Returns the layout below `prefix`; `places` replaces defaults.
+    pub fn new(prefix: &str, places: LayoutOverrides) -> Self {
         let prefix = match prefix.trim_end_matches('/') {
             "" => prefix.to_owned(),
             trimmed => trimmed.to_owned(),
         };
         let below =
-            |chosen: Option<String>, name: &str| chosen.unwrap_or_else(|| join(&prefix, name));
+            |chosen: Option<String>, name: &str| chosen.unwrap_or_else(|| join_path(&prefix, name));
         Self {
             train: below(places.train, "intermediate_train_data"),
             val: below(places.val, "intermediate_val_data"),
@@ -56,52 +56,52 @@ impl Layout {
         &self.prefix
     }
 
-    /// File name of checkpoints.
+    /// Returns the file name of checkpoints.
     pub fn checkpoint_filename(&self) -> &str {
         &self.checkpoint
     }
 
-    /// Directory of training data number `idx`.
+    /// Returns the directory of training data number `idx`.
     pub fn train_data(&self, idx: Option<u64>) -> String {
-        numbered(&self.train, idx)
+        numbered_path(&self.train, idx)
     }
 
-    /// Directory of validation data number `idx`.
+    /// Returns the directory of validation data number `idx`.
     pub fn val_data(&self, idx: Option<u64>) -> String {
-        numbered(&self.val, idx)
+        numbered_path(&self.val, idx)
     }
 
-    /// Directory of test data number `idx`.
+    /// Returns the directory of test data number `idx`.
     pub fn test_data(&self, idx: Option<u64>) -> String {
-        numbered(&self.test, idx)
+        numbered_path(&self.test, idx)
     }
 
-    /// Directory of all runs.
-    pub fn runs(&self) -> &str {
+    /// Returns the directory of all runs.
+    pub fn runs_path(&self) -> &str {
         &self.runs
     }
 
-    /// Directory of one run.
-    pub fn run(&self, run_id: &str) -> String {
-        join(&self.runs, run_id)
+    /// Returns the directory of one run.
+    pub fn run_path(&self, run_id: &str) -> String {
+        join_path(&self.runs, run_id)
     }
 
-    /// Checkpoint file of one run.
-    pub fn checkpoint(&self, run_id: &str) -> String {
-        join(&self.run(run_id), &self.checkpoint)
+    /// Returns the checkpoint file of one run.
+    pub fn checkpoint_path(&self, run_id: &str) -> String {
+        join_path(&self.run_path(run_id), &self.checkpoint)
     }
 
-    /// Logs of one run.
-    pub fn logs(&self, run_id: &str) -> String {
-        join(&self.run(run_id), Self::LOGS)
+    /// Returns the logs directory of one run.
+    pub fn logs_path(&self, run_id: &str) -> String {
+        join_path(&self.run_path(run_id), Self::LOGS_SUBDIRECTORY)
     }
 }
 
-fn join(prefix: &str, name: &str) -> String {
+fn join_path(prefix: &str, name: &str) -> String {
     if prefix.ends_with('/') { format!("{prefix}{name}") } else { format!("{prefix}/{name}") }
 }
 
-fn numbered(path: &str, idx: Option<u64>) -> String {
+fn numbered_path(path: &str, idx: Option<u64>) -> String {
     idx.map_or_else(|| path.to_owned(), |idx| format!("{path}.{idx}"))
 }
 
@@ -111,17 +111,18 @@ mod tests {
 
     #[test]
     fn the_names_are_the_ones_horovods_users_know() {
-        let layout = Layout::new("file:///data/", Places::default());
+        let layout = StoreLayout::new("file:///data/", LayoutOverrides::default());
         assert_eq!(layout.train_data(None), "file:///data/intermediate_train_data");
         assert_eq!(layout.val_data(Some(3)), "file:///data/intermediate_val_data.3");
-        assert_eq!(layout.checkpoint("run_1"), "file:///data/runs/run_1/checkpoint");
-        assert_eq!(layout.logs("run_1"), "file:///data/runs/run_1/logs");
+        assert_eq!(layout.checkpoint_path("run_1"), "file:///data/runs/run_1/checkpoint");
+        assert_eq!(layout.logs_path("run_1"), "file:///data/runs/run_1/logs");
     }
 
     #[test]
     fn a_chosen_path_replaces_the_default_and_still_gets_its_number() {
-        let places = Places { train: Some("/data/t".into()), ..Places::default() };
-        assert_eq!(Layout::new("/", places).train_data(Some(0)), "/data/t.0");
-        assert_eq!(Layout::new("/", Places::default()).runs(), "/runs");
+        let places =
+            LayoutOverrides { train: Some("/data/t".into()), ..LayoutOverrides::default() };
+        assert_eq!(StoreLayout::new("/", places).train_data(Some(0)), "/data/t.0");
+        assert_eq!(StoreLayout::new("/", LayoutOverrides::default()).runs_path(), "/runs");
     }
 }

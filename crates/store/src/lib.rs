@@ -7,12 +7,12 @@
 //! the data plane. It does not interpret the content of files.
 //!
 //! ```text
-//! url --[parse]--> Location --> object_store backend + prefix --> Store: read, ranges, write, list, upload
+//! url --[parse]--> StoreLocation --> object_store backend + prefix --> Store: read, ranges, write, list, upload
 //! ```
 //!
 //! Callers are synchronous, and their processes fork (Spark's daemon). The local and the memory
 //! backend work on the calling thread. The first use of a store over the network starts a runtime
-//! of two threads, and again in a fork.
+//! of two threads; a forked child starts another one.
 //!
 //! Invariants:
 //! - `ST-1`: a file is visible completely or not at all: writes go to a temporary name and are
@@ -21,31 +21,34 @@
 //! - `ST-5`: a directory of prepared data has either one writer or any number of readers, on all
 //!   hosts together.
 //! - `ST-4`: no option's value appears in an error or in debug output.
-//! - `ST-3`: `localized(full(path)) == path` for absolute paths; characters are never escaped.
+//! - `ST-3`: `localized_path(full_path(path)) == path` for absolute paths; characters are never
+//!   escaped.
 
 #![forbid(unsafe_code)]
 
 mod backend;
+mod backend_wait;
+mod data_sweep;
 mod error;
-mod hadoop;
+mod hdfs_retry;
 mod layout;
 mod lease;
-mod local;
+mod local_files;
 mod location;
-mod mark;
+mod mark_names;
 mod options;
 mod remote;
 mod store;
-mod sweep;
 mod upload;
-mod wait;
 
+pub use data_sweep::{SweepLimits, SweptDirectory, find_stale_data, sweep_stale_data};
 pub use error::{Error, Fault, Result};
-pub use layout::{Layout, Places};
-pub use lease::{clear, is_free, renew, settle, share, take};
-pub use location::{full, localized};
-pub use options::{Options, configure};
-pub use remote::options_of;
-pub use store::{Entry, Item, Store};
-pub use sweep::{Limits, Swept, stale, sweep};
-pub use upload::Upload;
+pub use layout::{LayoutOverrides, StoreLayout};
+pub use lease::{
+    acquire_lease, clear_directory, downgrade_lease, is_free, mark_in_use, renew_mark,
+};
+pub use location::{full_path, localized_path};
+pub use options::{BackendOptions, configure_options};
+pub use remote::object_store_options;
+pub use store::{DirectoryItem, FileEntry, Store};
+pub use upload::StoreUpload;

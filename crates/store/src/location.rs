@@ -1,33 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! URLs: which backend, and which path within it.
+//! Parses URLs into a backend and a path.
 
 use std::path::{Component, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// Folder at which Databricks mounts its file system.
-const DBFS: &str = "/dbfs";
-/// Stands in for `/dbfs` where there is none, as in tests.
-const DBFS_ROOT: &str = "FARANDOLE_DBFS_ROOT";
+/// Directory at which Databricks mounts DBFS.
+const DBFS_MOUNT: &str = "/dbfs";
+/// Variable with a directory that replaces `/dbfs`, for tests.
+const DBFS_ROOT_VARIABLE: &str = "FARANDOLE_DBFS_ROOT";
 
-/// The service of a scheme.
+/// Storage service of a URL scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Service {
-    /// Amazon S3 and what speaks like it.
+pub(crate) enum StorageService {
+    /// Amazon S3 and compatible services.
     S3,
     /// Google Cloud Storage.
     Gcs,
     /// Azure Blob Storage and Data Lake.
     Azure,
-    /// Hadoop's file system.
+    /// HDFS.
     Hdfs,
 }
 
-impl Service {
+impl StorageService {
     /// Returns the service of `scheme`.
-    pub(crate) fn of(scheme: &str) -> Option<Self> {
+    pub(crate) fn from_scheme(scheme: &str) -> Option<Self> {
         Some(match scheme {
             "s3" | "s3a" | "s3n" => Self::S3,
             "gs" | "gcs" => Self::Gcs,
@@ -40,35 +40,35 @@ impl Service {
 
 /// A parsed URL.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Location {
-    /// A directory of this machine; absolute, without `.` and `..`.
+pub(crate) enum StoreLocation {
+    /// A local directory; absolute, without `.` and `..`.
     Local(PathBuf),
-    /// A store of this process, by name, and the path within it.
+    /// An in-memory store of this process.
     Memory {
-        /// Name of the variable.
+        /// Name of the store.
         name: String,
         /// Path, without a leading slash.
         path: String,
     },
-    /// A place over the network.
+    /// A location over the network.
     Remote {
         /// The service.
-        service: Service,
-        /// Scheme and bucket, container or name node: `s3://bucket`.
+        service: StorageService,
+        /// Scheme with bucket, container or name node: `s3://bucket`.
         root: String,
         /// Path, without a leading slash.
         path: String,
     },
 }
 
-impl Location {
-    /// Reads `url`.
+impl StoreLocation {
+    /// Parses `url`.
     pub(crate) fn parse(url: &str) -> Result<Self> {
         let refuse = |reason| Error::Url { url: url.to_owned(), reason };
-        let Some((scheme, rest)) = split(url) else {
-            return Ok(Self::Local(mounted(absolute(url)?)));
+        let Some((scheme, rest)) = split_scheme(url) else {
+            return Ok(Self::Local(remap_dbfs_path(absolute_path(url)?)));
         };
-        if let Some(url) = without_secret(scheme, rest) {
+        if let Some(url) = redact_secret(scheme, rest) {
             return Err(Error::Url { url, reason: "it carries a secret: pass storage options" });
         }
         match scheme {
@@ -77,7 +77,7 @@ impl Location {
                 let path =
                     path.strip_prefix("localhost").filter(|p| p.starts_with('/')).unwrap_or(path);
                 if path.starts_with('/') {
-                    Ok(Self::Local(mounted(absolute(path)?)))
+                    Ok(Self::Local(remap_dbfs_path(absolute_path(path)?)))
                 } else {
                     Err(refuse("a file URL needs an absolute path"))
                 }
@@ -85,18 +85,20 @@ impl Location {
             "dbfs" if rest.starts_with("//") => {
                 Err(refuse("DBFS paths have one slash: dbfs:/path"))
             }
-            // Volumes of Unity Catalog are mounted at the root.
+            // Unity Catalog volumes are mounted at the root.
             "dbfs" if rest == "/Volumes" || rest.starts_with("/Volumes/") => {
-                Ok(Self::Local(mounted(absolute(rest)?)))
+                Ok(Self::Local(remap_dbfs_path(absolute_path(rest)?)))
             }
-            "dbfs" => Ok(Self::Local(mounted(absolute(&format!("{DBFS}{rest}"))?))),
+            "dbfs" => {
+                Ok(Self::Local(remap_dbfs_path(absolute_path(&format!("{DBFS_MOUNT}{rest}"))?)))
+            }
             "memory" => {
                 let rest = rest.trim_start_matches('/');
                 let (name, path) = rest.split_once('/').unwrap_or((rest, ""));
                 Ok(Self::Memory { name: name.to_owned(), path: path.trim_matches('/').to_owned() })
             }
             other => {
-                let service = Service::of(other).ok_or_else(|| Error::Scheme {
+                let service = StorageService::from_scheme(other).ok_or_else(|| Error::Scheme {
                     scheme: other.to_owned(),
                     url: url.to_owned(),
                 })?;
@@ -104,8 +106,8 @@ impl Location {
                     .strip_prefix("//")
                     .ok_or_else(|| refuse("two slashes come after the scheme"))?;
                 let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-                // Hadoop's configuration names the default name node.
-                if authority.is_empty() && service != Service::Hdfs {
+                // For HDFS, Hadoop's configuration names the default name node.
+                if authority.is_empty() && service != StorageService::Hdfs {
                     return Err(refuse("a bucket or container is missing"));
                 }
                 let root = format!("{other}://{authority}");
@@ -127,40 +129,40 @@ impl Location {
 }
 
 /// Returns the path with its scheme: `/tmp/x` and `x` become `file:///...`, `dbfs:/x` becomes
-/// `file:///dbfs/x`; what else has a scheme stays as it is.
+/// `file:///dbfs/x`. Other URLs are returned unchanged.
 ///
 /// # Errors
 /// An empty path, or a relative one when the working directory is gone.
-pub fn full(path: &str) -> Result<String> {
-    match split(path) {
-        Some(("dbfs", _)) => Ok(Location::parse(path)?.url()),
+pub fn full_path(path: &str) -> Result<String> {
+    match split_scheme(path) {
+        Some(("dbfs", _)) => Ok(StoreLocation::parse(path)?.url()),
         Some(_) => Ok(path.to_owned()),
-        None => Ok(format!("file://{}", absolute(path)?.display())),
+        None => Ok(format!("file://{}", absolute_path(path)?.display())),
     }
 }
 
-/// Returns the path without its scheme, as the file system behind it knows it: with the bucket in
-/// front for object stores, without the name node for HDFS.
+/// Returns the path without its scheme, as the service names it: with the bucket for object stores,
+/// without the name node for HDFS.
 ///
 /// # Errors
-/// Like [`full`], or an unknown scheme.
-pub fn localized(url: &str) -> Result<String> {
-    Ok(match Location::parse(url)? {
-        Location::Local(path) => path.display().to_string(),
-        Location::Memory { name, path } => {
+/// Like [`full_path`], or an unknown scheme.
+pub fn localized_path(url: &str) -> Result<String> {
+    Ok(match StoreLocation::parse(url)? {
+        StoreLocation::Local(path) => path.display().to_string(),
+        StoreLocation::Memory { name, path } => {
             format!("/{name}/{path}").trim_end_matches('/').to_owned()
         }
-        Location::Remote { service: Service::Hdfs, path, .. } => format!("/{path}"),
-        Location::Remote { root, path, .. } => {
+        StoreLocation::Remote { service: StorageService::Hdfs, path, .. } => format!("/{path}"),
+        StoreLocation::Remote { root, path, .. } => {
             let (_, bucket) = root.split_once("://").unwrap_or(("", &root));
             format!("{bucket}/{path}").trim_end_matches('/').to_owned()
         }
     })
 }
 
-/// Scheme and rest of a URL; `None` for a path. A scheme has letters, digits, `+`, `-`, `.`, and
-/// two at least.
-fn split(url: &str) -> Option<(&str, &str)> {
+/// Returns scheme and rest of a URL; `None` for a path. A scheme has at least two characters:
+/// letters, digits, `+`, `-`, `.`.
+fn split_scheme(url: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = url.split_once(':')?;
     let named = scheme.len() > 1
         && scheme.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -168,9 +170,8 @@ fn split(url: &str) -> Option<(&str, &str)> {
     (named && rest.starts_with('/')).then_some((scheme, rest))
 }
 
-/// Returns the part of a URL with a password or a signature that may be shown; `None` for other
-/// URLs.
-fn without_secret(scheme: &str, rest: &str) -> Option<String> {
+/// Returns a URL with its password or signature hidden; `None` for a URL without secrets.
+fn redact_secret(scheme: &str, rest: &str) -> Option<String> {
     let rest = rest.strip_prefix("//").filter(|_| scheme != "file")?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let (user, host) = authority.rsplit_once('@').unwrap_or(("", authority));
@@ -185,16 +186,20 @@ fn without_secret(scheme: &str, rest: &str) -> Option<String> {
     }
 }
 
-/// `/dbfs/x` below the directory that stands in for `/dbfs`, if one does.
-fn mounted(path: PathBuf) -> PathBuf {
-    match (farandole_config::environment(DBFS_ROOT), path.strip_prefix(DBFS)) {
+/// Replaces `/dbfs` in a path by the directory of [`DBFS_ROOT_VARIABLE`], if it is set.
+fn remap_dbfs_path(path: PathBuf) -> PathBuf {
+    match (
+        farandole_config::environment_variable(DBFS_ROOT_VARIABLE),
+        path.strip_prefix(DBFS_MOUNT),
+    ) {
         (Some(root), Ok(rest)) if !root.is_empty() => PathBuf::from(root).join(rest),
         _ => path,
     }
 }
 
-/// Absolute, with `.` and `..` resolved by name alone: the directory need not exist.
-fn absolute(path: &str) -> Result<PathBuf> {
+/// Returns the absolute path, with `.` and `..` resolved by name only, because the directory need
+/// not exist.
+fn absolute_path(path: &str) -> Result<PathBuf> {
     let refuse = |reason| Error::Url { url: path.to_owned(), reason };
     let whole = std::path::absolute(path)
         .map_err(|_| refuse("empty, or relative to a directory that is gone"))?;
@@ -218,14 +223,14 @@ mod tests {
     #[test]
     fn st_3_full_and_localized_are_inverse_and_escape_nothing() {
         for path in ["/tmp/x", "/a b/c=d/ü%20#x"] {
-            let whole = full(path).unwrap();
+            let whole = full_path(path).unwrap();
             assert_eq!(whole, format!("file://{path}"));
-            assert_eq!(localized(&whole).unwrap(), path);
+            assert_eq!(localized_path(&whole).unwrap(), path);
         }
-        assert_eq!(full("s3://bucket/x").unwrap(), "s3://bucket/x");
-        assert_eq!(localized("s3://bucket/x/").unwrap(), "bucket/x");
-        assert_eq!(localized("hdfs://node:8020/user/x").unwrap(), "/user/x");
-        assert_eq!(localized("hdfs:///user/x").unwrap(), "/user/x");
+        assert_eq!(full_path("s3://bucket/x").unwrap(), "s3://bucket/x");
+        assert_eq!(localized_path("s3://bucket/x/").unwrap(), "bucket/x");
+        assert_eq!(localized_path("hdfs://node:8020/user/x").unwrap(), "/user/x");
+        assert_eq!(localized_path("hdfs:///user/x").unwrap(), "/user/x");
     }
 
     #[test]
@@ -239,29 +244,29 @@ mod tests {
             "/tmp/./x",
         ] {
             assert_eq!(
-                Location::parse(form).unwrap(),
-                Location::Local(PathBuf::from("/tmp/x")),
+                StoreLocation::parse(form).unwrap(),
+                StoreLocation::Local(PathBuf::from("/tmp/x")),
                 "{form}"
             );
         }
-        assert_eq!(Location::parse("memory://a/b/c/").unwrap().url(), "memory://a/b/c");
+        assert_eq!(StoreLocation::parse("memory://a/b/c/").unwrap().url(), "memory://a/b/c");
     }
 
     #[test]
     fn the_forms_of_a_databricks_path_are_one_place() {
         for form in ["dbfs:/x/y", "/dbfs/x/y", "file:///dbfs/x/y", "file:/dbfs/x/y"] {
             assert_eq!(
-                Location::parse(form).unwrap(),
-                Location::Local(PathBuf::from("/dbfs/x/y")),
+                StoreLocation::parse(form).unwrap(),
+                StoreLocation::Local(PathBuf::from("/dbfs/x/y")),
                 "{form}"
             );
             assert_eq!(
-                full(form).unwrap().replace("file:/dbfs", "file:///dbfs"),
+                full_path(form).unwrap().replace("file:/dbfs", "file:///dbfs"),
                 "file:///dbfs/x/y"
             );
         }
-        assert_eq!(localized("dbfs:/Volumes/main/x").unwrap(), "/Volumes/main/x");
-        assert!(Location::parse("dbfs://x").unwrap_err().to_string().contains("one slash"));
+        assert_eq!(localized_path("dbfs:/Volumes/main/x").unwrap(), "/Volumes/main/x");
+        assert!(StoreLocation::parse("dbfs://x").unwrap_err().to_string().contains("one slash"));
     }
 
     #[test]
@@ -272,11 +277,11 @@ mod tests {
             "abfss://data@account.dfs.core.windows.net/x",
             "hdfs://n:1/x",
         ] {
-            let location = Location::parse(url).unwrap();
+            let location = StoreLocation::parse(url).unwrap();
             assert_eq!(location.url(), url);
-            assert!(matches!(location, Location::Remote { .. }), "{url}");
+            assert!(matches!(location, StoreLocation::Remote { .. }), "{url}");
         }
-        assert!(Location::parse("s3:///x").unwrap_err().to_string().contains("bucket"));
+        assert!(StoreLocation::parse("s3:///x").unwrap_err().to_string().contains("bucket"));
     }
 
     #[test]
@@ -287,27 +292,27 @@ mod tests {
             ("https://me:hidden@host/x", "https://me:***@host/x"),
             ("az://data/x?sv=1&sig=hidden", "az://data/x?***"),
         ] {
-            let error = Location::parse(url).unwrap_err().to_string();
+            let error = StoreLocation::parse(url).unwrap_err().to_string();
             assert!(error.ends_with(shown) && !error.contains("hid"), "{error}");
         }
         for fine in
             ["abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x@y:z", "s3://bucket/a?b=c"]
         {
-            assert_eq!(Location::parse(fine).unwrap().url(), fine);
+            assert_eq!(StoreLocation::parse(fine).unwrap().url(), fine);
         }
     }
 
     #[test]
     fn an_unknown_scheme_is_named() {
-        let error = Location::parse("ftp://host/x").unwrap_err().to_string();
+        let error = StoreLocation::parse("ftp://host/x").unwrap_err().to_string();
         assert!(
             error.contains("no store for the scheme ftp") && error.ends_with("ftp://host/x"),
             "{error}"
         );
         assert!(
-            Location::parse("file:x").is_ok_and(|l| matches!(l, Location::Local(_))),
+            StoreLocation::parse("file:x").is_ok_and(|l| matches!(l, StoreLocation::Local(_))),
             "a relative name with a colon"
         );
-        assert!(Location::parse("").is_err());
+        assert!(StoreLocation::parse("").is_err());
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A file that is written in pieces and appears when it is complete.
+//! Writes a file in pieces; it appears when it is complete.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -10,33 +10,33 @@ use bytes::Bytes;
 use object_store::MultipartUpload;
 use tokio::task::JoinHandle;
 
+use crate::backend_wait::{BackendWaiter, runtime_handle};
 use crate::error::{Error, Result};
-use crate::local;
-use crate::wait::{Waiter, runtime};
+use crate::local_files;
 
-/// Pieces smaller than this are put together: object stores refuse small parts.
-const PART: usize = 8 << 20;
-/// Parts on their way at once over a network: the writer continues meanwhile.
-const AHEAD: usize = 4;
+/// Smallest part. Smaller pieces are joined, because object stores reject small parts.
+const MIN_PART_BYTES: usize = 8 << 20;
+/// Most parts in flight over a network, while the writer continues.
+const MAX_PARTS_IN_FLIGHT: usize = 4;
 
-/// A file being written. It is invisible before [`Upload::finish`]; dropping it leaves nothing
-/// behind.
-pub struct Upload {
+/// A file in progress. It is invisible before [`StoreUpload::finish`]; dropping the upload leaves
+/// no file.
+pub struct StoreUpload {
     inner: Option<Box<dyn MultipartUpload>>,
-    waiter: Waiter,
+    waiter: BackendWaiter,
     sent: VecDeque<JoinHandle<object_store::Result<()>>>,
     path: String,
-    /// Path at which it appears, on a local file system.
+    /// Path at which the file appears, on a local file system.
     local: Option<PathBuf>,
     pending: Vec<Bytes>,
     pending_bytes: usize,
     bytes: u64,
 }
 
-impl Upload {
+impl StoreUpload {
     pub(crate) fn new(
         inner: Box<dyn MultipartUpload>,
-        waiter: Waiter,
+        waiter: BackendWaiter,
         path: String,
         local: Option<PathBuf>,
     ) -> Self {
@@ -58,93 +58,96 @@ impl Upload {
         &self.path
     }
 
-    /// Returns the bytes handed over so far.
-    pub fn bytes(&self) -> u64 {
+    /// Returns the number of bytes written so far.
+    pub fn written_bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Appends a piece.
     ///
     /// # Errors
-    /// The backend's; the upload cannot continue after that.
-    pub fn write(&mut self, piece: Bytes) -> Result<()> {
+    /// The backend's error; the upload cannot continue after it.
+    pub fn write_piece(&mut self, piece: Bytes) -> Result<()> {
         self.bytes += piece.len() as u64;
         self.pending_bytes += piece.len();
         self.pending.push(piece);
-        if self.pending_bytes >= PART { self.flush() } else { Ok(()) }
+        if self.pending_bytes >= MIN_PART_BYTES { self.send_pending() } else { Ok(()) }
     }
 
-    fn flush(&mut self) -> Result<()> {
+    fn send_pending(&mut self) -> Result<()> {
         if self.pending.is_empty() {
             return Ok(());
         }
         self.pending_bytes = 0;
         let payload = self.pending.drain(..).collect::<object_store::PutPayload>();
-        let inner = self.inner.as_mut().ok_or_else(|| Error::Ended { path: self.path.clone() })?;
+        let inner =
+            self.inner.as_mut().ok_or_else(|| Error::UploadEnded { path: self.path.clone() })?;
         let part = inner.put_part(payload);
         match self.waiter {
-            Waiter::Here => self.waiter.wait(part)?.map_err(|source| self.failed("write", source)),
-            Waiter::Runtime => {
-                self.sent.push_back(runtime()?.spawn(part));
-                self.settle(AHEAD)
+            BackendWaiter::CallingThread => {
+                self.waiter.wait(part)?.map_err(|source| self.upload_error("write", source))
+            }
+            BackendWaiter::Runtime => {
+                self.sent.push_back(runtime_handle()?.spawn(part));
+                self.wait_for_parts(MAX_PARTS_IN_FLIGHT)
             }
         }
     }
 
-    /// Waits until at most `left` parts are on their way.
-    fn settle(&mut self, left: usize) -> Result<()> {
+    /// Waits until at most `left` parts are in flight.
+    fn wait_for_parts(&mut self, left: usize) -> Result<()> {
         while self.sent.len() > left
             && let Some(part) = self.sent.pop_front()
         {
             let part = self.waiter.wait(part)?.unwrap_or_else(|source| Err(source.into()));
-            part.map_err(|source| self.failed("write", source))?;
+            part.map_err(|source| self.upload_error("write", source))?;
         }
         Ok(())
     }
 
-    fn failed(&self, action: &'static str, source: object_store::Error) -> Error {
-        Error::of(action, self.path.clone(), source)
+    fn upload_error(&self, action: &'static str, source: object_store::Error) -> Error {
+        Error::from_backend(action, self.path.clone(), source)
     }
 
-    /// Makes the file appear; returns its size.
+    /// Completes the file, which then appears; returns its size.
     ///
     /// # Errors
-    /// The backend's; then there is no file.
+    /// The backend's error; the file then does not exist.
     pub fn finish(mut self) -> Result<u64> {
-        self.flush()?;
-        self.settle(0)?;
+        self.send_pending()?;
+        self.wait_for_parts(0)?;
         let mut inner =
-            self.inner.take().ok_or_else(|| Error::Ended { path: self.path.clone() })?;
+            self.inner.take().ok_or_else(|| Error::UploadEnded { path: self.path.clone() })?;
         match self.waiter.wait(inner.complete())? {
             Ok(_) => {
-                // Manifests name such files: what they name must outlast a loss of power.
-                let synced = self.local.as_deref().map_or(Ok(()), local::sync);
+                // Manifests name such files, so the files must survive a power failure.
+                let synced = self.local.as_deref().map_or(Ok(()), local_files::sync_file);
                 let source = |source: std::io::Error| object_store::Error::Generic {
                     store: "LocalFileSystem",
                     source: Box::new(source),
                 };
-                synced.map_err(|error| self.failed("complete", source(error)))?;
+                synced.map_err(|error| self.upload_error("complete", source(error)))?;
                 Ok(self.bytes)
             }
             Err(source) => {
                 self.inner = Some(inner);
-                Err(self.failed("complete", source))
+                Err(self.upload_error("complete", source))
             }
         }
     }
 }
 
-impl Drop for Upload {
+impl Drop for StoreUpload {
     fn drop(&mut self) {
         if let Some(mut inner) = self.inner.take() {
-            // What cannot be cleaned up now carries a name that no reader looks for.
+            // If the cleanup fails, the remaining file has a name that no reader opens.
             self.sent.drain(..).for_each(|part| part.abort());
             drop(self.waiter.wait(inner.abort()));
         }
     }
 }
 
-impl std::fmt::Debug for Upload {
+impl std::fmt::Debug for StoreUpload {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Upload")
             .field("path", &self.path)

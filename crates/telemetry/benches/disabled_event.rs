@@ -28,7 +28,7 @@ fn best(calls: u32, mut body: impl FnMut(u32)) -> f64 {
 }
 
 fn main() {
-    log::keep(LogLevel::Warning, true);
+    log::keep_events(LogLevel::Warning, true);
     let nothing = best(MANY, |index| {
         black_box(index);
     });
@@ -42,12 +42,12 @@ fn main() {
         tracing::trace!(target: "farandole_engine", rank = index, tensor = "gradient", "submitted");
         black_box(index);
     });
-    log::keep(LogLevel::Trace, true);
+    log::keep_events(LogLevel::Trace, true);
     let kept = best(FEW, |index| {
         tracing::trace!(target: "farandole_engine", rank = index, tensor = "gradient", "submitted");
     });
-    let taken =
-        log::take(Duration::ZERO).map_or(0, |taken| taken.events.len() as u64 + taken.dropped);
+    let taken = log::take_events(Duration::ZERO)
+        .map_or(0, |taken| taken.events.len() as u64 + taken.dropped);
     println!("nothing          {nothing:.2} ns");
     println!("a relaxed load   {load:.2} ns");
     println!("a disabled event {disabled:.2} ns");

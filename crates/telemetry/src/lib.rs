@@ -9,9 +9,9 @@
 //! records: `registrar` carries them, the command and the Python package show them.
 //!
 //! ```text
-//! worker's output -> LogLine --\                          /-> Ring -> driver's events
-//! report(kind, data) -> Metric --> Outbox -> registrar --<
-//!                                                         \-> Sink (a terminal)
+//! worker's output -> LogLine ---------\                                /-> BoundedRing -> driver
+//! report(kind, data) -> WorkerMetric ---> RecordOutbox -> registrar --<
+//!                                                                      \-> RecordSink (a terminal)
 //! ```
 //!
 //! Invariants:
@@ -32,7 +32,9 @@ mod record;
 mod ring;
 mod timeline;
 
-pub use nvtx::{Nvtx, Range};
-pub use record::{LogLine, Metric, PROGRESS, Record, Sink, Stream};
-pub use ring::{Drained, Ring, Weight};
-pub use timeline::{Extent, OLD, Produced, Timeline, Title, Track};
+pub use nvtx::{NvtxDomain, NvtxRange};
+pub use record::{LogLine, OutputStream, PROGRESS_KIND, RecordSink, WorkerMetric, WorkerRecord};
+pub use ring::{BoundedRing, DrainedRecords, RingWeight};
+pub use timeline::{
+    OLD_FILE_SUFFIX, ProducedTensor, Timeline, TimelineOptions, TimelineOwner, TimelineTrack,
+};

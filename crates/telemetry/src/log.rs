@@ -9,16 +9,16 @@
 //!                                                               '-> queue --> take() --> logger (a Python thread)
 //! ```
 //!
-//! An emitter never waits: the queue is bounded, and drops its oldest events. Our events pass by
-//! the level; those of the libraries underneath, which say far more, only from `warning` on, or all
-//! of them at `trace`.
+//! An emitter never waits: the queue is bounded, and drops its oldest events. The level filters our
+//! events. Events of libraries, which are far more verbose, pass from `warning` on; all of them
+//! pass at `trace`.
 
 mod event;
 mod queue;
 mod subscriber;
 
-pub use event::Event;
-pub use queue::Taken;
+pub use event::LogEvent;
+pub use queue::DrainedEvents;
 
 use std::time::Duration;
 
@@ -29,34 +29,34 @@ use farandole_config::LogLevel;
 ///
 /// May be called again: the last call counts, for the whole process.
 pub fn to_stderr(level: LogLevel, hide_time: bool) {
-    subscriber::install(level, hide_time, false);
+    subscriber::install_subscriber(level, hide_time, false);
 }
 
-/// Keeps events from `level` on for [`take`]. True if the caller must begin to take them, because
-/// no thread of this process does.
+/// Keeps events from `level` on for [`take_events`]. Returns true if the caller must begin to take
+/// them, because no thread of this process does.
 ///
 /// In a child that was forked from a process whose events were kept, events go to stderr until this
 /// is called.
-pub fn keep(level: LogLevel, hide_time: bool) -> bool {
-    let Some(first) = queue::KEPT.open() else {
+pub fn keep_events(level: LogLevel, hide_time: bool) -> bool {
+    let Some(first) = queue::EVENT_QUEUE.start_keeping() else {
         // The fork came while another thread held the lock, which no thread will ever release here.
-        subscriber::install(level, hide_time, false);
+        subscriber::install_subscriber(level, hide_time, false);
         return false;
     };
-    subscriber::install(level, hide_time, true);
+    subscriber::install_subscriber(level, hide_time, true);
     first
 }
 
-/// Waits for kept events, at most for `limit`, and takes all of them. `None` after [`end`], when
-/// all were taken.
-pub fn take(limit: Duration) -> Option<Taken> {
-    queue::KEPT.take(limit)
+/// Waits for kept events, at most for `limit`, and takes all of them. Returns `None` after
+/// [`stop_keeping`], when all were taken.
+pub fn take_events(limit: Duration) -> Option<DrainedEvents> {
+    queue::EVENT_QUEUE.take_events(limit)
 }
 
-/// Lets the last [`take`] return; later events go to stderr. Does nothing in a forked child.
-pub fn end() {
-    if subscriber::keeps() {
-        subscriber::give_up_keeping();
-        queue::KEPT.close();
+/// Lets the last [`take_events`] return; later events go to stderr. Does nothing in a forked child.
+pub fn stop_keeping() {
+    if subscriber::keeps_events() {
+        subscriber::clear_keeping_process();
+        queue::EVENT_QUEUE.close();
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranges for NVIDIA's profilers, when the process can load their annotation library. Without it
-//! nothing is done.
+//! Ranges for NVIDIA's profilers. If the process cannot load their annotation library, the
+//! functions here do nothing.
 //!
-//! The library's C interface, as far as it is used: `nvtxDomainCreateA(name)`,
+//! The used part of the library's C interface: `nvtxDomainCreateA(name)`,
 //! `nvtxDomainRangeStartEx(domain, attributes)`, which returns a number, and
 //! `nvtxDomainRangeEnd(domain, number)`. All are cheap while no tool listens.
 
@@ -15,12 +15,12 @@ use std::mem::transmute;
 use std::ptr::NonNull;
 
 /// Libraries with the functions: NVTX 2, then the build of NVTX 3 for callers that are not C.
-const LIBRARIES: [&CStr; 4] =
+const NVTX_LIBRARIES: [&CStr; 4] =
     [c"libnvToolsExt.so.1", c"libnvtx3interop.so.1", c"libnvtx3interop.so", c"libnvToolsExt.so"];
 /// Resolve everything at once, and keep the names to ourselves.
 const RTLD_NOW: c_int = 2;
-const VERSION: u16 = 2;
-const ASCII: i32 = 1;
+const ATTRIBUTES_VERSION: u16 = 2;
+const MESSAGE_TYPE_ASCII: i32 = 1;
 
 unsafe extern "C" {
     fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
@@ -29,7 +29,7 @@ unsafe extern "C" {
 
 /// `nvtxEventAttributes_v2`.
 #[repr(C)]
-struct Attributes {
+struct NvtxEventAttributes {
     version: u16,
     size: u16,
     category: u32,
@@ -43,30 +43,30 @@ struct Attributes {
 }
 
 type Create = unsafe extern "C" fn(*const c_char) -> *mut c_void;
-type Start = unsafe extern "C" fn(*mut c_void, *const Attributes) -> u64;
+type Start = unsafe extern "C" fn(*mut c_void, *const NvtxEventAttributes) -> u64;
 type End = unsafe extern "C" fn(*mut c_void, u64);
 
 /// A domain of ranges.
-pub struct Nvtx {
+pub struct NvtxDomain {
     domain: *mut c_void,
     start: Start,
     end: End,
 }
 
 // SAFETY: NVTX may be called from any thread, and the domain lives as long as the process.
-unsafe impl Send for Nvtx {}
+unsafe impl Send for NvtxDomain {}
 // SAFETY: as above.
-unsafe impl Sync for Nvtx {}
+unsafe impl Sync for NvtxDomain {}
 
 /// A range that has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range(u64);
+pub struct NvtxRange(u64);
 
-impl Nvtx {
+impl NvtxDomain {
     /// Returns the domain `Farandole` of the annotation library, if there is one. It is loaded for
     /// good.
-    pub fn load() -> Option<Self> {
-        LIBRARIES.iter().find_map(|library| Self::from_library(library))
+    pub fn load_domain() -> Option<Self> {
+        NVTX_LIBRARIES.iter().find_map(|library| Self::from_library(library))
     }
 
     fn from_library(library: &CStr) -> Option<Self> {
@@ -94,27 +94,27 @@ impl Nvtx {
     }
 
     /// Begins a range, which may overlap with others.
-    pub fn start(&self, message: &str) -> Range {
+    pub fn start_range(&self, message: &str) -> NvtxRange {
         let message = CString::new(message).unwrap_or_default();
-        let attributes = Attributes {
-            version: VERSION,
-            size: u16::try_from(size_of::<Attributes>()).unwrap_or_default(),
+        let attributes = NvtxEventAttributes {
+            version: ATTRIBUTES_VERSION,
+            size: u16::try_from(size_of::<NvtxEventAttributes>()).unwrap_or_default(),
             category: 0,
             color_type: 0,
             color: 0,
             payload_type: 0,
             reserved: 0,
             payload: 0,
-            message_type: ASCII,
+            message_type: MESSAGE_TYPE_ASCII,
             message: message.as_ptr(),
         };
         // SAFETY: the domain is the library's own; the attributes and the message live across the
         // call, and NVTX keeps neither.
-        Range(unsafe { (self.start)(self.domain, &raw const attributes) })
+        NvtxRange(unsafe { (self.start)(self.domain, &raw const attributes) })
     }
 
     /// Ends it.
-    pub fn end(&self, range: Range) {
+    pub fn end_range(&self, range: NvtxRange) {
         // SAFETY: the domain is the library's own; an unknown number is ignored.
         unsafe { (self.end)(self.domain, range.0) }
     }
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    /// Writes what it is called with to a file next to itself.
+    /// A library that writes its calls to a file next to itself.
     const FAKE: &str = r#"
         #include <stdint.h>
         #include <stdio.h>
@@ -158,16 +158,16 @@ mod tests {
             "this test needs a C compiler, as linking does"
         );
         let name = CString::new(library.to_str().unwrap()).unwrap();
-        let nvtx = Nvtx::from_library(&name).unwrap();
-        let range = nvtx.start("ALLREDUCE gradient");
-        nvtx.end(range);
+        let nvtx = NvtxDomain::from_library(&name).unwrap();
+        let range = nvtx.start_range("ALLREDUCE gradient");
+        nvtx.end_range(range);
         let calls = std::fs::read_to_string(calls).unwrap();
         assert_eq!(calls, "domain Farandole\nstart 7 1 1 ALLREDUCE gradient\nend 7 41\n");
     }
 
     #[test]
     fn a_library_that_is_missing_or_another_is_passed_over() {
-        assert!(Nvtx::from_library(c"libdoes-not-exist.so.1").is_none());
-        assert!(Nvtx::from_library(c"libc.so.6").is_none());
+        assert!(NvtxDomain::from_library(c"libdoes-not-exist.so.1").is_none());
+        assert!(NvtxDomain::from_library(c"libc.so.6").is_none());
     }
 }

@@ -5,26 +5,26 @@
 
 use std::fmt;
 
-use crate::ring::Weight;
+use crate::ring::RingWeight;
 
 /// Kind of the metrics that move a progress bar.
-pub const PROGRESS: &str = "progress";
+pub const PROGRESS_KIND: &str = "progress";
 
 /// Fixed cost of a record in a ring, so that many empty ones are bounded too.
-const OVERHEAD: usize = 64;
+const RECORD_OVERHEAD_BYTES: usize = 64;
 
 /// One of a worker's two streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Stream {
+pub enum OutputStream {
     /// Standard output.
     Stdout,
     /// Standard error.
     Stderr,
 }
 
-impl Stream {
-    /// `stdout` or `stderr`.
-    pub const fn name(self) -> &'static str {
+impl OutputStream {
+    /// Returns `stdout` or `stderr`.
+    pub const fn as_str(self) -> &'static str {
         match self {
             Self::Stdout => "stdout",
             Self::Stderr => "stderr",
@@ -32,9 +32,9 @@ impl Stream {
     }
 }
 
-impl fmt::Display for Stream {
+impl fmt::Display for OutputStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(self.as_str())
     }
 }
 
@@ -46,19 +46,19 @@ pub struct LogLine {
     /// Its rank.
     pub rank: Option<u32>,
     /// Stream on which it was written.
-    pub stream: Stream,
+    pub stream: OutputStream,
     /// The text.
     pub text: String,
 }
 
 /// A record a worker made on purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Metric {
+pub struct WorkerMetric {
     /// The worker's task.
     pub task: u32,
     /// Its rank.
     pub rank: Option<u32>,
-    /// The kind, such as [`PROGRESS`].
+    /// The kind, such as [`PROGRESS_KIND`].
     pub kind: String,
     /// Its content; the two ends agree on the form.
     pub data: Vec<u8>,
@@ -66,16 +66,16 @@ pub struct Metric {
 
 /// Either.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Record {
+pub enum WorkerRecord {
     /// A line of output.
     Log(LogLine),
     /// A metric.
-    Metric(Metric),
+    Metric(WorkerMetric),
 }
 
-impl Weight for Record {
-    fn weight(&self) -> usize {
-        OVERHEAD
+impl RingWeight for WorkerRecord {
+    fn weight_bytes(&self) -> usize {
+        RECORD_OVERHEAD_BYTES
             + match self {
                 Self::Log(line) => line.text.len(),
                 Self::Metric(metric) => metric.kind.len() + metric.data.len(),
@@ -84,7 +84,7 @@ impl Weight for Record {
 }
 
 /// A receiver of records: a ring, a terminal, a file.
-pub trait Sink: Send + Sync {
+pub trait RecordSink: Send + Sync {
     /// Takes one record. May block to slow the sender down; must not panic.
-    fn accept(&self, record: Record);
+    fn accept_record(&self, record: WorkerRecord);
 }

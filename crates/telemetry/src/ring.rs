@@ -8,29 +8,29 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::record::{Record, Sink};
+use crate::record::{RecordSink, WorkerRecord};
 
 /// The weight of a record in a ring.
-pub trait Weight {
+pub trait RingWeight {
     /// Returns the bytes it counts for.
-    fn weight(&self) -> usize;
+    fn weight_bytes(&self) -> usize;
 
     /// Returns whether it may be dropped to make room.
-    fn droppable(&self) -> bool {
+    fn is_droppable(&self) -> bool {
         true
     }
 }
 
 /// Everything that waited in a ring.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Drained<T> {
+pub struct DrainedRecords<T> {
     /// The records, oldest first.
     pub records: Vec<T>,
     /// Records dropped since the last drain; all were older than the first droppable one here.
     pub dropped: u64,
 }
 
-struct Inner<T> {
+struct BoundedRingState<T> {
     records: VecDeque<T>,
     weight: usize,
     dropped: u64,
@@ -38,31 +38,32 @@ struct Inner<T> {
 }
 
 /// A ring of records. Any thread may push; a push never blocks.
-pub struct Ring<T> {
+pub struct BoundedRing<T> {
     budget: usize,
-    inner: Mutex<Inner<T>>,
+    inner: Mutex<BoundedRingState<T>>,
     arrived: Condvar,
 }
 
-impl<T: Weight> Ring<T> {
+impl<T: RingWeight> BoundedRing<T> {
     /// Returns a ring that holds up to `budget` bytes.
     pub fn new(budget: usize) -> Self {
-        let inner = Inner { records: VecDeque::new(), weight: 0, dropped: 0, closed: false };
+        let inner =
+            BoundedRingState { records: VecDeque::new(), weight: 0, dropped: 0, closed: false };
         Self { budget, inner: Mutex::new(inner), arrived: Condvar::new() }
     }
 
     /// Adds a record, dropping the oldest droppable ones until it fits. Nothing is added after
-    /// [`Ring::close`].
+    /// [`BoundedRing::close_half`].
     pub fn push(&self, record: T) {
         let mut inner = self.inner.lock();
         if inner.closed {
             return;
         }
-        let weight = record.weight();
+        let weight = record.weight_bytes();
         while inner.weight + weight > self.budget {
-            let Some(at) = inner.records.iter().position(Weight::droppable) else { break };
+            let Some(at) = inner.records.iter().position(RingWeight::is_droppable) else { break };
             if let Some(old) = inner.records.remove(at) {
-                inner.weight -= old.weight();
+                inner.weight -= old.weight_bytes();
                 inner.dropped += 1;
             }
         }
@@ -73,7 +74,7 @@ impl<T: Weight> Ring<T> {
 
     /// Waits until something waits here, or the ring is closed, or `deadline` passes; then takes
     /// everything.
-    pub fn drain(&self, deadline: Instant) -> Drained<T> {
+    pub fn drain_until(&self, deadline: Instant) -> DrainedRecords<T> {
         let mut inner = self.inner.lock();
         while inner.records.is_empty() && !inner.closed {
             if self.arrived.wait_until(&mut inner, deadline).timed_out() {
@@ -81,14 +82,14 @@ impl<T: Weight> Ring<T> {
             }
         }
         inner.weight = 0;
-        Drained {
+        DrainedRecords {
             records: std::mem::take(&mut inner.records).into(),
             dropped: std::mem::take(&mut inner.dropped),
         }
     }
 
     /// Returns the bytes that wait here.
-    pub fn weight(&self) -> usize {
+    pub fn queued_bytes(&self) -> usize {
         self.inner.lock().weight
     }
 
@@ -105,8 +106,8 @@ impl<T: Weight> Ring<T> {
     }
 }
 
-impl Sink for Ring<Record> {
-    fn accept(&self, record: Record) {
+impl RecordSink for BoundedRing<WorkerRecord> {
+    fn accept_record(&self, record: WorkerRecord) {
         self.push(record);
     }
 }
@@ -120,11 +121,11 @@ mod tests {
     #[derive(Debug, PartialEq)]
     struct Item(u32, usize, bool);
 
-    impl Weight for Item {
-        fn weight(&self) -> usize {
+    impl RingWeight for Item {
+        fn weight_bytes(&self) -> usize {
             self.1
         }
-        fn droppable(&self) -> bool {
+        fn is_droppable(&self) -> bool {
             self.2
         }
     }
@@ -136,33 +137,33 @@ mod tests {
     #[test]
     fn the_oldest_droppable_records_make_room_and_are_counted() {
         // TM-2, TM-3.
-        let ring = Ring::new(10);
+        let ring = BoundedRing::new(10);
         ring.push(Item(0, 4, false));
         ring.push(Item(1, 4, true));
         ring.push(Item(2, 4, true));
         ring.push(Item(3, 4, true));
-        let drained = ring.drain(now());
+        let drained = ring.drain_until(now());
         assert_eq!(drained.records, [Item(0, 4, false), Item(3, 4, true)]);
         assert_eq!(drained.dropped, 2);
-        assert_eq!(ring.drain(now()).dropped, 0);
-        assert_eq!(ring.weight(), 0);
+        assert_eq!(ring.drain_until(now()).dropped, 0);
+        assert_eq!(ring.queued_bytes(), 0);
     }
 
     #[test]
     fn a_record_heavier_than_the_budget_still_passes_alone() {
         // TM-1.
-        let ring = Ring::new(10);
+        let ring = BoundedRing::new(10);
         ring.push(Item(0, 9, true));
         ring.push(Item(1, 50, true));
-        assert_eq!(ring.drain(now()).records, [Item(1, 50, true)]);
+        assert_eq!(ring.drain_until(now()).records, [Item(1, 50, true)]);
     }
 
     #[test]
     fn a_drain_ends_at_its_deadline_and_at_the_close() {
-        let ring: Ring<Item> = Ring::new(10);
-        assert!(ring.drain(now() + Duration::from_millis(5)).records.is_empty());
+        let ring: BoundedRing<Item> = BoundedRing::new(10);
+        assert!(ring.drain_until(now() + Duration::from_millis(5)).records.is_empty());
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| ring.drain(now() + Duration::from_secs(60)));
+            let waiter = scope.spawn(|| ring.drain_until(now() + Duration::from_secs(60)));
             ring.close();
             assert!(waiter.join().unwrap().records.is_empty());
         });

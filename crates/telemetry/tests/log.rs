@@ -21,7 +21,7 @@ fn alone(test: &str) -> Output {
 }
 
 fn is_alone() -> bool {
-    farandole_config::environment("ALONE").is_some()
+    farandole_config::environment_variable("ALONE").is_some()
 }
 
 fn emit() {
@@ -57,11 +57,11 @@ fn lines_on_stderr_have_level_logger_message_and_fields() {
 #[test]
 fn events_are_kept_until_the_end_and_then_go_to_stderr() {
     if is_alone() {
-        assert!(log::keep(LogLevel::Warning, true));
+        assert!(log::keep_events(LogLevel::Warning, true));
         emit();
-        assert!(!log::keep(LogLevel::Trace, true), "somebody takes them already");
+        assert!(!log::keep_events(LogLevel::Trace, true), "somebody takes them already");
         emit();
-        let taken = log::take(Duration::from_secs(60)).unwrap();
+        let taken = log::take_events(Duration::from_secs(60)).unwrap();
         let kept: Vec<_> = taken.events.iter().map(|event| (event.level, event.has_rank)).collect();
         assert_eq!(kept[..2], [(LogLevel::Warning, false), (LogLevel::Error, false)]);
         assert_eq!(kept[2..4], [(LogLevel::Trace, false), (LogLevel::Debug, true)]);
@@ -71,8 +71,8 @@ fn events_are_kept_until_the_end_and_then_go_to_stderr() {
             first.file.unwrap().ends_with("tests/log.rs") && first.thread == thread,
             "{first:?}"
         );
-        log::end();
-        assert!(log::take(Duration::from_secs(60)).is_none());
+        log::stop_keeping();
+        assert!(log::take_events(Duration::from_secs(60)).is_none());
         tracing::warn!(target: "farandole_store", "too late");
         return;
     }

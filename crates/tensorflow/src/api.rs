@@ -35,7 +35,8 @@ const RTLD_LAZY: c_int = 1;
 const RTLD_NOLOAD: c_int = 4;
 
 /// Sonames that hold the API, newest first.
-const LIBRARIES: [&CStr; 2] = [c"libtensorflow_framework.so.2", c"libtensorflow_cc.so.2"];
+const TENSORFLOW_LIBRARIES: [&CStr; 2] =
+    [c"libtensorflow_framework.so.2", c"libtensorflow_cc.so.2"];
 
 macro_rules! api {
     ($($field:ident = $symbol:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
@@ -46,9 +47,10 @@ macro_rules! api {
 
         impl Api {
             fn load() -> Result<Self, String> {
-                let libraries: Vec<*mut c_void> = LIBRARIES
+                let libraries: Vec<*mut c_void> = TENSORFLOW_LIBRARIES
                     .iter()
-                    // SAFETY: only asks for what is loaded already.
+                    // SAFETY: with `RTLD_NOLOAD` the call only finds libraries that are loaded
+                    // already.
                     .map(|name| unsafe { dlopen(name.as_ptr(), RTLD_LAZY | RTLD_NOLOAD) })
                     .filter(|handle| !handle.is_null())
                     .collect();
@@ -137,10 +139,11 @@ api! {
 }
 
 /// Returns the address of what TensorFlow's libraries export under this name.
-pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
-    LIBRARIES
+pub(crate) fn find_symbol(name: &CStr) -> Option<*mut c_void> {
+    TENSORFLOW_LIBRARIES
         .iter()
-        // SAFETY: only asks for what is loaded already, and names are terminated.
+        // SAFETY: with `RTLD_NOLOAD` the call only finds loaded libraries, and names are
+        // terminated.
         .map(|library| unsafe {
             let handle = dlopen(library.as_ptr(), RTLD_LAZY | RTLD_NOLOAD);
             if handle.is_null() { handle } else { dlsym(handle, name.as_ptr()) }
@@ -148,12 +151,12 @@ pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
         .find(|address| !address.is_null())
 }
 
-static API: OnceLock<Result<Api, String>> = OnceLock::new();
+static TENSORFLOW_API: OnceLock<Result<Api, String>> = OnceLock::new();
 
 /// Returns the API, looked up once.
 ///
 /// # Errors
 /// What TensorFlow lacks.
-pub(crate) fn api() -> Result<&'static Api, &'static str> {
-    API.get_or_init(Api::load).as_ref().map_err(String::as_str)
+pub(crate) fn tensorflow_api() -> Result<&'static Api, &'static str> {
+    TENSORFLOW_API.get_or_init(Api::load).as_ref().map_err(String::as_str)
 }

@@ -16,35 +16,35 @@ use crate::api::{Api, Opaque};
 type Manager = unsafe extern "C" fn(*mut c_void, *const c_void, c_int) -> c_int;
 
 /// The manager's operation for the destructor.
-const DESTROY: c_int = 3;
+const DESTROY_OPERATION: c_int = 3;
 
 /// `std::function<void()>` of libstdc++.
 #[repr(C)]
-struct Function {
+struct CppFunction {
     functor: [usize; 2],
     manager: Option<Manager>,
     invoker: Option<unsafe extern "C" fn(*const c_void)>,
 }
 
 /// A moved callback. Runs once; dropped unrun, it is only destroyed.
-pub(crate) struct Callback {
+pub(crate) struct DoneCallback {
     api: &'static Api,
     // Boxed: the manager and the invoker get its address.
-    function: Box<Function>,
+    function: Box<CppFunction>,
 }
 
 // SAFETY: TensorFlow's callbacks are made to run on other threads.
-unsafe impl Send for Callback {}
+unsafe impl Send for DoneCallback {}
 
-impl Callback {
+impl DoneCallback {
     /// Takes the function away from its owner, which then finds it empty, as after a move in C++.
     ///
     /// # Safety
     /// `done` is what TensorFlow passed to an asynchronous `compute` that has not returned.
-    pub(crate) unsafe fn take(api: &'static Api, done: Opaque) -> Self {
-        let original = done.cast::<Function>();
-        // SAFETY: by the caller's promise a live `std::function` is there; emptying it is what its
-        // move constructor does.
+    pub(crate) unsafe fn move_from(api: &'static Api, done: Opaque) -> Self {
+        let original = done.cast::<CppFunction>();
+        // SAFETY: by the caller's promise `original` is a live `std::function`; emptying it is the
+        // second half of its move constructor.
         let function = unsafe {
             let moved = std::ptr::read(original);
             (*original).manager = None;
@@ -54,7 +54,7 @@ impl Callback {
         Self { api, function: Box::new(function) }
     }
 
-    /// Tells TensorFlow that the kernel has ended.
+    /// Reports the end of the kernel to TensorFlow.
     pub(crate) fn run(mut self) {
         let address: Opaque = (&raw mut *self.function).cast();
         // SAFETY: the function is live and in place; it is destroyed on drop.
@@ -62,12 +62,12 @@ impl Callback {
     }
 }
 
-impl Drop for Callback {
+impl Drop for DoneCallback {
     fn drop(&mut self) {
         if let Some(manager) = self.function.manager.take() {
             let functor: *mut c_void = (&raw mut self.function.functor).cast();
-            // SAFETY: the manager is that of this functor, and this is the only destruction.
-            unsafe { manager(functor, functor, DESTROY) };
+            // SAFETY: the manager belongs to this functor, and this is the only destruction.
+            unsafe { manager(functor, functor, DESTROY_OPERATION) };
         }
     }
 }

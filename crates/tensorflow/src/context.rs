@@ -11,7 +11,7 @@ use crate::api::{Api, Deallocate, Opaque};
 /// Codes of a status that are used here; TensorFlow's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
-pub(crate) enum Code {
+pub(crate) enum TensorflowCode {
     Unknown = 2,
     InvalidArgument = 3,
     FailedPrecondition = 9,
@@ -21,43 +21,46 @@ pub(crate) enum Code {
 
 /// The reason why a kernel failed.
 #[derive(Debug)]
-pub(crate) struct Failure {
-    pub(crate) code: Code,
+pub(crate) struct KernelFailure {
+    pub(crate) code: TensorflowCode,
     pub(crate) text: String,
 }
 
 /// A TensorFlow status.
-pub(crate) struct Status {
+pub(crate) struct TensorflowStatus {
     api: &'static Api,
     pub(crate) raw: Opaque,
 }
 
-impl Status {
+impl TensorflowStatus {
     pub(crate) fn new(api: &'static Api) -> Self {
         // SAFETY: no arguments.
         Self { api, raw: unsafe { (api.new_status)() } }
     }
 
     /// Checks the status that TensorFlow has set.
-    pub(crate) fn check(&self) -> Result<(), Failure> {
+    pub(crate) fn check_ok(&self) -> Result<(), KernelFailure> {
         // SAFETY: the status lives.
         if unsafe { (self.api.get_code)(self.raw) } == 0 {
             return Ok(());
         }
         // SAFETY: the message lives as long as the status.
         let text = unsafe { CStr::from_ptr((self.api.message)(self.raw)) };
-        Err(Failure { code: Code::Internal, text: text.to_string_lossy().into_owned() })
+        Err(KernelFailure {
+            code: TensorflowCode::Internal,
+            text: text.to_string_lossy().into_owned(),
+        })
     }
 
     /// Puts a failure in.
-    pub(crate) fn set(&self, failure: &Failure) {
+    pub(crate) fn set_failure(&self, failure: &KernelFailure) {
         let text = CString::new(failure.text.replace('\0', " ")).unwrap_or_default();
         // SAFETY: the status lives and copies the text.
         unsafe { (self.api.set_status)(self.raw, failure.code as c_int, text.as_ptr()) };
     }
 }
 
-impl Drop for Status {
+impl Drop for TensorflowStatus {
     fn drop(&mut self) {
         // SAFETY: made in `new`.
         unsafe { (self.api.delete_status)(self.raw) };
@@ -65,20 +68,20 @@ impl Drop for Status {
 }
 
 /// A reference to a tensor.
-pub(crate) struct Tensor {
+pub(crate) struct TensorflowTensor {
     api: &'static Api,
     raw: Opaque,
 }
 
 // SAFETY: tensors are reference counted across threads.
-unsafe impl Send for Tensor {}
+unsafe impl Send for TensorflowTensor {}
 
-impl Tensor {
+impl TensorflowTensor {
     /// Returns a tensor on memory that `deallocate` frees.
     ///
     /// # Safety
-    /// `data` is valid for `bytes` bytes until `deallocate` is called with `argument`.
-    pub(crate) unsafe fn over(
+    /// `data_address` is valid for `byte_size` bytes until `deallocate` is called with `argument`.
+    pub(crate) unsafe fn from_memory(
         api: &'static Api,
         dtype: c_int,
         dims: &[i64],
@@ -93,7 +96,7 @@ impl Tensor {
         Self { api, raw }
     }
 
-    pub(crate) fn dtype(&self) -> c_int {
+    pub(crate) fn element_type(&self) -> c_int {
         // SAFETY: the tensor lives.
         unsafe { (self.api.tensor_type)(self.raw) }
     }
@@ -107,25 +110,26 @@ impl Tensor {
         }
     }
 
-    pub(crate) fn bytes(&self) -> usize {
+    pub(crate) fn byte_size(&self) -> usize {
         // SAFETY: the tensor lives.
         unsafe { (self.api.tensor_bytes)(self.raw) }
     }
 
-    pub(crate) fn data(&self) -> *mut c_void {
+    pub(crate) fn data_address(&self) -> *mut c_void {
         // SAFETY: the tensor lives.
         unsafe { (self.api.tensor_data)(self.raw) }
     }
 
     /// Returns the elements of a host tensor of 64-bit integers.
-    pub(crate) fn integers(&self) -> Vec<i64> {
-        let (data, count) = (self.data().cast::<i64>(), self.bytes() / size_of::<i64>());
+    pub(crate) fn to_integers(&self) -> Vec<i64> {
+        let (data, count) =
+            (self.data_address().cast::<i64>(), self.byte_size() / size_of::<i64>());
         // SAFETY: `count` elements are there.
         (0..count).map(|index| unsafe { data.add(index).read_unaligned() }).collect()
     }
 }
 
-impl Drop for Tensor {
+impl Drop for TensorflowTensor {
     fn drop(&mut self) {
         if !self.raw.is_null() {
             // SAFETY: a reference of ours.
@@ -136,16 +140,16 @@ impl Drop for Tensor {
 
 /// The context of one run of a kernel.
 #[derive(Clone, Copy)]
-pub(crate) struct Context {
+pub(crate) struct KernelContext {
     pub(crate) api: &'static Api,
     raw: Opaque,
 }
 
 // SAFETY: TensorFlow lets an asynchronous kernel use its context on any thread until the callback
 // has run.
-unsafe impl Send for Context {}
+unsafe impl Send for KernelContext {}
 
-impl Context {
+impl KernelContext {
     /// # Safety
     /// `raw` is the context of a run whose callback has not run, and stays so while this is used.
     pub(crate) unsafe fn new(api: &'static Api, raw: Opaque) -> Self {
@@ -159,23 +163,27 @@ impl Context {
 
     /// Returns an input; `status` is one that holds no failure, as it does afterwards if all goes
     /// well.
-    pub(crate) fn input(self, index: c_int, status: &Status) -> Result<Tensor, Failure> {
+    pub(crate) fn get_input(
+        self,
+        index: c_int,
+        status: &TensorflowStatus,
+    ) -> Result<TensorflowTensor, KernelFailure> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: as above.
         unsafe { (self.api.get_input)(self.raw, index, &raw mut raw, status.raw) };
-        status.check()?;
-        Ok(Tensor { api: self.api, raw })
+        status.check_ok()?;
+        Ok(TensorflowTensor { api: self.api, raw })
     }
 
     /// Returns an output of the extents `dims`.
-    pub(crate) fn allocate(
+    pub(crate) fn allocate_output(
         self,
         index: c_int,
         dtype: c_int,
         dims: &[i64],
         bytes: usize,
-    ) -> Result<Tensor, Failure> {
-        let status = Status::new(self.api);
+    ) -> Result<TensorflowTensor, KernelFailure> {
+        let status = TensorflowStatus::new(self.api);
         let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
         // SAFETY: as above.
         let raw = unsafe {
@@ -189,18 +197,18 @@ impl Context {
                 status.raw,
             )
         };
-        status.check()?;
-        Ok(Tensor { api: self.api, raw })
+        status.check_ok()?;
+        Ok(TensorflowTensor { api: self.api, raw })
     }
 
     /// Returns the output with this index on the memory of the input with the same index if it is
-    /// not needed otherwise, else on new memory; `status` as for [`Self::input`].
-    pub(crate) fn forward(
+    /// not needed otherwise, else on new memory; `status` as for [`Self::get_input`].
+    pub(crate) fn forward_or_allocate(
         self,
         index: c_int,
         dims: &[i64],
-        status: &Status,
-    ) -> Result<(Tensor, bool), Failure> {
+        status: &TensorflowStatus,
+    ) -> Result<(TensorflowTensor, bool), KernelFailure> {
         let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
         let mut forwarded: c_int = -1;
         // SAFETY: as above; one candidate.
@@ -216,20 +224,24 @@ impl Context {
                 status.raw,
             )
         };
-        status.check()?;
-        Ok((Tensor { api: self.api, raw }, forwarded >= 0))
+        status.check_ok()?;
+        Ok((TensorflowTensor { api: self.api, raw }, forwarded >= 0))
     }
 
-    pub(crate) fn set_output(self, index: c_int, tensor: &Tensor) -> Result<(), Failure> {
-        let status = Status::new(self.api);
+    pub(crate) fn set_output(
+        self,
+        index: c_int,
+        tensor: &TensorflowTensor,
+    ) -> Result<(), KernelFailure> {
+        let status = TensorflowStatus::new(self.api);
         // SAFETY: as above.
         unsafe { (self.api.set_output)(self.raw, index, tensor.raw, status.raw) };
-        status.check()
+        status.check_ok()
     }
 
-    pub(crate) fn fail(self, failure: &Failure) {
-        let status = Status::new(self.api);
-        status.set(failure);
+    pub(crate) fn report_failure(self, failure: &KernelFailure) {
+        let status = TensorflowStatus::new(self.api);
+        status.set_failure(failure);
         // SAFETY: as above; the status is copied.
         unsafe { (self.api.context_failure)(self.raw, status.raw) };
     }

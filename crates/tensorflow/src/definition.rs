@@ -7,10 +7,10 @@
 use std::ffi::CStr;
 use std::sync::OnceLock;
 
-use farandole_door::Operation as O;
+use farandole_door::OperationCode as O;
 
-use crate::api::{Api, Compute, ComputeAsync, Create, Infer, api};
-use crate::context::Status;
+use crate::api::{Api, Compute, ComputeAsync, Create, Infer, tensorflow_api};
+use crate::context::TensorflowStatus;
 use crate::{kernel, probe, shapes, world};
 
 /// Every element type that crosses the door, but floats of eight bits: in lists of types, names
@@ -25,52 +25,58 @@ macro_rules! types {
     };
 }
 
-const ONE: &str = "T: \
+const SINGLE_TYPE: &str = "T: \
                    {uint8, int8, uint16, int16, uint32, int32, uint64, int64, half, bfloat16, float, double, bool, complex64, complex128}";
-const MANY: &str = types!("Ts: list");
+const TYPE_LIST: &str = types!("Ts: list");
 /// The arguments of every collective.
-const COMMON: [&str; 3] =
+const COMMON_ATTRIBUTES: [&str; 3] =
     ["tensor_name: string = ''", "process_set: int = 0", "attended: bool = false"];
 /// Factors are doubles by their bits, for attributes are singles: 1.0.
-const REDUCTION: [&str; 3] = [
+const REDUCTION_ATTRIBUTES: [&str; 3] = [
     "reduce_op: int = 0",
     "prescale: int = 4607182418800017408",
     "postscale: int = 4607182418800017408",
 ];
 
-enum Body {
+enum KernelBody {
     Asynchronous(Create, ComputeAsync),
     Immediate(Create, Compute),
 }
 
-struct Definition {
+struct OpDefinition {
     name: &'static str,
     inputs: &'static [&'static str],
     outputs: &'static [&'static str],
     attributes: &'static [&'static [&'static str]],
     shapes: Infer,
-    body: Body,
+    body: KernelBody,
 }
 
 /// A collective on one tensor, and on several.
 macro_rules! collective {
     ($name:literal, $operation:path, $one:expr, $many:expr, $attributes:expr) => {
         [
-            Definition {
+            OpDefinition {
                 name: concat!("Farandole", $name),
                 inputs: &["tensor: T"],
                 outputs: $one.0,
-                attributes: &[&[ONE], &COMMON, $attributes],
+                attributes: &[&[SINGLE_TYPE], &COMMON_ATTRIBUTES, $attributes],
                 shapes: $one.1,
-                body: Body::Asynchronous(kernel::create::<{ $operation as u32 }>, kernel::compute),
+                body: KernelBody::Asynchronous(
+                    kernel::create_collective::<{ $operation as u32 }>,
+                    kernel::compute_collective,
+                ),
             },
-            Definition {
+            OpDefinition {
                 name: concat!("FarandoleGrouped", $name),
                 inputs: &["tensors: Ts"],
                 outputs: $many.0,
-                attributes: &[&[MANY], &COMMON, $attributes],
+                attributes: &[&[TYPE_LIST], &COMMON_ATTRIBUTES, $attributes],
                 shapes: $many.1,
-                body: Body::Asynchronous(kernel::create::<{ $operation as u32 }>, kernel::compute),
+                body: KernelBody::Asynchronous(
+                    kernel::create_collective::<{ $operation as u32 }>,
+                    kernel::compute_collective,
+                ),
             },
         ]
     };
@@ -79,67 +85,80 @@ macro_rules! collective {
 /// A number of this rank, known when the graph runs.
 macro_rules! number {
     ($name:literal, $question:path) => {
-        Definition {
+        OpDefinition {
             name: concat!("Farandole", $name),
             inputs: &[],
             outputs: &["number: int32"],
             attributes: &[&["process_set: int = 0"]],
-            shapes: shapes::scalar,
-            body: Body::Immediate(world::create::<{ $question }>, world::compute),
+            shapes: shapes::infer_scalar,
+            body: KernelBody::Immediate(world::create_query::<{ $question }>, world::compute_query),
         }
     };
 }
 
-fn definitions() -> Vec<Definition> {
-    let same: (&[&str], Infer) = (&["output: T"], shapes::same);
-    let all_same: (&[&str], Infer) = (&["outputs: Ts"], shapes::same);
-    let part: (&[&str], Infer) = (&["output: T"], shapes::other_rows);
-    let all_part: (&[&str], Infer) = (&["outputs: Ts"], shapes::other_rows);
-    let gathered: (&[&str], Infer) = (&["output: T", "rows: int64"], shapes::other_rows_and_matrix);
+fn op_definitions() -> Vec<OpDefinition> {
+    let same: (&[&str], Infer) = (&["output: T"], shapes::infer_same);
+    let all_same: (&[&str], Infer) = (&["outputs: Ts"], shapes::infer_same);
+    let part: (&[&str], Infer) = (&["output: T"], shapes::infer_unknown_rows);
+    let all_part: (&[&str], Infer) = (&["outputs: Ts"], shapes::infer_unknown_rows);
+    let gathered: (&[&str], Infer) =
+        (&["output: T", "rows: int64"], shapes::infer_unknown_rows_and_matrix);
     let all_gathered: (&[&str], Infer) =
-        (&["outputs: Ts", "rows: int64"], shapes::other_rows_and_matrix);
+        (&["outputs: Ts", "rows: int64"], shapes::infer_unknown_rows_and_matrix);
     let mut all = Vec::new();
-    all.extend(collective!("Allreduce", O::Allreduce, same, all_same, &REDUCTION));
+    all.extend(collective!("Allreduce", O::Allreduce, same, all_same, &REDUCTION_ATTRIBUTES));
     all.extend(collective!("Broadcast", O::Broadcast, same, all_same, &["root_rank: int = 0"]));
     all.extend(collective!("Allgather", O::Allgather, gathered, all_gathered, &[]));
-    all.extend(collective!("Reducescatter", O::Reducescatter, part, all_part, &REDUCTION));
-    all.push(Definition {
+    all.extend(collective!(
+        "Reducescatter",
+        O::Reducescatter,
+        part,
+        all_part,
+        &REDUCTION_ATTRIBUTES
+    ));
+    all.push(OpDefinition {
         name: "FarandoleAlltoall",
         inputs: &["tensor: T", "splits: int64"],
         outputs: &["output: T", "received_splits: int32"],
-        attributes: &[&[ONE], &COMMON],
-        shapes: shapes::other_rows_and_vector,
-        body: Body::Asynchronous(kernel::create::<{ O::Alltoall as u32 }>, kernel::compute),
+        attributes: &[&[SINGLE_TYPE], &COMMON_ATTRIBUTES],
+        shapes: shapes::infer_unknown_rows_and_vector,
+        body: KernelBody::Asynchronous(
+            kernel::create_collective::<{ O::Alltoall as u32 }>,
+            kernel::compute_collective,
+        ),
     });
-    all.push(Definition {
+    all.push(OpDefinition {
         name: "FarandoleJoin",
         inputs: &[],
         outputs: &["last: int32"],
-        attributes: &[&COMMON],
-        shapes: shapes::scalar,
-        body: Body::Asynchronous(kernel::create::<{ O::Join as u32 }>, kernel::compute),
+        attributes: &[&COMMON_ATTRIBUTES],
+        shapes: shapes::infer_scalar,
+        body: KernelBody::Asynchronous(
+            kernel::create_collective::<{ O::Join as u32 }>,
+            kernel::compute_collective,
+        ),
     });
-    all.push(number!("Size", world::SIZE));
-    all.push(number!("Rank", world::RANK));
-    all.push(number!("LocalSize", world::LOCAL_SIZE));
-    all.push(number!("LocalRank", world::LOCAL_RANK));
-    all.push(number!("Included", world::INCLUDED));
-    all.push(Definition {
+    all.push(number!("Size", world::QUERY_SIZE));
+    all.push(number!("Rank", world::QUERY_RANK));
+    all.push(number!("LocalSize", world::QUERY_LOCAL_SIZE));
+    all.push(number!("LocalRank", world::QUERY_LOCAL_RANK));
+    all.push(number!("Included", world::QUERY_INCLUDED));
+    all.push(OpDefinition {
         name: "FarandoleProbe",
         inputs: &["tensor: int64"],
         outputs: &["output: int64"],
         attributes: &[&["delay: int = 2000"]],
-        shapes: shapes::same,
-        body: Body::Asynchronous(probe::create, probe::compute),
+        shapes: shapes::infer_same,
+        body: KernelBody::Asynchronous(probe::create_probe, probe::compute_probe),
     });
     all
 }
 
-static REGISTERED: OnceLock<Result<(), String>> = OnceLock::new();
+static OPS_REGISTERED: OnceLock<Result<(), String>> = OnceLock::new();
 
 /// Checks that the ops are registered.
-pub(crate) fn state() -> Result<(), &'static str> {
-    REGISTERED.get_or_init(register).as_ref().copied().map_err(String::as_str)
+pub(crate) fn registration_state() -> Result<(), &'static str> {
+    OPS_REGISTERED.get_or_init(register_ops).as_ref().copied().map_err(String::as_str)
 }
 
 /// Runs while `tf.load_op_library` opens the file, so that it finds the ops.
@@ -147,32 +166,32 @@ pub(crate) fn state() -> Result<(), &'static str> {
 #[unsafe(link_section = ".init_array")]
 static AT_LOAD: extern "C" fn() = {
     extern "C" fn at_load() {
-        if state().is_err() {
+        if registration_state().is_err() {
             // Python asks for the reason, by `farandole_tensorflow_problem`.
         }
     }
     at_load
 };
 
-fn register() -> Result<(), String> {
-    let api = api()?;
-    definitions().iter().try_for_each(|definition| one(api, definition))
+fn register_ops() -> Result<(), String> {
+    let api = tensorflow_api()?;
+    op_definitions().iter().try_for_each(|definition| register_op(api, definition))
 }
 
-fn one(api: &'static Api, definition: &Definition) -> Result<(), String> {
-    let status = Status::new(api);
-    let name = terminated(definition.name);
+fn register_op(api: &'static Api, definition: &OpDefinition) -> Result<(), String> {
+    let status = TensorflowStatus::new(api);
+    let name = terminated_bytes(definition.name);
     // SAFETY: strings are terminated and copied; the builder is consumed by the registration.
     unsafe {
         let op = (api.new_op)(name.as_ptr().cast());
         for input in definition.inputs {
-            (api.add_input)(op, terminated(input).as_ptr().cast());
+            (api.add_input)(op, terminated_bytes(input).as_ptr().cast());
         }
         for output in definition.outputs {
-            (api.add_output)(op, terminated(output).as_ptr().cast());
+            (api.add_output)(op, terminated_bytes(output).as_ptr().cast());
         }
         for attribute in definition.attributes.iter().copied().flatten() {
-            (api.add_attr)(op, terminated(attribute).as_ptr().cast());
+            (api.add_attr)(op, terminated_bytes(attribute).as_ptr().cast());
         }
         // Not folded, not merged, not pruned, and run in the order of the program: as on every
         // other rank.
@@ -180,41 +199,45 @@ fn one(api: &'static Api, definition: &Definition) -> Result<(), String> {
         (api.set_shapes)(op, definition.shapes);
         (api.register_op)(op, status.raw);
     }
-    status.check().map_err(|failure| failure.text)?;
+    status.check_ok().map_err(|failure| failure.text)?;
     for device in [c"CPU", c"GPU"] {
-        kernel(api, definition, &name, device, &status)?;
+        register_kernel(api, definition, &name, device, &status)?;
     }
     Ok(())
 }
 
-fn kernel(
+fn register_kernel(
     api: &'static Api,
-    definition: &Definition,
+    definition: &OpDefinition,
     name: &[u8],
     device: &CStr,
-    status: &Status,
+    status: &TensorflowStatus,
 ) -> Result<(), String> {
-    // SAFETY: as in `one`.
+    // SAFETY: as in `register_op`.
     unsafe {
         let (name, device) = (name.as_ptr().cast(), device.as_ptr());
         let builder = match definition.body {
-            Body::Asynchronous(create, compute) => {
-                (api.new_async_kernel)(name, device, Some(create), compute, Some(kernel::delete))
-            }
-            Body::Immediate(create, compute) => {
-                (api.new_kernel)(name, device, Some(create), compute, Some(kernel::delete))
+            KernelBody::Asynchronous(create, compute) => (api.new_async_kernel)(
+                name,
+                device,
+                Some(create),
+                compute,
+                Some(kernel::delete_kernel),
+            ),
+            KernelBody::Immediate(create, compute) => {
+                (api.new_kernel)(name, device, Some(create), compute, Some(kernel::delete_kernel))
             }
         };
         for argument in definition.inputs.iter().chain(definition.outputs) {
             let argument = argument.split(':').next().unwrap_or_default();
-            (api.host_memory)(builder, terminated(argument).as_ptr().cast());
+            (api.host_memory)(builder, terminated_bytes(argument).as_ptr().cast());
         }
         (api.register_kernel)(name, builder, status.raw);
     }
-    status.check().map_err(|failure| failure.text)
+    status.check_ok().map_err(|failure| failure.text)
 }
 
-fn terminated(text: &str) -> Vec<u8> {
+fn terminated_bytes(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
     bytes.push(0);
     bytes

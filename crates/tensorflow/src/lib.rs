@@ -9,8 +9,8 @@
 //! [`farandole_tensorflow_connect`](exports) then passes the engine's door.
 //!
 //! ```text
-//! compute ── inputs, outputs, moved callback ──> Job ── door.submit ──> engine
-//!    returns at once                              Job <── outcome ───── completion thread
+//! compute ── inputs, outputs, moved callback ──> CollectiveRun ── door.submit ──> engine
+//!    returns at once                              CollectiveRun <── outcome ───── completion thread
 //!                                     outputs or a status, then the callback
 //! ```
 //!
@@ -31,10 +31,10 @@
 
 mod api;
 mod callback;
+mod collective_run;
 mod context;
 mod definition;
 mod exports;
-mod job;
 mod kernel;
 mod output;
 mod probe;

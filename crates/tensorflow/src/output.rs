@@ -6,71 +6,78 @@
 
 use std::ffi::{c_int, c_void};
 
-use farandole_door::{Door, Output};
+use farandole_door::{EngineTable, TensorOutput};
 
-use crate::context::{Context, Failure, Tensor};
-use crate::exports::door;
+use crate::context::{KernelContext, KernelFailure, TensorflowTensor};
+use crate::exports::connected_table;
 
 /// One output of the door's: its memory is freed with it, unless a tensor took it.
-pub(crate) struct Brought<'a> {
-    door: &'static Door,
-    output: &'a Output,
+pub(crate) struct EngineOutput<'a> {
+    door: &'static EngineTable,
+    output: &'a TensorOutput,
     taken: bool,
 }
 
-impl<'a> Brought<'a> {
+impl<'a> EngineOutput<'a> {
     /// Returns all outputs of an outcome.
     ///
     /// # Safety
     /// `first` and `count` are the outcome's of a `done` that has not returned, and no other code
     /// frees them.
-    pub(crate) unsafe fn all(
-        door: &'static Door,
-        first: *const Output,
+    pub(crate) unsafe fn from_outcome(
+        door: &'static EngineTable,
+        first: *const TensorOutput,
         count: usize,
-    ) -> Vec<Brought<'a>> {
+    ) -> Vec<EngineOutput<'a>> {
         // SAFETY: the caller's promise.
-        let outputs = unsafe { slice(first, count) };
-        outputs.iter().map(|output| Brought { door, output, taken: false }).collect()
+        let outputs = unsafe { slice_from_raw(first, count) };
+        outputs.iter().map(|output| EngineOutput { door, output, taken: false }).collect()
     }
 
-    /// First dimension of each member's part.
-    pub(crate) fn rows(&self) -> &[u64] {
+    /// Returns the first dimension of each member's part.
+    pub(crate) fn member_rows(&self) -> &[u64] {
         // SAFETY: as the outcome lives, so do they.
-        unsafe { slice(self.output.rows, self.output.row_count) }
+        unsafe { slice_from_raw(self.output.rows, self.output.row_count) }
     }
 
     /// Returns the last rank to join.
-    pub(crate) fn number(&self) -> i64 {
+    pub(crate) fn last_joined(&self) -> i64 {
         self.output.number
     }
 
     /// Returns the engine's memory; none when the request brought its own.
-    pub(crate) fn bytes(&self) -> &[u8] {
+    pub(crate) fn memory_bytes(&self) -> &[u8] {
         // SAFETY: as the outcome lives, so does the memory.
-        unsafe { slice(self.output.address.cast::<u8>().cast_const(), self.output.bytes) }
+        unsafe { slice_from_raw(self.output.address.cast::<u8>().cast_const(), self.output.bytes) }
     }
 
     /// Makes a kernel's output of the memory; the tensor frees it at its end.
-    pub(crate) fn give(
+    pub(crate) fn move_to_output(
         mut self,
-        context: Context,
+        context: KernelContext,
         index: c_int,
         (dtype, dims): (c_int, &[i64]),
-    ) -> Result<(), Failure> {
+    ) -> Result<(), KernelFailure> {
         if self.output.bytes == 0 || self.output.owner.is_null() {
-            return context.allocate(index, dtype, dims, 0).map(drop);
+            return context.allocate_output(index, dtype, dims, 0).map(drop);
         }
         let memory = (self.output.address, self.output.bytes);
         self.taken = true;
-        // SAFETY: the memory is valid until its owner is freed, which `release` does.
-        let tensor =
-            unsafe { Tensor::over(context.api, dtype, dims, memory, (release, self.output.owner)) };
+        // SAFETY: the memory is valid until its owner is freed, which `release_owner` does.
+        let tensor = unsafe {
+            TensorflowTensor::from_memory(
+                context.api,
+                dtype,
+                dims,
+                memory,
+                (release_owner, self.output.owner),
+            )
+        };
         context.set_output(index, &tensor)
     }
 }
 
-impl Drop for Brought<'_> {
+impl Drop for EngineOutput<'_> {
     fn drop(&mut self) {
         if !self.taken {
             // SAFETY: ours to free, once.
@@ -79,8 +86,8 @@ impl Drop for Brought<'_> {
     }
 }
 
-unsafe extern "C" fn release(_data: *mut c_void, _length: usize, owner: *mut c_void) {
-    if let Ok(door) = door() {
+unsafe extern "C" fn release_owner(_data: *mut c_void, _length: usize, owner: *mut c_void) {
+    if let Ok(door) = connected_table() {
         // SAFETY: the owner of one output, freed once, by its tensor.
         unsafe { (door.free)(owner) };
     }
@@ -88,7 +95,7 @@ unsafe extern "C" fn release(_data: *mut c_void, _length: usize, owner: *mut c_v
 
 /// # Safety
 /// `length` elements are at `first`, for as long as `'a`.
-unsafe fn slice<'a, T>(first: *const T, length: usize) -> &'a [T] {
+unsafe fn slice_from_raw<'a, T>(first: *const T, length: usize) -> &'a [T] {
     if first.is_null() || length == 0 {
         return &[];
     }
@@ -101,7 +108,9 @@ mod tests {
     use std::ptr::null_mut;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use farandole_door::{Call, Done, Place, Request, VERSION};
+    use farandole_door::{
+        Done, ProcessSetPlacement, SubmissionHeader, TABLE_VERSION, TensorRequest,
+    };
 
     use super::*;
 
@@ -112,8 +121,8 @@ mod tests {
     }
 
     unsafe extern "C" fn submit(
-        _: *const Call,
-        _: *const Request,
+        _: *const SubmissionHeader,
+        _: *const TensorRequest,
         _: usize,
         _: Done,
         _: *mut c_void,
@@ -123,16 +132,22 @@ mod tests {
         0
     }
 
-    unsafe extern "C" fn place(_: u32, _: *mut Place, _: *mut std::ffi::c_char, _: usize) -> u32 {
+    unsafe extern "C" fn place(
+        _: u32,
+        _: *mut ProcessSetPlacement,
+        _: *mut std::ffi::c_char,
+        _: usize,
+    ) -> u32 {
         0
     }
 
-    static DOOR: Door = Door { version: VERSION, bytes: 0, submit, place, free };
+    static DOOR: EngineTable =
+        EngineTable { version: TABLE_VERSION, bytes: 0, submit, place, free };
 
     #[test]
     fn outputs_that_were_not_taken_are_freed_each_once() {
         let rows = [2u64, 3];
-        let output = |owner: usize| Output {
+        let output = |owner: usize| TensorOutput {
             address: null_mut(),
             bytes: 0,
             owner: std::ptr::without_provenance_mut(owner),
@@ -141,11 +156,15 @@ mod tests {
             number: 5,
         };
         let outputs = [output(1), output(10), output(100)];
-        // SAFETY: the outputs outlive what is made of them.
+        // SAFETY: `outputs` outlives the values that are made from it.
         let mut brought =
-            unsafe { Brought::all(&DOOR, outputs.as_ptr(), outputs.len()) }.into_iter();
+            unsafe { EngineOutput::from_outcome(&DOOR, outputs.as_ptr(), outputs.len()) }
+                .into_iter();
         let first = brought.next().unwrap();
-        assert_eq!((first.rows(), first.number(), first.bytes()), (&rows[..], 5, &[][..]));
+        assert_eq!(
+            (first.member_rows(), first.last_joined(), first.memory_bytes()),
+            (&rows[..], 5, &[][..])
+        );
         drop(first);
         assert_eq!(FREED.load(Ordering::SeqCst), 1);
         // As when making a tensor of the first fails.

@@ -87,7 +87,7 @@ impl LinkSender for Sender {
         true
     }
 
-    fn ask(&mut self) {
+    fn request_open(&mut self) {
         self.gate.asked[self.gate.side].store(true, Ordering::Release);
     }
 }
@@ -102,8 +102,8 @@ impl LinkReceiver for Receiver {
         if self.gate.is_open() { self.inner.window() } else { Ok(&[]) }
     }
 
-    fn awaits(&mut self) -> Result<()> {
-        self.inner.awaits()
+    fn check_not_ended(&mut self) -> Result<()> {
+        self.inner.check_not_ended()
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {

@@ -39,7 +39,7 @@ impl LinkSender for Counter {
         self.inner.is_on_demand()
     }
 
-    fn ask(&mut self) {
-        self.inner.ask();
+    fn request_open(&mut self) {
+        self.inner.request_open();
     }
 }

@@ -17,7 +17,7 @@ pub type Seed = u64;
 /// that the order of summation shows; integers over their whole range; booleans are 0 or 1.
 pub fn elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
     let mut random = StdRng::seed_from_u64(seed);
-    let mut bytes = Vec::with_capacity(count * dtype.size());
+    let mut bytes = Vec::with_capacity(count * dtype.element_size());
     for _ in 0..count {
         element(dtype, &mut random, &mut bytes);
     }
@@ -28,7 +28,7 @@ pub fn elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
 /// floats.
 pub fn special_elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
     let mut random = StdRng::seed_from_u64(seed);
-    let mut bytes = Vec::with_capacity(count * dtype.size());
+    let mut bytes = Vec::with_capacity(count * dtype.element_size());
     for _ in 0..count {
         if random.random_bool(0.5) {
             element(dtype, &mut random, &mut bytes);
@@ -62,7 +62,8 @@ fn element(dtype: DataType, random: &mut StdRng, bytes: &mut Vec<u8>) {
             bytes.extend(float(random).to_ne_bytes());
         }
         DataType::Bool => bytes.push(u8::from(random.random_bool(0.5))),
-        _ => bytes.extend(std::iter::repeat_with(|| random.random::<u8>()).take(dtype.size())),
+        _ => bytes
+            .extend(std::iter::repeat_with(|| random.random::<u8>()).take(dtype.element_size())),
     }
 }
 
@@ -109,10 +110,10 @@ mod tests {
     fn equal_seeds_give_equal_bytes_of_the_right_length() {
         for dtype in DataType::ALL {
             let first = elements(dtype, 100, 7);
-            assert_eq!(first.len(), 100 * dtype.size());
+            assert_eq!(first.len(), 100 * dtype.element_size());
             assert_eq!(first, elements(dtype, 100, 7));
             assert_ne!(first, elements(dtype, 100, 8));
-            assert_eq!(special_elements(dtype, 100, 7).len(), 100 * dtype.size());
+            assert_eq!(special_elements(dtype, 100, 7).len(), 100 * dtype.element_size());
         }
     }
 }

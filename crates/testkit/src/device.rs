@@ -7,7 +7,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use farandole_collectives::{Buffer, Device, Error, Event, Memory, Place, Result, Stream};
+use farandole_collectives::{
+    Buffer, Device, DeviceEvent, DeviceStream, Error, HostMemory, MemoryKind, Result,
+};
 use parking_lot::Mutex;
 
 /// A device over host memory. Copies are queued; each is carried out only in its turn and after a
@@ -59,12 +61,12 @@ impl HostDevice {
     }
 
     /// A buffer on this device that holds these bytes, and the memory behind it.
-    pub fn upload(&self, bytes: &[u8]) -> (Memory, Buffer) {
+    pub fn upload(&self, bytes: &[u8]) -> (HostMemory, Buffer) {
         let memory = crate::filled(bytes);
         // SAFETY: the memory is returned with the buffer; tests keep it for as long as they use the
         // buffer.
         let buffer = unsafe {
-            Buffer::from_raw(memory.address(), memory.len(), Place::Device(self.ordinal))
+            Buffer::from_raw(memory.address(), memory.len(), MemoryKind::Device(self.ordinal))
         };
         (memory, buffer)
     }
@@ -75,16 +77,16 @@ impl HostDevice {
 }
 
 impl Device for HostDevice {
-    fn ordinal(&self) -> u32 {
+    fn device_ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    fn staging(&self, bytes: usize) -> Result<Memory> {
+    fn allocate_staging(&self, bytes: usize) -> Result<HostMemory> {
         // More than requested, as real devices give.
-        Ok(Memory::new(bytes + 64))
+        Ok(HostMemory::new(bytes + 64))
     }
 
-    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>> {
+    fn copy_async(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn DeviceEvent>> {
         if from.len() != to.len() {
             let reason = format!("{} bytes are copied to {}", from.len(), to.len());
             return Err(Error::Shape { reason });
@@ -101,7 +103,7 @@ struct Late {
     number: u64,
 }
 
-impl Event for Late {
+impl DeviceEvent for Late {
     fn is_ready(&self) -> Result<bool> {
         let mut queue = self.device.queue.lock();
         while queue.finished < self.number {
@@ -123,12 +125,12 @@ impl Event for Late {
         Ok(true)
     }
 
-    fn ordinal(&self) -> u32 {
+    fn device_ordinal(&self) -> u32 {
         self.device.ordinal
     }
 
-    fn hold(&self, stream: Stream) -> Result<()> {
-        self.device.queue.lock().held.push((stream.handle(), self.number));
+    fn make_stream_wait(&self, stream: DeviceStream) -> Result<()> {
+        self.device.queue.lock().held.push((stream.raw_handle(), self.number));
         Ok(())
     }
 }
@@ -142,9 +144,10 @@ mod tests {
     fn a_copy_happens_late_and_after_those_before_it() {
         let device = HostDevice::new(3, 2);
         let (_source, from) = device.upload(&[1, 2, 3]);
-        let (staging, back) = (device.staging(3).unwrap(), Memory::new(3));
-        let first = device.copy(&from, &staging.buffer().slice(0, 3)).unwrap();
-        let second = device.copy(&staging.buffer().slice(0, 3), &back.buffer()).unwrap();
+        let (staging, back) = (device.allocate_staging(3).unwrap(), HostMemory::new(3));
+        let first = device.copy_async(&from, &staging.as_buffer().slice(0, 3)).unwrap();
+        let second =
+            device.copy_async(&staging.as_buffer().slice(0, 3), &back.as_buffer()).unwrap();
         assert!(!second.is_ready().unwrap());
         assert_eq!(contents(&staging)[..3], [0, 0, 0]);
         let polls = std::iter::repeat_with(|| second.is_ready().unwrap())
@@ -160,7 +163,9 @@ mod tests {
         let device = HostDevice::new(3, 0);
         device.fail_after(0);
         let (_source, from) = device.upload(&[1]);
-        let event = device.copy(&from, &device.staging(1).unwrap().buffer().slice(0, 1)).unwrap();
+        let event = device
+            .copy_async(&from, &device.allocate_staging(1).unwrap().as_buffer().slice(0, 1))
+            .unwrap();
         assert!(matches!(event.is_ready(), Err(Error::Device { ordinal: 3, .. })));
     }
 }

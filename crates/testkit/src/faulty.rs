@@ -77,9 +77,9 @@ impl LinkSender for CutSender {
         self.inner.as_ref().is_some_and(|inner| inner.is_on_demand())
     }
 
-    fn ask(&mut self) {
+    fn request_open(&mut self) {
         if let Some(inner) = &mut self.inner {
-            inner.ask();
+            inner.request_open();
         }
     }
 }
@@ -98,8 +98,8 @@ impl LinkReceiver for CutReceiver {
         self.inner()?.window()
     }
 
-    fn awaits(&mut self) -> Result<()> {
-        self.inner()?.awaits()
+    fn check_not_ended(&mut self) -> Result<()> {
+        self.inner()?.check_not_ended()
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn both_ends_of_a_cut_link_see_the_loss_after_what_was_carried() {
-        let (a, mut b) = loopback::pair(Rank(0), Rank(1), 4096).unwrap();
+        let (a, mut b) = loopback::link_pair(Rank(0), Rank(1), 4096).unwrap();
         let mut a = cut_after(a, 10);
         assert!(a.sender.window().unwrap().len() > 10);
         a.sender.commit(4).unwrap();

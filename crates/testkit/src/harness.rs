@@ -6,7 +6,9 @@
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Communicator, Crossover, HostCommunicator, Operation, Result, Token};
+use farandole_collectives::{
+    CollectiveOperation, Communicator, CrossoverTable, HostCommunicator, OperationToken, Result,
+};
 use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, loopback};
 use farandole_world::{HostHash, Rank};
 
@@ -24,7 +26,7 @@ pub struct Harness {
     cut: Option<Cut>,
     /// The host of every rank.
     hosts: Option<Vec<u32>>,
-    crossover: Crossover,
+    crossover: CrossoverTable,
 }
 
 /// The kind of a world's links.
@@ -43,7 +45,7 @@ pub enum Links {
     OnDemand,
 }
 
-/// All algorithms of allreduces, as [`Crossover`] reads them. The first has the table choose.
+/// All algorithms of allreduces, as [`CrossoverTable`] reads them. The first has the table choose.
 pub const ALGORITHMS: [&str; 6] =
     ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"];
 
@@ -64,7 +66,7 @@ impl Harness {
             links: Links::Loopback,
             cut: None,
             hosts: None,
-            crossover: Crossover::default(),
+            crossover: CrossoverTable::default(),
         }
     }
 
@@ -75,7 +77,7 @@ impl Harness {
         Self { hosts: Some(hosts.collect()), ..Self::new(ranks.iter().sum()) }
     }
 
-    /// Other algorithms than those of the table, as [`Crossover`] reads them.
+    /// Other algorithms than those of the table, as [`CrossoverTable`] reads them.
     ///
     /// # Panics
     /// When it cannot.
@@ -127,7 +129,7 @@ impl Harness {
         // Meshes watch their peers: they live as long as the world.
         let (_meshes, links) = match self.links {
             Links::Loopback => {
-                (Vec::new(), loopback::mesh(self.size, self.ring).expect("loopback links"))
+                (Vec::new(), loopback::link_mesh(self.size, self.ring).expect("loopback links"))
             }
             _ => self.meshes(),
         };
@@ -146,7 +148,7 @@ impl Harness {
                 scope.spawn(move || {
                     let communicator = match &self.hosts {
                         None => HostCommunicator::new(Rank(rank), links),
-                        Some(hosts) => HostCommunicator::over(Rank(rank), links, hosts),
+                        Some(hosts) => HostCommunicator::across_hosts(Rank(rank), links, hosts),
                     };
                     let communicator = communicator.expect("a communicator");
                     body(Rank(rank), communicator.with_crossover(self.crossover.clone()))
@@ -178,7 +180,7 @@ impl Harness {
                 let mut options =
                     MeshOptions::new(Rank(rank), size, HostHash(format!("host {host}")), [7; 32]);
                 options.use_shared_memory = self.links != Links::Tcp;
-                options.patience = DEADLINE;
+                options.setup_timeout = DEADLINE;
                 let (meeting, peers, ring) = (meeting.clone(), &peers, self.ring);
                 scope.spawn(move || {
                     let mesh = Mesh::join(options, &meeting).expect("a mesh");
@@ -187,10 +189,10 @@ impl Harness {
                         .iter()
                         .copied()
                         .partition(|peer| self.links == Links::OnDemand && far(peer));
-                    let mut links = mesh.open(1, &first, ring).expect("links");
+                    let mut links = mesh.open_links(1, &first, ring).expect("links");
                     let deadline = Instant::now() + DEADLINE;
                     links.extend(
-                        mesh.open_on_demand(1, &later, ring, deadline, &mut || false)
+                        mesh.open_links_on_demand(1, &later, ring, deadline, &mut || false)
                             .expect("heartbeats"),
                     );
                     let kinds = links.iter().map(|link| (link.peer, link.kind));
@@ -241,7 +243,7 @@ pub fn run_world<T: Send>(
 ///
 /// # Errors
 /// The communicator's, and `Timeout` after half a minute.
-pub fn complete(communicator: &mut dyn Communicator, operation: Operation) -> Result<()> {
+pub fn complete(communicator: &mut dyn Communicator, operation: CollectiveOperation) -> Result<()> {
     complete_all(communicator, vec![operation])
 }
 
@@ -252,23 +254,26 @@ pub fn complete(communicator: &mut dyn Communicator, operation: Operation) -> Re
 ///
 /// # Panics
 /// When tokens come back in another order.
-pub fn complete_all(communicator: &mut dyn Communicator, operations: Vec<Operation>) -> Result<()> {
+pub fn complete_all(
+    communicator: &mut dyn Communicator,
+    operations: Vec<CollectiveOperation>,
+) -> Result<()> {
     let start = Instant::now();
-    let tokens: Vec<Token> = (1..).take(operations.len()).map(Token).collect();
+    let tokens: Vec<OperationToken> = (1..).take(operations.len()).map(OperationToken).collect();
     for (token, operation) in tokens.iter().zip(operations) {
-        communicator.submit(*token, operation)?;
+        communicator.submit_operation(*token, operation)?;
     }
     let mut completed = Vec::new();
-    while communicator.pending() > 0 {
-        if !communicator.progress(&mut completed)? {
+    while communicator.pending_count() > 0 {
+        if !communicator.make_progress(&mut completed)? {
             std::thread::yield_now();
         }
         let elapsed = start.elapsed();
         if elapsed > DEADLINE {
             let what = format!(
                 "{} operations of member {}",
-                communicator.pending(),
-                communicator.member()
+                communicator.pending_count(),
+                communicator.member_index()
             );
             return Err(Error::Timeout { what, elapsed }.into());
         }

@@ -4,28 +4,28 @@
 //! Memory of tests, which no other code knows.
 #![expect(unsafe_code, reason = "buffers are read and written through unsafe methods")]
 
-use farandole_collectives::Memory;
+use farandole_collectives::HostMemory;
 
 /// Memory that holds these bytes.
-pub fn filled(bytes: &[u8]) -> Memory {
-    let memory = Memory::new(bytes.len());
-    let buffer = memory.buffer();
+pub fn filled(bytes: &[u8]) -> HostMemory {
+    let memory = HostMemory::new(bytes.len());
+    let buffer = memory.as_buffer();
     // SAFETY: the memory was made here, so no other code has it.
-    unsafe { buffer.bytes_mut() }.copy_from_slice(bytes);
+    unsafe { buffer.as_bytes_mut() }.copy_from_slice(bytes);
     memory
 }
 
 /// Writes bytes from `at` on, as far as the memory goes.
-pub fn fill(memory: &Memory, at: usize, bytes: &[u8]) {
-    let buffer = memory.buffer().slice(at, bytes.len());
+pub fn fill(memory: &HostMemory, at: usize, bytes: &[u8]) {
+    let buffer = memory.as_buffer().slice(at, bytes.len());
     // SAFETY: tests call this before they submit or after completion: no other code uses it.
-    let place = unsafe { buffer.bytes_mut() };
+    let place = unsafe { buffer.as_bytes_mut() };
     place.copy_from_slice(&bytes[..place.len()]);
 }
 
 /// The bytes in a memory no operation is using.
-pub fn contents(memory: &Memory) -> Vec<u8> {
-    let buffer = memory.buffer();
+pub fn contents(memory: &HostMemory) -> Vec<u8> {
+    let buffer = memory.as_buffer();
     // SAFETY: tests call this before they submit or after completion: no code writes.
-    unsafe { buffer.bytes() }.to_vec()
+    unsafe { buffer.as_bytes() }.to_vec()
 }

@@ -33,7 +33,7 @@ impl Allreduce {
 
 /// Returns whether an operation is defined for a type.
 pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
-    match (dtype, op.exact()) {
+    match (dtype, op.without_rounding()) {
         (_, ReduceOp::Adasum) | (DataType::Bool, ReduceOp::Average) => false,
         (DataType::C64 | DataType::C128, op) => matches!(op, ReduceOp::Sum | ReduceOp::Average),
         _ => true,
@@ -52,7 +52,7 @@ pub fn allreduce_on(hosts: &[usize], call: Allreduce, inputs: &[Vec<u8>]) -> Vec
     let size = match dtype {
         DataType::C64 => 4,
         DataType::C128 => 8,
-        _ => dtype.size(),
+        _ => dtype.element_size(),
     };
     let count = inputs.first().map_or(0, |input| input.len() / size);
     let mut out = Vec::new();
@@ -179,7 +179,7 @@ macro_rules! float {
 
 fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8> {
     let rounds = call.op.is_rounded();
-    let call = Allreduce { op: call.op.exact(), ..call };
+    let call = Allreduce { op: call.op.without_rounding(), ..call };
     match call.dtype {
         DataType::U8 => integer!(u8, call, element),
         DataType::I8 => integer!(i8, call, element),
@@ -279,7 +279,7 @@ pub fn floats(dtype: DataType, bytes: &[u8]) -> Vec<f64> {
         DataType::F32 => f64::from(f32::from_ne_bytes(array(bytes))),
         _ => f64::from_ne_bytes(array(bytes)),
     };
-    bytes.chunks_exact(dtype.size()).map(of).collect()
+    bytes.chunks_exact(dtype.element_size()).map(of).collect()
 }
 
 /// The root mean square of what differs between a sum and that of `inputs` in `float64`, in parts
@@ -330,7 +330,7 @@ pub fn compare(dtype: DataType, got: &[u8], expected: &[u8]) -> Result<(), Strin
     let size = match dtype {
         DataType::C64 => 4,
         DataType::C128 => 8,
-        _ => dtype.size(),
+        _ => dtype.element_size(),
     };
     let pairs = got.chunks_exact(size).zip(expected.chunks_exact(size));
     match pairs.enumerate().find(|(_, (a, b))| a != b && !(is_nan(dtype, a) && is_nan(dtype, b))) {

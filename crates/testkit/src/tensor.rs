@@ -3,7 +3,7 @@
 
 //! Tensors of tests.
 
-use farandole_collectives::{DataType, Memory, Operation, ReduceOp, Segment};
+use farandole_collectives::{CollectiveOperation, DataType, HostMemory, ReduceOp, TensorSegment};
 
 use crate::{contents, filled, oracle};
 
@@ -13,8 +13,8 @@ const UNTOUCHED: u8 = 0xa5;
 /// A tensor's memory: where it is read and, elsewhere unless in place, where it is written.
 #[derive(Debug)]
 pub struct Tensor {
-    input: Memory,
-    output: Memory,
+    input: HostMemory,
+    output: HostMemory,
 }
 
 impl Tensor {
@@ -31,8 +31,8 @@ impl Tensor {
     }
 
     /// Its part in an operation.
-    pub fn segment(&self) -> Segment {
-        Segment { input: self.input.buffer(), output: self.output.buffer() }
+    pub fn segment(&self) -> TensorSegment {
+        TensorSegment { input: self.input.as_buffer(), output: self.output.as_buffer() }
     }
 
     /// The present content of its input.
@@ -47,9 +47,9 @@ impl Tensor {
 }
 
 /// An allreduce of these tensors, fused, without factors.
-pub fn allreduce(dtype: DataType, op: ReduceOp, tensors: &[Tensor]) -> Operation {
+pub fn allreduce(dtype: DataType, op: ReduceOp, tensors: &[Tensor]) -> CollectiveOperation {
     let segments = tensors.iter().map(Tensor::segment).collect();
-    Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments }
+    CollectiveOperation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments }
 }
 
 /// A reduce-scatter of these tensors, fused. `bytes` has each member's part of each tensor.
@@ -57,8 +57,8 @@ pub fn reducescatter(
     call: oracle::Allreduce,
     tensors: &[Tensor],
     bytes: Vec<Vec<usize>>,
-) -> Operation {
+) -> CollectiveOperation {
     let oracle::Allreduce { dtype, op, prescale, postscale } = call;
     let segments = tensors.iter().map(Tensor::segment).collect();
-    Operation::Reducescatter { dtype, op, prescale, postscale, segments, bytes }
+    CollectiveOperation::Reducescatter { dtype, op, prescale, postscale, segments, bytes }
 }

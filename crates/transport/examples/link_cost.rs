@@ -10,20 +10,20 @@
 use std::time::Duration;
 
 use farandole_transport::Link;
-use farandole_transport::contract::{meshes, open_pair, send_in_clear};
+use farandole_transport::contract::{join_meshes, open_link_pair, send_in_clear};
 use rustix::time::{ClockId, clock_gettime};
 
-const TURNS: usize = 5;
-const RING: usize = 4 << 20;
+const REPETITIONS_PER_CASE: usize = 5;
+const RING_BYTES: usize = 4 << 20;
 
-fn spent() -> Duration {
+fn thread_cpu_time() -> Duration {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap())
 }
 
 /// Moves `total` bytes in messages of `bytes`, each read before the next is sent.
-fn stream(from: &mut Link, to: &mut Link, bytes: usize, total: usize) -> Duration {
-    let started = spent();
+fn stream_messages(from: &mut Link, to: &mut Link, bytes: usize, total: usize) -> Duration {
+    let started = thread_cpu_time();
     for _ in 0..total / bytes {
         let mut sent = 0;
         while sent < bytes {
@@ -40,12 +40,12 @@ fn stream(from: &mut Link, to: &mut Link, bytes: usize, total: usize) -> Duratio
             read += part;
         }
     }
-    spent() - started
+    thread_cpu_time() - started
 }
 
 fn main() {
-    let meshes = meshes(2, |options| options.use_shared_memory = false);
-    let (mut a, mut b) = open_pair(&meshes, 1, RING);
+    let meshes = join_meshes(2, |options| options.use_shared_memory = false);
+    let (mut a, mut b) = open_link_pair(&meshes, 1, RING_BYTES);
     let only: Option<usize> = std::env::args().nth(1).and_then(|t| t.parse().ok());
     for (bytes, total) in [
         (64, 1 << 21),
@@ -59,10 +59,10 @@ fn main() {
         }
         // Turn by turn, so that both have the machine as it is.
         let (mut sealed, mut clear) = (Duration::MAX, Duration::MAX);
-        for _ in 0..TURNS {
-            sealed = sealed.min(stream(&mut a, &mut b, bytes, total));
+        for _ in 0..REPETITIONS_PER_CASE {
+            sealed = sealed.min(stream_messages(&mut a, &mut b, bytes, total));
             send_in_clear(true);
-            clear = clear.min(stream(&mut a, &mut b, bytes, total));
+            clear = clear.min(stream_messages(&mut a, &mut b, bytes, total));
             send_in_clear(false);
         }
         let each = |time: Duration| time / u32::try_from(total / bytes).unwrap();

@@ -14,7 +14,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A peer's process ended, its connection closed, or it fell silent.
+    /// The process of a peer ended, its connection closed, or it sent no sign of life for too long.
     #[error("lost rank {rank} on {host}: {reason}")]
     PeerLost {
         /// The peer.
@@ -24,14 +24,14 @@ pub enum Error {
         /// The observed reason.
         reason: String,
     },
-    /// Nothing listens, or nothing answers, at any address a peer offered.
+    /// No process listens or answers at any address that a peer published.
     #[error(
         "cannot reach rank {rank} at any of its addresses {addresses:?} after {elapsed:?}: {reason}"
     )]
     Unreachable {
         /// The peer.
         rank: Rank,
-        /// The addresses it offered.
+        /// The addresses that the peer published.
         addresses: Vec<String>,
         /// Time spent.
         elapsed: Duration,
@@ -44,7 +44,7 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
-    /// The meeting point failed.
+    /// The exchange of addresses failed.
     #[error("cannot meet the other ranks: {what}: {reason}")]
     Rendezvous {
         /// The operation that failed.
@@ -60,7 +60,7 @@ pub enum Error {
         /// Time spent.
         elapsed: Duration,
     },
-    /// The caller of [`Mesh::open_until`](crate::Mesh::open_until) asked to give up.
+    /// The caller of [`Mesh::open_links_until`](crate::Mesh::open_links_until) asked to give up.
     #[error("gave up waiting for the other ranks to open their links, as the caller asked")]
     Interrupted,
     /// A frame does not decode, or is longer than allowed.
@@ -71,18 +71,18 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
-    /// The process forked after it joined the mesh; the child has none of it.
+    /// The process forked after it joined the mesh; the child cannot use the mesh.
     #[error(
         "the mesh of the parent process was used in a forked child: use spawn or forkserver, or \
          initialise after the fork"
     )]
     Forked,
-    /// The operating system refused something.
+    /// A call of the operating system failed.
     #[error("{what} failed: {reason}")]
     System {
         /// The call.
         what: &'static str,
-        /// Its error.
+        /// The error of the call.
         reason: String,
     },
 }
@@ -97,8 +97,8 @@ impl From<farandole_shm::Error> for Error {
 }
 
 impl Error {
-    /// Names the call that failed: for `map_err`.
-    pub(crate) fn of<E: std::fmt::Display>(what: &'static str) -> impl Fn(E) -> Self {
+    /// Creates a function for `map_err` that adds the name of the failed call.
+    pub(crate) fn from_call<E: std::fmt::Display>(what: &'static str) -> impl Fn(E) -> Self {
         move |error| Self::System { what, reason: error.to_string() }
     }
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Messages on a link: `[u32 length of the payload, little endian][u8 kind][payload]`.
+//! Frames are messages on a link: `[u32 length of the payload, little endian][u8 kind][payload]`.
 //!
-//! A frame may be larger than the ring: it moves in parts as the ring drains. Nothing here blocks.
+//! A frame may be larger than the ring: then it moves in parts while the receiver reads. No
+//! function here blocks.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -12,115 +13,117 @@ use farandole_world::Rank;
 
 use crate::{Error, Link, LinkReceiver, LinkSender, Result};
 
-/// Largest payload: longer ones are refused by both ends.
-pub const MAX_FRAME: usize = 64 << 20;
-/// Most bytes a sender keeps for a peer that does not read.
-pub const MAX_QUEUED: usize = 256 << 20;
+/// Largest payload in bytes; both ends refuse longer ones.
+pub const MAX_FRAME_BYTES: usize = 64 << 20;
+/// Largest number of bytes that a sender queues for a peer that does not read.
+pub const MAX_QUEUED_BYTES: usize = 256 << 20;
 
-const HEADER: usize = 5;
+const FRAME_HEADER_BYTES: usize = 5;
 
 /// A received message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Frame {
-    /// The meaning of the payload; the users of a link agree on it.
+pub struct LinkFrame {
+    /// Type of the message; the users of a link agree on the values.
     pub kind: u8,
-    /// The message.
+    /// Content of the message.
     pub payload: Vec<u8>,
 }
 
-/// Turns a link into its two ends for frames.
-pub fn frames(link: Link) -> (FrameSender, FrameReceiver) {
+/// Converts a link into its sending and receiving end for frames.
+pub fn into_frame_halves(link: Link) -> (FrameSender, FrameReceiver) {
     (FrameSender::new(link.peer, link.sender), FrameReceiver::new(link.peer, link.receiver))
 }
 
-fn header(rank: Rank, kind: u8, payload: &[u8]) -> Result<[u8; HEADER]> {
-    let length = u32::try_from(payload.len()).ok().filter(|_| payload.len() <= MAX_FRAME);
-    let length = length.ok_or_else(|| too_long(rank, payload.len()))?.to_le_bytes();
+fn encode_header(rank: Rank, kind: u8, payload: &[u8]) -> Result<[u8; FRAME_HEADER_BYTES]> {
+    let length = u32::try_from(payload.len()).ok().filter(|_| payload.len() <= MAX_FRAME_BYTES);
+    let length = length.ok_or_else(|| frame_too_long(rank, payload.len()))?.to_le_bytes();
     Ok([length[0], length[1], length[2], length[3], kind])
 }
 
-fn too_long(rank: Rank, bytes: usize) -> Error {
-    Error::Frame { rank, reason: format!("longer than {MAX_FRAME} bytes: {bytes}") }
+fn frame_too_long(rank: Rank, bytes: usize) -> Error {
+    Error::Frame { rank, reason: format!("longer than {MAX_FRAME_BYTES} bytes: {bytes}") }
 }
 
-/// The sending end.
+/// The sending end of a link for frames.
 pub struct FrameSender {
     peer: Rank,
     sender: Box<dyn LinkSender>,
-    /// Encoded bytes that did not fit in the ring yet.
+    /// Encoded bytes for which the ring had no space yet.
     queue: VecDeque<u8>,
 }
 
 impl FrameSender {
-    /// Frames towards `peer`.
+    /// Creates the sending end of frames to `peer`.
     pub fn new(peer: Rank, sender: Box<dyn LinkSender>) -> Self {
         Self { peer, sender, queue: VecDeque::new() }
     }
 
-    /// The rank at the other end.
-    pub fn peer(&self) -> Rank {
+    /// Returns the rank at the other end.
+    pub fn peer_rank(&self) -> Rank {
         self.peer
     }
 
-    /// Sends if the whole frame fits in the ring now and nothing is queued; false, and nothing
-    /// sent, otherwise. A frame larger than the ring never fits: [`FrameSender::queue`] it.
+    /// Sends the frame if nothing is queued and the ring has space for all of it. Otherwise sends
+    /// nothing and returns false. A frame larger than the ring never fits: use
+    /// [`FrameSender::queue_frame`].
     ///
     /// # Errors
     /// `PeerLost`; `Frame` when the payload is too long.
     pub fn try_send(&mut self, kind: u8, payload: &[u8]) -> Result<bool> {
-        let header = header(self.peer, kind, payload)?;
+        let header = encode_header(self.peer, kind, payload)?;
         if !self.queue.is_empty() && !self.flush()? {
             return Ok(false);
         }
-        let whole = HEADER + payload.len();
+        let whole = FRAME_HEADER_BYTES + payload.len();
         let window = self.sender.window()?;
         let Some(space) = window.get_mut(..whole) else { return Ok(false) };
-        space[..HEADER].copy_from_slice(&header);
-        space[HEADER..].copy_from_slice(payload);
+        space[..FRAME_HEADER_BYTES].copy_from_slice(&header);
+        space[FRAME_HEADER_BYTES..].copy_from_slice(payload);
         self.sender.commit(whole)?;
         Ok(true)
     }
 
-    /// Takes the frame in any case: what does not fit in the ring is kept for
+    /// Accepts the frame in any case. Bytes for which the ring has no space are queued for
     /// [`FrameSender::flush`].
     ///
     /// # Errors
-    /// `PeerLost`; `Frame` when the payload is too long, or more than [`MAX_QUEUED`] bytes would be
-    /// kept.
-    pub fn queue(&mut self, kind: u8, payload: &[u8]) -> Result<()> {
+    /// `PeerLost`; `Frame` when the payload is too long, or when more than [`MAX_QUEUED_BYTES`]
+    /// bytes would be queued.
+    pub fn queue_frame(&mut self, kind: u8, payload: &[u8]) -> Result<()> {
         if self.try_send(kind, payload)? {
             return Ok(());
         }
-        let kept = self.queue.len() + HEADER + payload.len();
-        if kept > MAX_QUEUED {
-            let reason =
-                format!("it does not read, and more than {MAX_QUEUED} bytes would wait: {kept}");
+        let kept = self.queue.len() + FRAME_HEADER_BYTES + payload.len();
+        if kept > MAX_QUEUED_BYTES {
+            let reason = format!(
+                "it does not read, and more than {MAX_QUEUED_BYTES} bytes would wait: {kept}"
+            );
             return Err(Error::Frame { rank: self.peer, reason });
         }
-        self.queue.extend(header(self.peer, kind, payload)?);
+        self.queue.extend(encode_header(self.peer, kind, payload)?);
         self.queue.extend(payload);
         self.flush()?;
         Ok(())
     }
 
-    /// As [`FrameSender::queue`], and where that fails, as far as it goes at once also to a peer
-    /// that is counted as lost: that may be a matter of another connection. For saying why this
-    /// process stops; nothing may be sent after it.
-    pub fn last_words(&mut self, kind: u8, payload: &[u8]) {
+    /// Like [`FrameSender::queue_frame`], but if that fails, sends the bytes that fit without
+    /// waiting, even to a peer that is counted as lost, because only another connection to it may
+    /// have broken. For the reason why this process stops; no frame may be sent after it.
+    pub fn send_final_frame(&mut self, kind: u8, payload: &[u8]) {
         if matches!(self.try_send(kind, payload), Ok(true)) {
             return;
         }
-        let Ok(header) = header(self.peer, kind, payload) else { return };
+        let Ok(header) = encode_header(self.peer, kind, payload) else { return };
         self.queue.extend(header);
         self.queue.extend(payload);
         if self.flush().is_err() {
-            self.sender.last_words(self.queue.make_contiguous());
+            self.sender.send_final_bytes(self.queue.make_contiguous());
             self.queue.clear();
         }
     }
 
-    /// Moves what is queued as far as it goes; true when nothing is left in this process but what
-    /// the peer can read.
+    /// Moves queued bytes to the peer without waiting. Returns true when none are left in this
+    /// process, except in memory that the peer can read.
     ///
     /// # Errors
     /// `PeerLost`.
@@ -139,8 +142,8 @@ impl FrameSender {
         self.sender.flush()
     }
 
-    /// Bytes queued here.
-    pub fn queued(&self) -> usize {
+    /// Returns the number of queued bytes.
+    pub fn queued_bytes(&self) -> usize {
         self.queue.len()
     }
 }
@@ -154,75 +157,76 @@ impl fmt::Debug for FrameSender {
     }
 }
 
-/// A frame of which a part has arrived.
-struct Partial {
+/// A frame that has arrived in part.
+struct PartialFrame {
     kind: u8,
     length: usize,
     payload: Vec<u8>,
 }
 
-/// The receiving end.
+/// The receiving end of a link for frames.
 pub struct FrameReceiver {
     peer: Rank,
     receiver: Box<dyn LinkReceiver>,
-    partial: Option<Partial>,
+    partial: Option<PartialFrame>,
 }
 
 impl FrameReceiver {
-    /// Frames from `peer`.
+    /// Creates the receiving end of frames from `peer`.
     pub fn new(peer: Rank, receiver: Box<dyn LinkReceiver>) -> Self {
         Self { peer, receiver, partial: None }
     }
 
-    /// The rank at the other end.
-    pub fn peer(&self) -> Rank {
+    /// Returns the rank at the other end.
+    pub fn peer_rank(&self) -> Rank {
         self.peer
     }
 
-    /// The next frame if it is here whole.
+    /// Returns the next frame if it has arrived completely.
     ///
     /// # Errors
     /// `PeerLost` after the last whole frame; `Frame` when a length is out of bounds.
-    pub fn try_receive(&mut self) -> Result<Option<Frame>> {
+    pub fn try_receive(&mut self) -> Result<Option<LinkFrame>> {
         let mut payload = Vec::new();
-        Ok(self.try_receive_into(&mut payload)?.map(|kind| Frame { kind, payload }))
+        Ok(self.try_receive_into(&mut payload)?.map(|kind| LinkFrame { kind, payload }))
     }
 
-    /// As [`FrameReceiver::try_receive`], into a buffer that is reused: returns the kind, and
-    /// `payload` holds only the message. Without a frame `payload` is left alone.
+    /// Like [`FrameReceiver::try_receive`], into a reused buffer: returns the kind, and `payload`
+    /// then holds only the message. Without a frame, `payload` is unchanged.
     ///
     /// # Errors
-    /// As [`FrameReceiver::try_receive`].
+    /// Like [`FrameReceiver::try_receive`].
     pub fn try_receive_into(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
         if self.partial.is_none() {
             let window = self.receiver.window()?;
-            let Some((header, rest)) = window.split_first_chunk::<HEADER>() else {
-                // A part of a header is no sign that the rest will come.
+            let Some((header, rest)) = window.split_first_chunk::<FRAME_HEADER_BYTES>() else {
+                // A part of a header does not mean that the rest will come.
                 if !window.is_empty() {
-                    self.receiver.awaits()?;
+                    self.receiver.check_not_ended()?;
                 }
                 return Ok(None);
             };
             let [a, b, c, d, kind] = *header;
             let length = usize::try_from(u32::from_le_bytes([a, b, c, d])).unwrap_or(usize::MAX);
-            if length > MAX_FRAME {
-                return Err(too_long(self.peer, length));
+            if length > MAX_FRAME_BYTES {
+                return Err(frame_too_long(self.peer, length));
             }
             if let Some(whole) = rest.get(..length) {
                 payload.clear();
                 payload.extend_from_slice(whole);
-                self.receiver.release(HEADER + length)?;
+                self.receiver.release(FRAME_HEADER_BYTES + length)?;
                 return Ok(Some(kind));
             }
-            self.receiver.release(HEADER)?;
-            self.partial = Some(Partial { kind, length, payload: Vec::new() });
+            self.receiver.release(FRAME_HEADER_BYTES)?;
+            self.partial = Some(PartialFrame { kind, length, payload: Vec::new() });
         }
-        self.continued(payload)
+        self.continue_partial(payload)
     }
 
-    fn continued(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
+    fn continue_partial(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
         let Some(partial) = &mut self.partial else { return Ok(None) };
-        // Memory grows with what arrives, not with what a header promises.
+        // The buffer grows with the bytes that arrive, and is not sized by the unchecked length of
+        // the header.
         while partial.payload.len() < partial.length {
             let window = self.receiver.window()?;
             let bytes = window.len().min(partial.length - partial.payload.len());
@@ -251,8 +255,8 @@ mod tests {
     use crate::loopback;
 
     fn ends(capacity: usize) -> (FrameSender, FrameReceiver) {
-        let (a, b) = loopback::pair(Rank(0), Rank(1), capacity).unwrap();
-        (frames(a).0, frames(b).1)
+        let (a, b) = loopback::link_pair(Rank(0), Rank(1), capacity).unwrap();
+        (into_frame_halves(a).0, into_frame_halves(b).1)
     }
 
     #[test]
@@ -264,7 +268,7 @@ mod tests {
         assert_eq!((one.kind, one.payload.as_slice()), (1, &b"one"[..]));
         assert_eq!(
             receiver.try_receive().unwrap().unwrap(),
-            Frame { kind: 2, payload: Vec::new() }
+            LinkFrame { kind: 2, payload: Vec::new() }
         );
         assert_eq!(receiver.try_receive().unwrap(), None);
     }
@@ -274,35 +278,35 @@ mod tests {
         let (mut sender, mut receiver) = ends(4096);
         let large: Vec<u8> = (0..100_003_u32).map(|at| (at % 251).to_le_bytes()[0]).collect();
         assert!(!sender.try_send(9, &large).unwrap());
-        sender.queue(9, &large).unwrap();
-        sender.queue(10, b"after").unwrap();
+        sender.queue_frame(9, &large).unwrap();
+        sender.queue_frame(10, b"after").unwrap();
         let frame = loop {
             sender.flush().unwrap();
             if let Some(frame) = receiver.try_receive().unwrap() {
                 break frame;
             }
         };
-        assert_eq!(frame, Frame { kind: 9, payload: large });
+        assert_eq!(frame, LinkFrame { kind: 9, payload: large });
         assert!(sender.flush().unwrap());
         assert_eq!(receiver.try_receive().unwrap().unwrap().kind, 10);
     }
 
     #[test]
     fn a_length_out_of_bounds_is_refused() {
-        let (mut a, b) = loopback::pair(Rank(0), Rank(1), 4096).unwrap();
+        let (mut a, b) = loopback::link_pair(Rank(0), Rank(1), 4096).unwrap();
         a.sender.window().unwrap()[..5].copy_from_slice(&[0xff; 5]);
         a.sender.commit(5).unwrap();
-        let error = frames(b).1.try_receive().unwrap_err();
+        let error = into_frame_halves(b).1.try_receive().unwrap_err();
         assert!(matches!(error, Error::Frame { rank: Rank(0), .. }), "{error}");
-        assert!(frames(a).0.queue(0, &vec![0; MAX_FRAME + 1]).is_err());
+        assert!(into_frame_halves(a).0.queue_frame(0, &vec![0; MAX_FRAME_BYTES + 1]).is_err());
     }
 
     #[test]
     fn a_header_that_breaks_off_is_not_waited_for() {
-        let (mut a, b) = loopback::pair(Rank(0), Rank(1), 4096).unwrap();
+        let (mut a, b) = loopback::link_pair(Rank(0), Rank(1), 4096).unwrap();
         a.sender.window().unwrap()[..3].copy_from_slice(&[1, 0, 0]);
         a.sender.commit(3).unwrap();
-        let mut receiver = frames(b).1;
+        let mut receiver = into_frame_halves(b).1;
         assert_eq!(receiver.try_receive().unwrap(), None);
         drop(a);
         assert!(matches!(receiver.try_receive(), Err(Error::PeerLost { .. })));
@@ -311,7 +315,7 @@ mod tests {
     #[test]
     fn frames_sent_before_the_end_are_still_received() {
         let (mut sender, mut receiver) = ends(4096);
-        sender.queue(3, b"last").unwrap();
+        sender.queue_frame(3, b"last").unwrap();
         drop(sender);
         assert_eq!(receiver.try_receive().unwrap().unwrap().kind, 3);
         assert!(matches!(receiver.try_receive(), Err(Error::PeerLost { .. })));

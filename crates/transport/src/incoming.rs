@@ -1,237 +1,291 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The acceptor's side of one handshake, as a machine that never waits.
+//! The acceptor's side of one handshake, as a state machine that never waits.
 
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_shm::{Bell, Error as ShmError, Segment, handover};
+use farandole_shm::{Error as ShmError, ProcessDoorbell, RingSegment, descriptor_passing};
 use farandole_world::Rank;
 use rustix::io::Errno;
 
-use crate::handshake::exchange::Side;
+use crate::handshake::key_exchange::HandshakeSide;
 use crate::handshake::{
-    self, CONTROL, Carrier, HELLO, Hello, OPENING, PROOF, Status, Transcript, VERSION,
+    self, CONTROL_CHANNEL, ConnectionCarrier, HELLO_BYTES, HandshakeStatus, HandshakeTranscript,
+    HelloMessage, OPENING_BYTES, PROOF_BYTES, PROTOCOL_VERSION,
 };
-use crate::peer::Peer;
-use crate::shared::{Arrival, Secured, Shared};
+use crate::mesh_state::{ArrivedConnection, MeshState, SecuredConnection};
+use crate::peer::PeerState;
 use crate::tcp::stripes;
-use crate::watch::Watch;
+use crate::watch::PeerWatch;
 
 /// A connection whose handshake is not finished.
-pub(crate) struct Incoming {
+pub(crate) struct AcceptorHandshake {
     socket: OwnedFd,
     /// Address of the peer; `None` over the Unix socket.
     source: Option<IpAddr>,
     pub(crate) deadline: Instant,
-    buffer: [u8; HELLO],
+    buffer: [u8; HELLO_BYTES],
     filled: usize,
-    stage: Stage,
+    stage: AcceptorStage,
 }
 
-enum Stage {
+enum AcceptorStage {
     Hello,
-    Proof { hello: Hello, transcript: Box<Transcript>, descriptors: Vec<OwnedFd> },
+    Proof { hello: HelloMessage, transcript: Box<HandshakeTranscript>, descriptors: Vec<OwnedFd> },
 }
 
-/// The progress of an arrival.
-pub(crate) enum Progress {
-    /// More has to arrive.
-    Waiting(Box<Incoming>),
-    /// Turned away.
+/// Progress of an incoming handshake.
+pub(crate) enum AcceptorProgress {
+    /// More bytes must arrive.
+    Waiting(Box<AcceptorHandshake>),
+    /// The connection was refused.
     Refused,
-    /// A link, already among the arrivals.
+    /// The connection belongs to a link and was added to the arrivals.
     Linked,
-    /// A peer to watch.
-    Watched(Watch),
+    /// The connection gives a peer to watch.
+    Watched(PeerWatch),
 }
 
-/// A peer's end of a link, the bell if it is new, and the pidfd.
-struct Adopted {
-    arrival: Arrival,
-    bell: Option<Arc<Bell>>,
+/// A mapped segment of a peer: its end of the link, its doorbell if that is new, and its pidfd.
+struct AdoptedSegment {
+    arrival: ArrivedConnection,
+    bell: Option<Arc<ProcessDoorbell>>,
     pidfd: Option<OwnedFd>,
 }
 
-impl AsFd for Incoming {
+impl AsFd for AcceptorHandshake {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-impl Incoming {
-    /// The socket must not block.
+impl AcceptorHandshake {
+    /// Creates a handshake; the socket must be non-blocking.
     pub(crate) fn new(socket: OwnedFd, source: Option<IpAddr>, deadline: Instant) -> Self {
-        Self { socket, source, deadline, buffer: [0; HELLO], filled: 0, stage: Stage::Hello }
+        Self {
+            socket,
+            source,
+            deadline,
+            buffer: [0; HELLO_BYTES],
+            filled: 0,
+            stage: AcceptorStage::Hello,
+        }
     }
 
-    /// Returns whether it has shown that it may be a rank: what it said first bears the key's code.
-    pub(crate) fn vouched(&self) -> bool {
-        matches!(self.stage, Stage::Proof { .. })
+    /// Returns whether the peer may be a rank: its hello has a valid code of the job's key.
+    pub(crate) fn has_verified_hello(&self) -> bool {
+        matches!(self.stage, AcceptorStage::Proof { .. })
     }
 
-    pub(crate) fn source(&self) -> Option<IpAddr> {
+    pub(crate) fn source_address(&self) -> Option<IpAddr> {
         self.source
     }
 
-    /// Returns whether the peer speaks another protocol. Nothing more is awaited then, and a peer
-    /// of another version gets an answer: its messages may have other sizes.
-    fn is_foreign(&self) -> bool {
-        let Some(opening) = self.buffer[..self.filled].get(..OPENING) else { return false };
-        match handshake::version(opening) {
-            Some(VERSION) => false,
+    /// Returns whether the peer uses another protocol. The caller then refuses it without waiting
+    /// for more bytes, because messages of another version may have other sizes. A peer of another
+    /// version gets an answer first.
+    fn speaks_other_protocol(&self) -> bool {
+        let Some(opening) = self.buffer[..self.filled].get(..OPENING_BYTES) else { return false };
+        match handshake::read_version(opening) {
+            Some(PROTOCOL_VERSION) => false,
             Some(_) => {
-                // It is turned away in any case.
-                let _ = handover::send(&self.socket, &handshake::other_version(), &[]);
+                // A failure does not matter: the connection is refused in any case.
+                let _ = descriptor_passing::send_with_descriptors(
+                    &self.socket,
+                    &handshake::encode_other_version(),
+                    &[],
+                );
                 true
             }
             None => true,
         }
     }
 
-    /// Reads what is there and answers.
-    pub(crate) fn advance(mut self, shared: &Shared) -> Progress {
+    /// Reads the available bytes, and answers complete messages.
+    pub(crate) fn advance_handshake(mut self, shared: &MeshState) -> AcceptorProgress {
         loop {
-            let wanted = if matches!(self.stage, Stage::Hello) { HELLO } else { PROOF };
-            match handover::receive(&self.socket, &mut self.buffer[self.filled..wanted]) {
-                Ok((0, _)) => return Progress::Refused,
+            let wanted =
+                if matches!(self.stage, AcceptorStage::Hello) { HELLO_BYTES } else { PROOF_BYTES };
+            match descriptor_passing::receive_with_descriptors(
+                &self.socket,
+                &mut self.buffer[self.filled..wanted],
+            ) {
+                Ok((0, _)) => return AcceptorProgress::Refused,
                 Ok((received, arrived)) => {
                     self.filled += received;
-                    // Descriptors of an unproven peer are closed here.
-                    if let Stage::Proof { descriptors, .. } = &mut self.stage {
+                    // Descriptors of a peer that has not proved the key are closed here.
+                    if let AcceptorStage::Proof { descriptors, .. } = &mut self.stage {
                         descriptors.extend(arrived);
-                        // A proof that comes byte by byte must not bring more of them each time.
-                        descriptors.truncate(handover::MOST);
+                        // Limits the descriptors: a proof that arrives byte by byte could bring new
+                        // ones with each byte.
+                        descriptors.truncate(descriptor_passing::MAX_DESCRIPTORS_PER_MESSAGE);
                     }
                 }
                 Err(ShmError::System { source: Errno::AGAIN, .. }) => {
-                    return Progress::Waiting(Box::new(self));
+                    return AcceptorProgress::Waiting(Box::new(self));
                 }
                 Err(ShmError::System { source: Errno::INTR, .. }) => continue,
-                Err(_) => return Progress::Refused,
+                Err(_) => return AcceptorProgress::Refused,
             }
-            if matches!(self.stage, Stage::Hello) && self.is_foreign() {
-                return Progress::Refused;
+            if matches!(self.stage, AcceptorStage::Hello) && self.speaks_other_protocol() {
+                return AcceptorProgress::Refused;
             }
             if self.filled < wanted {
                 continue;
             }
             self.filled = 0;
             self.stage = match self.stage {
-                Stage::Hello => {
-                    match challenge(&self.socket, self.buffer, self.source.is_none(), shared) {
+                AcceptorStage::Hello => {
+                    match send_challenge(&self.socket, self.buffer, self.source.is_none(), shared) {
                         Some(stage) => stage,
-                        None => return Progress::Refused,
+                        None => return AcceptorProgress::Refused,
                     }
                 }
-                Stage::Proof { hello, transcript, descriptors } => {
-                    if !transcript.proved(&self.buffer[..PROOF]) {
-                        return Progress::Refused;
+                AcceptorStage::Proof { hello, transcript, descriptors } => {
+                    if !transcript.verify_proof(&self.buffer[..PROOF_BYTES]) {
+                        return AcceptorProgress::Refused;
                     }
-                    return finish(self.socket, &hello, &transcript, descriptors, shared);
+                    return finish_handshake(self.socket, &hello, &transcript, descriptors, shared);
                 }
             };
         }
     }
 }
 
-/// Answers a hello; `None` turns the connection away.
-fn challenge(socket: &OwnedFd, bytes: [u8; HELLO], local: bool, shared: &Shared) -> Option<Stage> {
-    let hello = Hello::decode(&bytes)?;
-    let known = Transcript::knows(&shared.key, &bytes);
-    let status = if known { judge(&hello, local, shared) } else { Status::Stranger };
-    let (transcript, answer) = Transcript::answer(&shared.key, bytes, status).ok()?;
-    handover::send(socket, &answer, &[]).ok()?;
-    let stage = Stage::Proof { hello, transcript: Box::new(transcript), descriptors: Vec::new() };
-    (status == Status::Welcome).then_some(stage)
+/// Answers a hello; returns `None` if the connection is refused.
+fn send_challenge(
+    socket: &OwnedFd,
+    bytes: [u8; HELLO_BYTES],
+    local: bool,
+    shared: &MeshState,
+) -> Option<AcceptorStage> {
+    let hello = HelloMessage::decode(&bytes)?;
+    let known = HandshakeTranscript::verify_hello(&shared.key, &bytes);
+    let status = if known { judge_hello(&hello, local, shared) } else { HandshakeStatus::WrongKey };
+    let (transcript, answer) =
+        HandshakeTranscript::answer_hello(&shared.key, bytes, status).ok()?;
+    descriptor_passing::send_with_descriptors(socket, &answer, &[]).ok()?;
+    let stage =
+        AcceptorStage::Proof { hello, transcript: Box::new(transcript), descriptors: Vec::new() };
+    (status == HandshakeStatus::Welcome).then_some(stage)
 }
 
-fn judge(hello: &Hello, local: bool, shared: &Shared) -> Status {
+fn judge_hello(hello: &HelloMessage, local: bool, shared: &MeshState) -> HandshakeStatus {
     let fitting = match hello.carrier {
-        Carrier::SharedMemory => local && hello.channel != CONTROL,
-        Carrier::Tcp => !local && hello.channel != CONTROL,
-        Carrier::Control => !local && hello.channel == CONTROL,
+        ConnectionCarrier::SharedMemory => local && hello.channel != CONTROL_CHANNEL,
+        ConnectionCarrier::Tcp => !local && hello.channel != CONTROL_CHANNEL,
+        ConnectionCarrier::Control => !local && hello.channel == CONTROL_CHANNEL,
     };
-    let connections = if hello.carrier == Carrier::Tcp { stripes::MOST } else { 1 };
-    if hello.version != VERSION
+    let connections =
+        if hello.carrier == ConnectionCarrier::Tcp { stripes::MAX_STREAMS_PER_LINK } else { 1 };
+    if hello.version != PROTOCOL_VERSION
         || !fitting
         || hello.streams > connections
         || hello.stream >= hello.streams
     {
-        Status::Version
+        HandshakeStatus::OtherVersion
     } else if hello.generation != shared.generation {
-        Status::Generation
+        HandshakeStatus::OtherGeneration
     } else if hello.to != shared.rank
         || hello.size != shared.size
         || hello.from >= Rank(shared.size)
     {
-        Status::World
+        HandshakeStatus::OtherWorld
     } else if hello.from <= hello.to {
         // The higher rank dials.
-        Status::World
-    } else if hello.carrier == Carrier::SharedMemory && !shared.use_shared_memory {
-        Status::NoSharedMemory
+        HandshakeStatus::OtherWorld
+    } else if hello.carrier == ConnectionCarrier::SharedMemory && !shared.use_shared_memory {
+        HandshakeStatus::NoSharedMemory
     } else {
-        Status::Welcome
+        HandshakeStatus::Welcome
     }
 }
 
-/// The dialer holds the key: takes its end, and gives ours.
-fn finish(
+/// Finishes the handshake after the dialer has proved the key: adopts its end and sends ours.
+fn finish_handshake(
     socket: OwnedFd,
-    hello: &Hello,
-    transcript: &Transcript,
+    hello: &HelloMessage,
+    transcript: &HandshakeTranscript,
     descriptors: Vec<OwnedFd>,
-    shared: &Shared,
-) -> Progress {
-    let Some(peer) = shared.peers.get(hello.from.index()) else { return Progress::Refused };
+    shared: &MeshState,
+) -> AcceptorProgress {
+    let Some(peer) = shared.peers.get(hello.from.index()) else { return AcceptorProgress::Refused };
     let place = (hello.channel, hello.from, hello.stream);
-    if hello.carrier == Carrier::SharedMemory {
-        let Some(Adopted { arrival, bell, pidfd }) = adopt(hello, peer, descriptors) else {
-            // The dialer takes another way.
-            let _ = handover::send(&socket, &transcript.accept(Status::NoSharedMemory), &[]);
-            return Progress::Linked;
+    if hello.carrier == ConnectionCarrier::SharedMemory {
+        let Some(AdoptedSegment { arrival, bell, pidfd }) = adopt_segment(hello, peer, descriptors)
+        else {
+            // The dialer falls back to TCP.
+            let _ = descriptor_passing::send_with_descriptors(
+                &socket,
+                &transcript.accepted_message(HandshakeStatus::NoSharedMemory),
+                &[],
+            );
+            return AcceptorProgress::Linked;
         };
-        let own: Vec<_> = (shared.parker.bell().descriptors().into_iter())
+        let own: Vec<_> = (shared.parker.own_doorbell().shared_descriptors().into_iter())
             .chain(shared.pidfd.as_ref().map(AsFd::as_fd))
             .collect();
-        if handover::send(&socket, &transcript.accept(Status::Welcome), &own).is_ok() {
-            shared.arrive(place, hello.capacity, arrival);
+        if descriptor_passing::send_with_descriptors(
+            &socket,
+            &transcript.accepted_message(HandshakeStatus::Welcome),
+            &own,
+        )
+        .is_ok()
+        {
+            shared.add_arrival(place, hello.capacity, arrival);
         }
-        let end = shared.end_of(pidfd, socket, bell.is_some());
-        // The bell is adopted once for all links, so its watch stays even if this link came to
-        // nothing.
-        return bell.map_or(Progress::Linked, |bell| {
-            Progress::Watched(Watch::local(Arc::clone(peer), bell, end))
+        let end = shared.process_end_descriptor(pidfd, socket, bell.is_some());
+        // The doorbell is adopted once for all links, so its watch stays even if this link failed.
+        return bell.map_or(AcceptorProgress::Linked, |bell| {
+            AcceptorProgress::Watched(PeerWatch::watch_local(Arc::clone(peer), bell, end))
         });
     }
-    let Some(keys) = transcript.keys(Side::Acceptor).map(Box::new) else {
-        return Progress::Refused;
+    let Some(keys) = transcript.derive_keys(HandshakeSide::Acceptor).map(Box::new) else {
+        return AcceptorProgress::Refused;
     };
-    if handover::send(&socket, &transcript.accept(Status::Welcome), &[]).is_err() {
-        return Progress::Refused;
+    if descriptor_passing::send_with_descriptors(
+        &socket,
+        &transcript.accepted_message(HandshakeStatus::Welcome),
+        &[],
+    )
+    .is_err()
+    {
+        return AcceptorProgress::Refused;
     }
-    if hello.carrier == Carrier::Control {
-        return Progress::Watched(Watch::remote(Arc::clone(peer), Secured { socket, keys }));
+    if hello.carrier == ConnectionCarrier::Control {
+        return AcceptorProgress::Watched(PeerWatch::watch_remote(
+            Arc::clone(peer),
+            SecuredConnection { socket, keys },
+        ));
     }
-    let secured = Secured { socket, keys };
-    shared.arrive(place, hello.capacity, Arrival::Tcp { secured, streams: hello.streams });
-    Progress::Linked
+    let secured = SecuredConnection { socket, keys };
+    shared.add_arrival(
+        place,
+        hello.capacity,
+        ArrivedConnection::Tcp { secured, streams: hello.streams },
+    );
+    AcceptorProgress::Linked
 }
 
-/// Maps what the dialer handed over; `None` when it cannot be used.
-fn adopt(hello: &Hello, peer: &Peer, descriptors: Vec<OwnedFd>) -> Option<Adopted> {
+/// Maps the segment and the doorbell of the dialer; returns `None` if they cannot be used.
+fn adopt_segment(
+    hello: &HelloMessage,
+    peer: &PeerState,
+    descriptors: Vec<OwnedFd>,
+) -> Option<AdoptedSegment> {
     let mut descriptors = descriptors.into_iter();
     let (segment, memory, event) = (descriptors.next()?, descriptors.next()?, descriptors.next()?);
-    let segment = Segment::adopt(segment, 2, usize::try_from(hello.capacity).ok()?).ok()?;
-    let (sender, receiver) = (segment.producer(1).ok()?, segment.consumer(0).ok()?);
-    let (bell, first) = peer.adopt(memory, event).ok()?;
+    let segment =
+        RingSegment::from_descriptor(segment, 2, usize::try_from(hello.capacity).ok()?).ok()?;
+    let (sender, receiver) = (segment.take_producer(1).ok()?, segment.take_consumer(0).ok()?);
+    let (bell, first) = peer.adopt_doorbell(memory, event).ok()?;
     let new = first.then(|| Arc::clone(&bell));
-    Some(Adopted {
-        arrival: Arrival::Shared { sender, receiver, bell },
+    Some(AdoptedSegment {
+        arrival: ArrivedConnection::SharedMemory { sender, receiver, bell },
         bell: new,
         pidfd: descriptors.next(),
     })

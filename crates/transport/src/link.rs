@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A link: one ordered byte stream each way between two ranks, seen through windows so that no byte
-//! is copied twice.
+//! A link is one ordered byte stream in each direction between two ranks. Both ends access it
+//! through windows, so no byte is copied twice.
 //!
 //! A sender fills the window and commits; a receiver reads the window and releases. On shared
-//! memory the two windows are the same memory; on TCP they are private rings that a poll of either
-//! half pumps. Nothing here blocks.
+//! memory the two windows are the same memory. On TCP they are private rings; polling either half
+//! moves bytes between the rings and the sockets. No function here blocks.
 //!
-//! To poll a link is to call `window` of its receiver and, while `flush` of its sender says false,
-//! `flush`. A thread that parks polls all links after `Parker::prepare`: on TCP, bytes move only in
-//! a poll.
+//! To poll a link, call `window` of its receiver and, while `flush` of its sender returns false,
+//! `flush`. A thread that parks polls all links after `Parker::prepare_park`, because bytes move
+//! over TCP only during a poll.
 
 use std::fmt;
 
@@ -21,72 +21,75 @@ use crate::Result;
 /// The carrier of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LinkKind {
-    /// A segment both processes map.
+    /// A segment that both processes map.
     SharedMemory,
     /// A TCP connection.
     Tcp,
-    /// Memory of this process: tests, simulations.
+    /// Memory of this process, for tests and simulations.
     Loopback,
 }
 
-/// Alignment of message starts in a data stream: writers pad to it so that elements stay aligned in
+/// Alignment of message starts in a data stream. Writers pad to it, so elements are aligned in
 /// windows.
-pub const ALIGNMENT: usize = 64;
+pub const MESSAGE_ALIGNMENT: usize = 64;
 
 /// The outgoing half.
 pub trait LinkSender: Send {
-    /// Free space, contiguous, possibly empty. Never waits; pumps what is pending first.
+    /// Returns the contiguous free space, which may be empty. Sends pending bytes first, and never
+    /// waits.
     ///
     /// # Errors
     /// `PeerLost` when the peer is gone.
     fn window(&mut self) -> Result<&mut [u8]>;
 
-    /// Hands the first `bytes` of the window to the peer and wakes it if it sleeps.
+    /// Hands the first `bytes` of the window to the peer, and wakes the peer if it sleeps.
     ///
     /// # Errors
     /// `PeerLost` when the peer is gone.
     fn commit(&mut self, bytes: usize) -> Result<()>;
 
-    /// Moves what is committed but still local (TCP); true when nothing is left here.
+    /// Sends committed bytes that are still in this process (TCP only). Returns true when none are
+    /// left.
     ///
     /// # Errors
-    /// `PeerLost` when the peer is gone and something is left that it cannot get.
+    /// `PeerLost` when the peer is gone and unsent bytes are left.
     fn flush(&mut self) -> Result<bool>;
 
-    /// Sends what fits at once, whatever is known of the peer: one that is lost on another
-    /// connection may hear it. If a link ends only with the process behind it, there is no
-    /// listener.
-    fn last_words(&mut self, bytes: &[u8]) {
+    /// Sends the bytes that fit without waiting, even to a peer that is counted as lost: if only
+    /// another connection to the peer broke, the peer can still read them. Does nothing for shared
+    /// memory, whose links end only when the peer's process ends.
+    fn send_final_bytes(&mut self, bytes: &[u8]) {
         let _ = bytes;
     }
 
     /// Returns true for a link that is opened at its first use, see
-    /// [`Mesh::open_on_demand`](crate::Mesh::open_on_demand). The value stays true after the link
-    /// has opened.
+    /// [`Mesh::open_links_on_demand`](crate::Mesh::open_links_on_demand). The value stays true
+    /// after the link has opened.
     fn is_on_demand(&self) -> bool {
         false
     }
 
-    /// Starts to open a link that is opened at its first use, unless its opening has started. Does
-    /// nothing for other links, because they are open.
-    fn ask(&mut self) {}
+    /// Starts to open a link that is opened at its first use, if this has not started yet. Does
+    /// nothing for other links, because they are already open.
+    fn request_open(&mut self) {}
 }
 
 /// The incoming half.
 pub trait LinkReceiver: Send {
-    /// Bytes that arrived and were not released, contiguous, possibly empty. Never waits.
+    /// Returns the contiguous bytes that arrived and are not released, which may be empty. Never
+    /// waits.
     ///
     /// # Errors
-    /// `PeerLost` when the peer is gone and everything it had sent was read.
+    /// `PeerLost` when the peer is gone and all bytes that it sent were read.
     fn window(&mut self) -> Result<&[u8]>;
 
-    /// For a waiter that needs more than the window holds: whether more may come.
+    /// Checks that more bytes may arrive. For a caller that needs more bytes than the window has.
     ///
     /// # Errors
     /// `PeerLost` when nothing will follow the window.
-    fn awaits(&mut self) -> Result<()>;
+    fn check_not_ended(&mut self) -> Result<()>;
 
-    /// Gives back the first `bytes` of the window.
+    /// Releases the first `bytes` of the window.
     ///
     /// # Errors
     /// `PeerLost` when the peer is gone.
@@ -99,11 +102,11 @@ pub struct Link {
     pub peer: Rank,
     /// Carrier of the link.
     pub kind: LinkKind,
-    /// Bytes either ring holds; a window is never larger.
+    /// Capacity of each ring in bytes; a window is never larger.
     pub capacity: usize,
-    /// Towards the peer.
+    /// The half that sends to the peer.
     pub sender: Box<dyn LinkSender>,
-    /// From the peer.
+    /// The half that receives from the peer.
     pub receiver: Box<dyn LinkReceiver>,
 }
 

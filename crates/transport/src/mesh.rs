@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The ranks of one generation, connected on demand.
+//! The mesh: the ranks of one generation, connected on demand.
 
 mod dial_many;
+mod link_setup;
 mod on_demand;
 
 use std::collections::{BTreeSet, HashSet};
@@ -17,77 +18,78 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use farandole_config::PortRange;
-use farandole_shm::Segment;
+use farandole_shm::RingSegment;
 use farandole_world::{Generation, HostHash, Rank};
 use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::budget::{Budget, Lease};
-use crate::card::Card;
-use crate::circle::Circle;
-use crate::dial::{self, Failure, Request, Silence, Wait};
-use crate::handshake::{CONTROL, Carrier, Key, nonce};
-use crate::peer::Peer;
-use crate::ring::{RingReceiver, RingSender};
-use crate::service::{Listeners, Service};
-use crate::shared::{Arrival, Facts, Secured, Shared};
-use crate::spread::{Call, Way};
-use crate::watch::Watch;
+use crate::budget::{RingByteBudget, RingByteReservation};
+use crate::dial::{self, DialFailure, DialRequest, DialSilence, DialWait};
+use crate::handshake::{CONTROL_CHANNEL, ConnectionCarrier, JobKey, random_nonce};
+use crate::heartbeat_topology::HeartbeatTopology;
+use crate::mesh_state::{ArrivedConnection, MeshParameters, MeshState, SecuredConnection};
+use crate::multi_nic::{LinkRequest, PeerRoutes};
+use crate::peer::PeerState;
+use crate::peer_addresses::PeerAddresses;
+use crate::ring_link::{RingReceiver, RingSender};
+use crate::service::{MeshListeners, MeshService};
+use crate::watch::PeerWatch;
 use crate::{
-    Error, Gateway, Interface, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses,
-    spread, tcp,
+    Error, Link, LinkKind, LinkRelay, ListenInterface, Parker, Rendezvous, RendezvousPoint, Result,
+    addresses, multi_nic, tcp,
 };
 
-pub use dial_many::dials_at_once;
-use on_demand::Dials;
+pub use dial_many::concurrent_dials;
+use on_demand::DialQueue;
 
-/// Time after which a wait for a peer's call probes whether the peer listens, and the limit of the
-/// probe.
-const PROBE: Duration = Duration::from_secs(1);
-/// A shorter silence than this happens on any busy host.
-const SHORTEST_TIMEOUT: Duration = Duration::from_millis(100);
+/// Interval at which a wait for a peer to dial probes whether the peer still listens. Also the time
+/// limit of a probe.
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
+/// Smallest peer timeout. A busy host may cause shorter silences.
+const MIN_PEER_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Options of a mesh.
 #[derive(Clone)]
 pub struct MeshOptions {
-    /// This process's rank.
+    /// Rank of this process.
     pub rank: Rank,
-    /// Ranks in the world.
+    /// Number of ranks in the world.
     pub size: u32,
-    /// Ranks of one machine try shared memory.
+    /// The host of this rank. Ranks of one machine try shared memory.
     pub host: HostHash,
     /// The secret of the job: a process without it is refused.
     pub key: [u8; 32],
-    /// The world among the worlds of the job; others are turned away.
+    /// The generation of this world in the job. Ranks of other generations are refused.
     pub generation: Generation,
-    /// Addresses to listen on and to publish; all of this host's if there are none. If there are
+    /// Addresses to listen on and to publish; if empty, all addresses of this host. If there are
     /// several, links to other hosts use all of them.
-    pub bind: Vec<Interface>,
-    /// Ports to listen on.
+    pub bind: Vec<ListenInterface>,
+    /// Range of ports to listen on.
     pub ports: PortRange,
-    /// The way to ranks of other hosts where hosts open connections and take none; then only the
-    /// loopback is listened on.
-    pub gateway: Option<Arc<dyn Gateway>>,
-    /// Off: TCP everywhere.
+    /// The relay to ranks of other hosts, for hosts that can open connections but not accept them.
+    /// With a relay, this process listens on the loopback only.
+    pub relay: Option<Arc<dyn LinkRelay>>,
+    /// Whether ranks of one host use shared memory; if false, all links use TCP.
     pub use_shared_memory: bool,
-    /// Off: as on kernels without pidfds.
+    /// Whether pidfds are used; if false, peers are watched as on kernels without pidfds.
     pub use_pidfd: bool,
-    /// Bytes of this process's own rings, the ones towards its peers, that it may have in segments
-    /// at a time; links beyond go over TCP. The host's bytes divided by its ranks.
+    /// Largest total size in bytes of the rings that this process creates in shared memory. Further
+    /// links use TCP. Callers divide the shared memory of the host by its number of ranks.
     pub shared_memory_bytes: u64,
-    /// TCP connections of each link, 1 to 16, rounded up to as many over each interface.
+    /// TCP connections of each link, 1 to 16. Rounded up so that each interface has the same
+    /// number.
     pub streams: u16,
-    /// TCP's congestion control of links, where the system has it and allows it; empty takes the
-    /// system's own.
+    /// TCP congestion control algorithm of links, if the system has it and allows it. Empty keeps
+    /// the system's default.
     pub congestion: String,
-    /// A peer that shows no life for so long is lost.
+    /// Time without a sign of life after which a peer is lost.
     pub peer_timeout: Duration,
-    /// The longest `join`, and each `open`, may take.
-    pub patience: Duration,
+    /// Time limit of `join`, and of each `open_links`.
+    pub setup_timeout: Duration,
 }
 
 impl MeshOptions {
-    /// Options with the defaults of the knobs.
+    /// Creates options with the default values.
     pub fn new(rank: Rank, size: u32, host: HostHash, key: [u8; 32]) -> Self {
         Self {
             rank,
@@ -97,14 +99,14 @@ impl MeshOptions {
             generation: Generation(0),
             bind: Vec::new(),
             ports: PortRange { first: 0, last: 0 },
-            gateway: None,
+            relay: None,
             use_shared_memory: true,
             use_pidfd: true,
             shared_memory_bytes: 256 << 20,
             streams: 1,
             congestion: "cubic".to_owned(),
             peer_timeout: Duration::from_secs(5),
-            patience: Duration::from_secs(600),
+            setup_timeout: Duration::from_secs(600),
         }
     }
 }
@@ -120,82 +122,92 @@ impl std::fmt::Debug for MeshOptions {
     }
 }
 
-/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined.
-/// Links outlive it, but their peers are not watched any more.
+/// A joined mesh. Dropping it leaves in order: peers are notified, and the service thread is
+/// joined. Links outlive the mesh, but their peers are no longer watched.
 pub struct Mesh {
-    shared: Arc<Shared>,
+    shared: Arc<MeshState>,
     options: MeshOptions,
-    /// By rank; the own card too.
-    cards: Vec<Card>,
-    budget: Budget,
-    /// Channels that were opened, by peer.
-    opened: Mutex<HashSet<(u32, Rank)>>,
-    /// Ranks to exchange heartbeats with where they share no memory with this one.
-    heartbeats: BTreeSet<Rank>,
-    /// Peers that a control connection was dialled to.
-    controlled: Mutex<HashSet<Rank>>,
+    /// Addresses of all ranks, by rank; also of this rank.
+    peer_addresses: Vec<PeerAddresses>,
+    budget: RingByteBudget,
+    /// Channels that were opened, with their peers.
+    opened_channels: Mutex<HashSet<(u32, Rank)>>,
+    /// Ranks with which this rank exchanges heartbeats, unless it shares memory with them.
+    heartbeat_peers: BTreeSet<Rank>,
+    /// Peers to which this rank has dialled a heartbeat connection.
+    heartbeat_channels: Mutex<HashSet<Rank>>,
     /// Links that are dialled at their first use.
-    dials: Arc<Dials>,
+    dial_queue: Arc<DialQueue>,
     fallbacks: Mutex<Vec<(Rank, String)>>,
     service: Option<JoinHandle<()>>,
 }
 
 impl Mesh {
-    /// Listens, publishes where, and learns where all other ranks are. Collective: returns when
-    /// every rank joined.
+    /// Listens, publishes its addresses, and fetches the addresses of all other ranks. Collective:
+    /// returns when every rank has joined.
     ///
     /// # Errors
-    /// `Rendezvous`; `Timeout` naming the rank that did not come; `System` when nothing can be
+    /// `Rendezvous`; `Timeout` naming the rank that did not join; `System` when no address can be
     /// listened on.
     pub fn join(options: MeshOptions, rendezvous: &dyn Rendezvous) -> Result<Self> {
-        let deadline = Instant::now() + options.patience;
-        allow_descriptors(&options);
+        let deadline = Instant::now() + options.setup_timeout;
+        raise_descriptor_limit(&options);
         let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST).into()];
-        let bind = if options.gateway.is_some() { &loopback[..] } else { &options.bind };
-        let (tcp, own) = addresses::listen(bind, options.ports)?;
-        let (unix, local) = if options.use_shared_memory { unix() } else { (None, String::new()) };
-        let shared = Arc::new(Shared::new(Facts {
+        let bind = if options.relay.is_some() { &loopback[..] } else { &options.bind };
+        let (tcp, own) = addresses::listen_on_interfaces(bind, options.ports)?;
+        let (unix, local) =
+            if options.use_shared_memory { bind_unix_listener() } else { (None, String::new()) };
+        let shared = Arc::new(MeshState::new(MeshParameters {
             rank: options.rank,
             size: options.size,
             generation: options.generation,
-            key: Key(options.key),
+            key: JobKey(options.key),
             use_shared_memory: options.use_shared_memory,
             use_pidfd: options.use_pidfd,
-            peer_timeout: options.peer_timeout.max(SHORTEST_TIMEOUT),
+            peer_timeout: options.peer_timeout.max(MIN_PEER_TIMEOUT),
         })?);
-        let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix })?;
+        let service = MeshService::new(Arc::clone(&shared), MeshListeners { tcp, unix })?;
         let thread = thread::Builder::new().name("farandole-mesh".to_owned());
-        let service = thread.spawn(move || service.run()).map_err(Error::of("clone"))?;
-        let door = options.gateway.as_ref().map_or(0, |gateway| gateway.door());
-        let card = Card {
+        let service = thread.spawn(move || service.run()).map_err(Error::from_call("clone"))?;
+        let door = options.relay.as_ref().map_or(0, |gateway| gateway.relay_world());
+        let card = PeerAddresses {
             host: options.host.clone(),
             pid: std::process::id(),
-            door,
-            local,
+            relay_world: door,
+            unix_socket_name: local,
             addresses: own,
         };
         let mut mesh = Self {
             shared,
-            cards: Vec::new(),
-            budget: Budget::new(options.shared_memory_bytes),
-            opened: Mutex::new(HashSet::new()),
-            heartbeats: BTreeSet::new(),
-            controlled: Mutex::new(HashSet::new()),
-            dials: Arc::default(),
+            peer_addresses: Vec::new(),
+            budget: RingByteBudget::new(options.shared_memory_bytes),
+            opened_channels: Mutex::new(HashSet::new()),
+            heartbeat_peers: BTreeSet::new(),
+            heartbeat_channels: Mutex::new(HashSet::new()),
+            dial_queue: Arc::default(),
             fallbacks: Mutex::new(Vec::new()),
             service: Some(service),
             options,
         };
-        if let (Some(gateway), Some(address)) = (&mesh.options.gateway, card.addresses.first()) {
-            gateway.open(address.socket.port())?;
+        if let (Some(gateway), Some(address)) = (&mesh.options.relay, card.addresses.first()) {
+            gateway.forward_to_port(address.socket.port())?;
         }
-        mesh.meet(&card, rendezvous, deadline)?;
+        mesh.learn_peer_addresses(&card, rendezvous, deadline)?;
         Ok(mesh)
     }
 
-    fn meet(&mut self, own: &Card, rendezvous: &dyn Rendezvous, deadline: Instant) -> Result<()> {
+    fn learn_peer_addresses(
+        &mut self,
+        own: &PeerAddresses,
+        rendezvous: &dyn Rendezvous,
+        deadline: Instant,
+    ) -> Result<()> {
         let MeshOptions { rank, size, generation, .. } = self.options;
-        let cards = rendezvous.meet(Place { generation, rank, size }, &own.encode(), deadline)?;
+        let cards = rendezvous.exchange_addresses(
+            RendezvousPoint { generation, rank, size },
+            &own.encode(),
+            deadline,
+        )?;
         if cards.len() != size as usize {
             let reason = format!("{} cards came for {size} ranks", cards.len());
             return Err(Error::Rendezvous { what: "all cards".to_owned(), reason });
@@ -205,51 +217,52 @@ impl Mesh {
                 own.clone()
             } else {
                 let what = || format!("the card of rank {}", peer.rank);
-                Card::decode(&bytes).map_err(|reason| Error::Rendezvous { what: what(), reason })?
+                PeerAddresses::decode(&bytes)
+                    .map_err(|reason| Error::Rendezvous { what: what(), reason })?
             };
-            if let Some(gateway) = &self.options.gateway
-                && card.host.machine() != own.host.machine()
+            if let Some(gateway) = &self.options.relay
+                && card.host.machine_name() != own.host.machine_name()
             {
-                card.addresses = vec![gateway.to(peer.rank, card.door)?.into()];
+                card.addresses = vec![gateway.relayed_address(peer.rank, card.relay_world)?.into()];
             }
-            // Set once, here.
+            // The host is set only here.
             drop(peer.host.set(card.host.0.clone()));
-            self.cards.push(card);
+            self.peer_addresses.push(card);
         }
-        let circle = Circle::new(self.cards.iter().map(|card| card.host.machine()));
-        self.heartbeats = circle.peers(rank);
-        self.shared.hearsay.store(!circle.is_complete(), Ordering::Relaxed);
+        let circle =
+            HeartbeatTopology::new(self.peer_addresses.iter().map(|card| card.host.machine_name()));
+        self.heartbeat_peers = circle.heartbeat_peers(rank);
+        self.shared.relies_on_loss_reports.store(!circle.is_complete(), Ordering::Relaxed);
         Ok(())
     }
 
-    /// Opens one link to each of `peers` (the own rank is passed over), in their order. Collective
-    /// among them: every two ranks name each other, with one channel and one capacity. A channel is
-    /// opened once between two ranks.
+    /// Opens one link to each of `peers`, in their order; the own rank is skipped. Collective among
+    /// them: every two ranks name each other, with the same channel and capacity. Two ranks open a
+    /// channel only once.
     ///
-    /// Ranks of one machine exchange a segment over an authenticated Unix socket; that both map it
-    /// is the proof that they share memory. Where that fails, and elsewhere, the link is a TCP
-    /// connection. Memory of `capacity` bytes each way (rounded up to pages) is taken when first
-    /// touched.
+    /// Ranks of one machine exchange a segment over an authenticated Unix socket. If both can map
+    /// it, they share memory. If that fails, and between machines, the link is a TCP connection.
+    /// `capacity` bytes in each direction (rounded up to pages) are allocated at their first use.
     ///
     /// # Errors
     /// `Timeout` naming the rank that did not open its end; `Unreachable`, `Handshake`, `PeerLost`,
     /// `Forked`; `System` when this process has no descriptors left.
-    pub fn open(&self, channel: u32, peers: &[Rank], capacity: usize) -> Result<Vec<Link>> {
-        self.open_until(
+    pub fn open_links(&self, channel: u32, peers: &[Rank], capacity: usize) -> Result<Vec<Link>> {
+        self.open_links_until(
             channel,
             peers,
             capacity,
-            Instant::now() + self.options.patience,
+            Instant::now() + self.options.setup_timeout,
             &mut || false,
         )
     }
 
-    /// As [`open`](Self::open), at most until `deadline`. Every few seconds it asks whether to give
-    /// up; after a yes it asks no more.
+    /// Like [`open_links`](Self::open_links), at most until `deadline`. Calls `give_up` every few
+    /// seconds; after `true`, it stops and does not call it again.
     ///
     /// # Errors
-    /// Those of `open`; `Interrupted` when asked to give up.
-    pub fn open_until(
+    /// Like `open_links`; `Interrupted` when `give_up` returned true.
+    pub fn open_links_until(
         &self,
         channel: u32,
         peers: &[Rank],
@@ -257,33 +270,37 @@ impl Mesh {
         deadline: Instant,
         give_up: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Link>> {
-        self.claim(channel, peers)?;
-        let mut wait = Wait { deadline, give_up };
-        // The higher rank dials. Dialling needs the other's service thread only, so no order of
-        // ranks can lock up.
-        let dial = |peer: &_, wait: &mut Wait<'_>| self.dial(peer, channel, capacity, wait);
-        let mut links = self.dial_lower(peers, &mut wait, dial)?;
+        self.claim_channel(channel, peers)?;
+        let mut wait = DialWait { deadline, give_up };
+        // The higher rank dials. A dial needs only the peer's service thread, so no order of ranks
+        // can deadlock.
+        let dial =
+            |peer: &_, wait: &mut DialWait<'_>| self.dial_link(peer, channel, capacity, wait);
+        let mut links = self.dial_lower_ranks(peers, &mut wait, dial)?;
         let places = peers.iter().copied().enumerate();
         for (place, rank) in places.filter(|(_, rank)| *rank > self.options.rank) {
-            links.push((place, self.answer(self.peer(rank)?, channel, capacity, &mut wait)?));
+            links.push((
+                place,
+                self.accept_link(self.find_peer(rank)?, channel, capacity, &mut wait)?,
+            ));
         }
         links.sort_by_key(|(place, _)| *place);
         Ok(links.into_iter().map(|(_, link)| link).collect())
     }
 
-    /// As [`open_until`](Self::open_until), with links over TCP that are opened at their first use:
-    /// a rank that never uses one has no connection for it. So peers should be ranks of other
-    /// machines. The call itself opens the connections for heartbeats with ranks of other machines
-    /// that this rank dials and that are not open yet.
+    /// Like [`open_links_until`](Self::open_links_until), but each link uses TCP and is opened at
+    /// its first use: a link that is never used has no connection. So `peers` should be ranks of
+    /// other machines. The call itself opens the heartbeat connections that this rank dials to
+    /// ranks of other machines and that are not open yet.
     ///
     /// The windows of a link are empty until it is open.
-    /// [`LinkSender::ask`](crate::LinkSender::ask) and every call for one of its windows ask for
-    /// it, and it opens when both ends have asked. If the peer cannot be reached, its windows are
-    /// `PeerLost`.
+    /// [`LinkSender::request_open`](crate::LinkSender::request_open) and every call for a window
+    /// request the link; it opens when both ends have requested it. If the peer cannot be reached,
+    /// calls for a window return `PeerLost`.
     ///
     /// # Errors
-    /// Those of `open_until`, for the heartbeats.
-    pub fn open_on_demand(
+    /// Like `open_links_until`, for the heartbeat connections.
+    pub fn open_links_on_demand(
         &self,
         channel: u32,
         peers: &[Rank],
@@ -291,47 +308,51 @@ impl Mesh {
         deadline: Instant,
         give_up: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Link>> {
-        self.claim(channel, peers)?;
-        let far: Vec<Rank> =
-            self.heartbeats.iter().copied().filter(|rank| !self.is_near(*rank)).collect();
-        self.dial_lower(&far, &mut Wait { deadline, give_up }, |peer, wait| {
-            peer.lost().map_or(Ok(()), Err)?;
-            self.exchange_heartbeats(peer, &self.addresses(peer.rank), wait)
+        self.claim_channel(channel, peers)?;
+        let far: Vec<Rank> = self
+            .heartbeat_peers
+            .iter()
+            .copied()
+            .filter(|rank| !self.is_same_machine(*rank))
+            .collect();
+        self.dial_lower_ranks(&far, &mut DialWait { deadline, give_up }, |peer, wait| {
+            peer.loss_error().map_or(Ok(()), Err)?;
+            self.dial_heartbeat_channel(peer, &self.dial_addresses(peer.rank), wait)
         })?;
         let link = |rank: &Rank| {
-            let capacity = Segment::round(capacity);
-            Ok(on_demand::link(
+            let capacity = RingSegment::round_capacity(capacity);
+            Ok(on_demand::on_demand_link(
                 &self.shared,
-                &self.dials,
-                self.peer(*rank)?,
+                &self.dial_queue,
+                self.find_peer(*rank)?,
                 channel,
                 capacity,
-                self.way(*rank),
+                self.peer_routes(*rank),
                 &self.options.congestion,
             ))
         };
         peers.iter().filter(|rank| **rank != self.options.rank).map(link).collect()
     }
 
-    /// Dials those of `peers` that are lower ranks, and returns the results with their places.
-    fn dial_lower<T: Send>(
+    /// Dials the peers with lower ranks, and returns the results with their indices in `peers`.
+    fn dial_lower_ranks<T: Send>(
         &self,
         peers: &[Rank],
-        wait: &mut Wait<'_>,
-        dial: impl Fn(&Arc<Peer>, &mut Wait<'_>) -> Result<T> + Sync,
+        wait: &mut DialWait<'_>,
+        dial: impl Fn(&Arc<PeerState>, &mut DialWait<'_>) -> Result<T> + Sync,
     ) -> Result<Vec<(usize, T)>> {
-        let lower = dialled(self.options.rank, peers);
-        dial_many::dial_all(&lower, wait, |rank, wait| dial(self.peer(rank)?, wait))
+        let lower = dial_order(self.options.rank, peers);
+        dial_many::dial_all_peers(&lower, wait, |rank, wait| dial(self.find_peer(rank)?, wait))
     }
 
-    /// Notes that the channel to these ranks is opened.
-    fn claim(&self, channel: u32, peers: &[Rank]) -> Result<()> {
-        self.shared.guard.check()?;
-        if channel == CONTROL {
+    /// Records that the channel to these ranks is opened, and fails if it was opened before.
+    fn claim_channel(&self, channel: u32, peers: &[Rank]) -> Result<()> {
+        self.shared.guard.check_not_forked()?;
+        if channel == CONTROL_CHANNEL {
             return Err(Error::Handshake { reason: format!("channel {channel} is reserved") });
         }
         for rank in peers.iter().copied().filter(|rank| *rank != self.options.rank) {
-            if !self.opened.lock().insert((channel, self.peer(rank)?.rank)) {
+            if !self.opened_channels.lock().insert((channel, self.find_peer(rank)?.rank)) {
                 let reason = format!("channel {channel} to rank {rank} was opened before");
                 return Err(Error::Handshake { reason });
             }
@@ -340,372 +361,139 @@ impl Mesh {
     }
 
     /// Returns true if a rank is on this machine.
-    fn is_near(&self, rank: Rank) -> bool {
-        let host = self.host(rank);
-        host.is_some_and(|host| host.machine() == self.options.host.machine())
+    fn is_same_machine(&self, rank: Rank) -> bool {
+        let host = self.peer_host(rank);
+        host.is_some_and(|host| host.machine_name() == self.options.host.machine_name())
     }
 
     /// Returns the addresses at which a rank listens, in the order in which they are tried.
-    fn addresses(&self, rank: Rank) -> Vec<SocketAddr> {
-        let card = self.cards.get(rank.index());
-        card.map(|card| addresses::ordered(&card.addresses, self.is_near(rank))).unwrap_or_default()
+    fn dial_addresses(&self, rank: Rank) -> Vec<SocketAddr> {
+        let card = self.peer_addresses.get(rank.index());
+        card.map(|card| addresses::order_for_dialing(&card.addresses, self.is_same_machine(rank)))
+            .unwrap_or_default()
     }
 
-    /// Returns the way of a link to a rank. Over a gateway, and to ranks of this machine, bytes
-    /// cross no interface.
-    fn way(&self, rank: Rank) -> Way {
-        let card = self.cards.get(rank.index());
-        let card = card.filter(|_| self.options.gateway.is_none() && !self.is_near(rank));
-        let pairs = card.map(|card| spread::pairs(&self.options.bind, &card.addresses));
-        Way::new(self.addresses(rank), pairs.unwrap_or_default(), self.options.streams)
+    /// Returns the routes of links to a rank. No interface pairs are used over a relay, or to ranks
+    /// of this machine.
+    fn peer_routes(&self, rank: Rank) -> PeerRoutes {
+        let card = self.peer_addresses.get(rank.index());
+        let card = card.filter(|_| self.options.relay.is_none() && !self.is_same_machine(rank));
+        let pairs =
+            card.map(|card| multi_nic::pair_interfaces(&self.options.bind, &card.addresses));
+        PeerRoutes::new(self.dial_addresses(rank), pairs.unwrap_or_default(), self.options.streams)
     }
 
-    fn peer(&self, rank: Rank) -> Result<&Arc<Peer>> {
+    fn find_peer(&self, rank: Rank) -> Result<&Arc<PeerState>> {
         let size = self.options.size;
         let unknown =
             || Error::Handshake { reason: format!("no rank {rank} in a world of {size}") };
         self.shared.peers.get(rank.index()).ok_or_else(unknown)
     }
 
-    fn answer(
-        &self,
-        peer: &Arc<Peer>,
-        channel: u32,
-        capacity: usize,
-        wait: &mut Wait<'_>,
-    ) -> Result<Link> {
-        let (theirs, arrival) = self.await_arrival((channel, 0), peer, wait)?;
-        let capacity = Segment::round(capacity);
-        if theirs != capacity as u64 {
-            return Err(other_capacity(peer.rank, channel, theirs, capacity));
-        }
-        match arrival {
-            Arrival::Shared { sender, receiver, bell } => Ok(Link {
-                peer: peer.rank,
-                kind: LinkKind::SharedMemory,
-                capacity,
-                sender: Box::new(RingSender::new(
-                    sender,
-                    Arc::clone(peer),
-                    Some(Arc::clone(&bell)),
-                )),
-                receiver: Box::new(RingReceiver::new(receiver, Arc::clone(peer), Some(bell))),
-            }),
-            Arrival::Tcp { secured, streams } => {
-                let mut connections = vec![secured];
-                for stream in 1..streams {
-                    match self.await_arrival((channel, stream), peer, wait)? {
-                        (_, Arrival::Tcp { secured, .. }) => connections.push(secured),
-                        (_, Arrival::Shared { .. }) => {
-                            return Err(peer.gone("it mixed two kinds of links"));
-                        }
-                    }
-                }
-                self.over_tcp(peer, channel, connections, capacity)
-            }
-        }
-    }
-
-    /// Waits for the peer to dial. It may be too early for it to be watched, so a long wait asks
-    /// whether it listens.
-    fn await_arrival(
-        &self,
-        place: (u32, u16),
-        peer: &Arc<Peer>,
-        wait: &mut Wait<'_>,
-    ) -> Result<(u64, Arrival)> {
-        let started = Instant::now();
-        let deadline = wait.deadline;
-        let mut heard = started;
-        loop {
-            let pause = deadline.min(Instant::now() + PROBE);
-            let waited = match self.shared.await_arrival(place, peer, pause) {
-                Err(Error::Timeout { what, .. }) => what,
-                other => return other,
-            };
-            if pause == deadline {
-                return Err(Error::Timeout { what: waited, elapsed: started.elapsed() });
-            }
-            wait.ask()?;
-            match self.listens(peer, deadline)? {
-                Some(true) => heard = Instant::now(),
-                Some(false) => {
-                    return Err(peer.gone("it no longer listens at any of its addresses"));
-                }
-                None if heard.elapsed() > self.shared.peer_timeout => {
-                    return Err(peer.gone("nothing answers at any of its addresses"));
-                }
-                None => {}
-            }
-        }
-    }
-
-    fn listens(&self, peer: &Peer, deadline: Instant) -> Result<Option<bool>> {
-        let Some(card) = self.cards.get(peer.rank.index()) else { return Ok(None) };
-        let same_host = card.host.machine() == self.options.host.machine();
-        let local = (same_host && !card.local.is_empty()).then_some(card.local.as_str());
-        dial::listens(
-            local,
-            &addresses::ordered(&card.addresses, same_host),
-            deadline.min(Instant::now() + PROBE),
-        )
-    }
-
-    fn dial(
-        &self,
-        peer: &Arc<Peer>,
-        channel: u32,
-        capacity: usize,
-        wait: &mut Wait<'_>,
-    ) -> Result<Link> {
-        let capacity = Segment::round(capacity);
-        let card = self.cards.get(peer.rank.index()).ok_or_else(|| peer.gone("it never joined"))?;
-        let same_host = card.host.machine() == self.options.host.machine();
-        if let Some(error) = peer.lost() {
-            return Err(error);
-        }
-        if same_host
-            && !card.local.is_empty()
-            && let Some(link) = self.dial_shared(peer, &card.local, channel, capacity, wait)?
-        {
-            return Ok(link);
-        }
-        let way = self.way(peer.rank);
-        self.exchange_heartbeats(peer, way.addresses(), wait)?;
-        let call = Call { to: peer, channel, capacity: capacity as u64 };
-        let connections = way.connect(&self.shared, &call, wait)?;
-        self.over_tcp(peer, channel, connections, capacity)
-    }
-
-    /// Dials the connection of heartbeats to a peer, if there is to be one and is none.
-    fn exchange_heartbeats(
-        &self,
-        peer: &Arc<Peer>,
-        addresses: &[SocketAddr],
-        wait: &mut Wait<'_>,
-    ) -> Result<()> {
-        // Two channels to a peer may be opened at the same time.
-        let _one_at_a_time = peer.handover.lock();
-        if !self.heartbeats.contains(&peer.rank) || self.controlled.lock().contains(&peer.rank) {
-            return Ok(());
-        }
-        let carrier = Carrier::Control;
-        let request = Request { to: peer, carrier, channel: CONTROL, stream: (0, 1), capacity: 0 };
-        let secured = dial::any(&self.shared, &request, addresses, wait)?;
-        rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::of("ioctl"))?;
-        self.shared.watch(Watch::remote(Arc::clone(peer), secured));
-        self.controlled.lock().insert(peer.rank);
-        Ok(())
-    }
-
-    fn over_tcp(
-        &self,
-        peer: &Arc<Peer>,
-        channel: u32,
-        connections: Vec<Secured>,
-        capacity: usize,
-    ) -> Result<Link> {
-        let congestion = &self.options.congestion;
-        let (link, below) =
-            tcp::link(connections, Arc::clone(peer), &self.shared, channel, capacity, congestion)?;
-        self.shared.follow(&below);
-        Ok(link)
-    }
-
-    /// `None` where shared memory is not to be had; TCP then serves. Once the peer may have taken
-    /// its end, it must not: the two would hold different links.
-    fn dial_shared(
-        &self,
-        peer: &Arc<Peer>,
-        name: &str,
-        channel: u32,
-        capacity: usize,
-        wait: &mut Wait<'_>,
-    ) -> Result<Option<Link>> {
-        if !self.options.use_shared_memory {
-            return Ok(None);
-        }
-        let fall_back = |reason: String| {
-            self.fallbacks.lock().push((peer.rank, reason));
-            Ok(None)
-        };
-        let lease = match self.budget.take(capacity as u64) {
-            Ok(lease) => Arc::new(lease),
-            Err(reason) => return fall_back(reason),
-        };
-        // Both ends take the first socket of theirs for the one whose end tells of a death: one
-        // after the other.
-        let _one_at_a_time = peer.handover.lock();
-        let mut silence = Silence::default();
-        loop {
-            wait.ask()?;
-            let began = Instant::now();
-            match self.exchange(peer, name, channel, capacity, &lease, wait.attempt(&self.shared)) {
-                Ok(link) => return Ok(Some(link)),
-                // A peer that holds another key is no matter of memory.
-                Err(Failure::Stranger(reason)) => return Err(Error::Handshake { reason }),
-                Err(Failure::Own(error)) => return Err(error),
-                Err(Failure::Broken(reason)) => {
-                    return Err(
-                        peer.gone(&format!("the handover of shared memory broke off: {reason}"))
-                    );
-                }
-                Err(Failure::Silent(_)) if Instant::now() < wait.deadline => {
-                    silence.goes_on(began);
-                    if silence.is_death(self.shared.peer_timeout) {
-                        return Err(peer.gone("it accepts connections but does not answer"));
-                    }
-                }
-                Err(failure) => return fall_back(failure.to_string()),
-            }
-        }
-    }
-
-    fn exchange(
-        &self,
-        peer: &Arc<Peer>,
-        name: &str,
-        channel: u32,
-        capacity: usize,
-        lease: &Arc<Lease>,
-        deadline: Instant,
-    ) -> std::result::Result<Link, Failure> {
-        let failed = |error: farandole_shm::Error| Failure::Unanswered(error.to_string());
-        let segment = Segment::create(2, capacity).map_err(failed)?;
-        let (sender, receiver) =
-            (segment.producer(0).map_err(failed)?, segment.consumer(1).map_err(failed)?);
-        let request = Request {
-            to: peer,
-            carrier: Carrier::SharedMemory,
-            channel,
-            stream: (0, 1),
-            capacity: capacity as u64,
-        };
-        let mut own = vec![segment.as_fd()];
-        own.extend(self.shared.parker.bell().descriptors());
-        own.extend(self.shared.pidfd.as_ref().map(AsFd::as_fd));
-        let socket = dial::local(name, deadline)?;
-        let (socket, _, theirs) = dial::converse(&self.shared, &request, socket, &own, deadline)?;
-        let mut theirs = theirs.into_iter();
-        let (Some(memory), Some(event)) = (theirs.next(), theirs.next()) else {
-            return Err(Failure::Broken("no bell was handed over".to_owned()));
-        };
-        let (bell, first) =
-            peer.adopt(memory, event).map_err(|error| Failure::Own(peer.fault(error)))?;
-        let end = self.shared.end_of(theirs.next(), socket, first);
-        if first {
-            self.shared.watch(Watch::local(Arc::clone(peer), Arc::clone(&bell), end));
-        }
-        let sender = RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)));
-        let receiver = RingReceiver::new(receiver, Arc::clone(peer), Some(bell));
-        Ok(Link {
-            peer: peer.rank,
-            kind: LinkKind::SharedMemory,
-            capacity,
-            sender: Box::new(sender.leased(lease)),
-            receiver: Box::new(receiver.leased(lease)),
-        })
-    }
-
-    /// Returns whether a peer was lost otherwise than by leaving in order: the first one. Costs two
+    /// Fails if a peer was lost other than by leaving in order, with the first such loss. Costs two
     /// loads.
     ///
     /// # Errors
     /// `PeerLost`, `Forked`.
-    pub fn check(&self) -> Result<()> {
-        self.shared.guard.check()?;
+    pub fn check_peers(&self) -> Result<()> {
+        self.shared.guard.check_not_forked()?;
         self.shared.first_loss().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Peers that were lost otherwise than by leaving in order, by rank.
-    pub fn lost(&self) -> Vec<Rank> {
-        self.shared.lost()
+    /// Returns the peers that were lost other than by leaving in order, by rank.
+    pub fn lost_ranks(&self) -> Vec<Rank> {
+        self.shared.lost_ranks()
     }
 
-    /// Shows local peers that this process runs. The service thread does so by itself, so this is
-    /// for a caller whose own progress should count too; it is never needed.
-    pub fn beat(&self) {
-        if self.shared.guard.intact() {
-            self.shared.parker.bell().beat();
+    /// Shows local peers that this process runs. Calling it is optional, because the service thread
+    /// also sends heartbeats; with it, progress of the caller counts, too.
+    pub fn record_heartbeat(&self) {
+        if self.shared.guard.is_original_process() {
+            self.shared.parker.own_doorbell().increment_heartbeat();
         }
     }
 
-    /// Returns the place in which the threads of this process sleep; it is also woken when a peer
-    /// is lost.
+    /// Returns the parker in which the threads of this process sleep. The loss of a peer also wakes
+    /// it.
     pub fn parker(&self) -> Parker {
         self.shared.parker.clone()
     }
 
-    /// This process's rank.
+    /// Returns the rank of this process.
     pub fn rank(&self) -> Rank {
         self.options.rank
     }
 
-    /// Ranks in the world.
-    pub fn size(&self) -> u32 {
+    /// Returns the number of ranks in the world.
+    pub fn world_size(&self) -> u32 {
         self.options.size
     }
 
-    /// The host of a rank, as it said itself.
-    pub fn host(&self, rank: Rank) -> Option<&HostHash> {
-        self.cards.get(rank.index()).map(|card| &card.host)
+    /// Returns the host of a rank, as the rank itself published it.
+    pub fn peer_host(&self, rank: Rank) -> Option<&HostHash> {
+        self.peer_addresses.get(rank.index()).map(|card| &card.host)
     }
 
-    /// The process id of a rank on its host.
-    pub fn pid(&self, rank: Rank) -> Option<u32> {
-        self.cards.get(rank.index()).map(|card| card.pid)
+    /// Returns the process id of a rank on its host.
+    pub fn peer_pid(&self, rank: Rank) -> Option<u32> {
+        self.peer_addresses.get(rank.index()).map(|card| card.pid)
     }
 
-    /// Links that go over TCP although both ends tried shared memory, by peer, with the reason.
-    pub fn fallbacks(&self) -> Vec<(Rank, String)> {
+    /// Returns the links that use TCP although both ends tried shared memory: the peer and the
+    /// reason.
+    pub fn tcp_fallbacks(&self) -> Vec<(Rank, String)> {
         self.fallbacks.lock().clone()
     }
 
-    /// Connections turned away so far: strangers, garbage, handshakes that took too long.
-    pub fn refused(&self) -> u64 {
+    /// Returns the number of connections refused so far: processes without the key, invalid data,
+    /// and handshakes that took too long.
+    pub fn refused_connections(&self) -> u64 {
         self.shared.refused.load(Ordering::Relaxed)
     }
 }
 
-/// The rings of the two ends of a link differ.
-fn other_capacity(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
+/// Returns the error for a link whose ends have different capacities.
+fn capacity_mismatch(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
     let reason =
         format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {own}");
     Error::Handshake { reason }
 }
 
-/// The lower ranks among the peers with their places, the nearest first: when all ranks dial at the
-/// same time, each step leads every one of them to another peer. All would begin with the lowest
-/// rank otherwise.
-fn dialled(own: Rank, peers: &[Rank]) -> Vec<(usize, Rank)> {
+/// Returns the lower ranks among the peers with their indices, the nearest first. When all ranks
+/// dial at the same time, each step then spreads them over different peers; in ascending order, all
+/// would begin with rank 0.
+fn dial_order(own: Rank, peers: &[Rank]) -> Vec<(usize, Rank)> {
     let mut lower: Vec<(usize, Rank)> =
         peers.iter().copied().enumerate().filter(|(_, rank)| *rank < own).collect();
     lower.sort_by_key(|(_, rank)| std::cmp::Reverse(*rank));
     lower
 }
 
-/// Descriptors for each peer: bell, event, pidfd or socket, heartbeats, connections; some more
-/// while they are made.
-const EACH: u64 = 8;
-/// Descriptors for all else.
-const SPARE: u64 = 256;
+/// Descriptors for each peer: doorbell page, eventfd, pidfd or socket, heartbeat connection; some
+/// more while connections are made.
+const DESCRIPTORS_PER_PEER: u64 = 8;
+/// Descriptors for all other purposes.
+const SPARE_DESCRIPTORS: u64 = 256;
 
-/// Raises the soft limit of descriptors where the peers need it, as far as the hard one goes.
-fn allow_descriptors(options: &MeshOptions) {
+/// Raises the soft limit of descriptors to the number that the peers need, at most to the hard
+/// limit.
+fn raise_descriptor_limit(options: &MeshOptions) {
     let limits = getrlimit(Resource::Nofile);
-    let streams = spread::rounded(options.streams, options.bind.len());
-    let needed = u64::from(options.size) * (EACH + u64::from(streams)) + SPARE;
+    let streams = multi_nic::round_streams(options.streams, options.bind.len());
+    let needed =
+        u64::from(options.size) * (DESCRIPTORS_PER_PEER + u64::from(streams)) + SPARE_DESCRIPTORS;
     let current = limits.maximum.map_or(needed, |most| needed.min(most));
     if limits.current.is_some_and(|soft| soft < current) {
-        // What is not allowed shows when descriptors run out, with their number.
+        // If this fails, the shortage is reported when descriptors run out.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limits });
     }
 }
 
-/// A listener under a random name in the abstract namespace; none where there is no such namespace.
-fn unix() -> (Option<UnixListener>, String) {
+/// Binds a listener to a random name in the abstract namespace; returns `None` if the system has no
+/// such namespace.
+fn bind_unix_listener() -> (Option<UnixListener>, String) {
     let listen = || {
-        let random = nonce().ok()?;
+        let random = random_nonce().ok()?;
         let name: String = random[..16].iter().map(|byte| format!("{byte:02x}")).collect();
         let name = format!("farandole-{name}");
         let address = UnixAddr::from_abstract_name(&name).ok()?;
@@ -717,13 +505,13 @@ fn unix() -> (Option<UnixListener>, String) {
 impl Drop for Mesh {
     fn drop(&mut self) {
         let Some(service) = self.service.take() else { return };
-        if !self.shared.guard.intact() {
+        if !self.shared.guard.is_original_process() {
             // The thread exists in the parent only.
             std::mem::forget(service);
             return;
         }
-        self.shared.parker.bell().close();
-        self.shared.stop();
+        self.shared.parker.own_doorbell().mark_closed();
+        self.shared.request_stop();
         // A panic of the thread was reported when it happened.
         drop(service.join());
     }

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Sleeping until anything happens: a peer's commit or release, bytes on a socket, a lost peer, a
-//! call of this process.
+//! Puts threads to sleep until an event: a commit or release of a peer, bytes on a socket, a lost
+//! peer, or a wake from another thread of this process.
 //!
-//! The dance, which loses no wake-up: `prepare`, poll every link once more, then `park` (or
-//! `cancel` if the poll found something). Links over TCP are watched edge-triggered: a poll reads
-//! until nothing is left, as `window` does.
+//! This sequence loses no wake-up: `prepare_park`, poll every link once more, then `park` (or
+//! `cancel_park` if the poll found something). TCP links are watched edge-triggered, so a poll must
+//! read until the socket is empty, as `window` does.
 //!
-//! Several threads may park at once; a wake wakes all of them. A thread that drives while another
-//! sleeps calls `cancel` so that peers need not ring for it, and `Unparker::wake` when it hands the
-//! driving over.
+//! Several threads may park at once; a wake wakes all of them. A thread that polls while others
+//! sleep calls `cancel_park`, so that peers need not ring for it, and `Unparker::wake_all` when it
+//! stops polling.
 
 mod sleepers;
 
@@ -18,165 +18,165 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_shm::{Bell, Guard};
+use farandole_shm::{ForkGuard, ProcessDoorbell};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 
-use self::sleepers::{Place, Sleepers};
+use self::sleepers::{ParkedThreads, WakeChannel};
 use crate::{Error, Result};
 
-/// `epoll_wait` rounds a timeout up to this. `poll` takes nanoseconds; it waits first where less is
-/// left. (`epoll_pwait2` needs Linux 5.11.)
-const EPOLL_UNIT: Duration = Duration::from_millis(1);
+/// Resolution of the timeout of `epoll_wait`. If less time is left, `poll` waits first, because it
+/// takes nanoseconds. (`epoll_pwait2` needs Linux 5.11.)
+const EPOLL_TIMEOUT_UNIT: Duration = Duration::from_millis(1);
 
 /// The reason why [`Parker::park`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
-    /// Something may have happened: poll. May be said without a cause.
+pub enum WakeReason {
+    /// Something may have happened: poll all links. May be spurious.
     Woken,
     /// The deadline passed.
     TimedOut,
 }
 
-struct Shared {
-    bell: Arc<Bell>,
+struct ParkerState {
+    bell: Arc<ProcessDoorbell>,
     epoll: OwnedFd,
-    sleepers: Sleepers,
-    guard: Guard,
+    sleepers: ParkedThreads,
+    guard: ForkGuard,
 }
 
-/// A place in which the threads of a process sleep; clones share it.
+/// Sleeping place of the threads of a process; clones share it.
 #[derive(Clone)]
 pub struct Parker {
-    shared: Arc<Shared>,
+    shared: Arc<ParkerState>,
 }
 
-/// Wakes the sleepers of a [`Parker`] from any thread.
+/// Wakes the threads that sleep in a [`Parker`], from any thread.
 #[derive(Clone)]
 pub struct Unparker {
-    shared: Arc<Shared>,
+    shared: Arc<ParkerState>,
 }
 
 impl Parker {
-    /// A parker of its own; a mesh brings one.
+    /// Creates a parker without a mesh; a mesh has one.
     ///
     /// # Errors
     /// `System`.
     pub fn new() -> Result<Self> {
-        let bell = Bell::create()?;
+        let bell = ProcessDoorbell::create()?;
         let epoll =
-            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::from_call("epoll_create"))?;
         let data = epoll::EventData::new_u64(0);
-        epoll::add(&epoll, bell.event(), data, epoll::EventFlags::IN)
-            .map_err(Error::of("epoll_ctl"))?;
-        let shared = Shared {
+        epoll::add(&epoll, bell.event_descriptor(), data, epoll::EventFlags::IN)
+            .map_err(Error::from_call("epoll_ctl"))?;
+        let shared = ParkerState {
             bell: Arc::new(bell),
             epoll,
-            sleepers: Sleepers::default(),
-            guard: Guard::new(),
+            sleepers: ParkedThreads::default(),
+            guard: ForkGuard::new(),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    pub(crate) fn bell(&self) -> &Arc<Bell> {
+    pub(crate) fn own_doorbell(&self) -> &Arc<ProcessDoorbell> {
         &self.shared.bell
     }
 
-    /// Also wakes for bytes that arrive on, or fit into, a socket.
-    pub(crate) fn watch(&self, socket: impl AsFd) -> Result<()> {
+    /// Also wakes when bytes arrive on the socket or it has space to send.
+    pub(crate) fn watch_socket(&self, socket: impl AsFd) -> Result<()> {
         let flags = epoll::EventFlags::IN
             | epoll::EventFlags::OUT
             | epoll::EventFlags::RDHUP
             | epoll::EventFlags::ET;
         epoll::add(&self.shared.epoll, socket, epoll::EventData::new_u64(1), flags)
-            .map_err(Error::of("epoll_ctl"))
+            .map_err(Error::from_call("epoll_ctl"))
     }
 
-    pub(crate) fn unwatch(&self, socket: impl AsFd) {
-        // In a forked child this would take the socket from the parent's epoll, which is the same.
-        if self.shared.guard.intact() {
-            // A socket that is not there needs no removal.
+    pub(crate) fn unwatch_socket(&self, socket: impl AsFd) {
+        // In a forked child this would remove the socket from the parent's epoll, because both
+        // share it.
+        if self.shared.guard.is_original_process() {
+            // An error means that the socket was not watched.
             let _ = epoll::delete(&self.shared.epoll, socket);
         }
     }
 
-    /// Asks peers to ring from now on. Poll every link once more before [`Parker::park`].
-    pub fn prepare(&self) {
-        if self.shared.guard.intact() {
-            self.shared.bell.park();
+    /// Asks peers to ring from now on. Poll every link once more before calling [`Parker::park`].
+    pub fn prepare_park(&self) {
+        if self.shared.guard.is_original_process() {
+            self.shared.bell.mark_parked();
         }
     }
 
-    /// Peers need not ring: for the thread that drives, also on behalf of sleepers.
-    pub fn cancel(&self) {
-        if self.shared.guard.intact() {
-            self.shared.bell.unpark();
+    /// Stops asking peers to ring. For a thread that polls, also while other threads sleep.
+    pub fn cancel_park(&self) {
+        if self.shared.guard.is_original_process() {
+            self.shared.bell.clear_parked();
         }
     }
 
-    /// Sleeps until woken or `deadline`. Returns at once if there was a ring or a cancellation
-    /// since [`Parker::prepare`]. A signal that is handled in this thread counts as a wake.
+    /// Sleeps until a wake or `deadline`. Returns at once if there was a ring or a `cancel_park`
+    /// since [`Parker::prepare_park`]. A signal that is handled in this thread counts as a wake.
     ///
     /// # Errors
     /// `Forked`, `System`.
-    pub fn park(&self, deadline: Instant) -> Result<Wake> {
-        self.shared.guard.check()?;
-        let place = Until { shared: &self.shared, deadline: Some(deadline) };
-        self.shared.sleepers.park(&place).map_err(Error::of("epoll_wait"))
+    pub fn park(&self, deadline: Instant) -> Result<WakeReason> {
+        self.shared.guard.check_not_forked()?;
+        let place = EpollWait { shared: &self.shared, deadline: Some(deadline) };
+        self.shared.sleepers.park_thread(&place).map_err(Error::from_call("epoll_wait"))
     }
 
-    /// Wakes from other threads.
+    /// Returns a handle that wakes the sleeping threads.
     pub fn unparker(&self) -> Unparker {
         Unparker { shared: Arc::clone(&self.shared) }
     }
 }
 
 impl Unparker {
-    /// Wakes every thread that sleeps or has prepared to; costs a fence when none has.
-    pub fn wake(&self) {
-        self.shared.sleepers.wake(&Until { shared: &self.shared, deadline: None });
+    /// Wakes every thread that sleeps or has prepared to. Costs only a fence if there is none.
+    pub fn wake_all(&self) {
+        self.shared.sleepers.wake_all(&EpollWait { shared: &self.shared, deadline: None });
     }
 }
 
-/// The bell and everything that is watched, until a deadline; one that is there only to be woken
-/// has none.
-struct Until<'a> {
-    shared: &'a Shared,
+/// The doorbell and the watched sockets, until a deadline; `None` for a caller that only wakes.
+struct EpollWait<'a> {
+    shared: &'a ParkerState,
     deadline: Option<Instant>,
 }
 
-impl Place for Until<'_> {
-    type Outcome = Wake;
+impl WakeChannel for EpollWait<'_> {
+    type Outcome = WakeReason;
     type Error = Errno;
 
-    fn unpark(&self) {
-        self.shared.bell.unpark();
+    fn clear_parked(&self) {
+        self.shared.bell.clear_parked();
     }
 
-    fn parked(&self) -> bool {
-        self.shared.bell.parked()
+    fn is_parked(&self) -> bool {
+        self.shared.bell.is_parked()
     }
 
-    fn ring(&self) {
-        // An eventfd of this process is refused only when it is full: then it is rung. No thread
-        // sleeps in a forked child.
-        let _ = self.shared.bell.ring();
+    fn ring_doorbell(&self) {
+        // Writing to this process's eventfd fails only when it is full, which also wakes, or in a
+        // forked child, in which no thread sleeps.
+        let _ = self.shared.bell.ring_doorbell();
     }
 
-    fn answer(&self) {
-        self.shared.bell.answer();
+    fn clear_rings(&self) {
+        self.shared.bell.clear_rings();
     }
 
-    fn wait(&self) -> Result<bool, Errno> {
+    fn wait_for_ring(&self) -> Result<bool, Errno> {
         let deadline = self.deadline.unwrap_or_else(Instant::now);
         let mut left = deadline.saturating_duration_since(Instant::now());
         let mut woken = false;
-        if left < EPOLL_UNIT {
+        if left < EPOLL_TIMEOUT_UNIT {
             let nanoseconds = Timespec { tv_sec: 0, tv_nsec: i64::from(left.subsec_nanos()) };
             let mut watched = [PollFd::new(&self.shared.epoll, PollFlags::IN)];
             match poll(&mut watched, Some(&nanoseconds)) {
                 Ok(0) => return Ok(false),
-                // Another sleeper may answer before the event is taken below.
+                // Another sleeper may clear the event before `epoll_wait` below sees it.
                 Ok(_) => (left, woken) = (Duration::ZERO, true),
                 Err(Errno::INTR) => return Ok(true),
                 Err(error) => return Err(error),
@@ -195,8 +195,8 @@ impl Place for Until<'_> {
         }
     }
 
-    fn outcome(woken: bool) -> Wake {
-        if woken { Wake::Woken } else { Wake::TimedOut }
+    fn park_outcome(woken: bool) -> WakeReason {
+        if woken { WakeReason::Woken } else { WakeReason::TimedOut }
     }
 }
 
@@ -219,24 +219,30 @@ mod tests {
 
     use super::*;
 
-    fn soon() -> Instant {
+    fn soon_deadline() -> Instant {
         Instant::now() + Duration::from_secs(20)
     }
 
     #[test]
     fn park_ends_at_the_deadline() {
         let parker = Parker::new().unwrap();
-        parker.prepare();
-        assert_eq!(parker.park(Instant::now() + Duration::from_millis(5)).unwrap(), Wake::TimedOut);
+        parker.prepare_park();
+        assert_eq!(
+            parker.park(Instant::now() + Duration::from_millis(5)).unwrap(),
+            WakeReason::TimedOut
+        );
     }
 
     #[test]
     fn a_sleep_shorter_than_a_millisecond_does_not_take_one() {
         let parker = Parker::new().unwrap();
         let sleep = || {
-            parker.prepare();
+            parker.prepare_park();
             let began = Instant::now();
-            assert_eq!(parker.park(began + Duration::from_micros(50)).unwrap(), Wake::TimedOut);
+            assert_eq!(
+                parker.park(began + Duration::from_micros(50)).unwrap(),
+                WakeReason::TimedOut
+            );
             began.elapsed()
         };
         let shortest = (0..100).map(|_| sleep()).min().unwrap();
@@ -247,29 +253,29 @@ mod tests {
     #[test]
     fn a_wake_ends_a_short_sleep() {
         let parker = Parker::new().unwrap();
-        parker.prepare();
-        parker.unparker().wake();
+        parker.prepare_park();
+        parker.unparker().wake_all();
         let limit = Instant::now() + Duration::from_micros(900);
-        assert_eq!(parker.park(limit).unwrap(), Wake::Woken);
-        parker.prepare();
+        assert_eq!(parker.park(limit).unwrap(), WakeReason::Woken);
+        parker.prepare_park();
         let limit = Instant::now() + Duration::from_micros(50);
-        assert_eq!(parker.park(limit).unwrap(), Wake::TimedOut, "the wake was taken");
+        assert_eq!(parker.park(limit).unwrap(), WakeReason::TimedOut, "the wake was taken");
     }
 
     #[test]
     fn a_wake_between_prepare_and_park_is_not_lost() {
         let parker = Parker::new().unwrap();
-        parker.prepare();
-        parker.unparker().wake();
-        assert_eq!(parker.park(soon()).unwrap(), Wake::Woken);
+        parker.prepare_park();
+        parker.unparker().wake_all();
+        assert_eq!(parker.park(soon_deadline()).unwrap(), WakeReason::Woken);
     }
 
     #[test]
     fn a_cancel_on_behalf_of_a_thread_that_is_not_yet_asleep_keeps_it_awake() {
         let parker = Parker::new().unwrap();
-        parker.prepare();
-        parker.cancel();
-        assert_eq!(parker.park(soon()).unwrap(), Wake::Woken);
+        parker.prepare_park();
+        parker.cancel_park();
+        assert_eq!(parker.park(soon_deadline()).unwrap(), WakeReason::Woken);
     }
 
     #[test]
@@ -279,24 +285,26 @@ mod tests {
             .map(|_| {
                 let parker = parker.clone();
                 thread::spawn(move || {
-                    parker.prepare();
-                    parker.park(soon()).unwrap()
+                    parker.prepare_park();
+                    parker.park(soon_deadline()).unwrap()
                 })
             })
             .collect();
-        while parker.shared.sleepers.count() < 4 && sleepers.iter().all(|one| !one.is_finished()) {
+        while parker.shared.sleepers.thread_count() < 4
+            && sleepers.iter().all(|one| !one.is_finished())
+        {
             thread::yield_now();
         }
-        parker.cancel();
-        parker.unparker().wake();
+        parker.cancel_park();
+        parker.unparker().wake_all();
         for sleeper in sleepers {
-            assert_eq!(sleeper.join().unwrap(), Wake::Woken);
+            assert_eq!(sleeper.join().unwrap(), WakeReason::Woken);
         }
     }
 
     #[test]
     fn tr_3_no_wake_is_lost_between_two_threads() {
-        const ROUNDS: u64 = 200_000;
+        const MAX_ROUNDS: u64 = 200_000;
         let (here, there) = (Parker::new().unwrap(), Parker::new().unwrap());
         let turn = Arc::new(AtomicU64::new(0));
         let end = Instant::now() + Duration::from_secs(3);
@@ -304,24 +312,24 @@ mod tests {
             move || {
                 loop {
                     let now = turn.load(Ordering::Acquire);
-                    if now >= ROUNDS {
+                    if now >= MAX_ROUNDS {
                         return;
                     }
                     if now % 2 == parity {
-                        let next = if Instant::now() > end { ROUNDS } else { now + 1 };
+                        let next = if Instant::now() > end { MAX_ROUNDS } else { now + 1 };
                         turn.store(next, Ordering::Release);
-                        other.wake();
+                        other.wake_all();
                         continue;
                     }
-                    own.prepare();
+                    own.prepare_park();
                     if turn.load(Ordering::Acquire) == now {
                         assert_eq!(
-                            own.park(soon()).unwrap(),
-                            Wake::Woken,
+                            own.park(soon_deadline()).unwrap(),
+                            WakeReason::Woken,
                             "lost a wake-up in round {now}"
                         );
                     } else {
-                        own.cancel();
+                        own.cancel_park();
                     }
                 }
             }

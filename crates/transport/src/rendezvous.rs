@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The meeting of ranks that do not know each other: an external service exchanges their cards.
+//! The rendezvous of ranks that do not know each other's addresses: an external service exchanges
+//! them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,53 +13,58 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{Error, Result};
 
-/// A rank of one world.
+/// A rank of one world, which takes part in a rendezvous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// The world among the worlds of the job.
+pub struct RendezvousPoint {
+    /// Generation of the world in the job.
     pub generation: Generation,
     /// The rank.
     pub rank: Rank,
-    /// Ranks of the world.
+    /// Number of ranks in the world.
     pub size: u32,
 }
 
-/// A meeting place at which ranks exchange their cards. `session` has one that asks the registrar;
-/// `MemoryRendezvous` serves tests.
+/// A service through which ranks exchange their addresses. `session` has one that uses the
+/// registrar; [`MemoryRendezvous`] serves tests.
 pub trait Rendezvous: Send + Sync {
-    /// Publishes the card of the rank at `place`, and waits for those of all ranks of its world: by
-    /// rank.
+    /// Publishes the encoded addresses `card` of the rank `place`, waits for the addresses of all
+    /// ranks of its world, and returns them by rank.
     ///
     /// # Errors
-    /// `Rendezvous` when the service cannot be reached, `Timeout` naming a rank that did not come
-    /// by `deadline`.
-    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>>;
+    /// `Rendezvous` when the service cannot be reached, `Timeout` naming a rank that did not
+    /// publish its addresses before `deadline`.
+    fn exchange_addresses(
+        &self,
+        place: RendezvousPoint,
+        card: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>>;
 }
 
-/// A meeting point in memory; clones share it.
+/// A rendezvous in memory; clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryRendezvous {
-    shared: Arc<Board>,
+    shared: Arc<PeerAddressTable>,
 }
 
 #[derive(Debug, Default)]
-struct Board {
+struct PeerAddressTable {
     values: Mutex<HashMap<String, Vec<u8>>>,
     changed: Condvar,
 }
 
 impl MemoryRendezvous {
     /// Publishes `value` under `key`; the last value wins.
-    pub fn put(&self, key: &str, value: &[u8]) {
+    pub fn publish_value(&self, key: &str, value: &[u8]) {
         self.shared.values.lock().insert(key.to_owned(), value.to_owned());
         self.shared.changed.notify_all();
     }
 
-    /// Waits until `key` has a value. The card of a rank has the key `mesh/GENERATION/RANK`.
+    /// Waits until `key` has a value. The addresses of a rank have the key `mesh/GENERATION/RANK`.
     ///
     /// # Errors
     /// `Timeout` at `deadline`.
-    pub fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
+    pub fn await_value(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
         let started = Instant::now();
         let mut values = self.shared.values.lock();
         loop {
@@ -76,12 +82,17 @@ impl MemoryRendezvous {
 }
 
 impl Rendezvous for MemoryRendezvous {
-    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
-        let Place { generation, rank, size } = place;
+    fn exchange_addresses(
+        &self,
+        place: RendezvousPoint,
+        card: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>> {
+        let RendezvousPoint { generation, rank, size } = place;
         let key = |rank: u32| format!("mesh/{generation}/{rank}");
-        self.put(&key(rank.0), card);
+        self.publish_value(&key(rank.0), card);
         let cards = (0..size).map(|peer| {
-            self.get(&key(peer), deadline).map_err(|error| match error {
+            self.await_value(&key(peer), deadline).map_err(|error| match error {
                 Error::Timeout { elapsed, .. } => {
                     Error::Timeout { what: format!("rank {peer} of {size} to join"), elapsed }
                 }
@@ -103,14 +114,17 @@ mod tests {
     fn get_waits_for_a_late_put() {
         let meeting = MemoryRendezvous::default();
         let late = meeting.clone();
-        let other = thread::spawn(move || late.put("key", b"value"));
-        assert_eq!(meeting.get("key", Instant::now() + Duration::from_secs(10)).unwrap(), b"value");
+        let other = thread::spawn(move || late.publish_value("key", b"value"));
+        assert_eq!(
+            meeting.await_value("key", Instant::now() + Duration::from_secs(10)).unwrap(),
+            b"value"
+        );
         other.join().unwrap();
     }
 
     #[test]
     fn get_gives_up_at_the_deadline() {
-        let error = MemoryRendezvous::default().get("nobody", Instant::now()).unwrap_err();
+        let error = MemoryRendezvous::default().await_value("nobody", Instant::now()).unwrap_err();
         assert!(matches!(error, Error::Timeout { .. }), "{error}");
     }
 }

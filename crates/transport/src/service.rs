@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread of a mesh: accepts peers, shows that this process lives, and notices when others do
-//! not.
+//! The service thread of a mesh: accepts connections of peers, sends heartbeats, and detects lost
+//! peers.
 //!
-//! Strangers cannot hold it up: it never waits for one connection, drops each after [`PATIENCE`],
-//! and one when there are more than [`MOST`]: of those that have not shown the key's code, the
-//! oldest from where most of them come. A rank shows it in its first message, so a flood unseats
-//! its own kind.
+//! Processes without the job's key cannot block this thread. It never waits for a single
+//! connection, and drops a connection after [`HANDSHAKE_TIME_LIMIT`]. If more than
+//! [`MAX_CONCURRENT_HANDSHAKES`] handshakes are open, it drops one: of the connections without a
+//! verified hello, the oldest from the address that has the most of them. A rank sends its code in
+//! the first message, so a flood of unverified connections evicts only other unverified
+//! connections.
 //!
-//! A rank watches the ranks of its host and few ranks of other hosts. When it sees that one of them
-//! is lost, it tells all ranks with which it exchanges heartbeats, and these pass it on. A rank
-//! that watches the lost one itself passes the news on and does not act on it: if only the network
-//! between two other ranks is broken, its engine can still speak with both.
+//! A rank watches the ranks of its host and few ranks of other hosts. When it finds one of them
+//! lost, it reports the loss to all ranks with which it exchanges heartbeats, and they forward the
+//! report. A rank that watches the lost rank itself forwards the report but does not act on it: if
+//! only the network between two other ranks is broken, this rank can still communicate with both.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -30,73 +32,75 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv, sockopt};
 
-use crate::incoming::{Incoming, Progress};
-use crate::peer::Peer;
-use crate::shared::{Retired, Shared};
-use crate::tcp::Connection;
-use crate::tcp::path::{Sight, Silence};
-use crate::watch::{Verdict, Watch, hearsay};
+use crate::incoming::{AcceptorHandshake, AcceptorProgress};
+use crate::mesh_state::{MeshState, RetiredSocket};
+use crate::peer::PeerState;
+use crate::tcp::TcpLinkState;
+use crate::tcp::path_liveness::{PathSilence, TcpInfoSnapshot};
+use crate::watch::{PeerLiveness, PeerWatch, loss_report_allowance};
 use crate::{Error, Result};
 
-/// The longest a handshake may take.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
-/// Handshakes at the same time.
-const MOST: usize = 128;
-/// Pause after the system had no descriptor for a connection.
-const EXHAUSTED: Duration = Duration::from_millis(20);
-/// A connection is given this time at least: TCP repeats what a lost packet carried after 0.2 to
-/// 0.4 s, and one that is lost again twice as long after that.
-const REPETITIONS: Duration = Duration::from_millis(900);
-/// Bytes read at a time of what nobody wants, and how often before others have their turn.
-const SCRAP: (usize, usize) = (64 << 10, 32);
+/// Time limit of a handshake.
+pub(crate) const HANDSHAKE_TIME_LIMIT: Duration = Duration::from_secs(5);
+/// Largest number of open handshakes.
+const MAX_CONCURRENT_HANDSHAKES: usize = 128;
+/// Pause after `accept` failed because no file descriptor or memory was free.
+const DESCRIPTOR_SHORTAGE_PAUSE: Duration = Duration::from_millis(20);
+/// Shortest time that a connection may stay unconfirmed. TCP retransmits a lost packet after 0.2 to
+/// 0.4 s, and after twice that time if the retransmission is lost, too.
+const MIN_RETRANSMISSION_TIME: Duration = Duration::from_millis(900);
+/// Size of a read from a retired socket in bytes, and reads of one socket before the next socket is
+/// served.
+const DISCARD_READ_LIMITS: (usize, usize) = (64 << 10, 32);
 
-const EVENT: u64 = 0;
-const TCP: u64 = 1;
-const UNIX: u64 = 2;
-const FIRST: u64 = 3;
+const EVENT_TOKEN: u64 = 0;
+const TCP_LISTENER_TOKEN: u64 = 1;
+const UNIX_LISTENER_TOKEN: u64 = 2;
+const FIRST_FREE_TOKEN: u64 = 3;
 
-pub(crate) struct Listeners {
+pub(crate) struct MeshListeners {
     pub(crate) tcp: Vec<TcpListener>,
     pub(crate) unix: Option<UnixListener>,
 }
 
-/// A connection of a link.
-struct Path {
-    connection: Weak<Connection>,
-    /// Among the connections of its link.
+/// A TCP connection of a link that this thread monitors.
+struct MonitoredConnection {
+    connection: Weak<TcpLinkState>,
+    /// Number of the connection in its link.
     number: usize,
-    silence: Silence,
+    silence: PathSilence,
 }
 
-pub(crate) struct Service {
-    shared: Arc<Shared>,
-    listeners: Listeners,
+pub(crate) struct MeshService {
+    shared: Arc<MeshState>,
+    listeners: MeshListeners,
     epoll: OwnedFd,
-    /// By ascending age of their tokens: the first is the oldest.
-    incoming: BTreeMap<u64, Incoming>,
-    watched: BTreeMap<u64, Watch>,
-    /// Losses that every peer was told of, with their reasons.
-    told: BTreeMap<Rank, String>,
-    /// Until they break or are gone. Their data is no concern of this thread.
-    paths: BTreeMap<u64, Path>,
-    /// Until their peers know of their end.
-    retired: Vec<Retired>,
+    /// Unfinished handshakes by token. Tokens grow, so the first entry is the oldest.
+    incoming: BTreeMap<u64, AcceptorHandshake>,
+    watched: BTreeMap<u64, PeerWatch>,
+    /// Losses that were reported to all watched peers, with their reasons.
+    broadcast_losses: BTreeMap<Rank, String>,
+    /// Connections by token, until they break or are dropped. This thread does not read or write
+    /// their data.
+    monitored_connections: BTreeMap<u64, MonitoredConnection>,
+    /// Sockets of dropped links, until their peers have confirmed the end of the stream.
+    retired: Vec<RetiredSocket>,
     next: u64,
     interval: Duration,
 }
 
-impl Service {
-    pub(crate) fn new(shared: Arc<Shared>, listeners: Listeners) -> Result<Self> {
+impl MeshService {
+    pub(crate) fn new(shared: Arc<MeshState>, listeners: MeshListeners) -> Result<Self> {
         let epoll =
-            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
-        add(&epoll, &shared.event, EVENT)?;
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::from_call("epoll_create"))?;
+        register_readable(&epoll, &shared.event, EVENT_TOKEN)?;
         for tcp in &listeners.tcp {
-            tcp.set_nonblocking(true).map_err(Error::of("ioctl"))?;
-            add(&epoll, tcp, TCP)?;
+            tcp.set_nonblocking(true).map_err(Error::from_call("ioctl"))?;
+            register_readable(&epoll, tcp, TCP_LISTENER_TOKEN)?;
         }
         if let Some(unix) = &listeners.unix {
-            unix.set_nonblocking(true).map_err(Error::of("ioctl"))?;
-            add(&epoll, unix, UNIX)?;
+            unix.set_nonblocking(true).map_err(Error::from_call("ioctl"))?;
+            register_readable(&epoll, unix, UNIX_LISTENER_TOKEN)?;
         }
         let interval =
             (shared.peer_timeout / 10).clamp(Duration::from_millis(5), Duration::from_millis(500));
@@ -106,42 +110,45 @@ impl Service {
             epoll,
             incoming: BTreeMap::new(),
             watched: BTreeMap::new(),
-            told: BTreeMap::new(),
-            paths: BTreeMap::new(),
+            broadcast_losses: BTreeMap::new(),
+            monitored_connections: BTreeMap::new(),
             retired: Vec::new(),
-            next: FIRST,
+            next: FIRST_FREE_TOKEN,
             interval,
         })
     }
 
-    /// Serves until stopped.
+    /// Serves until the mesh stops.
     pub(crate) fn run(mut self) {
         let mut last = Instant::now();
         let mut pause = self.interval;
-        while !self.shared.stopping() {
+        while !self.shared.is_stopping() {
             let left = (last + pause).saturating_duration_since(Instant::now());
-            for token in self.wait(left) {
-                self.serve(token);
+            for token in self.wait_for_events(left) {
+                self.serve_event(token);
             }
             let lived = last.elapsed();
             if lived >= pause {
                 last = Instant::now();
-                // Whoever was stopped himself must not hold the silence of that time against
-                // others.
-                self.tick(lived.min(2 * pause));
-                // Who looks often can wait for longer before he takes for lost what is only late.
-                let waits = self.paths.values().any(|path| path.silence.lasts());
+                // If this process was stopped itself, the silence of its peers during that time
+                // does not count.
+                self.run_liveness_tick(lived.min(2 * pause));
+                // Frequent checks measure silence more precisely, so a late answer is less often
+                // taken for a loss.
+                let waits =
+                    self.monitored_connections.values().any(|path| path.silence.is_ongoing());
                 pause = if waits { self.interval / 5 } else { self.interval };
             }
         }
-        // A peer that was dialled a moment ago would take our end for our death.
+        // Peers that were dialled just now also need the goodbye: they would take the end of the
+        // connection for the death of this process.
         for watch in self.watched.values_mut().chain(&mut self.shared.take_watches()) {
-            watch.goodbye();
+            watch.send_goodbye();
         }
     }
 
-    fn wait(&self, left: Duration) -> Vec<u64> {
-        // Round up: a wait of zero milliseconds before the tick would spin.
+    fn wait_for_events(&self, left: Duration) -> Vec<u64> {
+        // Rounded up: waiting for zero milliseconds before a tick would spin.
         let left = Timespec::try_from(left + Duration::from_millis(1))
             .unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
         let mut events = [epoll::Event {
@@ -152,83 +159,93 @@ impl Service {
         events[..found].iter().map(|event| event.data.u64()).collect()
     }
 
-    fn serve(&mut self, token: u64) {
+    fn serve_event(&mut self, token: u64) {
         match token {
-            EVENT => {
-                // Read to reset; the count means nothing.
+            EVENT_TOKEN => {
+                // The read resets the event; its count is unused.
                 let _ = rustix::io::read(&self.shared.event, &mut [0_u8; 8]);
                 for watch in self.shared.take_watches() {
-                    self.watch(watch);
+                    self.watch_peer(watch);
                 }
-                for path in self.shared.take_paths() {
-                    self.follow(&path);
+                for path in self.shared.take_monitored_links() {
+                    self.monitor_link(&path);
                 }
                 self.retired.extend(self.shared.take_retired());
             }
-            TCP => (0..self.listeners.tcp.len()).for_each(|number| self.accept(Some(number))),
-            UNIX => self.accept(None),
+            TCP_LISTENER_TOKEN => (0..self.listeners.tcp.len())
+                .for_each(|number| self.accept_connections(Some(number))),
+            UNIX_LISTENER_TOKEN => self.accept_connections(None),
             token => {
                 if let Some(incoming) = self.incoming.remove(&token) {
-                    // It may be handed on: then its later events are not for this thread.
+                    // The handshake may hand the socket to a link. This thread must then get no
+                    // more events for it.
                     let _ = epoll::delete(&self.epoll, &incoming);
-                    self.advance(token, incoming);
+                    self.advance_handshake(token, incoming);
                 } else if let Some(watch) = self.watched.get_mut(&token) {
                     let mut losses = Vec::new();
-                    let verdict = watch.news(self.shared.rank, &mut losses);
+                    let verdict = watch.read_news(self.shared.rank, &mut losses);
                     for (rank, reason) in losses {
-                        self.hear(rank, reason);
+                        self.handle_reported_loss(rank, reason);
                     }
-                    self.settle(token, verdict);
-                } else if let Some(path) = self.paths.remove(&token) {
-                    self.broke(&path);
+                    self.apply_liveness(token, verdict);
+                } else if let Some(path) = self.monitored_connections.remove(&token) {
+                    self.report_broken_connection(&path);
                 }
             }
         }
     }
 
-    /// Waits for nothing but an error, and for that once: who uses the link hears of its end by
-    /// himself.
-    fn follow(&mut self, path: &Weak<Connection>) {
+    /// Monitors the sockets of a link for errors. One event per socket is enough: the user of the
+    /// link detects the end of the stream itself.
+    fn monitor_link(&mut self, path: &Weak<TcpLinkState>) {
         let Some(connection) = path.upgrade() else { return };
         for (number, socket) in connection.sockets().iter().enumerate() {
-            let token = self.token();
+            let token = self.next_token();
             let flags = epoll::EventFlags::ONESHOT;
-            // One that cannot be waited for is still looked at now and then.
+            // If the socket cannot be added, the periodic check still covers it.
             let _ = epoll::add(&self.epoll, socket, epoll::EventData::new_u64(token), flags);
-            let path = Path { connection: Weak::clone(path), number, silence: Silence::default() };
-            self.paths.insert(token, path);
+            let path = MonitoredConnection {
+                connection: Weak::clone(path),
+                number,
+                silence: PathSilence::default(),
+            };
+            self.monitored_connections.insert(token, path);
         }
     }
 
-    fn broke(&self, path: &Path) {
+    fn report_broken_connection(&self, path: &MonitoredConnection) {
         if let Some(connection) = path.connection.upgrade()
             && let Some(socket) = connection.sockets().get(path.number)
             && let Ok(Err(error)) = sockopt::socket_error(socket)
-            // The peer closed its end of this link, as it may at any time; it is not lost by that.
+            // The peer closed its end of this link, which is allowed at any time and is not a loss.
             && error != Errno::PIPE
         {
-            self.shared.lose(connection.peer(), format!("its connection broke: {error}"), false);
+            self.shared.record_loss(
+                connection.peer(),
+                format!("its connection broke: {error}"),
+                false,
+            );
         }
     }
 
-    /// Accepts on the listener of TCP with this number, or on the Unix socket.
-    fn accept(&mut self, number: Option<usize>) {
-        // Whoever connects without end is heard again after the next look at the clock.
-        for _ in 0..MOST {
+    /// Accepts connections on the TCP listener with this number, or on the Unix socket for `None`.
+    fn accept_connections(&mut self, number: Option<usize>) {
+        // The number is limited so that a flood of connections cannot delay the liveness check.
+        for _ in 0..MAX_CONCURRENT_HANDSHAKES {
             let accepted = match number {
                 None => self.listeners.unix.as_ref().map(accept_local),
                 Some(number) => self.listeners.tcp.get(number).map(accept_remote),
             };
             let Some(accepted) = accepted else { return };
             match accepted {
-                Ok((socket, source)) => self.begin(socket, source),
+                Ok((socket, source)) => self.begin_handshake(socket, source),
                 Err(error) => {
                     let errno = Errno::from_io_error(&error);
                     if matches!(
                         errno,
                         Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
                     ) {
-                        std::thread::sleep(EXHAUSTED);
+                        std::thread::sleep(DESCRIPTOR_SHORTAGE_PAUSE);
                     }
                     return;
                 }
@@ -236,131 +253,140 @@ impl Service {
         }
     }
 
-    fn begin(&mut self, socket: OwnedFd, source: Option<IpAddr>) {
-        let waiting =
-            self.incoming.iter().map(|(token, one)| (*token, one.vouched(), one.source()));
-        if self.incoming.len() >= MOST
-            && let Some(unseated) = unseated(waiting).and_then(|token| self.incoming.remove(&token))
+    fn begin_handshake(&mut self, socket: OwnedFd, source: Option<IpAddr>) {
+        let waiting = self
+            .incoming
+            .iter()
+            .map(|(token, one)| (*token, one.has_verified_hello(), one.source_address()));
+        if self.incoming.len() >= MAX_CONCURRENT_HANDSHAKES
+            && let Some(unseated) =
+                choose_evicted(waiting).and_then(|token| self.incoming.remove(&token))
         {
-            self.refuse(unseated);
+            self.refuse_connection(unseated);
         }
-        let token = self.token();
-        self.advance(token, Incoming::new(socket, source, Instant::now() + PATIENCE));
+        let token = self.next_token();
+        self.advance_handshake(
+            token,
+            AcceptorHandshake::new(socket, source, Instant::now() + HANDSHAKE_TIME_LIMIT),
+        );
     }
 
-    fn advance(&mut self, token: u64, incoming: Incoming) {
-        match incoming.advance(&self.shared) {
-            Progress::Waiting(incoming) => {
-                if add(&self.epoll, &incoming, token).is_ok() {
+    fn advance_handshake(&mut self, token: u64, incoming: AcceptorHandshake) {
+        match incoming.advance_handshake(&self.shared) {
+            AcceptorProgress::Waiting(incoming) => {
+                if register_readable(&self.epoll, &incoming, token).is_ok() {
                     self.incoming.insert(token, *incoming);
                 }
             }
-            Progress::Watched(watch) => self.watch(watch),
-            Progress::Refused => {
+            AcceptorProgress::Watched(watch) => self.watch_peer(watch),
+            AcceptorProgress::Refused => {
                 self.shared.refused.fetch_add(1, Ordering::Relaxed);
             }
-            Progress::Linked => {}
+            AcceptorProgress::Linked => {}
         }
     }
 
-    fn refuse(&self, incoming: Incoming) {
+    fn refuse_connection(&self, incoming: AcceptorHandshake) {
         self.shared.refused.fetch_add(1, Ordering::Relaxed);
         drop(incoming);
     }
 
-    fn watch(&mut self, mut watch: Watch) {
-        let token = self.token();
-        for (rank, reason) in &self.told {
-            watch.tell(*rank, reason);
+    fn watch_peer(&mut self, mut watch: PeerWatch) {
+        let token = self.next_token();
+        for (rank, reason) in &self.broadcast_losses {
+            watch.report_loss(*rank, reason);
         }
-        if let Some(descriptor) = watch.descriptor() {
-            // A peer that cannot be waited for is still watched by its heartbeat.
-            drop(add(&self.epoll, descriptor, token));
+        if let Some(descriptor) = watch.poll_descriptor() {
+            // If the descriptor cannot be added, the peer is still watched by its heartbeat.
+            drop(register_readable(&self.epoll, descriptor, token));
         }
         self.watched.insert(token, watch);
     }
 
-    fn settle(&mut self, token: u64, verdict: Verdict) {
-        if let Verdict::Lost { reason, orderly } = verdict
+    fn apply_liveness(&mut self, token: u64, verdict: PeerLiveness) {
+        if let PeerLiveness::Lost { reason, orderly } = verdict
             && let Some(mut watch) = self.watched.remove(&token)
         {
             if !orderly {
-                // Otherwise the peer sees only that the connection ended, and reports that in place
-                // of the reason.
-                watch.tell(watch.peer.rank, &reason);
+                // Without this message, the peer would see only the end of the connection and
+                // report that as the reason.
+                watch.report_loss(watch.peer.rank, &reason);
             }
-            if let Some(descriptor) = watch.descriptor() {
-                // The descriptor is closed next in any case.
+            if let Some(descriptor) = watch.poll_descriptor() {
+                // A failure does not matter: the descriptor is closed next.
                 let _ = epoll::delete(&self.epoll, descriptor);
             }
-            self.shared.lose(&watch.peer, reason.clone(), orderly);
+            self.shared.record_loss(&watch.peer, reason.clone(), orderly);
             if !orderly {
-                self.tell(watch.peer.rank, reason);
+                self.broadcast_loss(watch.peer.rank, reason);
             }
         }
     }
 
-    /// A peer tells of a loss.
-    fn hear(&mut self, rank: Rank, reason: String) {
+    /// Handles the report of a peer that another rank was lost.
+    fn handle_reported_loss(&mut self, rank: Rank, reason: String) {
         let Some(peer) = self.shared.peers.get(rank.index()).map(Arc::clone) else { return };
         let is_watched = self.watched.values().any(|watch| watch.peer.rank == rank);
         if rank != self.shared.rank && !is_watched {
-            self.shared.lose(&peer, reason.clone(), false);
+            self.shared.record_loss(&peer, reason.clone(), false);
         }
-        self.tell(rank, reason);
+        self.broadcast_loss(rank, reason);
     }
 
-    /// Tells all watched peers of a loss, once.
-    fn tell(&mut self, rank: Rank, reason: String) {
-        if let Entry::Vacant(told) = self.told.entry(rank) {
+    /// Reports a loss to all watched peers, once for each lost rank.
+    fn broadcast_loss(&mut self, rank: Rank, reason: String) {
+        if let Entry::Vacant(told) = self.broadcast_losses.entry(rank) {
             let reason = told.insert(reason);
-            self.watched.values_mut().for_each(|watch| watch.tell(rank, reason));
+            self.watched.values_mut().for_each(|watch| watch.report_loss(rank, reason));
         }
     }
 
-    fn tick(&mut self, lived: Duration) {
-        self.shared.parker.bell().beat();
-        let timeout = self.shared.longest_silence();
+    fn run_liveness_tick(&mut self, lived: Duration) {
+        self.shared.parker.own_doorbell().increment_heartbeat();
+        let timeout = self.shared.max_peer_silence();
         let verdicts: Vec<_> = self
             .watched
             .iter_mut()
-            .map(|(token, watch)| (*token, watch.tick(lived, timeout)))
+            .map(|(token, watch)| (*token, watch.check_liveness(lived, timeout)))
             .collect();
         for (token, verdict) in verdicts {
-            self.settle(token, verdict);
+            self.apply_liveness(token, verdict);
         }
-        self.paths.retain(|_, path| path.connection.strong_count() > 0);
-        self.retired.retain(|retired| retired.peer.lost().is_none() && is_needed(retired));
-        for (peer, silent) in self.silent_paths(lived) {
+        self.monitored_connections.retain(|_, path| path.connection.strong_count() > 0);
+        self.retired
+            .retain(|retired| retired.peer.loss_error().is_none() && is_socket_needed(retired));
+        for (peer, silent) in self.silent_connections(lived) {
             let reason =
                 format!("nothing that was sent to it in the last {silent:.1?} was confirmed");
-            self.shared.lose(&peer, reason, false);
+            self.shared.record_loss(&peer, reason, false);
         }
         let now = Instant::now();
         while let Some(oldest) =
             self.incoming.first_entry().filter(|oldest| oldest.get().deadline <= now)
         {
             let oldest = oldest.remove();
-            self.refuse(oldest);
+            self.refuse_connection(oldest);
         }
     }
 
-    /// Connections that have been silent for too long, or will have been by the next look but one:
-    /// a thread may be kept waiting for its core. A peer that is heard on another connection may be
-    /// cut off on this one. Those that hear of it only from us need some of the time.
-    fn silent_paths(&mut self, lived: Duration) -> Vec<(Arc<Peer>, Duration)> {
+    /// Returns the connections that have been silent for too long, or will have been before the
+    /// check after the next one, because this thread may be scheduled late. A peer that still sends
+    /// heartbeats may be unreachable on one connection. The limit leaves time for ranks that learn
+    /// of the loss only from this rank.
+    fn silent_connections(&mut self, lived: Duration) -> Vec<(Arc<PeerState>, Duration)> {
         let timeout = self.shared.peer_timeout;
-        let limit = (timeout - hearsay(timeout)).max(REPETITIONS);
-        let look = |path: &mut Path| {
+        let limit = (timeout - loss_report_allowance(timeout)).max(MIN_RETRANSMISSION_TIME);
+        let look = |path: &mut MonitoredConnection| {
             let connection = path.connection.upgrade()?;
-            let sight = Sight::of(connection.sockets().get(path.number)?).ok()?;
-            let silent = path.silence.after(lived, sight);
+            let sight =
+                TcpInfoSnapshot::query_socket(connection.sockets().get(path.number)?).ok()?;
+            let silent = path.silence.update_silence(lived, sight);
             (silent + 2 * lived >= limit).then(|| (Arc::clone(connection.peer()), silent))
         };
-        self.paths.values_mut().filter_map(look).collect()
+        self.monitored_connections.values_mut().filter_map(look).collect()
     }
 
-    fn token(&mut self) -> u64 {
+    fn next_token(&mut self) -> u64 {
         self.next += 1;
         self.next
     }
@@ -379,10 +405,12 @@ fn accept_remote(listener: &TcpListener) -> io::Result<(OwnedFd, Option<IpAddr>)
     Ok((OwnedFd::from(stream), Some(from.ip().to_canonical())))
 }
 
-/// Chooses the connection that makes way, among connections by age, each with its proof and its
-/// source: an unproven one, and of these the oldest one of the source with most. `None` if there
-/// are no connections.
-fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) -> Option<u64> {
+/// Chooses the connection to evict. `waiting` lists connections by age, each with its token,
+/// whether its hello was verified, and its source. Prefers unverified connections, and among them
+/// the oldest one of the source that has the most. Returns `None` if there are no connections.
+fn choose_evicted(
+    waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone,
+) -> Option<u64> {
     let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
     let candidates = waiting.filter(|(_, vouched, _)| !(strangers && *vouched));
     let mut sources: BTreeMap<Option<IpAddr>, (usize, u64)> = BTreeMap::new();
@@ -395,23 +423,23 @@ fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) 
         .map(|(_, oldest)| *oldest)
 }
 
-/// Reads what has come to a socket that nobody uses any more, for the peer may do likewise only
-/// when it has sent all; whether the socket is still needed.
-fn is_needed(retired: &Retired) -> bool {
-    let mut scrap = vec![0; SCRAP.0];
-    for _ in 0..SCRAP.1 {
+/// Discards the bytes that arrived on a retired socket, because a peer may close its end only after
+/// it has sent everything. Returns whether the socket is still needed.
+fn is_socket_needed(retired: &RetiredSocket) -> bool {
+    let mut scrap = vec![0; DISCARD_READ_LIMITS.0];
+    for _ in 0..DISCARD_READ_LIMITS.1 {
         match recv(&retired.socket, &mut scrap[..], RecvFlags::DONTWAIT) {
             Ok((0, _)) | Err(Errno::AGAIN) => break,
             Ok(_) | Err(Errno::INTR) => {}
             Err(_) => return false,
         }
     }
-    Sight::of(&retired.socket).is_ok_and(|sight| !sight.done)
+    TcpInfoSnapshot::query_socket(&retired.socket).is_ok_and(|sight| !sight.end_confirmed)
 }
 
-fn add(epoll: &OwnedFd, source: impl AsFd, token: u64) -> Result<()> {
+fn register_readable(epoll: &OwnedFd, source: impl AsFd, token: u64) -> Result<()> {
     epoll::add(epoll, source, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
-        .map_err(Error::of("epoll_ctl"))
+        .map_err(Error::from_call("epoll_ctl"))
 }
 
 #[cfg(test)]
@@ -429,14 +457,14 @@ mod tests {
             (7, true, there),
             (8, false, None),
         ];
-        assert_eq!(unseated(waiting.into_iter()), Some(5));
-        // As many from each: the oldest of all.
-        assert_eq!(unseated(waiting.into_iter().filter(|one| one.0 != 6)), Some(4));
+        assert_eq!(choose_evicted(waiting.into_iter()), Some(5));
+        // With as many from each source: the oldest of all.
+        assert_eq!(choose_evicted(waiting.into_iter().filter(|one| one.0 != 6)), Some(4));
         assert_eq!(
-            unseated(waiting.into_iter().filter(|one| one.1)),
+            choose_evicted(waiting.into_iter().filter(|one| one.1)),
             Some(3),
             "nobody else is left"
         );
-        assert_eq!(unseated(std::iter::empty()), None);
+        assert_eq!(choose_evicted(std::iter::empty()), None);
     }
 }

@@ -9,15 +9,18 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{Diverted, PATIENCE, address, all, meshes, options};
-use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Wake};
+use farandole_transport::contract::{
+    DivertingRendezvous, TEST_WAIT_LIMIT, join_meshes, rank_zero_address, run_link_contract,
+    test_mesh_options,
+};
+use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, WakeReason};
 use farandole_world::{Generation, HostHash, Rank};
 
 const CHANNEL: u32 = 1;
 
 /// Ranks of as many machines.
 fn far(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
-    meshes(size, |options| {
+    join_meshes(size, |options| {
         options.host = HostHash(format!("host-{}", options.rank));
         options.bind = vec![IpAddr::from(Ipv4Addr::LOCALHOST).into()];
         adjust(options);
@@ -25,8 +28,8 @@ fn far(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
 }
 
 fn on_demand(mesh: &Mesh, channel: u32, peers: &[Rank]) -> Vec<Link> {
-    let deadline = Instant::now() + PATIENCE;
-    mesh.open_on_demand(channel, peers, 4096, deadline, &mut || false).unwrap()
+    let deadline = Instant::now() + TEST_WAIT_LIMIT;
+    mesh.open_links_on_demand(channel, peers, 4096, deadline, &mut || false).unwrap()
 }
 
 /// Both ends of a link between the first two, which nobody has asked for.
@@ -36,7 +39,7 @@ fn pair(meshes: &[Mesh], channel: u32) -> (Link, Link) {
 }
 
 fn within<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     loop {
         if let Some(found) = look() {
             return found;
@@ -78,7 +81,7 @@ fn a_link_is_open_when_both_ends_have_asked_whoever_comes_first() {
         // Asked for by one side alone: nothing to read, nothing lost.
         for _ in 0..100 {
             assert_eq!(early.receiver.window().unwrap(), []);
-            early.receiver.awaits().unwrap();
+            early.receiver.check_not_ended().unwrap();
             thread::sleep(Duration::from_micros(100));
         }
         thread::scope(|scope| {
@@ -98,13 +101,13 @@ fn links_that_are_asked_for_keep_the_contract() {
     for streams in [1, 3] {
         let meshes = far(2, |options| options.streams = streams);
         let mut channel = 0;
-        all(&mut |capacity| {
+        run_link_contract(&mut |capacity| {
             channel += 1;
-            let deadline = Instant::now() + PATIENCE;
+            let deadline = Instant::now() + TEST_WAIT_LIMIT;
             let end = |own: usize, peer| {
                 let peers = [Rank(peer)];
                 let mesh = &meshes[own];
-                mesh.open_on_demand(channel, &peers, capacity, deadline, &mut || false)
+                mesh.open_links_on_demand(channel, &peers, capacity, deadline, &mut || false)
                     .unwrap()
                     .remove(0)
             };
@@ -126,14 +129,14 @@ fn tr_3_a_thread_that_sleeps_is_woken_when_a_link_opens() {
     for channel in 1..20 {
         let (mut a, mut b) = pair(&meshes, channel);
         let sleep = |mesh: &Mesh, link: &mut Link| {
-            let (parker, limit) = (mesh.parker(), Instant::now() + PATIENCE);
+            let (parker, limit) = (mesh.parker(), Instant::now() + TEST_WAIT_LIMIT);
             loop {
-                parker.prepare();
+                parker.prepare_park();
                 if !link.sender.window().unwrap().is_empty() {
-                    parker.cancel();
+                    parker.cancel_park();
                     return;
                 }
-                assert_eq!(parker.park(limit).unwrap(), Wake::Woken, "lost a wake-up");
+                assert_eq!(parker.park(limit).unwrap(), WakeReason::Woken, "lost a wake-up");
             }
         };
         thread::scope(|scope| {
@@ -147,7 +150,7 @@ fn tr_3_a_thread_that_sleeps_is_woken_when_a_link_opens() {
 fn many_ranks_ask_for_links_in_two_channels_at_once_and_all_hear_each_other() {
     const SIZE: u32 = 24;
     // More threads than processors: a rank may not run for seconds.
-    let meshes = far(SIZE, |options| options.peer_timeout = PATIENCE);
+    let meshes = far(SIZE, |options| options.peer_timeout = TEST_WAIT_LIMIT);
     let ranks: Vec<Rank> = (0..SIZE).map(Rank).collect();
     thread::scope(|scope| {
         for mesh in &meshes {
@@ -185,17 +188,17 @@ fn many_ranks_ask_for_links_in_two_channels_at_once_and_all_hear_each_other() {
             }
         }
     });
-    assert!(meshes.iter().all(|mesh| mesh.check().is_ok()));
+    assert!(meshes.iter().all(|mesh| mesh.check_peers().is_ok()));
 }
 
 #[test]
 fn a_channel_is_opened_once_in_either_way() {
     let meshes = far(2, |_| {});
     let _link = on_demand(&meshes[1], CHANNEL, &[Rank(0)]);
-    let error = meshes[1].open(CHANNEL, &[Rank(0)], 4096).unwrap_err();
+    let error = meshes[1].open_links(CHANNEL, &[Rank(0)], 4096).unwrap_err();
     assert!(error.to_string().contains("channel 1 to rank 0 was opened before"), "{error}");
     let (now, never) = (Instant::now(), &mut || false);
-    let error = meshes[1].open_on_demand(CHANNEL, &[Rank(0)], 4096, now, never).unwrap_err();
+    let error = meshes[1].open_links_on_demand(CHANNEL, &[Rank(0)], 4096, now, never).unwrap_err();
     assert!(error.to_string().contains("channel 1 to rank 0 was opened before"), "{error}");
 }
 
@@ -203,10 +206,10 @@ fn a_channel_is_opened_once_in_either_way() {
 fn rings_of_another_size_are_refused_by_the_end_that_is_dialled() {
     let meshes = far(2, |_| {});
     let mut a = on_demand(&meshes[0], CHANNEL, &[Rank(1)]).remove(0);
-    let deadline = Instant::now() + PATIENCE;
-    let b = meshes[1].open_on_demand(CHANNEL, &[Rank(0)], 8192, deadline, &mut || false);
+    let deadline = Instant::now() + TEST_WAIT_LIMIT;
+    let b = meshes[1].open_links_on_demand(CHANNEL, &[Rank(0)], 8192, deadline, &mut || false);
     let mut b = b.unwrap().remove(0);
-    b.sender.ask();
+    b.sender.request_open();
     let error = failure(&mut a);
     assert!(
         error.to_string().contains("rank 1 opened channel 1 with 8192 bytes a ring, here: 4096"),
@@ -220,7 +223,7 @@ fn misled(to: SocketAddr, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Me
     let meeting = MemoryRendezvous::default();
     let of = |rank| {
         // One name of a machine, so that there are no heartbeats before the link, and no memory.
-        let mut options = options(rank, 2);
+        let mut options = test_mesh_options(rank, 2);
         options.use_shared_memory = false;
         options.peer_timeout = Duration::from_secs(1);
         adjust(&mut options);
@@ -228,7 +231,7 @@ fn misled(to: SocketAddr, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Me
     };
     thread::scope(|scope| {
         let first = scope.spawn(|| Mesh::join(of(0), &meeting).unwrap());
-        let diverted = Diverted { meeting: meeting.clone(), to };
+        let diverted = DivertingRendezvous { meeting: meeting.clone(), to };
         let second = Mesh::join(of(1), &diverted).unwrap();
         (first.join().unwrap(), second)
     })
@@ -246,7 +249,7 @@ fn a_dial_that_is_refused_fails_both_halves_with_rank_and_host() {
     );
     assert!(error.to_string().contains("no link could be opened: cannot reach rank 0"), "{error}");
     // The peer may have left in order.
-    second.check().unwrap();
+    second.check_peers().unwrap();
     assert_eq!(link.receiver.window().unwrap_err().to_string(), error.to_string());
 }
 
@@ -296,7 +299,7 @@ fn a_peer_that_is_in_another_world_fails_the_link() {
             .collect();
         joining.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     });
-    let (_first, second) = misled(address(&meeting, 9), |_| {});
+    let (_first, second) = misled(rank_zero_address(&meeting, 9), |_| {});
     let mut link = on_demand(&second, CHANNEL, &[Rank(0)]).remove(0);
     let error = failure(&mut link);
     assert!(matches!(error, Error::PeerLost { rank: Rank(0), .. }), "{error}");
@@ -313,7 +316,7 @@ fn a_rank_that_leaves_before_it_dials_is_not_waited_for() {
     drop((b, meshes.pop()));
     let error = failure(&mut a);
     assert!(matches!(error, Error::PeerLost { rank: Rank(1), .. }), "{error}");
-    assert!(began.elapsed() < PATIENCE / 2);
+    assert!(began.elapsed() < TEST_WAIT_LIMIT / 2);
 }
 
 /// `TR-5`.
@@ -373,5 +376,5 @@ fn a_forked_child_cannot_use_a_link_that_is_not_open() {
     unsafe { command.pre_exec(probe) };
     assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(REFUSED));
     assert_eq!(a.receiver.window().unwrap(), []);
-    meshes[0].check().unwrap();
+    meshes[0].check_peers().unwrap();
 }

@@ -13,10 +13,10 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{self, PATIENCE};
+use farandole_transport::contract::{self, TEST_WAIT_LIMIT};
 use farandole_transport::{
     Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker,
-    Place, Rendezvous, Result, frames,
+    Rendezvous, RendezvousPoint, Result, into_frame_halves,
 };
 use farandole_world::{HostHash, Rank};
 use rustix::process::{
@@ -38,10 +38,10 @@ const PROBE: Duration = Duration::from_secs(1);
 
 fn options(rank: u32, use_shared_memory: bool) -> MeshOptions {
     let mut options = MeshOptions::new(Rank(rank), 2, HostHash("here".to_owned()), [9; 32]);
-    options.patience = PATIENCE;
+    options.setup_timeout = TEST_WAIT_LIMIT;
     options.peer_timeout = TIMEOUT;
     options.use_shared_memory = use_shared_memory;
-    options.use_pidfd = farandole_config::environment(NO_PIDFD).is_none();
+    options.use_pidfd = farandole_config::environment_variable(NO_PIDFD).is_none();
     options
 }
 
@@ -49,7 +49,12 @@ fn options(rank: u32, use_shared_memory: bool) -> MeshOptions {
 struct Streams;
 
 impl Rendezvous for Streams {
-    fn meet(&self, place: Place, card: &[u8], _deadline: Instant) -> Result<Vec<Vec<u8>>> {
+    fn exchange_addresses(
+        &self,
+        place: RendezvousPoint,
+        card: &[u8],
+        _deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>> {
         let own = String::from_utf8(card.to_owned()).unwrap().replace('\n', "|");
         let mut out = std::io::stdout().lock();
         writeln!(out, "\n{CARD}{own}").unwrap();
@@ -69,12 +74,12 @@ fn next(
     sender: &mut FrameSender,
     parker: &Parker,
 ) -> Result<Vec<u8>> {
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     loop {
-        parker.prepare();
+        parker.prepare_park();
         sender.flush()?;
         if let Some(frame) = receiver.try_receive()? {
-            parker.cancel();
+            parker.cancel_park();
             return Ok(frame.payload);
         }
         parker.park(limit)?;
@@ -86,19 +91,20 @@ fn next(
 /// as a test.
 #[test]
 fn other_rank() {
-    let Some(role) = farandole_config::environment(ROLE) else { return };
+    let Some(role) = farandole_config::environment_variable(ROLE) else { return };
     let Some((rank, kind)) = role.split_once(' ') else { return };
     let mesh =
         Mesh::join(options(rank.parse().unwrap(), kind == "shared memory"), &Streams).unwrap();
     let parker = mesh.parker();
-    let (mut sender, mut receiver) = frames(mesh.open(1, &[Rank(0)], 65536).unwrap().remove(0));
-    if farandole_config::environment(NO_PIDFD).is_some() {
+    let (mut sender, mut receiver) =
+        into_frame_halves(mesh.open_links(1, &[Rank(0)], 65536).unwrap().remove(0));
+    if farandole_config::environment_variable(NO_PIDFD).is_some() {
         for channel in LATER {
-            drop(mesh.open(channel, &[Rank(0)], 4096).unwrap());
+            drop(mesh.open_links(channel, &[Rank(0)], 4096).unwrap());
         }
     }
     while let Ok(payload) = next(&mut receiver, &mut sender, &parker) {
-        if sender.queue(0, &payload).is_err() {
+        if sender.queue_frame(0, &payload).is_err() {
             break;
         }
     }
@@ -129,13 +135,16 @@ impl Other {
         let reader = thread::spawn(move || {
             for line in lines.lines().map_while(std::result::Result::ok) {
                 if let Some(card) = line.strip_prefix(CARD) {
-                    told.put(&format!("mesh/0/{rank}"), card.replace('|', "\n").as_bytes());
+                    told.publish_value(
+                        &format!("mesh/0/{rank}"),
+                        card.replace('|', "\n").as_bytes(),
+                    );
                     sender.send(()).unwrap();
                 }
             }
         });
         let stdin = process.stdin.take().unwrap();
-        ready.recv_timeout(PATIENCE).unwrap();
+        ready.recv_timeout(TEST_WAIT_LIMIT).unwrap();
         Self { process, stdin, meeting, reader: Some(reader) }
     }
 
@@ -165,9 +174,9 @@ impl Peer {
     fn start(kind: LinkKind) -> Self {
         let mut other = Other::start(1, kind);
         let mesh = Mesh::join(options(0, kind == LinkKind::SharedMemory), &other.meeting).unwrap();
-        let own = other.meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
+        let own = other.meeting.await_value("mesh/0/0", Instant::now() + TEST_WAIT_LIMIT).unwrap();
         writeln!(other.stdin, "{}", String::from_utf8(own).unwrap().replace('\n', "|")).unwrap();
-        let link = mesh.open(1, &[Rank(1)], 65536).unwrap().remove(0);
+        let link = mesh.open_links(1, &[Rank(1)], 65536).unwrap().remove(0);
         assert_eq!(link.kind, kind);
         Self { other, mesh, link: Some(link) }
     }
@@ -175,11 +184,11 @@ impl Peer {
     /// Measures the time until the link of a sleeping rank fails after `signal`, and returns the
     /// error, too.
     fn lost_after(&mut self, signal: Signal) -> (Duration, String) {
-        let (mut sender, mut receiver) = frames(self.link.take().unwrap());
+        let (mut sender, mut receiver) = into_frame_halves(self.link.take().unwrap());
         let parker = self.mesh.parker();
-        sender.queue(0, b"are you there").unwrap();
+        sender.queue_frame(0, b"are you there").unwrap();
         assert_eq!(next(&mut receiver, &mut sender, &parker).unwrap(), b"are you there");
-        self.mesh.check().unwrap();
+        self.mesh.check_peers().unwrap();
         let started = Instant::now();
         self.other.signal(signal);
         let error = next(&mut receiver, &mut sender, &parker).unwrap_err();
@@ -206,11 +215,11 @@ const KINDS: [LinkKind; 2] = [LinkKind::SharedMemory, LinkKind::Tcp];
 fn large_frames_come_back_from_another_process() {
     for kind in KINDS {
         let mut peer = Peer::start(kind);
-        let (mut sender, mut receiver) = frames(peer.link.take().unwrap());
+        let (mut sender, mut receiver) = into_frame_halves(peer.link.take().unwrap());
         let parker = peer.mesh.parker();
         for bytes in [0_usize, 1, 65531, 65532, 5_000_001] {
             let payload: Vec<u8> = (0..bytes).map(|at| (at % 251).to_le_bytes()[0]).collect();
-            sender.queue(0, &payload).unwrap();
+            sender.queue_frame(0, &payload).unwrap();
             assert!(
                 next(&mut receiver, &mut sender, &parker).unwrap() == payload,
                 "{bytes} bytes over {kind:?}"
@@ -237,7 +246,7 @@ fn tr_4_a_stopped_process_is_noticed_after_the_peer_timeout() {
         let (elapsed, error) = peer.lost_after(Signal::STOP);
         assert!(elapsed > TIMEOUT / 2 && elapsed < TIMEOUT + LATE, "{elapsed:?}: {error}");
         assert!(error.contains("it stopped answering"), "{error}");
-        assert!(peer.mesh.check().is_err());
+        assert!(peer.mesh.check_peers().is_err());
     }
 }
 
@@ -249,10 +258,10 @@ fn tr_4_a_process_that_computes_and_does_not_read_is_not_taken_for_dead() {
         // Nothing is read here either: only the threads of the meshes show life.
         let end = Instant::now() + TIMEOUT * 3;
         while Instant::now() < end {
-            parker.prepare();
+            parker.prepare_park();
             parker.park(end).unwrap();
         }
-        peer.mesh.check().unwrap_or_else(|error| unreachable!("{error} over {kind:?}"));
+        peer.mesh.check_peers().unwrap_or_else(|error| unreachable!("{error} over {kind:?}"));
     }
 }
 
@@ -267,7 +276,7 @@ fn tr_4_a_process_stopped_before_its_first_handshake_is_noticed_after_the_peer_t
                 Mesh::join(options(own, kind == LinkKind::SharedMemory), &other.1.meeting).unwrap();
             other.1.stop();
             let started = Instant::now();
-            let error = mesh.open(1, &[other.0], 65536).unwrap_err();
+            let error = mesh.open_links(1, &[other.0], 65536).unwrap_err();
             let elapsed = started.elapsed();
             assert!(matches!(&error, Error::PeerLost { rank, .. } if *rank == other.0), "{error}");
             // The acceptor asks only now and then whether the other side listens.
@@ -275,7 +284,7 @@ fn tr_4_a_process_stopped_before_its_first_handshake_is_noticed_after_the_peer_t
                 elapsed > TIMEOUT / 2 && elapsed < TIMEOUT * 3 + 2 * PROBE,
                 "{elapsed:?}: {error}"
             );
-            assert!(mesh.fallbacks().is_empty());
+            assert!(mesh.tcp_fallbacks().is_empty());
         }
     }
 }
@@ -284,18 +293,18 @@ fn tr_4_a_process_stopped_before_its_first_handshake_is_noticed_after_the_peer_t
 /// as a test.
 #[test]
 fn two_starved_ranks() {
-    if farandole_config::environment(ROLE).as_deref() != Some(STARVED) {
+    if farandole_config::environment_variable(ROLE).as_deref() != Some(STARVED) {
         return;
     }
     for kind in KINDS {
         let limits = getrlimit(Resource::Nofile);
-        let meshes = contract::meshes(2, |options| {
+        let meshes = contract::join_meshes(2, |options| {
             options.use_shared_memory = kind == LinkKind::SharedMemory;
             options.peer_timeout = TIMEOUT;
         });
         setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limits }).unwrap();
-        let called = meshes[0].open(1, &[Rank(1)], 65536).unwrap_err();
-        let calling = meshes[1].open(1, &[Rank(0)], 65536).unwrap_err();
+        let called = meshes[0].open_links(1, &[Rank(1)], 65536).unwrap_err();
+        let calling = meshes[1].open_links(1, &[Rank(0)], 65536).unwrap_err();
         setrlimit(Resource::Nofile, limits).unwrap();
         for error in [called, calling] {
             assert!(matches!(error, Error::System { .. }), "{error} over {kind:?}");
@@ -316,7 +325,7 @@ fn a_process_without_descriptors_does_not_blame_its_peer() {
 /// A process of its own, as its variable is for all its threads. Does nothing when run as a test.
 #[test]
 fn a_rank_without_pidfds() {
-    if farandole_config::environment(NO_PIDFD).is_none() {
+    if farandole_config::environment_variable(NO_PIDFD).is_none() {
         return;
     }
     let mut peer = Peer::start(LinkKind::SharedMemory);
@@ -325,10 +334,10 @@ fn a_rank_without_pidfds() {
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = open();
     for channel in LATER {
-        drop(peer.mesh.open(channel, &[Rank(1)], 4096).unwrap());
+        drop(peer.mesh.open_links(channel, &[Rank(1)], 4096).unwrap());
     }
     // The thread of the mesh closes a socket a moment after the link exists.
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     while open() > before {
         assert!(Instant::now() < limit, "{} descriptors, no more than {before} before", open());
         thread::yield_now();

@@ -19,61 +19,63 @@ use hyper::http::StatusCode;
 use serde_json::{Value, json};
 use subtle::ConstantTimeEq as _;
 
-use crate::catalog::{Catalog, Found};
-use crate::curves::{Shelf, Window};
+use crate::catalog::{FoundRun, RunCatalog};
+use crate::csv_table;
+use crate::curves::{ChartWindow, SeriesCache};
 use crate::error::{Error, Result};
-use crate::explain::judge;
+use crate::explain::explain_record;
 use crate::record;
-use crate::reply::Reply;
-use crate::source::HISTORY;
-use crate::table;
+use crate::reply::ViewerReply;
+use crate::source::HISTORY_FILE;
 
 /// The page. It loads `viewer.js` and `viewer.css`.
-const PAGE: &str = include_str!("../page/index.html");
+const PAGE_HTML: &str = include_str!("../page/index.html");
 /// Runs in one answer.
-const RUNS: usize = 64;
+const MAX_RUNS_PER_ANSWER: usize = 64;
 /// Bytes of a text that are shown: its end.
-const TAIL: u64 = 256 << 10;
+const OUTPUT_TAIL_BYTES: u64 = 256 << 10;
 /// The file with the timeline of all ranks.
-const TIMELINE: &str = "timeline.json";
+const TIMELINE_FILE: &str = "timeline.json";
 /// Bytes of a timeline that a browser gets; larger ones are opened from the store.
-const LARGEST: u64 = 512 << 20;
-/// Names of files with what a process printed, or their ends.
-const TEXTS: [&str; 4] = ["stdout", "stderr", ".log", ".txt"];
+const MAX_TIMELINE_BYTES: u64 = 512 << 20;
+/// Names, or ends of names, of files with the output of a process.
+const TEXT_FILE_ENDINGS: [&str; 4] = ["stdout", "stderr", ".log", ".txt"];
 
 /// The content of the server.
 #[derive(Debug)]
-pub(crate) struct Site {
+pub(crate) struct ViewerSite {
     pub(crate) token: String,
     pub(crate) script: Bytes,
     pub(crate) style: Bytes,
-    pub(crate) catalog: Catalog,
-    pub(crate) shelf: Shelf,
+    pub(crate) catalog: RunCatalog,
+    pub(crate) series_cache: SeriesCache,
 }
 
-impl Site {
+impl ViewerSite {
     /// Returns the answer to a request for `path` with the parameters `query`.
-    pub(crate) fn answer(&self, path: &str, query: &str) -> Reply {
-        let Some(place) = self.place(path) else {
-            return Reply::failure(
+    pub(crate) fn answer_request(&self, path: &str, query: &str) -> ViewerReply {
+        let Some(place) = self.path_after_token(path) else {
+            return ViewerReply::failure(
                 StatusCode::NOT_FOUND,
                 "not found; the link of the viewer has a token",
             );
         };
         let answered = match place {
             // Relative, because a proxy may have removed a prefix of the path.
-            None => Ok(Reply::elsewhere(format!("{}/", self.token))),
-            Some("") => Ok(Reply::new("text/html; charset=utf-8", PAGE)),
+            None => Ok(ViewerReply::redirect(format!("{}/", self.token))),
+            Some("") => Ok(ViewerReply::new("text/html; charset=utf-8", PAGE_HTML)),
             Some("viewer.js") => {
-                Ok(Reply::new("text/javascript; charset=utf-8", self.script.clone()))
+                Ok(ViewerReply::new("text/javascript; charset=utf-8", self.script.clone()))
             }
-            Some("viewer.css") => Ok(Reply::new("text/css; charset=utf-8", self.style.clone())),
-            Some("api/runs") => Ok(Reply::json(&self.catalog.list())),
-            Some("api/run") => self.run(query),
-            Some("api/curves") => self.curves(query),
-            Some("api/history.csv") => self.csv(query),
-            Some("api/output") => self.output(query),
-            Some("api/timeline") => self.timeline(query),
+            Some("viewer.css") => {
+                Ok(ViewerReply::new("text/css; charset=utf-8", self.style.clone()))
+            }
+            Some("api/runs") => Ok(ViewerReply::json(&self.catalog.list_runs())),
+            Some("api/run") => self.answer_run(query),
+            Some("api/curves") => self.answer_curves(query),
+            Some("api/history.csv") => self.answer_csv(query),
+            Some("api/output") => self.answer_output(query),
+            Some("api/timeline") => self.answer_timeline(query),
             Some(other) => Err(Error::Missing { what: other.to_owned() }),
         };
         answered.unwrap_or_else(|error| {
@@ -82,7 +84,7 @@ impl Site {
                 Error::Parameter { .. } => StatusCode::BAD_REQUEST,
                 _ => StatusCode::BAD_GATEWAY,
             };
-            Reply::failure(status, &error.to_string())
+            ViewerReply::failure(status, &error.to_string())
         })
     }
 
@@ -90,7 +92,7 @@ impl Site {
     /// path that ends with it.
     ///
     /// Some proxies keep their prefix in the path, so the token may come after other parts.
-    pub(crate) fn place<'a>(&self, path: &'a str) -> Option<Option<&'a str>> {
+    pub(crate) fn path_after_token<'a>(&self, path: &'a str) -> Option<Option<&'a str>> {
         let mut rest = path.strip_prefix('/')?;
         loop {
             let (part, behind) = match rest.split_once('/') {
@@ -104,83 +106,91 @@ impl Site {
         }
     }
 
-    fn run(&self, query: &str) -> Result<Reply> {
-        let found = self.one(query)?;
+    fn answer_run(&self, query: &str) -> Result<ViewerReply> {
+        let found = self.find_run(query)?;
         let files: Vec<Value> = found
             .files
             .iter()
-            .map(|(path, (bytes, _))| json!({"path": path, "bytes": bytes, "text": is_text(path)}))
+            .map(|(path, (bytes, _))| json!({"path": path, "bytes": bytes, "text": is_text_file(path)}))
             .collect();
-        let record = record::read(&found.directory, &found.files);
-        Ok(Reply::json(&json!({
+        let record = record::read_record(&found.directory, &found.files);
+        Ok(ViewerReply::json(&json!({
             "summary": found.summary,
             "url": found.directory.url(),
-            "explanation": judge(&record, &found.files),
+            "explanation": explain_record(&record, &found.files),
             "record": record,
-            "fingerprint": record::fingerprint(&found.directory, &found.files),
+            "fingerprint": record::read_fingerprint(&found.directory, &found.files),
             "files": files,
         })))
     }
 
-    fn curves(&self, query: &str) -> Result<Reply> {
-        let window = Window::of(|name| parameter(query, name))?;
-        let runs = self.several(query)?;
+    fn answer_curves(&self, query: &str) -> Result<ViewerReply> {
+        let window = ChartWindow::from_parameters(|name| query_parameter(query, name))?;
+        let runs = self.find_runs(query)?;
         let curves = runs
             .iter()
-            .map(|found| self.shelf.curves(found, window))
+            .map(|found| self.series_cache.run_curves(found, window))
             .collect::<Result<Vec<_>>>()?;
-        Ok(Reply::json(&json!({ "runs": curves })))
+        Ok(ViewerReply::json(&json!({ "runs": curves })))
     }
 
-    fn csv(&self, query: &str) -> Result<Reply> {
-        let runs = self.several(query)?;
-        let series =
-            |found: &Found| Ok((found.summary.name.clone(), self.shelf.series(found, HISTORY)?));
-        let table = table::csv(&runs.iter().map(series).collect::<Result<Vec<_>>>()?);
-        Ok(Reply::file("text/csv; charset=utf-8", "history.csv", table))
+    fn answer_csv(&self, query: &str) -> Result<ViewerReply> {
+        let runs = self.find_runs(query)?;
+        let series = |found: &FoundRun| {
+            Ok((found.summary.name.clone(), self.series_cache.load_series(found, HISTORY_FILE)?))
+        };
+        let table = csv_table::format_csv(&runs.iter().map(series).collect::<Result<Vec<_>>>()?);
+        Ok(ViewerReply::file("text/csv; charset=utf-8", "history.csv", table))
     }
 
-    fn output(&self, query: &str) -> Result<Reply> {
-        let found = self.one(query)?;
-        let file = parameter(query, "file").unwrap_or_default();
-        let known = found.files.get(&file).filter(|_| is_text(&file));
+    fn answer_output(&self, query: &str) -> Result<ViewerReply> {
+        let found = self.find_run(query)?;
+        let file = query_parameter(query, "file").unwrap_or_default();
+        let known = found.files.get(&file).filter(|_| is_text_file(&file));
         let Some(&(bytes, _)) = known else { return Err(Error::Missing { what: file }) };
         if bytes == 0 {
-            return Ok(Reply::text(""));
+            return Ok(ViewerReply::text(""));
         }
-        let tail = bytes.saturating_sub(TAIL)..bytes;
+        let tail = bytes.saturating_sub(OUTPUT_TAIL_BYTES)..bytes;
         let end = found.directory.read_ranges(&file, std::slice::from_ref(&tail))?;
-        Ok(Reply::text(end.into_iter().next().unwrap_or_default()))
+        Ok(ViewerReply::text(end.into_iter().next().unwrap_or_default()))
     }
 
-    fn timeline(&self, query: &str) -> Result<Reply> {
-        let found = self.one(query)?;
-        let known = found.files.get(TIMELINE).filter(|(bytes, _)| (1..=LARGEST).contains(bytes));
+    fn answer_timeline(&self, query: &str) -> Result<ViewerReply> {
+        let found = self.find_run(query)?;
+        let known = found
+            .files
+            .get(TIMELINE_FILE)
+            .filter(|(bytes, _)| (1..=MAX_TIMELINE_BYTES).contains(bytes));
         let Some(&(bytes, _)) = known else {
-            return Err(Error::Missing { what: TIMELINE.to_owned() });
+            return Err(Error::Missing { what: TIMELINE_FILE.to_owned() });
         };
-        let read = found.directory.read_ranges(TIMELINE, std::slice::from_ref(&(0..bytes)))?;
-        Ok(Reply::file("application/json", TIMELINE, read.into_iter().next().unwrap_or_default()))
+        let read = found.directory.read_ranges(TIMELINE_FILE, std::slice::from_ref(&(0..bytes)))?;
+        Ok(ViewerReply::file(
+            "application/json",
+            TIMELINE_FILE,
+            read.into_iter().next().unwrap_or_default(),
+        ))
     }
 
-    fn one(&self, query: &str) -> Result<Found> {
-        self.catalog.find(&parameter(query, "run").unwrap_or_default())
+    fn find_run(&self, query: &str) -> Result<FoundRun> {
+        self.catalog.find_run(&query_parameter(query, "run").unwrap_or_default())
     }
 
-    fn several(&self, query: &str) -> Result<Vec<Found>> {
+    fn find_runs(&self, query: &str) -> Result<Vec<FoundRun>> {
         let names = form_urlencoded::parse(query.as_bytes()).filter(|(key, _)| key == "run");
-        names.take(RUNS).map(|(_, run)| self.catalog.find(&run)).collect()
+        names.take(MAX_RUNS_PER_ANSWER).map(|(_, run)| self.catalog.find_run(&run)).collect()
     }
 }
 
-fn parameter(query: &str, name: &str) -> Option<String> {
+fn query_parameter(query: &str, name: &str) -> Option<String> {
     form_urlencoded::parse(query.as_bytes())
         .find(|(key, _)| key == name)
         .map(|(_, value)| value.into_owned())
 }
 
-fn is_text(path: &str) -> bool {
-    TEXTS.iter().any(|end| path.ends_with(end))
+fn is_text_file(path: &str) -> bool {
+    TEXT_FILE_ENDINGS.iter().any(|end| path.ends_with(end))
 }
 
 #[cfg(test)]

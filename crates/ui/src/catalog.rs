@@ -13,69 +13,69 @@ use farandole_store::Store;
 use serde::Serialize;
 
 use crate::error::{Error, Result};
-use crate::record::{self, Summary};
-use crate::source::{FINGERPRINT, Files, HISTORY, RECORD, Source, Stamp};
+use crate::record::{self, RunSummary};
+use crate::source::{FINGERPRINT_FILE, Files, HISTORY_FILE, RECORD_FILE, RunSource, Stamp};
 
 /// Files that a summary is read from.
-const SUMMED: [&str; 3] = [RECORD, HISTORY, FINGERPRINT];
+const SUMMARY_FILES: [&str; 3] = [RECORD_FILE, HISTORY_FILE, FINGERPRINT_FILE];
 
 /// The list of runs.
 #[derive(Debug, Serialize)]
-pub(crate) struct Listing {
+pub(crate) struct RunListing {
     /// The stores, in the order of their numbers.
     pub(crate) stores: Vec<String>,
-    pub(crate) runs: Vec<Summary>,
+    pub(crate) runs: Vec<RunSummary>,
     /// Stores that could not be read, and why.
     pub(crate) problems: Vec<String>,
 }
 
 /// A run that was found.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
-    pub(crate) summary: Summary,
+pub(crate) struct FoundRun {
+    pub(crate) summary: RunSummary,
     pub(crate) directory: Store,
     pub(crate) files: Arc<Files>,
 }
 
 /// Every source, with its known facts.
 #[derive(Debug)]
-pub(crate) struct Catalog(Vec<(Source, Mutex<Known>)>);
+pub(crate) struct RunCatalog(Vec<(RunSource, Mutex<KnownRuns>)>);
 
 #[derive(Debug, Default)]
-struct Known {
-    at: Option<Instant>,
-    runs: BTreeMap<String, Run>,
+struct KnownRuns {
+    refreshed_at: Option<Instant>,
+    runs: BTreeMap<String, CatalogRun>,
 }
 
 #[derive(Debug)]
-struct Run {
-    found: Found,
+struct CatalogRun {
+    found: FoundRun,
     stamps: [Option<Stamp>; 3],
 }
 
-impl Catalog {
+impl RunCatalog {
     /// Returns a catalog of these stores.
     ///
     /// # Errors
     /// Text that is no store.
     pub(crate) fn open(urls: &[String]) -> Result<Self> {
-        let sources = urls.iter().map(|url| Ok((Source::open(url)?, Mutex::default())));
+        let sources = urls.iter().map(|url| Ok((RunSource::open(url)?, Mutex::default())));
         Ok(Self(sources.collect::<Result<_>>()?))
     }
 
     /// Returns every run.
-    pub(crate) fn list(&self) -> Listing {
+    pub(crate) fn list_runs(&self) -> RunListing {
         let stores = self.0.iter().map(|(source, _)| source.url()).collect();
-        let mut listing = Listing { stores, runs: Vec::new(), problems: Vec::new() };
+        let mut listing = RunListing { stores, runs: Vec::new(), problems: Vec::new() };
         let now = SystemTime::now();
         for (index, (source, known)) in self.0.iter().enumerate() {
             let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Err(error) = known.refresh(index, source) {
+            if let Err(error) = known.refresh_runs(index, source) {
                 listing.problems.push(error.to_string());
             }
             listing.runs.extend(known.runs.values().map(|run| {
                 let summary = &run.found.summary;
-                Summary { state: record::state_at(summary, now).to_owned(), ..summary.clone() }
+                RunSummary { state: record::state_at(summary, now).to_owned(), ..summary.clone() }
             }));
         }
         listing
@@ -85,29 +85,29 @@ impl Catalog {
     ///
     /// # Errors
     /// [`Error::Missing`]; a store that cannot be asked.
-    pub(crate) fn find(&self, run: &str) -> Result<Found> {
+    pub(crate) fn find_run(&self, run: &str) -> Result<FoundRun> {
         let missing = || Error::Missing { what: run.to_owned() };
         let (number, id) = run.split_once('/').ok_or_else(missing)?;
         let index: usize = number.parse().map_err(|_| missing())?;
         let (source, known) = self.0.get(index).ok_or_else(missing)?;
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.refresh(index, source)?;
+        known.refresh_runs(index, source)?;
         let mut found = known.runs.get(id).ok_or_else(missing)?.found.clone();
         found.summary.state = record::state_at(&found.summary, SystemTime::now()).to_owned();
         Ok(found)
     }
 }
 
-impl Known {
-    fn refresh(&mut self, index: usize, source: &Source) -> Result<()> {
-        if self.at.is_some_and(|at| at.elapsed() < source.patience()) {
+impl KnownRuns {
+    fn refresh_runs(&mut self, index: usize, source: &RunSource) -> Result<()> {
+        if self.refreshed_at.is_some_and(|at| at.elapsed() < source.max_listing_age()) {
             return Ok(());
         }
-        let root = source.root()?;
+        let root = source.runs_root()?;
         let mut fresh = BTreeMap::new();
         let mut changed = Vec::new();
-        for (id, files) in Source::list(&root)? {
-            let stamps = SUMMED.map(|name| files.get(name).copied());
+        for (id, files) in RunSource::list_runs(&root)? {
+            let stamps = SUMMARY_FILES.map(|name| files.get(name).copied());
             match self.runs.remove(&id) {
                 Some(mut run) if run.stamps == stamps => {
                     run.found.files = Arc::new(files);
@@ -117,21 +117,21 @@ impl Known {
             }
         }
         let read =
-            |(id, files, stamps): &(String, Files, [Option<Stamp>; 3])| -> Result<(String, Run)> {
-                let directory = root.child(id)?;
-                let summary = record::summary(format!("{index}/{id}"), id, &directory, files);
-                let found = Found { summary, directory, files: Arc::new(files.clone()) };
-                Ok((id.clone(), Run { found, stamps: *stamps }))
+            |(id, files, stamps): &(String, Files, [Option<Stamp>; 3])| -> Result<(String, CatalogRun)> {
+                let directory = root.open_child(id)?;
+                let summary = record::summarize_run(format!("{index}/{id}"), id, &directory, files);
+                let found = FoundRun { summary, directory, files: Arc::new(files.clone()) };
+                Ok((id.clone(), CatalogRun { found, stamps: *stamps }))
             };
-        fresh.extend(together(&changed, source.readers(), read).into_iter().flatten());
+        fresh.extend(map_in_threads(&changed, source.reader_threads(), read).into_iter().flatten());
         self.runs = fresh;
-        self.at = Some(Instant::now());
+        self.refreshed_at = Some(Instant::now());
         Ok(())
     }
 }
 
 /// Calls `work` with every item, on several threads.
-fn together<T: Sync, R: Send>(
+fn map_in_threads<T: Sync, R: Send>(
     items: &[T],
     threads: usize,
     work: impl Fn(&T) -> R + Sync,
@@ -161,10 +161,10 @@ mod tests {
     #[test]
     fn every_item_is_worked_on_once() {
         let items: Vec<u32> = (0..100).collect();
-        let mut made = together(&items, 4, |item| item * 2);
+        let mut made = map_in_threads(&items, 4, |item| item * 2);
         made.sort_unstable();
         assert_eq!(made, (0..100).map(|item| item * 2).collect::<Vec<_>>());
-        assert!(together(&Vec::<u32>::new(), 4, |item| *item).is_empty());
+        assert!(map_in_threads(&Vec::<u32>::new(), 4, |item| *item).is_empty());
     }
 
     #[test]
@@ -177,12 +177,12 @@ mod tests {
         )
         .unwrap();
         std::fs::write(folder.path().join("secret"), "x").unwrap();
-        let catalog = Catalog::open(&[folder.path().to_string_lossy().into_owned()]).unwrap();
-        let listing = catalog.list();
+        let catalog = RunCatalog::open(&[folder.path().to_string_lossy().into_owned()]).unwrap();
+        let listing = catalog.list_runs();
         assert_eq!(listing.runs.iter().map(|run| run.run.as_str()).collect::<Vec<_>>(), ["0/a"]);
-        assert_eq!(catalog.find("0/a").unwrap().summary.name, "first");
+        assert_eq!(catalog.find_run("0/a").unwrap().summary.name, "first");
         for wrong in ["a", "1/a", "0/", "0/..", "0/../a", "0/a/", "x/a"] {
-            assert!(matches!(catalog.find(wrong), Err(Error::Missing { .. })), "{wrong}");
+            assert!(matches!(catalog.find_run(wrong), Err(Error::Missing { .. })), "{wrong}");
         }
     }
 
@@ -190,7 +190,7 @@ mod tests {
     fn a_store_that_is_not_there_has_no_runs() {
         let folder = tempfile::tempdir().unwrap();
         let catalog =
-            Catalog::open(&[folder.path().join("none").to_string_lossy().into_owned()]).unwrap();
-        assert!(catalog.list().runs.is_empty());
+            RunCatalog::open(&[folder.path().join("none").to_string_lossy().into_owned()]).unwrap();
+        assert!(catalog.list_runs().runs.is_empty());
     }
 }

@@ -8,20 +8,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Serialize;
 
-use crate::catalog::Found;
+use crate::catalog::FoundRun;
+use crate::downsampling::{downsample_curve, smooth_values};
 use crate::error::{Error, Result};
-use crate::series::{self, Series};
-use crate::source::{HISTORY, STEPS, Stamp};
-use crate::thin::{smooth, thin};
+use crate::series::{self, RunSeries};
+use crate::source::{HISTORY_FILE, STEPS_FILE, Stamp};
 
 /// Most numbers in the cache, 8 bytes each.
-const MOST: usize = 64 << 20;
+const MAX_CACHED_NUMBERS: usize = 64 << 20;
 /// Pixels of the widest chart.
-const WIDEST: usize = 8192;
+const MAX_CHART_PIXELS: usize = 8192;
 
 /// The request of a chart.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Window {
+pub(crate) struct ChartWindow {
     /// Whether the axis is seconds and not epochs.
     pub(crate) by_seconds: bool,
     pub(crate) from: f64,
@@ -31,12 +31,12 @@ pub(crate) struct Window {
     pub(crate) weight: f64,
 }
 
-impl Window {
+impl ChartWindow {
     /// Reads it from a request's parameters.
     ///
     /// # Errors
     /// [`Error::Parameter`].
-    pub(crate) fn of(get: impl Fn(&str) -> Option<String>) -> Result<Self> {
+    pub(crate) fn from_parameters(get: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let number = |name: &'static str, default: f64| match get(name) {
             None => Ok(default),
             Some(value) => match value.parse::<f64>() {
@@ -52,7 +52,7 @@ impl Window {
             by_seconds: get("x").as_deref() == Some("seconds"),
             from: number("from", f64::MIN)?,
             to: number("to", f64::MAX)?,
-            pixels: wide.clamp(1, WIDEST),
+            pixels: wide.clamp(1, MAX_CHART_PIXELS),
             weight: number("smooth", 0.0)?.clamp(0.0, 0.9999),
         })
     }
@@ -60,17 +60,17 @@ impl Window {
 
 /// The curves of one run.
 #[derive(Debug, Serialize)]
-pub(crate) struct Curves {
+pub(crate) struct RunCurves {
     run: String,
     name: String,
-    curves: Vec<Line>,
+    curves: Vec<MetricCurve>,
 }
 
 #[derive(Debug, Serialize)]
-struct Line {
+struct MetricCurve {
     /// Such as `val_loss`.
     name: String,
-    /// `epoch` or `step`: what the points are of.
+    /// The kind of the points: `epoch` or `step`.
     of: &'static str,
     /// Points that the run has.
     points: usize,
@@ -80,17 +80,21 @@ struct Line {
 
 /// A cache of the numbers of runs, valid while the files do not change.
 #[derive(Debug, Default)]
-pub(crate) struct Shelf(Mutex<HashMap<Place, (Stamp, Arc<Series>)>>);
+pub(crate) struct SeriesCache(Mutex<HashMap<Place, (Stamp, Arc<RunSeries>)>>);
 
 /// URL of the directory of a run, and a file in it.
 type Place = (String, &'static str);
 
-impl Shelf {
+impl SeriesCache {
     /// Returns the numbers of one file of a run; empty where it has no such file.
     ///
     /// # Errors
     /// A store that cannot be asked.
-    pub(crate) fn series(&self, found: &Found, file: &'static str) -> Result<Arc<Series>> {
+    pub(crate) fn load_series(
+        &self,
+        found: &FoundRun,
+        file: &'static str,
+    ) -> Result<Arc<RunSeries>> {
         let Some(&stamp) = found.files.get(file) else { return Ok(Arc::default()) };
         let key = (found.directory.url(), file);
         if let Some((known, series)) =
@@ -101,11 +105,14 @@ impl Shelf {
         }
         // Without the lock, because a large file takes seconds.
         let text = found.directory.read(file)?;
-        let series =
-            Arc::new(if file == STEPS { series::steps(&text) } else { series::history(&text) });
+        let series = Arc::new(if file == STEPS_FILE {
+            series::parse_steps(&text)
+        } else {
+            series::parse_history(&text)
+        });
         let mut shelf = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let held: usize = shelf.values().map(|(_, series)| series.numbers()).sum();
-        if held + series.numbers() > MOST {
+        let held: usize = shelf.values().map(|(_, series)| series.number_count()).sum();
+        if held + series.number_count() > MAX_CACHED_NUMBERS {
             shelf.clear();
         }
         shelf.insert(key, (stamp, Arc::clone(&series)));
@@ -116,16 +123,16 @@ impl Shelf {
     ///
     /// # Errors
     /// A store that cannot be asked.
-    pub(crate) fn curves(&self, found: &Found, window: Window) -> Result<Curves> {
+    pub(crate) fn run_curves(&self, found: &FoundRun, window: ChartWindow) -> Result<RunCurves> {
         let mut curves = Vec::new();
-        for (file, of) in [(HISTORY, "epoch"), (STEPS, "step")] {
-            let series = self.series(found, file)?;
+        for (file, of) in [(HISTORY_FILE, "epoch"), (STEPS_FILE, "step")] {
+            let series = self.load_series(found, file)?;
             let x = if window.by_seconds { &series.seconds } else { &series.epoch };
             for (name, column) in &series.columns {
-                let smoothed = (window.weight > 0.0).then(|| smooth(column, window.weight));
+                let smoothed = (window.weight > 0.0).then(|| smooth_values(column, window.weight));
                 let y = smoothed.as_deref().unwrap_or(column);
-                let curve = thin(x, y, window.from, window.to, window.pixels);
-                curves.push(Line {
+                let curve = downsample_curve(x, y, window.from, window.to, window.pixels);
+                curves.push(MetricCurve {
                     name: name.clone(),
                     of,
                     points: x.len(),
@@ -134,7 +141,7 @@ impl Shelf {
                 });
             }
         }
-        Ok(Curves { run: found.summary.run.clone(), name: found.summary.name.clone(), curves })
+        Ok(RunCurves { run: found.summary.run.clone(), name: found.summary.name.clone(), curves })
     }
 }
 
@@ -142,8 +149,8 @@ impl Shelf {
 mod tests {
     use super::*;
 
-    fn window(pairs: &[(&str, &str)]) -> Result<Window> {
-        Window::of(|name| {
+    fn window(pairs: &[(&str, &str)]) -> Result<ChartWindow> {
+        ChartWindow::from_parameters(|name| {
             pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
         })
     }
@@ -155,7 +162,7 @@ mod tests {
         let given =
             window(&[("x", "seconds"), ("pixels", "99999999"), ("smooth", "7"), ("from", "-1")])
                 .unwrap();
-        assert_eq!((given.by_seconds, given.pixels, given.from), (true, WIDEST, -1.0));
+        assert_eq!((given.by_seconds, given.pixels, given.from), (true, MAX_CHART_PIXELS, -1.0));
         assert!(given.weight < 1.0);
         for wrong in [("pixels", "-1"), ("from", "NaN"), ("to", "x"), ("smooth", "")] {
             assert!(matches!(window(&[wrong]), Err(Error::Parameter { .. })), "{wrong:?}");

@@ -27,19 +27,19 @@
 
 mod answer;
 mod catalog;
+mod connection_slots;
+mod csv_table;
 mod curves;
+mod downsampling;
 mod error;
 mod explain;
-mod places;
 mod record;
 mod reply;
 mod series;
 mod server;
 mod source;
-mod table;
-mod thin;
 pub mod timeline;
 
 pub use error::{Error, Fault, Result};
-pub use explain::{Explanation, explain};
-pub use server::{Settings, Viewer};
+pub use explain::{RunExplanation, explain_run};
+pub use server::{RunViewer, ViewerSettings};

@@ -11,19 +11,19 @@ use farandole_store::Store;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::series::{self, Series, without_nan};
-use crate::source::{FINGERPRINT, Files, HISTORY, RECORD, Stamp};
+use crate::series::{self, RunSeries, without_nan};
+use crate::source::{FINGERPRINT_FILE, Files, HISTORY_FILE, RECORD_FILE, Stamp};
 
 /// Largest `_record.json` or fingerprint that is read.
-const LARGEST: u64 = 16 << 20;
+const MAX_RECORD_BYTES: u64 = 16 << 20;
 /// Characters of a text that the list shows.
-const LONGEST: usize = 300;
+const MAX_TEXT_CHARS: usize = 300;
 /// Heartbeats that a driver may miss before its run is shown as silent.
-const MISSED: f64 = 4.0;
+const MAX_MISSED_HEARTBEATS: f64 = 4.0;
 
 /// A line in the list of runs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Summary {
+pub(crate) struct RunSummary {
     /// Number of the source and the run's path there: `0/a`.
     pub(crate) run: String,
     pub(crate) name: String,
@@ -38,21 +38,21 @@ pub(crate) struct Summary {
     pub(crate) started: Option<f64>,
     pub(crate) ended: Option<f64>,
     pub(crate) updated: Option<f64>,
-    /// Epochs that the run is to have, and those that it has.
+    /// The planned and the finished number of epochs.
     pub(crate) epochs: Option<f64>,
     pub(crate) done: Option<f64>,
     pub(crate) size: Option<f64>,
     pub(crate) restarts: Option<f64>,
     /// Losses and metrics of the last epoch.
     pub(crate) last: BTreeMap<String, f64>,
-    pub(crate) best: Option<Best>,
+    pub(crate) best: Option<BestEpoch>,
     #[serde(skip)]
     pub(crate) heartbeat: f64,
 }
 
-/// The best epoch: by the loss of validation, or by that of training.
+/// The best epoch: by the validation loss, or else by the training loss.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Best {
+pub(crate) struct BestEpoch {
     pub(crate) name: String,
     pub(crate) value: f64,
     pub(crate) epoch: f64,
@@ -60,13 +60,13 @@ pub(crate) struct Best {
 
 /// Returns the run's record, as its driver wrote it; empty where there is none or it cannot be
 /// read.
-pub(crate) fn read(directory: &Store, files: &Files) -> Map<String, Value> {
-    object(directory, files, RECORD)
+pub(crate) fn read_record(directory: &Store, files: &Files) -> Map<String, Value> {
+    read_json_object(directory, files, RECORD_FILE)
 }
 
 /// Returns the arguments of a run: each part's name and a short description.
-pub(crate) fn fingerprint(directory: &Store, files: &Files) -> BTreeMap<String, String> {
-    let told = object(directory, files, FINGERPRINT);
+pub(crate) fn read_fingerprint(directory: &Store, files: &Files) -> BTreeMap<String, String> {
+    let told = read_json_object(directory, files, FINGERPRINT_FILE);
     let parts = told.get("parts").and_then(Value::as_array).into_iter().flatten();
     parts
         .filter_map(|part| {
@@ -75,25 +75,25 @@ pub(crate) fn fingerprint(directory: &Store, files: &Files) -> BTreeMap<String, 
         .collect()
 }
 
-fn object(directory: &Store, files: &Files, name: &str) -> Map<String, Value> {
-    let fits = files.get(name).is_some_and(|(bytes, _)| *bytes <= LARGEST);
+fn read_json_object(directory: &Store, files: &Files, name: &str) -> Map<String, Value> {
+    let fits = files.get(name).is_some_and(|(bytes, _)| *bytes <= MAX_RECORD_BYTES);
     let text = if fits { directory.read(name).ok() } else { None };
     let value = text.and_then(|text| serde_json::from_slice(&without_nan(&text)).ok());
     if let Some(Value::Object(map)) = value { map } else { Map::new() }
 }
 
 /// Returns the summary of a run.
-pub(crate) fn summary(run: String, id: &str, directory: &Store, files: &Files) -> Summary {
-    let record = read(directory, files);
-    let of = |name: &str| text(record.get(name));
+pub(crate) fn summarize_run(run: String, id: &str, directory: &Store, files: &Files) -> RunSummary {
+    let record = read_record(directory, files);
+    let of = |name: &str| text_value(record.get(name));
     let number = |name: &str| record.get(name).and_then(Value::as_f64);
-    let mut summary = Summary {
+    let mut summary = RunSummary {
         run,
         name: of("name"),
         state: of("state"),
         what: of("what"),
         model: of("model"),
-        data: text(record.get("data").and_then(|data| data.get("told"))),
+        data: text_value(record.get("data").and_then(|data| data.get("told"))),
         user: of("user"),
         reason: of("reason"),
         started: number("started"),
@@ -103,39 +103,39 @@ pub(crate) fn summary(run: String, id: &str, directory: &Store, files: &Files) -
         done: number("done"),
         size: number("size"),
         restarts: number("restarts"),
-        last: numbers(record.get("last")),
-        best: best_of(record.get("best")),
+        last: number_map(record.get("last")),
+        best: recorded_best_epoch(record.get("best")),
         heartbeat: number("heartbeat").unwrap_or(0.0),
     };
     if summary.name.is_empty() {
-        summary.name = if id.is_empty() { name_of(directory) } else { id.to_owned() };
+        summary.name = if id.is_empty() { directory_name(directory) } else { id.to_owned() };
     }
     if record.is_empty() {
-        complete(&mut summary, directory, files);
+        complete_from_history(&mut summary, directory, files);
     }
     summary
 }
 
-/// Adds what the history and the fingerprint say of a run that has no record.
-fn complete(summary: &mut Summary, directory: &Store, files: &Files) {
-    let parts = fingerprint(directory, files);
+/// Completes the summary of a run without a record from its history and fingerprint.
+fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &Files) {
+    let parts = read_fingerprint(directory, files);
     let part = |name: &str| parts.get(name).cloned().unwrap_or_default();
     (summary.model, summary.data) = (part("model"), part("training data"));
-    let time = |name: &str| files.get(name).and_then(|stamp| milliseconds(*stamp));
-    summary.started = time(FINGERPRINT);
-    summary.updated = time(HISTORY)
+    let time = |name: &str| files.get(name).and_then(|stamp| stamp_milliseconds(*stamp));
+    summary.started = time(FINGERPRINT_FILE);
+    summary.updated = time(HISTORY_FILE)
         .or(summary.started)
-        .or_else(|| files.values().filter_map(|stamp| milliseconds(*stamp)).reduce(f64::max));
-    if let Some(history) = files.get(HISTORY).and_then(|_| directory.read(HISTORY).ok()) {
-        let series = series::history(&history);
+        .or_else(|| files.values().filter_map(|stamp| stamp_milliseconds(*stamp)).reduce(f64::max));
+    if let Some(history) = files.get(HISTORY_FILE).and_then(|_| directory.read(HISTORY_FILE).ok()) {
+        let series = series::parse_history(&history);
         summary.done = series.epoch.last().copied();
-        summary.last = last(&series);
-        summary.best = best(&series);
+        summary.last = last_values(&series);
+        summary.best = best_epoch(&series);
     }
 }
 
 /// Losses and metrics of the last epoch.
-fn last(series: &Series) -> BTreeMap<String, f64> {
+fn last_values(series: &RunSeries) -> BTreeMap<String, f64> {
     let hidden = ["seconds", "rows", "rows_per_second"];
     let columns = series.columns.iter().filter(|(name, _)| !hidden.contains(&name.as_str()));
     columns
@@ -145,47 +145,51 @@ fn last(series: &Series) -> BTreeMap<String, f64> {
         .collect()
 }
 
-fn best(series: &Series) -> Option<Best> {
+fn best_epoch(series: &RunSeries) -> Option<BestEpoch> {
     let name = ["val_loss", "loss"].into_iter().find(|name| series.columns.contains_key(*name))?;
     let rows =
         series.epoch.iter().zip(series.columns.get(name)?).filter(|(_, value)| value.is_finite());
     let (epoch, value) = rows.min_by(|a, b| a.1.total_cmp(b.1))?;
-    Some(Best { name: name.to_owned(), value: *value, epoch: *epoch })
+    Some(BestEpoch { name: name.to_owned(), value: *value, epoch: *epoch })
 }
 
 /// Returns the state to show: a running run whose driver has missed its heartbeats is silent.
-pub(crate) fn state_at(summary: &Summary, now: SystemTime) -> &str {
+pub(crate) fn state_at(summary: &RunSummary, now: SystemTime) -> &str {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e3;
-    let patience = summary.heartbeat * MISSED * 1e3;
+    let patience = summary.heartbeat * MAX_MISSED_HEARTBEATS * 1e3;
     let late = summary.updated.is_some_and(|updated| now - updated > patience);
     if summary.state == "running" && patience > 0.0 && late { "silent" } else { &summary.state }
 }
 
-fn name_of(directory: &Store) -> String {
+fn directory_name(directory: &Store) -> String {
     let url = directory.url();
     url.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned()
 }
 
-fn milliseconds(stamp: Stamp) -> Option<f64> {
+fn stamp_milliseconds(stamp: Stamp) -> Option<f64> {
     Some(stamp.1?.duration_since(UNIX_EPOCH).ok()?.as_secs_f64() * 1e3)
 }
 
-fn text(value: Option<&Value>) -> String {
+fn text_value(value: Option<&Value>) -> String {
     match value {
-        Some(Value::String(text)) => text.chars().take(LONGEST).collect(),
+        Some(Value::String(text)) => text.chars().take(MAX_TEXT_CHARS).collect(),
         _ => String::new(),
     }
 }
 
-fn numbers(value: Option<&Value>) -> BTreeMap<String, f64> {
+fn number_map(value: Option<&Value>) -> BTreeMap<String, f64> {
     let map = value.and_then(Value::as_object).into_iter().flatten();
     map.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
 }
 
-fn best_of(value: Option<&Value>) -> Option<Best> {
+fn recorded_best_epoch(value: Option<&Value>) -> Option<BestEpoch> {
     let value = value?;
     let number = |name: &str| value.get(name).and_then(Value::as_f64);
-    Some(Best { name: text(value.get("name")), value: number("value")?, epoch: number("epoch")? })
+    Some(BestEpoch {
+        name: text_value(value.get("name")),
+        value: number("value")?,
+        epoch: number("epoch")?,
+    })
 }
 
 #[cfg(test)]
@@ -207,18 +211,26 @@ mod tests {
         std::fs::create_dir(folder.path().join("logs")).unwrap();
         let lines = r#"{"epoch": 0, "train": {"loss": 1.0, "all_metrics": [{"accuracy": 0.5}]}, "validation": {"loss": 0.7, "all_metrics": []}}
 {"epoch": 1, "train": {"loss": 0.5, "all_metrics": []}, "validation": {"loss": 0.9, "all_metrics": []}}"#;
-        std::fs::write(folder.path().join(HISTORY), lines).unwrap();
+        std::fs::write(folder.path().join(HISTORY_FILE), lines).unwrap();
         let parts =
             r#"{"version": 1, "parts": [{"name": "model", "digest": "1", "told": "Sequential"}]}"#;
-        std::fs::write(folder.path().join(FINGERPRINT), parts).unwrap();
+        std::fs::write(folder.path().join(FINGERPRINT_FILE), parts).unwrap();
         let store = Store::open(&folder.path().to_string_lossy()).unwrap();
-        let told = summary("0/old".to_owned(), "old", &store, &files(&[HISTORY, FINGERPRINT]));
+        let told = summarize_run(
+            "0/old".to_owned(),
+            "old",
+            &store,
+            &files(&[HISTORY_FILE, FINGERPRINT_FILE]),
+        );
         assert_eq!(
             (told.name.as_str(), told.state.as_str(), told.model.as_str()),
             ("old", "", "Sequential")
         );
         assert_eq!(told.done, Some(2.0));
-        assert_eq!(told.best, Some(Best { name: "val_loss".to_owned(), value: 0.7, epoch: 1.0 }));
+        assert_eq!(
+            told.best,
+            Some(BestEpoch { name: "val_loss".to_owned(), value: 0.7, epoch: 1.0 })
+        );
         assert_eq!(told.last["val_loss"], 0.9);
         assert_eq!(told.started, Some(5000.0));
     }
@@ -228,9 +240,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let record = r#"{"name": "a", "state": "running", "updated": 1000, "heartbeat": 5, "epochs": "many",
             "last": {"loss": 0.5, "x": "y", "z": NaN}, "data": {"told": "3 rows"}, "what": ["no text"]}"#;
-        std::fs::write(folder.path().join(RECORD), record).unwrap();
+        std::fs::write(folder.path().join(RECORD_FILE), record).unwrap();
         let store = Store::open(&folder.path().to_string_lossy()).unwrap();
-        let told = summary("0/a".to_owned(), "a", &store, &files(&[RECORD]));
+        let told = summarize_run("0/a".to_owned(), "a", &store, &files(&[RECORD_FILE]));
         assert_eq!(
             (told.name.as_str(), told.data.as_str(), told.what.as_str()),
             ("a", "3 rows", "")
@@ -243,8 +255,8 @@ mod tests {
     #[test]
     fn a_damaged_record_is_a_run_without_one() {
         let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join(RECORD), "{").unwrap();
+        std::fs::write(folder.path().join(RECORD_FILE), "{").unwrap();
         let store = Store::open(&folder.path().to_string_lossy()).unwrap();
-        assert_eq!(summary("0/a".to_owned(), "a", &store, &files(&[RECORD])).name, "a");
+        assert_eq!(summarize_run("0/a".to_owned(), "a", &store, &files(&[RECORD_FILE])).name, "a");
     }
 }

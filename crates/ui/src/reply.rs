@@ -16,14 +16,14 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// The page's permissions in the browser: to run its own script, to ask this server, to draw, to
 /// embed Perfetto.
-pub(crate) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src \
+pub(crate) const CONTENT_SECURITY_POLICY_VALUE: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src \
                                  'self' data: blob:; connect-src 'self'; frame-src \
                                  https://ui.perfetto.dev; base-uri 'none'; form-action 'none'; \
                                  frame-ancestors 'self'";
 
 /// Status, content and what kind it is of.
 #[derive(Clone, Debug)]
-pub(crate) struct Reply {
+pub(crate) struct ViewerReply {
     pub(crate) status: StatusCode,
     kind: &'static str,
     body: Bytes,
@@ -32,7 +32,7 @@ pub(crate) struct Reply {
     location: Option<String>,
 }
 
-impl Reply {
+impl ViewerReply {
     pub(crate) fn new(kind: &'static str, body: impl Into<Bytes>) -> Self {
         Self { status: StatusCode::OK, kind, body: body.into(), save_as: None, location: None }
     }
@@ -56,19 +56,22 @@ impl Reply {
         Self { status, ..Self::text(message.to_owned()) }
     }
 
-    pub(crate) fn elsewhere(location: String) -> Self {
+    pub(crate) fn redirect(location: String) -> Self {
         Self { status: StatusCode::FOUND, location: Some(location), ..Self::text("") }
     }
 
-    /// As HTTP; `seen` is the tag of the content that the browser has already.
-    pub(crate) fn response(self, seen: Option<&str>) -> Response<Full<Bytes>> {
+    /// Converts the reply to HTTP; `seen` is the tag of the content that the browser has already.
+    pub(crate) fn into_response(self, seen: Option<&str>) -> Response<Full<Bytes>> {
         let tag = format!("\"{:016x}\"", xxh3_64(&self.body));
         let known = self.status == StatusCode::OK && seen == Some(tag.as_str());
         let mut response = Response::new(Full::new(if known { Bytes::new() } else { self.body }));
         *response.status_mut() = if known { StatusCode::NOT_MODIFIED } else { self.status };
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(self.kind));
-        headers.insert(CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+        headers.insert(
+            CONTENT_SECURITY_POLICY,
+            HeaderValue::from_static(CONTENT_SECURITY_POLICY_VALUE),
+        );
         headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
         headers.insert(REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));

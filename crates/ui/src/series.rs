@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 /// Numbers by epoch or by step.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Series {
+pub(crate) struct RunSeries {
     /// Place in the training: the epoch's number from 1, with a fraction within an epoch.
     pub(crate) epoch: Vec<f64>,
     /// Seconds of training at that place.
@@ -19,18 +19,18 @@ pub(crate) struct Series {
     pub(crate) columns: BTreeMap<String, Vec<f64>>,
 }
 
-impl Series {
-    /// Rows.
+impl RunSeries {
+    /// Returns the number of rows.
     pub(crate) fn len(&self) -> usize {
         self.epoch.len()
     }
 
     /// Returns the numbers that it holds.
-    pub(crate) fn numbers(&self) -> usize {
+    pub(crate) fn number_count(&self) -> usize {
         self.len() * (self.columns.len() + 2)
     }
 
-    fn put(&mut self, name: &str, value: f64) {
+    fn append_value(&mut self, name: &str, value: f64) {
         let row = self.epoch.len() - 1;
         if let Some(column) = self.columns.get_mut(name) {
             column.resize(row, f64::NAN);
@@ -42,7 +42,7 @@ impl Series {
         }
     }
 
-    fn finish(mut self) -> Self {
+    fn fill_columns(mut self) -> Self {
         let rows = self.len();
         self.columns.values_mut().for_each(|column| column.resize(rows, f64::NAN));
         self
@@ -51,12 +51,12 @@ impl Series {
 
 /// A line of `logs/history.jsonl`.
 #[derive(Deserialize)]
-struct Epoch<'a> {
+struct HistoryLine<'a> {
     epoch: f64,
     #[serde(borrow, default)]
-    train: Option<Scores<'a>>,
+    train: Option<HistoryScores<'a>>,
     #[serde(borrow, default)]
-    validation: Option<Scores<'a>>,
+    validation: Option<HistoryScores<'a>>,
     #[serde(default)]
     seconds: Option<f64>,
     #[serde(default)]
@@ -64,7 +64,7 @@ struct Epoch<'a> {
 }
 
 #[derive(Deserialize)]
-struct Scores<'a> {
+struct HistoryScores<'a> {
     #[serde(default)]
     loss: Option<f64>,
     #[serde(borrow, default)]
@@ -73,12 +73,12 @@ struct Scores<'a> {
 
 /// Returns the columns of `logs/history.jsonl`: `loss`, each metric, the same with `val_` before
 /// it, `seconds`, `rows` and `rows_per_second`. Lines that cannot be read are left out.
-pub(crate) fn history(text: &[u8]) -> Series {
-    let mut series = Series::default();
+pub(crate) fn parse_history(text: &[u8]) -> RunSeries {
+    let mut series = RunSeries::default();
     let mut clock = 0.0;
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
         let plain = without_nan(line);
-        let Ok(entry) = serde_json::from_slice::<Epoch<'_>>(&plain) else { continue };
+        let Ok(entry) = serde_json::from_slice::<HistoryLine<'_>>(&plain) else { continue };
         clock += entry.seconds.unwrap_or(0.0);
         series.epoch.push(entry.epoch + 1.0);
         series.seconds.push(clock);
@@ -89,31 +89,31 @@ pub(crate) fn history(text: &[u8]) -> Series {
             for (name, value) in [("loss", scores.loss)].into_iter().chain(metrics) {
                 let value = value.unwrap_or(f64::NAN);
                 if prefix.is_empty() {
-                    series.put(name, value);
+                    series.append_value(name, value);
                 } else {
-                    series.put(&format!("{prefix}{name}"), value);
+                    series.append_value(&format!("{prefix}{name}"), value);
                 }
             }
         }
         if let Some(seconds) = entry.seconds {
-            series.put("seconds", seconds);
+            series.append_value("seconds", seconds);
         }
         if let Some(rows) = entry.rows {
-            series.put("rows", rows);
+            series.append_value("rows", rows);
         }
         if let (Some(rows), Some(seconds)) = (entry.rows, entry.seconds)
             && seconds > 0.0
         {
-            series.put("rows_per_second", rows / seconds);
+            series.append_value("rows_per_second", rows / seconds);
         }
     }
-    series.finish()
+    series.fill_columns()
 }
 
 /// Returns the columns of `logs/steps.jsonl`, whose lines are flat: `epoch`, `seconds` and further
 /// numbers by name.
-pub(crate) fn steps(text: &[u8]) -> Series {
-    let mut series = Series::default();
+pub(crate) fn parse_steps(text: &[u8]) -> RunSeries {
+    let mut series = RunSeries::default();
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
         let plain = without_nan(line);
         let Ok(mut numbers) = serde_json::from_slice::<BTreeMap<Cow<'_, str>, Option<f64>>>(&plain)
@@ -128,24 +128,29 @@ pub(crate) fn steps(text: &[u8]) -> Series {
         series.epoch.push(epoch);
         series.seconds.push(seconds);
         for (name, value) in &numbers {
-            series.put(name, value.unwrap_or(f64::NAN));
+            series.append_value(name, value.unwrap_or(f64::NAN));
         }
     }
-    series.finish()
+    series.fill_columns()
 }
 
-/// JSON in which `NaN` and infinities, which Python writes and JSON does not have, are `null`.
+/// Replaces `NaN` and infinities, which Python writes and JSON does not have, by `null`.
 pub(crate) fn without_nan(text: &[u8]) -> Cow<'_, [u8]> {
-    const WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
+    const NON_FINITE_WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
     let has = |word: &[u8]| text.windows(word.len()).any(|part| part == word);
-    if !text.iter().any(|byte| matches!(byte, b'N' | b'I')) || !(has(WORDS[1]) || has(WORDS[2])) {
+    if !text.iter().any(|byte| matches!(byte, b'N' | b'I'))
+        || !(has(NON_FINITE_WORDS[1]) || has(NON_FINITE_WORDS[2]))
+    {
         return Cow::Borrowed(text);
     }
     let mut plain = Vec::with_capacity(text.len());
     let (mut quoted, mut at) = (false, 0);
     while let Some(&byte) = text.get(at) {
-        let word =
-            if quoted { None } else { WORDS.iter().find(|word| text[at..].starts_with(word)) };
+        let word = if quoted {
+            None
+        } else {
+            NON_FINITE_WORDS.iter().find(|word| text[at..].starts_with(word))
+        };
         if let Some(word) = word {
             plain.extend_from_slice(b"null");
             at += word.len();
@@ -173,7 +178,7 @@ mod tests {
 not a line
 {"epoch": 1, "train": {"loss": NaN, "all_metrics": [{"accuracy": Infinity, "f1": 0.1}]}, "seconds": 3.0, "rows": 100}
 "#;
-        let series = history(text);
+        let series = parse_history(text);
         assert_eq!(series.epoch, [1.0, 2.0]);
         assert_eq!(series.seconds, [2.0, 5.0]);
         assert!(series.columns["loss"][1].is_nan() && series.columns["accuracy"][1].is_nan());
@@ -184,7 +189,7 @@ not a line
 
     #[test]
     fn steps_are_flat_lines() {
-        let series = steps(b"{\"epoch\": 0.5, \"seconds\": 1.0, \"loss\": 2.0}\n{\"epoch\": 0.7}\n{\"epoch\": 1.0, \"seconds\": 2.0, \"x\": null}\n");
+        let series = parse_steps(b"{\"epoch\": 0.5, \"seconds\": 1.0, \"loss\": 2.0}\n{\"epoch\": 0.7}\n{\"epoch\": 1.0, \"seconds\": 2.0, \"x\": null}\n");
         assert_eq!(series.epoch, [0.5, 1.0]);
         assert_eq!(series.columns["loss"][0], 2.0);
         assert!(series.columns["x"][1].is_nan() && series.columns["loss"][1].is_nan());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The server: HTTP on loopback, in a thread of its own.
+//! The server: HTTP on loopback, in a separate thread.
 
 use std::convert::Infallible;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -23,31 +23,31 @@ use tokio::net::TcpStream;
 use tokio::runtime::Builder;
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::answer::Site;
-use crate::catalog::Catalog;
-use crate::curves::Shelf;
+use crate::answer::ViewerSite;
+use crate::catalog::RunCatalog;
+use crate::connection_slots::{ViewerConnectionSlot, ViewerConnectionSlots};
+use crate::curves::SeriesCache;
 use crate::error::{Error, Result};
-use crate::places::{Place, Places};
-use crate::reply::Reply;
+use crate::reply::ViewerReply;
 
 /// Random bytes of a token: 128 bits cannot be guessed.
 const TOKEN_BYTES: usize = 16;
 /// Requests that are answered at the same time; further ones wait.
-const AT_ONCE: usize = 8;
+const MAX_CONCURRENT_REQUESTS: usize = 8;
 /// Connections that are open at the same time.
-const CONNECTIONS: usize = 128;
+const MAX_CONNECTIONS: usize = 128;
 /// Longest life of a connection before a request on it has the token.
-const UNPROVEN: Duration = Duration::from_secs(5);
+const UNPROVEN_CONNECTION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time for a client with the token to send the headers of its next request.
-const PATIENCE: Duration = Duration::from_secs(30);
+const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// The pause after a failed attempt to accept a connection.
-const RETRY: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// Between two messages about that.
-const AGAIN: Duration = Duration::from_secs(10);
+const ACCEPT_ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The content of a viewer, and its address.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct ViewerSettings {
     /// Stores, or directories of runs, as paths or URLs.
     pub stores: Vec<String>,
     /// Directory with `viewer.js` and `viewer.css`.
@@ -58,29 +58,29 @@ pub struct Settings {
 
 /// A running server; it ends when it is dropped.
 #[derive(Debug)]
-pub struct Viewer {
+pub struct RunViewer {
     token: String,
     address: SocketAddr,
-    ends: Option<oneshot::Sender<()>>,
+    stop_sender: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Viewer {
+impl RunViewer {
     /// Starts the server. No store is touched before the page asks.
     ///
     /// # Errors
     /// No store, text that is none, a page that is not installed, a port that is taken.
-    pub fn start(settings: &Settings) -> Result<Self> {
+    pub fn start_server(settings: &ViewerSettings) -> Result<Self> {
         if settings.stores.is_empty() {
             return Err(Error::NoStore);
         }
-        let token = token();
-        let site = Arc::new(Site {
+        let token = random_token();
+        let site = Arc::new(ViewerSite {
             token: token.clone(),
-            script: file(&settings.page, "viewer.js")?,
-            style: file(&settings.page, "viewer.css")?,
-            catalog: Catalog::open(&settings.stores)?,
-            shelf: Shelf::default(),
+            script: read_page_file(&settings.page, "viewer.js")?,
+            style: read_page_file(&settings.page, "viewer.css")?,
+            catalog: RunCatalog::open(&settings.stores)?,
+            series_cache: SeriesCache::default(),
         });
         let refuse = |source| Error::Listen { port: settings.port, source };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, settings.port)).map_err(refuse)?;
@@ -91,7 +91,7 @@ impl Viewer {
         let serve = move || {
             runtime.block_on(async move {
                 tokio::select! {
-                    () = accept(listener, site) => {}
+                    () = accept_connections(listener, site) => {}
                     _ = ended => {}
                 }
             });
@@ -100,7 +100,7 @@ impl Viewer {
             .name("farandole-ui".to_owned())
             .spawn(serve)
             .map_err(refuse)?;
-        Ok(Self { token, address, ends: Some(ends), thread: Some(thread) })
+        Ok(Self { token, address, stop_sender: Some(ends), thread: Some(thread) })
     }
 
     /// Returns the link, with the token.
@@ -120,7 +120,7 @@ impl Viewer {
 
     /// Stops the server. When this returns, the port is closed.
     pub fn close(&mut self) {
-        drop(self.ends.take());
+        drop(self.stop_sender.take());
         if let Some(thread) = self.thread.take() {
             // A panic of the thread has already been printed.
             drop(thread.join());
@@ -128,32 +128,32 @@ impl Viewer {
     }
 }
 
-impl Drop for Viewer {
+impl Drop for RunViewer {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-fn file(directory: &Path, name: &str) -> Result<Bytes> {
+fn read_page_file(directory: &Path, name: &str) -> Result<Bytes> {
     let path = directory.join(name);
     std::fs::read(&path).map(Bytes::from).map_err(|source| Error::Page { path, source })
 }
 
-fn token() -> String {
+fn random_token() -> String {
     rand::random::<[u8; TOKEN_BYTES]>().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-async fn accept(listener: TcpListener, site: Arc<Site>) {
+async fn accept_connections(listener: TcpListener, site: Arc<ViewerSite>) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
-    let places = Places::new(CONNECTIONS);
-    let workers = Arc::new(Semaphore::new(AT_ONCE));
+    let places = ViewerConnectionSlots::new(MAX_CONNECTIONS);
+    let workers = Arc::new(Semaphore::new(MAX_CONCURRENT_REQUESTS));
     let mut told: Option<Instant> = None;
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 // A connection without a place is closed.
-                if let Some((place, unseated)) = places.take() {
-                    tokio::spawn(serve(
+                if let Some((place, unseated)) = places.take_slot() {
+                    tokio::spawn(serve_connection(
                         stream,
                         Arc::clone(&site),
                         Arc::clone(&workers),
@@ -164,62 +164,63 @@ async fn accept(listener: TcpListener, site: Arc<Site>) {
             }
             // Out of descriptors, or the client has disconnected.
             Err(error) => {
-                if told.is_none_or(|told| told.elapsed() >= AGAIN) {
+                if told.is_none_or(|told| told.elapsed() >= ACCEPT_ERROR_LOG_INTERVAL) {
                     told = Some(Instant::now());
                     tracing::error!(%error, "the run viewer cannot accept connections; it tries \
                                              again");
                 }
-                tokio::time::sleep(RETRY).await;
+                tokio::time::sleep(ACCEPT_RETRY_PAUSE).await;
             }
         }
     }
 }
 
-async fn serve(
+async fn serve_connection(
     stream: TcpStream,
-    site: Arc<Site>,
+    site: Arc<ViewerSite>,
     workers: Arc<Semaphore>,
-    place: Place,
+    place: ViewerConnectionSlot,
     unseated: oneshot::Receiver<()>,
 ) {
     let place = Arc::new(place);
     let service = service_fn(move |request: Request<Incoming>| {
         let (site, workers, place) = (Arc::clone(&site), Arc::clone(&workers), Arc::clone(&place));
-        async move { Ok::<_, Infallible>(respond(&request, site, workers, &place).await) }
+        async move { Ok::<_, Infallible>(respond_to_request(&request, site, workers, &place).await) }
     });
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(PATIENCE);
+    http.timer(TokioTimer::new()).header_read_timeout(HEADER_READ_TIMEOUT);
     let served = http.serve_connection(TokioIo::new(stream), service);
     tokio::select! {
         // An error here means that the browser has closed the connection.
         _ = served => {}
-        () = ended(unseated) => {}
+        () = wait_until_evicted(unseated) => {}
     }
 }
 
 /// Returns when a connection that is not proven has to be closed; never for a proven one.
-async fn ended(unseated: oneshot::Receiver<()>) {
-    if let Ok(Ok(())) = tokio::time::timeout(UNPROVEN, unseated).await {
+async fn wait_until_evicted(unseated: oneshot::Receiver<()>) {
+    if let Ok(Ok(())) = tokio::time::timeout(UNPROVEN_CONNECTION_TIMEOUT, unseated).await {
         std::future::pending::<()>().await;
     }
 }
 
-async fn respond(
+async fn respond_to_request(
     request: &Request<Incoming>,
-    site: Arc<Site>,
+    site: Arc<ViewerSite>,
     workers: Arc<Semaphore>,
-    place: &Place,
+    place: &ViewerConnectionSlot,
 ) -> Response<Full<Bytes>> {
     let path = request.uri().path().to_owned();
-    if site.place(&path).is_none() {
+    if site.path_after_token(&path).is_none() {
         // A client without the token gets neither a thread nor another request.
-        let mut refused = site.answer(&path, "").response(None);
+        let mut refused = site.answer_request(&path, "").into_response(None);
         refused.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         return refused;
     }
-    place.prove();
+    place.mark_proven();
     if request.method() != Method::GET && request.method() != Method::HEAD {
-        let mut refused = Reply::failure(StatusCode::METHOD_NOT_ALLOWED, "only GET").response(None);
+        let mut refused =
+            ViewerReply::failure(StatusCode::METHOD_NOT_ALLOWED, "only GET").into_response(None);
         refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return refused;
     }
@@ -230,7 +231,7 @@ async fn respond(
     let (told, answer) = oneshot::channel();
     // Stores block, and they must not be called on a thread of a runtime.
     let work = move || {
-        let reply = site.answer(&path, &query);
+        let reply = site.answer_request(&path, &query);
         drop(permit);
         // The receiver is gone if the browser has closed the connection.
         drop(told.send(reply));
@@ -240,9 +241,10 @@ async fn respond(
         Ok(_) => answer.await.ok(),
         Err(_) => None,
     };
-    let failed =
-        || Reply::failure(StatusCode::INTERNAL_SERVER_ERROR, "the request could not be answered");
-    reply.unwrap_or_else(failed).response(seen.as_deref())
+    let failed = || {
+        ViewerReply::failure(StatusCode::INTERNAL_SERVER_ERROR, "the request could not be answered")
+    };
+    reply.unwrap_or_else(failed).into_response(seen.as_deref())
 }
 
 #[cfg(test)]
@@ -259,9 +261,9 @@ mod tests {
         answer
     }
 
-    fn open(viewer: &Viewer) -> std::net::TcpStream {
+    fn open(viewer: &RunViewer) -> std::net::TcpStream {
         let stream = std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, viewer.port())).unwrap();
-        stream.set_read_timeout(Some(4 * UNPROVEN)).unwrap();
+        stream.set_read_timeout(Some(4 * UNPROVEN_CONNECTION_TIMEOUT)).unwrap();
         stream
     }
 
@@ -273,15 +275,15 @@ mod tests {
         String::from_utf8_lossy(&answer[..read]).into_owned()
     }
 
-    fn viewer() -> (Viewer, tempfile::TempDir) {
+    fn viewer() -> (RunViewer, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("viewer.js"), "").unwrap();
         std::fs::write(folder.path().join("viewer.css"), "").unwrap();
-        (Viewer::start(&settings(folder.path())).unwrap(), folder)
+        (RunViewer::start_server(&settings(folder.path())).unwrap(), folder)
     }
 
-    fn settings(folder: &Path) -> Settings {
-        Settings {
+    fn settings(folder: &Path) -> ViewerSettings {
+        ViewerSettings {
             stores: vec![folder.to_string_lossy().into_owned()],
             page: folder.to_owned(),
             port: 0,
@@ -311,7 +313,7 @@ mod tests {
         let mut owners = open(&viewer);
         let page = format!("HEAD {} HTTP/1.1\r\nHost: x\r\n\r\n", viewer.path());
         assert!(head(&mut owners, &page).starts_with("HTTP/1.1 200"));
-        let strangers: Vec<_> = (0..2 * CONNECTIONS).map(|_| open(&viewer)).collect();
+        let strangers: Vec<_> = (0..2 * MAX_CONNECTIONS).map(|_| open(&viewer)).collect();
         let started = Instant::now();
         assert!(ask(viewer.port(), &format!("GET {}", viewer.path())).starts_with("HTTP/1.1 200"));
         assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
@@ -333,10 +335,10 @@ mod tests {
             if write!(slow, "{letter}").is_err() {
                 break;
             }
-            std::thread::sleep(UNPROVEN / 10);
+            std::thread::sleep(UNPROVEN_CONNECTION_TIMEOUT / 10);
         }
         for stream in [&mut silent, &mut slow] {
-            stream.set_read_timeout(Some(2 * UNPROVEN)).unwrap();
+            stream.set_read_timeout(Some(2 * UNPROVEN_CONNECTION_TIMEOUT)).unwrap();
             match stream.read(&mut [0]) {
                 Ok(read) => assert_eq!(read, 0, "it is answered"),
                 Err(error) => {
@@ -348,20 +350,20 @@ mod tests {
                 }
             }
         }
-        assert!(started.elapsed() < 4 * UNPROVEN, "{:?}", started.elapsed());
+        assert!(started.elapsed() < 4 * UNPROVEN_CONNECTION_TIMEOUT, "{:?}", started.elapsed());
     }
 
     #[test]
     fn tokens_differ() {
-        assert_ne!(token(), token());
+        assert_ne!(random_token(), random_token());
     }
 
     #[test]
     fn a_page_that_is_not_installed_is_named() {
         let folder = tempfile::tempdir().unwrap();
-        let error = Viewer::start(&settings(folder.path())).unwrap_err();
+        let error = RunViewer::start_server(&settings(folder.path())).unwrap_err();
         assert!(error.to_string().ends_with("viewer.js"), "{error}");
-        let none = Settings { stores: Vec::new(), ..settings(folder.path()) };
-        assert!(matches!(Viewer::start(&none), Err(Error::NoStore)));
+        let none = ViewerSettings { stores: Vec::new(), ..settings(folder.path()) };
+        assert!(matches!(RunViewer::start_server(&none), Err(Error::NoStore)));
     }
 }

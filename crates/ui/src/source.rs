@@ -11,15 +11,15 @@ use farandole_store::Store;
 use crate::error::Result;
 
 /// The driver's report of a run.
-pub(crate) const RECORD: &str = "_record.json";
+pub(crate) const RECORD_FILE: &str = "_record.json";
 /// Losses and metrics, a line an epoch.
-pub(crate) const HISTORY: &str = "logs/history.jsonl";
+pub(crate) const HISTORY_FILE: &str = "logs/history.jsonl";
 /// Losses within epochs.
-pub(crate) const STEPS: &str = "logs/steps.jsonl";
+pub(crate) const STEPS_FILE: &str = "logs/steps.jsonl";
 /// The arguments of a run.
-pub(crate) const FINGERPRINT: &str = "_fingerprint.json";
+pub(crate) const FINGERPRINT_FILE: &str = "_fingerprint.json";
 /// Files that make a directory the one of a run.
-const OF_RUNS: [&str; 4] = [RECORD, HISTORY, FINGERPRINT, "checkpoint"];
+const RUN_MARKER_FILES: [&str; 4] = [RECORD_FILE, HISTORY_FILE, FINGERPRINT_FILE, "checkpoint"];
 
 /// Size and time of a file: another content has another one.
 pub(crate) type Stamp = (u64, Option<SystemTime>);
@@ -29,11 +29,11 @@ pub(crate) type Files = BTreeMap<String, Stamp>;
 
 /// A store that was given to the viewer.
 #[derive(Debug)]
-pub(crate) struct Source {
+pub(crate) struct RunSource {
     store: Store,
 }
 
-impl Source {
+impl RunSource {
     /// Opens it; touches nothing.
     ///
     /// # Errors
@@ -48,12 +48,12 @@ impl Source {
     }
 
     /// Returns the greatest age of a listing.
-    pub(crate) fn patience(&self) -> Duration {
+    pub(crate) fn max_listing_age(&self) -> Duration {
         if self.store.is_remote() { Duration::from_secs(5) } else { Duration::from_millis(500) }
     }
 
     /// Returns the number of files that are read at once.
-    pub(crate) fn readers(&self) -> usize {
+    pub(crate) fn reader_threads(&self) -> usize {
         if self.store.is_remote() { 16 } else { 4 }
     }
 
@@ -61,21 +61,26 @@ impl Source {
     ///
     /// # Errors
     /// A store that cannot be asked.
-    pub(crate) fn root(&self) -> Result<Store> {
-        Ok(if self.store.exists("runs")? { self.store.child("runs")? } else { self.store.clone() })
+    pub(crate) fn runs_root(&self) -> Result<Store> {
+        Ok(if self.store.exists("runs")? {
+            self.store.open_child("runs")?
+        } else {
+            self.store.clone()
+        })
     }
 
-    /// Returns every run below `root`, and its files.
+    /// Returns every run below `runs_root`, and its files.
     ///
     /// # Errors
     /// A store that cannot be asked.
-    pub(crate) fn list(root: &Store) -> Result<BTreeMap<String, Files>> {
+    pub(crate) fn list_runs(root: &Store) -> Result<BTreeMap<String, Files>> {
         let entries = root.list("")?;
-        let runs: BTreeSet<&str> = entries.iter().filter_map(|entry| run_of(&entry.path)).collect();
+        let runs: BTreeSet<&str> =
+            entries.iter().filter_map(|entry| run_directory_of(&entry.path)).collect();
         let mut found: BTreeMap<String, Files> =
             runs.iter().map(|run| ((*run).to_owned(), Files::new())).collect();
         for entry in &entries {
-            let Some((run, file)) = split(&entry.path, &runs) else { continue };
+            let Some((run, file)) = split_run_path(&entry.path, &runs) else { continue };
             if let Some(files) = found.get_mut(run) {
                 files.insert(file.to_owned(), (entry.bytes, entry.modified));
             }
@@ -85,15 +90,15 @@ impl Source {
 }
 
 /// Returns the directory of the run that a file of this path makes one.
-fn run_of(path: &str) -> Option<&str> {
-    OF_RUNS.iter().find_map(|name| match path.strip_suffix(name)? {
+fn run_directory_of(path: &str) -> Option<&str> {
+    RUN_MARKER_FILES.iter().find_map(|name| match path.strip_suffix(name)? {
         "" => Some(""),
         directory => directory.strip_suffix('/'),
     })
 }
 
 /// Returns the innermost run that a file belongs to, and its path there.
-fn split<'a>(path: &'a str, runs: &BTreeSet<&str>) -> Option<(&'a str, &'a str)> {
+fn split_run_path<'a>(path: &'a str, runs: &BTreeSet<&str>) -> Option<(&'a str, &'a str)> {
     let inner = path.rmatch_indices('/').map(|(at, _)| (&path[..at], &path[at + 1..]));
     inner.chain([("", path)]).find(|(run, _)| runs.contains(run))
 }
@@ -104,20 +109,20 @@ mod tests {
 
     #[test]
     fn a_run_is_a_directory_with_one_of_its_files() {
-        assert_eq!(run_of("a/b/_record.json"), Some("a/b"));
-        assert_eq!(run_of("a/logs/history.jsonl"), Some("a"));
-        assert_eq!(run_of("_record.json"), Some(""));
-        assert_eq!(run_of("a/my-_record.json"), None);
-        assert_eq!(run_of("a/logs/steps.jsonl"), None);
+        assert_eq!(run_directory_of("a/b/_record.json"), Some("a/b"));
+        assert_eq!(run_directory_of("a/logs/history.jsonl"), Some("a"));
+        assert_eq!(run_directory_of("_record.json"), Some(""));
+        assert_eq!(run_directory_of("a/my-_record.json"), None);
+        assert_eq!(run_directory_of("a/logs/steps.jsonl"), None);
     }
 
     #[test]
     fn files_belong_to_the_innermost_run() {
         let runs = BTreeSet::from(["a", "a/b"]);
-        assert_eq!(split("a/b/logs/x", &runs), Some(("a/b", "logs/x")));
-        assert_eq!(split("a/logs/x", &runs), Some(("a", "logs/x")));
-        assert_eq!(split("c/x", &runs), None);
-        assert_eq!(split("x", &BTreeSet::from([""])), Some(("", "x")));
+        assert_eq!(split_run_path("a/b/logs/x", &runs), Some(("a/b", "logs/x")));
+        assert_eq!(split_run_path("a/logs/x", &runs), Some(("a", "logs/x")));
+        assert_eq!(split_run_path("c/x", &runs), None);
+        assert_eq!(split_run_path("x", &BTreeSet::from([""])), Some(("", "x")));
     }
 
     #[test]
@@ -132,11 +137,14 @@ mod tests {
         write("runs/a/logs/other");
         write("runs/team/b/checkpoint");
         write("intermediate_train_data/part-0");
-        let source = Source::open(&folder.path().to_string_lossy()).unwrap();
-        let found = Source::list(&source.root().unwrap()).unwrap();
+        let source = RunSource::open(&folder.path().to_string_lossy()).unwrap();
+        let found = RunSource::list_runs(&source.runs_root().unwrap()).unwrap();
         assert_eq!(found.keys().collect::<Vec<_>>(), ["a", "team/b"]);
         assert_eq!(found["a"].keys().collect::<Vec<_>>(), ["_record.json", "logs/other"]);
-        let inner = Source::open(&folder.path().join("runs/a").to_string_lossy()).unwrap();
-        assert_eq!(Source::list(&inner.root().unwrap()).unwrap().keys().collect::<Vec<_>>(), [""]);
+        let inner = RunSource::open(&folder.path().join("runs/a").to_string_lossy()).unwrap();
+        assert_eq!(
+            RunSource::list_runs(&inner.runs_root().unwrap()).unwrap().keys().collect::<Vec<_>>(),
+            [""]
+        );
     }
 }

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! From registered tasks to ranks.
+//! Assignment of ranks to registered tasks.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{CrossRank, Error, Generation, HostHash, LocalRank, Rank, Seat, TaskId, World};
+use crate::{
+    CrossRank, Error, Generation, HostHash, LocalRank, Rank, RankPlacement, TaskId, World,
+};
 
 /// A task and the host it runs on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TaskPlace {
+pub struct TaskPlacement {
     /// The task.
     pub task: TaskId,
     /// Its host.
@@ -23,9 +25,9 @@ pub struct TaskPlace {
 /// The returned world is seen from rank 0.
 ///
 /// # Errors
-/// `DuplicateTask` when two places name one task; `RankOutOfRange` when there is no task at all.
-pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
-    let mut sorted: Vec<&TaskPlace> = places.iter().collect();
+/// `DuplicateTask` if two placements have the same task; `RankOutOfRange` if there is no task.
+pub fn assign_ranks(generation: Generation, places: &[TaskPlacement]) -> Result<World, Error> {
+    let mut sorted: Vec<&TaskPlacement> = places.iter().collect();
     sorted.sort_by_key(|place| place.task);
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].task == pair[1].task) {
         return Err(Error::DuplicateTask { task: pair[0].task });
@@ -45,7 +47,7 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
     let mut machines: HashMap<&str, usize> = HashMap::new();
     order.sort_by_cached_key(|host| {
         let next = machines.len();
-        *machines.entry(host.machine()).or_insert(next)
+        *machines.entry(host.machine_name()).or_insert(next)
     });
     let mut cross_sizes: BTreeMap<u32, u32> = BTreeMap::new();
     let mut seats = Vec::with_capacity(places.len());
@@ -53,7 +55,7 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
         let members = &tasks[host];
         for (local_rank, task) in (0u32..).zip(members) {
             let cross = cross_sizes.entry(local_rank).or_default();
-            seats.push(Seat {
+            seats.push(RankPlacement {
                 task: *task,
                 host: host.clone(),
                 local_rank: LocalRank(local_rank),
@@ -70,14 +72,15 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
     Ok(World { generation, rank: Rank(0), seats })
 }
 
-/// Gives every task the rank of its place among the tasks, whichever hosts they are on: for ranks
-/// that were given out before any task registered. Local ranks follow the ranks of a host, and
-/// cross ranks those of a local rank. The returned world is seen from rank 0.
+/// Gives every task the rank of its position among the sorted tasks, whatever the hosts: for ranks
+/// that were assigned before any task registered. Local ranks have the order of the ranks on a
+/// host, and cross ranks have the order of the ranks with one local rank. The returned world is
+/// seen from rank 0.
 ///
 /// # Errors
-/// Like [`assign`].
-pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
-    let mut sorted: Vec<&TaskPlace> = places.iter().collect();
+/// Like [`assign_ranks`].
+pub fn assign_in_order(generation: Generation, places: &[TaskPlacement]) -> Result<World, Error> {
+    let mut sorted: Vec<&TaskPlacement> = places.iter().collect();
     sorted.sort_by_key(|place| place.task);
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].task == pair[1].task) {
         return Err(Error::DuplicateTask { task: pair[0].task });
@@ -85,16 +88,16 @@ pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<W
     if sorted.is_empty() {
         return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
     }
-    Ok(seated(generation, sorted))
+    Ok(world_in_order(generation, sorted))
 }
 
-/// Gives the tasks ranks in the order of `places`, whichever hosts they are on: for a world that
-/// keeps the ranks of the one before it. Local ranks follow the ranks of a host, and cross ranks
-/// those of a local rank. The returned world is seen from rank 0.
+/// Gives the tasks ranks in the order of `places`, whatever the hosts: for a world that keeps the
+/// ranks of the previous one. Local ranks have the order of the ranks on a host, and cross ranks
+/// have the order of the ranks with one local rank. The returned world is seen from rank 0.
 ///
 /// # Errors
-/// Like [`assign`].
-pub fn assign_as_listed(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
+/// Like [`assign_ranks`].
+pub fn assign_as_listed(generation: Generation, places: &[TaskPlacement]) -> Result<World, Error> {
     let mut seen = HashSet::with_capacity(places.len());
     if let Some(place) = places.iter().find(|place| !seen.insert(place.task)) {
         return Err(Error::DuplicateTask { task: place.task });
@@ -102,18 +105,18 @@ pub fn assign_as_listed(generation: Generation, places: &[TaskPlace]) -> Result<
     if places.is_empty() {
         return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
     }
-    Ok(seated(generation, places.iter().collect()))
+    Ok(world_in_order(generation, places.iter().collect()))
 }
 
 /// Returns the world whose ranks are the positions in `places`.
-fn seated(generation: Generation, places: Vec<&TaskPlace>) -> World {
+fn world_in_order(generation: Generation, places: Vec<&TaskPlacement>) -> World {
     let mut local_sizes: HashMap<&HostHash, u32> = HashMap::new();
     let mut cross_sizes: HashMap<u32, u32> = HashMap::new();
     let mut seats = Vec::with_capacity(places.len());
     for place in &places {
         let local = local_sizes.entry(&place.host).or_default();
         let cross = cross_sizes.entry(*local).or_default();
-        seats.push(Seat {
+        seats.push(RankPlacement {
             task: place.task,
             host: place.host.clone(),
             local_rank: LocalRank(*local),
@@ -137,15 +140,17 @@ mod tests {
 
     use super::*;
 
-    fn place(task: u32, host: &str) -> TaskPlace {
-        TaskPlace { task: TaskId(task), host: HostHash(host.into()) }
+    fn place(task: u32, host: &str) -> TaskPlacement {
+        TaskPlacement { task: TaskId(task), host: HostHash(host.into()) }
     }
 
     #[test]
     fn hosts_follow_their_lowest_task_and_local_ranks_follow_task_order() {
-        let world =
-            assign(Generation(1), &[place(3, "b"), place(0, "b"), place(1, "a"), place(2, "a")])
-                .unwrap();
+        let world = assign_ranks(
+            Generation(1),
+            &[place(3, "b"), place(0, "b"), place(1, "a"), place(2, "a")],
+        )
+        .unwrap();
         let tasks: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
         assert_eq!(tasks, [0, 3, 1, 2]);
         assert_eq!(world.seats[3].cross_rank, CrossRank(1));
@@ -155,7 +160,7 @@ mod tests {
     #[test]
     fn a_task_registered_twice_is_refused() {
         assert_eq!(
-            assign(Generation(0), &[place(1, "a"), place(1, "b")]),
+            assign_ranks(Generation(0), &[place(1, "a"), place(1, "b")]),
             Err(Error::DuplicateTask { task: TaskId(1) })
         );
     }
@@ -163,9 +168,9 @@ mod tests {
     #[test]
     fn containers_of_a_machine_follow_each_other() {
         let hosts = ["m/1", "n/2", "m/3", "n/4", "m/1"];
-        let places: Vec<TaskPlace> =
+        let places: Vec<TaskPlacement> =
             (0u32..).zip(hosts).map(|(task, host)| place(task, host)).collect();
-        let world = assign(Generation(0), &places).unwrap();
+        let world = assign_ranks(Generation(0), &places).unwrap();
         let seats =
             world.seats.iter().map(|seat| (seat.task.0, seat.host.0.as_str(), seat.local_size));
         let expected = [(0, "m/1", 2), (4, "m/1", 2), (2, "m/3", 1), (1, "n/2", 1), (3, "n/4", 1)];
@@ -195,7 +200,7 @@ mod tests {
         fn a_rank_given_out_is_the_task_and_every_seat_is_addressed_once(
             hosts in prop::collection::vec(0u8..5, 1..24), turn: prop::sample::Index
         ) {
-            let mut places: Vec<TaskPlace> =
+            let mut places: Vec<TaskPlacement> =
                 (0u32..).zip(&hosts).map(|(task, host)| place(task, &host.to_string())).collect();
             let world = assign_in_order(Generation(0), &places).unwrap();
             places.rotate_left(turn.index(hosts.len()));
@@ -207,31 +212,31 @@ mod tests {
                 prop_assert!(seat.local_rank.0 < seat.local_size && seat.cross_rank.0 < seat.cross_size);
                 prop_assert!(locals.insert((&seat.host, seat.local_rank)));
                 prop_assert!(crosses.insert((seat.cross_rank, seat.local_rank)));
-                prop_assert_eq!(world.ranks_of(&seat.host).len(), seat.local_size as usize);
+                prop_assert_eq!(world.ranks_on_host(&seat.host).len(), seat.local_size as usize);
             }
         }
 
-        /// Gives one world by both rules if ranks of a host follow each other.
+        /// Checks that both rules give one world if the tasks of each host are consecutive.
         #[test]
         fn both_rules_agree_where_tasks_of_a_host_follow_each_other(sizes in prop::collection::vec(1usize..5, 1..6)) {
             let hosts = sizes.iter().enumerate().flat_map(|(host, size)| std::iter::repeat_n(host, *size));
-            let places: Vec<TaskPlace> =
+            let places: Vec<TaskPlacement> =
                 (0u32..).zip(hosts).map(|(task, host)| place(task, &host.to_string())).collect();
-            prop_assert_eq!(assign(Generation(0), &places), assign_in_order(Generation(0), &places));
+            prop_assert_eq!(assign_ranks(Generation(0), &places), assign_in_order(Generation(0), &places));
         }
 
         /// W-1, W-2, W-3.
         #[test]
         fn any_registration_order_gives_one_consistent_world(hosts in prop::collection::vec(0u8..5, 1..24), seed: u64) {
-            let places: Vec<TaskPlace> = (0u32..).zip(&hosts).map(|(task, host)| place(task, &host.to_string())).collect();
-            let world = assign(Generation(0), &places).unwrap();
+            let places: Vec<TaskPlacement> = (0u32..).zip(&hosts).map(|(task, host)| place(task, &host.to_string())).collect();
+            let world = assign_ranks(Generation(0), &places).unwrap();
             let mut shuffled = places.clone();
             let turn = usize::try_from(seed % hosts.len() as u64).unwrap();
             shuffled.rotate_left(turn);
-            prop_assert_eq!(&assign(Generation(0), &shuffled).unwrap(), &world);
+            prop_assert_eq!(&assign_ranks(Generation(0), &shuffled).unwrap(), &world);
             prop_assert_eq!(&world.seats[0].host, &places[0].host);
-            for host in world.hosts() {
-                let ranks = world.ranks_of(&host);
+            for host in world.host_hashes() {
+                let ranks = world.ranks_on_host(&host);
                 prop_assert!(ranks.windows(2).all(|pair| pair[1].0 == pair[0].0 + 1));
                 prop_assert_eq!(ranks.len(), world.seats[ranks[0].index()].local_size as usize);
             }

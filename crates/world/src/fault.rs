@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The reactions to an error that are open to a trainer.
+//! Possible reactions of a trainer to an error.
 
-/// The party at fault for an error, and so the possible reaction. Every error of every crate has
-/// one.
+/// The party at fault for an error, which determines the possible reaction. Every error of every
+/// crate has one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Fault {
-    /// The caller asked for something wrong: correct the call.
+pub enum FaultOrigin {
+    /// The call is wrong: correct it.
     Usage,
-    /// A peer failed mid-way: roll back and form a new world.
+    /// A peer failed during an operation: roll back and form a new world.
     Peer,
-    /// The world changed between operations: form a new world, nothing to roll back.
+    /// The world changed between operations: form a new world; nothing must be rolled back.
     Membership,
-    /// The machine, the network or a file refused: mend that.
+    /// The machine, the network or a file failed: repair it.
     Environment,
-    /// We are wrong: report it.
+    /// Farandole has a bug: report it.
     Bug,
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Newtypes for numbers that can be confused.
+//! Newtypes for numbers that could be confused.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-macro_rules! index {
+macro_rules! define_index_type {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ macro_rules! index {
     };
 }
 
-index! {
+define_index_type! {
     /// Position in the world, `0..size`.
     ///
     /// ```compile_fail
@@ -38,29 +38,29 @@ index! {
     /// ```
     Rank
 }
-index! {
+define_index_type! {
     /// Position among the ranks of one host, `0..local_size`.
     LocalRank
 }
-index! {
+define_index_type! {
     /// Position among the ranks that share a local rank, `0..cross_size`.
     CrossRank
 }
-index! {
+define_index_type! {
     /// A registered process set; 0 is the whole world.
     ProcessSetId
 }
-index! {
+define_index_type! {
     /// A slot that asks for a rank: a Spark partition, a launcher's process number.
     TaskId
 }
 
 impl ProcessSetId {
-    /// All ranks.
+    /// The set of all ranks.
     pub const GLOBAL: Self = Self(0);
 }
 
-/// Counts worlds of one job: an elastic reset or a retried Spark stage makes the next one.
+/// Number of a world in its job: an elastic reset or a retried Spark stage makes the next one.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -73,7 +73,7 @@ impl fmt::Display for Generation {
     }
 }
 
-/// Names one job; appears in logs, run paths and handshakes.
+/// Name of a job, in logs, run paths and handshakes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct JobId(pub String);

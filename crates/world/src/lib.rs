@@ -4,12 +4,12 @@
 //! The terms of a distributed job: ranks, hosts, slots, topology, generations, process sets, host
 //! hash.
 //!
-//! Owns the types that all other crates use for them, and the pure rule that assigns ranks to
-//! registered tasks. It has no I/O, no clock, no environment and no threads.
+//! This crate owns the types that all other crates use for them, and the pure rule that assigns
+//! ranks to registered tasks. It has no I/O, no clock, no environment and no threads.
 //!
 //! ```text
-//! TaskPlace of each task: HostHash, number ── assign ──> World: a Seat for each task
-//!                                                            Seat: Rank, LocalRank, CrossRank and their sizes
+//! TaskPlacement of each task ── assign_ranks ──> World: a RankPlacement for each task
+//! (TaskId, HostHash)                             (Rank by position, LocalRank, CrossRank, sizes)
 //! ```
 //!
 //! Invariants:
@@ -25,11 +25,11 @@ mod fault;
 mod host;
 mod ids;
 pub mod nodelist;
-mod part;
+mod sub_world;
 mod topology;
 
-pub use assign::{TaskPlace, assign, assign_as_listed, assign_in_order};
-pub use fault::Fault;
+pub use assign::{TaskPlacement, assign_as_listed, assign_in_order, assign_ranks};
+pub use fault::FaultOrigin;
 pub use host::{HostFacts, HostHash};
 pub use ids::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};
-pub use topology::{Error, Seat, World};
+pub use topology::{Error, RankPlacement, World};

@@ -3,19 +3,19 @@
 
 //! Slurm's short forms: `gpu[01-03,7],login` for nodes, `4(x3),1` for counts.
 
-/// More nodes than any cluster has: a damaged list must not fill the memory.
-const MOST: usize = 1 << 20;
+/// Largest number of nodes in a list: a damaged list must not fill the memory.
+const MAX_NODES: usize = 1 << 20;
 
-/// Returns the nodes of a list; `None` where it is none.
-pub fn expand(list: &str) -> Option<Vec<String>> {
+/// Returns the nodes of a list; `None` if it is not a valid list.
+pub fn expand_nodes(list: &str) -> Option<Vec<String>> {
     let mut nodes = Vec::new();
     for entry in split_outside_brackets(list)? {
         let mut prefixes = vec![String::new()];
         let mut rest = entry;
         while let Some((head, tail)) = rest.split_once('[') {
             let (ranges, tail) = tail.split_once(']')?;
-            let numbers = numbers(ranges)?;
-            if prefixes.len().checked_mul(numbers.len())? > MOST {
+            let numbers = expand_numbers(ranges)?;
+            if prefixes.len().checked_mul(numbers.len())? > MAX_NODES {
                 return None;
             }
             prefixes = prefixes
@@ -28,19 +28,19 @@ pub fn expand(list: &str) -> Option<Vec<String>> {
         }
         nodes.extend(prefixes.into_iter().map(|prefix| prefix + rest));
     }
-    (nodes.len() <= MOST && !nodes.is_empty() && nodes.iter().all(|node| is_node(node)))
+    (nodes.len() <= MAX_NODES && !nodes.is_empty() && nodes.iter().all(|node| is_node_name(node)))
         .then_some(nodes)
 }
 
-/// Returns the counts of a list such as `4(x3),1`; `None` where it is none.
-pub fn repeated(list: &str) -> Option<Vec<u32>> {
+/// Returns the counts of a list such as `4(x3),1`; `None` if it is not a valid list.
+pub fn expand_counts(list: &str) -> Option<Vec<u32>> {
     let mut counts = Vec::new();
     for entry in list.split(',') {
         let (count, times) = match entry.split_once("(x") {
             Some((count, times)) => (count, times.strip_suffix(')')?.parse::<usize>().ok()?),
             None => (entry, 1),
         };
-        if times > MOST - counts.len() {
+        if times > MAX_NODES - counts.len() {
             return None;
         }
         counts.extend(std::iter::repeat_n(count.trim().parse::<u32>().ok()?, times));
@@ -48,7 +48,7 @@ pub fn repeated(list: &str) -> Option<Vec<u32>> {
     Some(counts)
 }
 
-fn is_node(text: &str) -> bool {
+fn is_node_name(text: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     !text.is_empty() && !text.starts_with('-') && text.chars().all(plain)
 }
@@ -72,15 +72,15 @@ fn split_outside_brackets(list: &str) -> Option<Vec<&str>> {
     (depth == 0).then_some(entries)
 }
 
-/// `01-03,7` as `01`, `02`, `03`, `7`.
-fn numbers(ranges: &str) -> Option<Vec<String>> {
+/// Expands `01-03,7` to `01`, `02`, `03`, `7`.
+fn expand_numbers(ranges: &str) -> Option<Vec<String>> {
     let mut all = Vec::new();
     for range in ranges.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let width = first.len();
         let (from, to): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
         let count = usize::try_from(to.checked_sub(from)?).ok()?;
-        if count >= MOST - all.len() {
+        if count >= MAX_NODES - all.len() {
             return None;
         }
         all.extend((from..=to).map(|number| format!("{number:0width$}")));
@@ -96,12 +96,12 @@ mod tests {
 
     #[test]
     fn ranges_keep_their_leading_zeros_and_may_stand_anywhere() {
-        assert_eq!(expand("n[08-10],m").unwrap(), ["n08", "n09", "n10", "m"]);
+        assert_eq!(expand_nodes("n[08-10],m").unwrap(), ["n08", "n09", "n10", "m"]);
         assert_eq!(
-            expand("r[1-2]n[1,3].org").unwrap(),
+            expand_nodes("r[1-2]n[1,3].org").unwrap(),
             ["r1n1.org", "r1n3.org", "r2n1.org", "r2n3.org"]
         );
-        assert_eq!(repeated("4(x2),1").unwrap(), [4, 4, 1]);
+        assert_eq!(expand_counts("4(x2),1").unwrap(), [4, 4, 1]);
     }
 
     #[test]
@@ -117,17 +117,17 @@ mod tests {
             "a[1-99999999999]",
             "a[1-9999][1-9999]",
         ] {
-            assert_eq!(expand(wrong), None, "{wrong}");
+            assert_eq!(expand_nodes(wrong), None, "{wrong}");
         }
         for wrong in ["", "x", "4(x", "4(x99999999999)", "4x2"] {
-            assert_eq!(repeated(wrong), None, "{wrong}");
+            assert_eq!(expand_counts(wrong), None, "{wrong}");
         }
     }
 
     proptest! {
         #[test]
         fn any_text_is_read_or_refused(text in "[a-c0-9,\\[\\]()x-]{0,30}") {
-            let _ignored = (expand(&text), repeated(&text));
+            let _ignored = (expand_nodes(&text), expand_counts(&text));
         }
     }
 }

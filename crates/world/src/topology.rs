@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The place of every rank.
+//! The placement of every rank.
 
 use std::collections::HashMap;
 
@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CrossRank, Generation, HostHash, LocalRank, Rank, TaskId};
 
-/// One rank's place.
+/// The placement of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seat {
+pub struct RankPlacement {
     /// The task that got this rank.
     pub task: TaskId,
     /// Its memory domain.
@@ -31,10 +31,10 @@ pub struct Seat {
 pub struct World {
     /// Number of this world in the job.
     pub generation: Generation,
-    /// The rank that looks.
+    /// The rank of the process that has this value.
     pub rank: Rank,
-    /// Every rank's place, by rank.
-    pub seats: Vec<Seat>,
+    /// The placement of every rank, by rank.
+    pub seats: Vec<RankPlacement>,
 }
 
 /// The error of a proposed world.
@@ -46,7 +46,7 @@ pub enum Error {
     RankOutOfRange {
         /// The rank asked for.
         rank: Rank,
-        /// Ranks in the world.
+        /// Number of ranks in the world.
         size: usize,
     },
     /// Two registrations claim one task.
@@ -58,9 +58,9 @@ pub enum Error {
 }
 
 impl World {
-    /// Returns a world of one, for a process without a launcher.
-    pub fn alone(host: HostHash) -> Self {
-        let seat = Seat {
+    /// Returns a world of one rank, for a process without a launcher.
+    pub fn single_rank(host: HostHash) -> Self {
+        let seat = RankPlacement {
             task: TaskId(0),
             host,
             local_rank: LocalRank(0),
@@ -76,15 +76,15 @@ impl World {
         self.seats.len()
     }
 
-    /// Returns the looking rank's place.
-    pub fn seat(&self) -> &Seat {
+    /// Returns the placement of this process's rank.
+    pub fn own_placement(&self) -> &RankPlacement {
         &self.seats[self.rank.index()]
     }
 
     /// Returns the same world seen from `rank`.
     ///
     /// # Errors
-    /// `RankOutOfRange` when the world has no such rank.
+    /// `RankOutOfRange` if the world has no such rank.
     pub fn seen_from(&self, rank: Rank) -> Result<Self, Error> {
         if rank.index() >= self.size() {
             return Err(Error::RankOutOfRange { rank, size: self.size() });
@@ -92,13 +92,13 @@ impl World {
         Ok(Self { rank, ..self.clone() })
     }
 
-    /// Returns the ranks on the looking rank's host, ascending.
+    /// Returns the ranks on this process's host, ascending.
     pub fn local_ranks(&self) -> Vec<Rank> {
-        self.ranks_of(&self.seat().host)
+        self.ranks_on_host(&self.own_placement().host)
     }
 
     /// Returns the ranks on `host`, ascending.
-    pub fn ranks_of(&self, host: &HostHash) -> Vec<Rank> {
+    pub fn ranks_on_host(&self, host: &HostHash) -> Vec<Rank> {
         (0u32..)
             .map(Rank)
             .zip(&self.seats)
@@ -107,8 +107,8 @@ impl World {
             .collect()
     }
 
-    /// Hosts in the order of their lowest rank.
-    pub fn hosts(&self) -> Vec<HostHash> {
+    /// Returns the hosts in the order of their lowest ranks.
+    pub fn host_hashes(&self) -> Vec<HostHash> {
         let mut hosts: Vec<HostHash> = Vec::new();
         for seat in &self.seats {
             if !hosts.contains(&seat.host) {
@@ -118,20 +118,22 @@ impl World {
         hosts
     }
 
-    /// Returns the ranks on the looking rank's machine: on its host, and on other containers there.
-    pub fn ranks_of_machine(&self) -> usize {
-        let own = self.seat().host.machine();
-        self.seats.iter().filter(|seat| seat.host.machine() == own).count()
+    /// Returns the number of ranks on this process's machine: on its host, and in other containers
+    /// there.
+    pub fn machine_rank_count(&self) -> usize {
+        let own = self.own_placement().host.machine_name();
+        self.seats.iter().filter(|seat| seat.host.machine_name() == own).count()
     }
 
-    /// Returns the machine of every rank, by number, in the order of their lowest ranks.
-    pub fn machines(&self) -> Vec<u32> {
+    /// Returns the machine number of every rank. Machines are numbered in the order of their lowest
+    /// ranks.
+    pub fn machine_numbers(&self) -> Vec<u32> {
         let mut numbers: HashMap<&str, u32> = HashMap::new();
         let hosts = self.seats.iter().map(|seat| &seat.host);
         hosts
             .map(|host| {
                 let next = u32::try_from(numbers.len()).unwrap_or(u32::MAX);
-                *numbers.entry(host.machine()).or_insert(next)
+                *numbers.entry(host.machine_name()).or_insert(next)
             })
             .collect()
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_fuzz::{Limit, Random};
-use farandole_reader::{Dataset, Error, Next, Options, Reader};
+use farandole_reader::{Error, NextBatch, ParquetDataset, Reader, ReaderOptions};
 
 /// No case may take longer: the files have a few kilobytes.
 const LONGEST: Duration = Duration::from_secs(20);
@@ -28,8 +28,8 @@ pub(crate) fn read(url: &str, columns: &[&str], random: &mut Random) -> Result<u
 }
 
 fn rows(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error> {
-    let dataset = Arc::new(Dataset::open(url)?);
-    let options = Options {
+    let dataset = Arc::new(ParquetDataset::open_directory(url)?);
+    let options = ReaderOptions {
         columns: (random.below(2) == 0)
             .then(|| columns.iter().map(|name| (*name).to_owned()).collect()),
         batch_size: 64,
@@ -37,15 +37,15 @@ fn rows(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error
         shuffle: random.below(2) > 0,
         byte_budget: BUDGET,
         fill: HashMap::from([("*".to_owned(), 0.0)]),
-        ..Options::default()
+        ..ReaderOptions::default()
     };
-    let epoch = Reader::new(dataset, options)?.epoch(0, 0)?;
+    let epoch = Reader::new(dataset, options)?.start_epoch(0, 0)?;
     let mut rows = 0;
     for _ in 0..BATCHES {
-        match epoch.next(PATIENCE)? {
-            Next::Batch(batch) => rows += batch.valid_rows(),
-            Next::End => break,
-            Next::Pending => unreachable!("nothing within {PATIENCE:?}"),
+        match epoch.next_batch(PATIENCE)? {
+            NextBatch::Batch(batch) => rows += batch.valid_rows(),
+            NextBatch::End => break,
+            NextBatch::Pending => unreachable!("nothing within {PATIENCE:?}"),
         }
     }
     Ok(rows)

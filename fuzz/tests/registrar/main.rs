@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 
 use farandole_config::{Config, PortRange};
 use farandole_fuzz::{Limit, Random, cases};
-use farandole_registrar::{Client, Elastic, Options, Registrar, Relay, host};
+use farandole_registrar::{
+    ElasticOptions, Registrar, RegistrarOptions, RelayedLinks, TaskClient, host,
+};
 use farandole_world::{Generation, TaskId};
 use rogue::{METHODS, Rogue};
 use tonic::Code;
@@ -44,16 +46,21 @@ fn watch_panics() {
 fn registrar(tasks: u32) -> Registrar {
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
     let port_range = PortRange { first: 0, last: 0 };
-    Registrar::start(Options { relays: true, port_range, ..Options::from_config(tasks, &config) })
-        .unwrap()
+    Registrar::start_job(RegistrarOptions {
+        relays: true,
+        port_range,
+        ..RegistrarOptions::from_config(tasks, &config)
+    })
+    .unwrap()
 }
 
 /// One of a job whose workers come and go: a worker that joins may be in the first world.
 fn elastic() -> Registrar {
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
     let port_range = PortRange { first: 0, last: 0 };
-    let options = Options { relays: true, port_range, ..Options::from_config(1, &config) };
-    let elastic = Elastic {
+    let options =
+        RegistrarOptions { relays: true, port_range, ..RegistrarOptions::from_config(1, &config) };
+    let elastic = ElasticOptions {
         first: HONEST,
         least: 1,
         most: HONEST + 3,
@@ -65,15 +72,15 @@ fn elastic() -> Registrar {
     Registrar::start_elastic(options, &elastic).unwrap()
 }
 
-fn connect(registrar: &Registrar, task: u32) -> Client {
-    Client::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap()
+fn connect(registrar: &Registrar, task: u32) -> TaskClient {
+    TaskClient::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap()
 }
 
 /// A job at work, which must not be disturbed.
 struct Job {
     registrar: Registrar,
-    agents: Vec<Client>,
-    relays: (Relay, Relay),
+    agents: Vec<TaskClient>,
+    relays: (RelayedLinks, RelayedLinks),
     listener: TcpListener,
     rounds: u64,
 }
@@ -81,17 +88,17 @@ struct Job {
 impl Job {
     fn start() -> Self {
         let registrar = registrar(HONEST);
-        let agents: Vec<Client> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
+        let agents: Vec<TaskClient> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
         for agent in &agents {
-            agent.register(0, &host::facts(), soon()).unwrap();
+            agent.register_task(0, &host::host_facts(), soon()).unwrap();
         }
         for agent in &agents {
             agent.await_assignment(soon()).unwrap();
-            agent.watch(Duration::from_secs(60), |_| ());
+            agent.start_heartbeats(Duration::from_secs(60), |_| ());
         }
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let relays = (agents[0].relay(DOOR).unwrap(), agents[1].relay(DOOR).unwrap());
-        relays.0.answer(listener.local_addr().unwrap().port()).unwrap();
+        let relays = (agents[0].open_relay(DOOR).unwrap(), agents[1].open_relay(DOOR).unwrap());
+        relays.0.accept_calls(listener.local_addr().unwrap().port()).unwrap();
         Self { registrar, agents, relays, listener, rounds: 0 }
     }
 
@@ -100,11 +107,13 @@ impl Job {
         self.rounds += 1;
         let key = format!("round/{}", self.rounds % 100);
         let value = self.rounds.to_le_bytes();
-        self.agents[0].put(&key, &value).unwrap();
-        assert_eq!(self.agents[1].get(&key, soon()).unwrap(), value);
+        self.agents[0].put_value(&key, &value).unwrap();
+        assert_eq!(self.agents[1].await_value(&key, soon()).unwrap(), value);
         if self.rounds % 16 == 1 {
-            let mut near =
-                std::net::TcpStream::connect(self.relays.1.door(TaskId(0), DOOR).unwrap()).unwrap();
+            let mut near = std::net::TcpStream::connect(
+                self.relays.1.listen_for_task(TaskId(0), DOOR).unwrap(),
+            )
+            .unwrap();
             near.write_all(&value).unwrap();
             let mut heard = [0; 8];
             // Calls of others may have come before it.
@@ -121,7 +130,7 @@ fn strangers_learn_nothing_and_disturb_no_task() {
     let _alone = ALONE.lock();
     watch_panics();
     let mut job = Job::start();
-    let rogue = Rogue::new(&job.registrar.ticket().forged_token());
+    let rogue = Rogue::new(&job.registrar.ticket().with_forged_token());
     cases(|random| {
         match random.below(3) {
             0 => rogue.mutter(random),
@@ -153,9 +162,9 @@ fn a_task_of_the_job_that_sends_garbage_stops_no_registrar() {
     cases(|random: &mut Random| {
         // Such a task may end its job, which is its right; so each case has a job of its own.
         let registrar = registrar(HONEST + 1);
-        let agents: Vec<Client> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
+        let agents: Vec<TaskClient> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
         for agent in &agents {
-            agent.register(0, &host::facts(), soon()).unwrap();
+            agent.register_task(0, &host::host_facts(), soon()).unwrap();
         }
         let rogue = Rogue::new(registrar.ticket());
         for _ in 0..40 {
@@ -176,14 +185,15 @@ fn a_worker_that_sends_garbage_stops_no_registrar_of_an_elastic_job() {
     watch_panics();
     cases(|random: &mut Random| {
         let registrar = elastic();
-        let agents: Vec<Client> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
+        let agents: Vec<TaskClient> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
         for agent in &agents {
-            agent.register(0, &host::facts(), soon()).unwrap();
+            agent.register_task(0, &host::host_facts(), soon()).unwrap();
         }
         // In half of the cases there is a world, whose members, keys and meetings the rogue can
         // speak of.
         if random.below(2) == 0 {
-            let asked = |agent: &Client| agent.join(Generation(0), &[], soon()).map(drop);
+            let asked =
+                |agent: &TaskClient| agent.join_next_world(Generation(0), &[], soon()).map(drop);
             std::thread::scope(|scope| {
                 let all: Vec<_> =
                     agents.iter().map(|agent| scope.spawn(move || asked(agent))).collect();

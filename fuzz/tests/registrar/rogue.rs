@@ -146,11 +146,15 @@ pub(crate) struct Rogue {
 impl Rogue {
     /// One that knows what a ticket says.
     pub(crate) fn new(ticket: &Ticket) -> Self {
-        let text = ticket.encode();
+        let text = ticket.encode_text();
         let bytes = URL_SAFE_NO_PAD.decode(text.split_once('.').unwrap().1).unwrap();
         let token = bytes[..32].iter().map(|byte| format!("{byte:02x}")).collect();
-        let address =
-            ticket.addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
+        let address = ticket
+            .registrar_addresses()
+            .iter()
+            .find(|one| one.starts_with("127."))
+            .unwrap()
+            .clone();
         let trusting = Arc::new(Trusting(ring::default_provider()));
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)

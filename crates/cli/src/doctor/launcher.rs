@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The way to launch a job from here: the batch system, its hosts, the way to reach them; and the
-//! launcher of this process.
+//! The way to launch a job from here: the batch system, its hosts, and the program that connects to
+//! them. Also shows the launcher of this process.
 
 use farandole::launcher::HostSlots;
-use farandole::launcher::allocation::{Allocation, Surroundings, allocation};
+use farandole::launcher::allocation::{BatchAllocation, LaunchEnvironment, detect_allocation};
 
-use super::Page;
+use super::DoctorPage;
 
-/// Hosts that are named.
-const NAMED: usize = 16;
+/// Largest number of hosts that are listed by name.
+const MAX_NAMED_HOSTS: usize = 16;
 
-/// Variables that name this process's rank: the required ones, and the starters that set them. The
-/// first one has the rank.
-const LAUNCHERS: [(&[&str], &str); 8] = [
+/// Variables with this process's rank: the required variables, and the launchers that set them. The
+/// first variable has the rank.
+const LAUNCHER_RANK_VARIABLES: [(&[&str], &str); 8] = [
     (&["OMPI_COMM_WORLD_RANK"], "mpirun of Open MPI"),
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
     (&["MV2_COMM_WORLD_RANK"], "mpirun_rsh of MVAPICH"),
@@ -26,43 +26,48 @@ const LAUNCHERS: [(&[&str], &str); 8] = [
 ];
 
 /// Writes the section.
-pub(super) fn section(page: &mut Page, here: &dyn Surroundings) {
-    page.section("Launching here");
-    let ssh = here.program("ssh");
-    match allocation(here) {
-        Ok(Some(found)) => batch(page, here, &found, ssh),
+pub(super) fn add_launcher_section(page: &mut DoctorPage, here: &dyn LaunchEnvironment) {
+    page.add_section("Launching here");
+    let ssh = here.has_program("ssh");
+    match detect_allocation(here) {
+        Ok(Some(found)) => add_batch_allocation(page, here, &found, ssh),
         Ok(None) => {
-            page.line(
+            page.add_line(
                 "launcher",
                 "none: processes start on this host, or on those of -H and --hostfile",
             );
-            page.line("reached by", "ssh");
+            page.add_line("reached by", "ssh");
         }
         Err(error) => {
-            page.line("launcher", &error.to_string());
+            page.add_line("launcher", &error.to_string());
             page.problems.push(format!("{error}: correct or unset the variable"));
         }
     }
     let detail =
         if ssh { "installed" } else { "not installed: other hosts cannot be reached by it" };
-    page.check(ssh, "ssh", detail);
-    page.line("this process", &started_by(here));
+    page.add_check(ssh, "ssh", detail);
+    page.add_line("this process", &describe_launchers(here));
 }
 
-fn batch(page: &mut Page, here: &dyn Surroundings, found: &Allocation, ssh: bool) {
+fn add_batch_allocation(
+    page: &mut DoctorPage,
+    here: &dyn LaunchEnvironment,
+    found: &BatchAllocation,
+    ssh: bool,
+) {
     let slots: u64 = found.hosts.iter().map(|host| u64::from(host.slots)).sum();
     let hosts = found.hosts.len();
-    page.line(
+    page.add_line(
         "launcher",
         &format!(
             "{}: {} with {}",
             found.system,
-            counted(hosts as u64, "host"),
-            counted(slots, "slot")
+            format_count(hosts as u64, "host"),
+            format_count(slots, "slot")
         ),
     );
-    page.line("hosts", &named(&found.hosts));
-    page.line("reached by", &reached_by(here, found));
+    page.add_line("hosts", &list_hosts(&found.hosts));
+    page.add_line("reached by", &reaching_program(here, found));
     if found.shell.is_none() && hosts > 1 && !ssh {
         page.problems.push(format!(
             "the hosts of {} are reached by ssh, which is not installed: install OpenSSH's client",
@@ -71,16 +76,18 @@ fn batch(page: &mut Page, here: &dyn Surroundings, found: &Allocation, ssh: bool
     }
 }
 
-/// Returns the system's own program, or ssh.
-fn reached_by(here: &dyn Surroundings, found: &Allocation) -> String {
-    const AGENTS: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
+/// Returns the batch system's own program, or ssh.
+fn reaching_program(here: &dyn LaunchEnvironment, found: &BatchAllocation) -> String {
+    const RSH_AGENT_VARIABLES: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
     let program = match (found.shell.is_some(), found.system) {
         (false, _) => "ssh",
         (true, "Slurm") => "srun",
         (true, "LSF") => "blaunch",
         (true, "Grid Engine") => "qrsh -inherit",
         (true, system) => {
-            let agent = AGENTS.iter().find_map(|name| Some((name, here.variable(name)?)));
+            let agent = RSH_AGENT_VARIABLES
+                .iter()
+                .find_map(|name| Some((name, here.environment_variable(name)?)));
             return agent.map_or_else(
                 || format!("a program of {system}"),
                 |(name, program)| format!("{program} ({name})"),
@@ -90,24 +97,27 @@ fn reached_by(here: &dyn Surroundings, found: &Allocation) -> String {
     program.to_owned()
 }
 
-fn counted(number: u64, what: &str) -> String {
+fn format_count(number: u64, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-fn named(hosts: &[HostSlots]) -> String {
-    let first: Vec<String> =
-        hosts.iter().take(NAMED).map(|host| format!("{}:{}", host.host, host.slots)).collect();
-    let more = hosts.len().saturating_sub(NAMED);
+fn list_hosts(hosts: &[HostSlots]) -> String {
+    let first: Vec<String> = hosts
+        .iter()
+        .take(MAX_NAMED_HOSTS)
+        .map(|host| format!("{}:{}", host.host, host.slots))
+        .collect();
+    let more = hosts.len().saturating_sub(MAX_NAMED_HOSTS);
     let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("{}{rest}", first.join(","))
 }
 
-/// Returns all starters that seem to have started this process.
-fn started_by(here: &dyn Surroundings) -> String {
-    let seen = LAUNCHERS.iter().filter_map(|(variables, who)| {
+/// Describes all launchers that seem to have started this process.
+fn describe_launchers(here: &dyn LaunchEnvironment) -> String {
+    let seen = LAUNCHER_RANK_VARIABLES.iter().filter_map(|(variables, who)| {
         let values: Option<Vec<String>> = variables
             .iter()
-            .map(|name| here.variable(name).map(|value| format!("{name}={value}")))
+            .map(|name| here.environment_variable(name).map(|value| format!("{name}={value}")))
             .collect();
         Some(format!("{who} ({})", values?.join(", ")))
     });
@@ -132,28 +142,28 @@ mod tests {
         programs: Vec<&'static str>,
     }
 
-    impl Surroundings for Played {
-        fn variable(&self, name: &str) -> Option<String> {
+    impl LaunchEnvironment for Played {
+        fn environment_variable(&self, name: &str) -> Option<String> {
             self.variables.get(name).map(|value| (*value).to_owned())
         }
 
-        fn file(&self, path: &str) -> io::Result<String> {
+        fn read_file(&self, path: &str) -> io::Result<String> {
             match path {
                 "/nodes" => Ok("a\na\nb\n".to_owned()),
                 _ => Err(io::ErrorKind::NotFound.into()),
             }
         }
 
-        fn program(&self, name: &str) -> bool {
+        fn has_program(&self, name: &str) -> bool {
             self.programs.contains(&name)
         }
     }
 
-    fn page(variables: &[(&'static str, &'static str)], programs: &[&'static str]) -> Page {
+    fn page(variables: &[(&'static str, &'static str)], programs: &[&'static str]) -> DoctorPage {
         let here =
             Played { variables: variables.iter().copied().collect(), programs: programs.to_vec() };
-        let mut page = Page::default();
-        section(&mut page, &here);
+        let mut page = DoctorPage::default();
+        add_launcher_section(&mut page, &here);
         page
     }
 
@@ -222,7 +232,7 @@ mod tests {
         let told = |variables: &[(&'static str, &'static str)]| page(variables, &[]).text;
         let line = "was started by mpirun of Open MPI (OMPI_COMM_WORLD_RANK=3)\n";
         assert!(told(&[("OMPI_COMM_WORLD_RANK", "3")]).contains(line));
-        // A batch script has the first of them, and no step of its own.
+        // A batch script has SLURM_PROCID, but was not started by a step.
         assert!(told(&[("SLURM_PROCID", "0")]).contains("has no rank"));
         let line = "was started by srun (SLURM_PROCID=1, SLURM_STEP_ID=0), by torchrun or alike \
                     (RANK=1, WORLD_SIZE=4)\n";
@@ -235,6 +245,6 @@ mod tests {
     fn many_hosts_are_counted() {
         let hosts: Vec<HostSlots> =
             (0..20).map(|index| HostSlots::new(format!("n{index}"), 1)).collect();
-        assert!(named(&hosts).ends_with("n15:1 and 4 more"), "{}", named(&hosts));
+        assert!(list_hosts(&hosts).ends_with("n15:1 and 4 more"), "{}", list_hosts(&hosts));
     }
 }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Every flag of `farandole run`: Horovod's in one table, and those of knobs that Horovod does not
-//! have.
+//! Every flag of `farandole run`: Horovod's flags in one table, and flags of knobs that Horovod
+//! does not have.
 
 use clap::builder::Str;
 use clap::{Arg, ArgAction};
-use farandole::config::{KNOBS, Knob, PREFIX, Value};
+use farandole::config::{FARANDOLE_PREFIX, KNOBS, KnobDefinition, KnobValue};
 
-/// The value of a flag.
+/// The kind of value that a flag takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Takes {
-    /// Nothing.
+pub(crate) enum FlagValue {
+    /// No value.
     Nothing,
     /// A whole number of at least 0.
     Count,
@@ -25,449 +25,495 @@ pub(crate) enum Takes {
     Pair,
 }
 
-/// The description of a flag.
+/// The effect of a flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Does {
-    /// Gives its value to a knob.
-    Sets(&'static str),
-    /// Gives its value, in MiB, to a knob in bytes.
-    SetsMib(&'static str),
-    /// Gives a knob this value.
-    Turns(&'static str, &'static str),
-    /// Nothing; why.
-    Nothing(&'static str),
-    /// Something that `farandole run` itself does.
-    Own,
+pub(crate) enum FlagEffect {
+    /// Sets a knob to the flag's value.
+    SetKnob(&'static str),
+    /// Sets a knob in bytes to the flag's value in MiB.
+    SetKnobMib(&'static str),
+    /// Sets a knob to this value.
+    SetKnobTo(&'static str, &'static str),
+    /// Has no effect, for this reason.
+    Ignored(&'static str),
+    /// Has an effect in `farandole run` itself.
+    HandledByRun,
 }
 
-/// A flag.
+/// A flag of `farandole run`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Flag {
-    /// Its name, without dashes.
+pub(crate) struct RunFlag {
+    /// Name, without dashes.
     pub(crate) name: &'static str,
     /// Other names.
     pub(crate) aliases: &'static [&'static str],
-    /// Its one-letter form.
+    /// One-letter form.
     pub(crate) short: Option<char>,
-    /// Names behind a single dash, as Horovod has them.
-    pub(crate) single: &'static [&'static str],
-    pub(crate) takes: Takes,
-    pub(crate) does: Does,
-    /// Section and key in the configuration file. For flags that take nothing, `true` there is the
-    /// flag.
+    /// Names that Horovod writes behind a single dash.
+    pub(crate) single_dash: &'static [&'static str],
+    pub(crate) value: FlagValue,
+    pub(crate) effect: FlagEffect,
+    /// Section and key in the configuration file. For flags without a value, `true` sets the flag.
     pub(crate) key: Option<(&'static str, &'static str)>,
     pub(crate) help: &'static str,
 }
 
-const PLAIN: Flag = Flag {
+const FLAG_DEFAULTS: RunFlag = RunFlag {
     name: "",
     aliases: &[],
     short: None,
-    single: &[],
-    takes: Takes::Text,
-    does: Does::Own,
+    single_dash: &[],
+    value: FlagValue::Text,
+    effect: FlagEffect::HandledByRun,
     key: None,
     help: "",
 };
 
-const fn own(name: &'static str, takes: Takes, help: &'static str) -> Flag {
-    Flag { name, takes, help, ..PLAIN }
+const fn own_flag(name: &'static str, takes: FlagValue, help: &'static str) -> RunFlag {
+    RunFlag { name, value: takes, help, ..FLAG_DEFAULTS }
 }
 
-const fn set(
+const fn setting_flag(
     name: &'static str,
-    takes: Takes,
-    does: Does,
+    takes: FlagValue,
+    does: FlagEffect,
     key: (&'static str, &'static str),
     help: &'static str,
-) -> Flag {
-    Flag { name, takes, does, key: Some(key), help, ..PLAIN }
+) -> RunFlag {
+    RunFlag { name, value: takes, effect: does, key: Some(key), help, ..FLAG_DEFAULTS }
 }
 
-const fn elastic(
+const fn elastic_flag(
     name: &'static str,
     aliases: &'static [&'static str],
-    takes: Takes,
+    takes: FlagValue,
     key: &'static str,
     help: &'static str,
-) -> Flag {
-    Flag { name, aliases, takes, does: Does::Sets(key), key: Some((ELASTIC, key)), help, ..PLAIN }
+) -> RunFlag {
+    RunFlag {
+        name,
+        aliases,
+        value: takes,
+        effect: FlagEffect::SetKnob(key),
+        key: Some((ELASTIC_SECTION, key)),
+        help,
+        ..FLAG_DEFAULTS
+    }
 }
 
-const fn ignored(name: &'static str, takes: Takes, why: &'static str) -> Flag {
-    Flag { name, takes, does: Does::Nothing(why), help: why, ..PLAIN }
+const fn ignored_flag(name: &'static str, takes: FlagValue, why: &'static str) -> RunFlag {
+    RunFlag { name, value: takes, effect: FlagEffect::Ignored(why), help: why, ..FLAG_DEFAULTS }
 }
 
-const fn ignored_in(
+const fn ignored_keyed_flag(
     name: &'static str,
-    takes: Takes,
+    takes: FlagValue,
     key: (&'static str, &'static str),
     why: &'static str,
-) -> Flag {
-    Flag { key: Some(key), ..ignored(name, takes, why) }
+) -> RunFlag {
+    RunFlag { key: Some(key), ..ignored_flag(name, takes, why) }
 }
 
-/// Section of the configuration file for elastic training; Horovod has none.
-const ELASTIC: &str = "elastic";
-const NO_MPI: &str = "Farandole does not use MPI";
-const NO_CYCLES: &str = "the engine has no cycles: it works as soon as there is something to do";
-const BY_ITSELF: &str =
+/// Section of the configuration file for elastic training, which Horovod does not have.
+const ELASTIC_SECTION: &str = "elastic";
+const NO_MPI_REASON: &str = "Farandole does not use MPI";
+const NO_CYCLES_REASON: &str =
+    "the engine has no cycles: it works as soon as there is something to do";
+const AUTOMATIC_ALGORITHM_REASON: &str =
     "the engine chooses the algorithm by size and layout (FARANDOLE_ALLREDUCE_ALGORITHM)";
-const ONE_ENGINE: &str = "there is one engine, and it needs no controller";
-const NO_CACHE: &str = "nothing is cached from run to run";
+const ONE_ENGINE_REASON: &str = "there is one engine, and it needs no controller";
+const NO_CACHE_REASON: &str = "nothing is cached from run to run";
 
-/// Horovod's flags, and those of `farandole run` that are no knobs.
-pub(crate) const FLAGS: &[Flag] = &[
-    Flag {
+/// Horovod's flags, and flags of `farandole run` that are not knobs.
+pub(crate) const RUN_FLAGS: &[RunFlag] = &[
+    RunFlag {
         aliases: &["np"],
         short: Some('n'),
-        single: &["np"],
-        ..own("num-proc", Takes::Text, "Number of processes; default: all slots of the hosts")
+        single_dash: &["np"],
+        ..own_flag(
+            "num-proc",
+            FlagValue::Text,
+            "Number of processes; default: all slots of the hosts",
+        )
     },
-    Flag {
+    RunFlag {
         short: Some('H'),
-        ..own("hosts", Takes::Text, "Hosts and their slots, in the order of ranks: a:2,b:4,[::1]:2")
+        ..own_flag(
+            "hosts",
+            FlagValue::Text,
+            "Hosts and their slots, in the order of ranks: a:2,b:4,[::1]:2",
+        )
     },
-    Flag {
-        single: &["hostfile"],
-        ..own(
+    RunFlag {
+        single_dash: &["hostfile"],
+        ..own_flag(
             "hostfile",
-            Takes::Text,
+            FlagValue::Text,
             "A file with one host on each line: \"a slots=2\", \"a:2\" or \"a\"; # begins a \
              comment",
         )
     },
-    Flag {
+    RunFlag {
         short: Some('p'),
-        ..own("ssh-port", Takes::Count, "Port for ssh; default: that of ssh's configuration")
+        ..own_flag(
+            "ssh-port",
+            FlagValue::Count,
+            "Port for ssh; default: that of ssh's configuration",
+        )
     },
-    Flag {
+    RunFlag {
         short: Some('i'),
-        ..own("ssh-identity-file", Takes::Text, "Key for ssh; default: that of ssh's configuration")
+        ..own_flag(
+            "ssh-identity-file",
+            FlagValue::Text,
+            "Key for ssh; default: that of ssh's configuration",
+        )
     },
-    own(
+    own_flag(
         "ssh-command",
-        Takes::Text,
+        FlagValue::Text,
         "Program that reaches other hosts. It is called with a host and a command; default: that \
          of the batch system, else ssh",
     ),
-    own(
+    own_flag(
         "network-interfaces",
-        Takes::Text,
+        FlagValue::Text,
         "Interfaces, such as eth0,eth1, which should be equally fast: links between hosts use the \
          networks of all of them side by side, the registrar that of the first one",
     ),
-    own("network-interface", Takes::Text, "The older form of --network-interfaces"),
-    own(
+    own_flag("network-interface", FlagValue::Text, "The older form of --network-interfaces"),
+    own_flag(
         "output-filename",
-        Takes::Text,
+        FlagValue::Text,
         "Folder in which the output of each rank is also written, to rank.<N>/stdout and \
          rank.<N>/stderr",
     ),
-    Flag {
-        single: &["prefix-timestamp"],
-        ..own(
+    RunFlag {
+        single_dash: &["prefix-timestamp"],
+        ..own_flag(
             "prefix-output-with-timestamp",
-            Takes::Nothing,
+            FlagValue::Nothing,
             "Begin each line of the workers with the time",
         )
     },
-    own(
+    own_flag(
         "timeline",
-        Takes::Text,
+        FlagValue::Text,
         "File for one timeline of all ranks, for Perfetto; clocks of hosts are aligned, a late \
          rank is named",
     ),
-    own(
+    own_flag(
         "ui",
-        Takes::Nothing,
+        FlagValue::Nothing,
         "Show the job in the run viewer, live, and print its link; the run stays in a store",
     ),
-    own(
+    own_flag(
         "ui-store",
-        Takes::Text,
+        FlagValue::Text,
         "Path or URL of that store; default: farandole-runs of the current directory",
     ),
-    own(
+    own_flag(
         "config-file",
-        Takes::Text,
+        FlagValue::Text,
         "YAML file with Horovod's keys, and any setting under `farandole`; flags have priority",
     ),
-    own("verbose", Takes::Nothing, "Print where each rank runs and how it ended"),
-    Flag {
-        single: &["cb"],
-        ..own("check-build", Takes::Nothing, "Print the features of this installation and exit")
+    own_flag("verbose", FlagValue::Nothing, "Print where each rank runs and how it ended"),
+    RunFlag {
+        single_dash: &["cb"],
+        ..own_flag(
+            "check-build",
+            FlagValue::Nothing,
+            "Print the features of this installation and exit",
+        )
     },
-    Flag {
-        takes: Takes::Count,
-        does: Does::SetsMib("fusion_threshold"),
+    RunFlag {
+        value: FlagValue::Count,
+        effect: FlagEffect::SetKnobMib("fusion_threshold"),
         key: Some(("params", "fusion_threshold_mb")),
-        ..own("fusion-threshold-mb", Takes::Count, "Largest size of a fused operation, in MiB")
+        ..own_flag(
+            "fusion-threshold-mb",
+            FlagValue::Count,
+            "Largest size of a fused operation, in MiB",
+        )
     },
-    set(
+    setting_flag(
         "cache-capacity",
-        Takes::Count,
-        Does::Sets("cache_capacity"),
+        FlagValue::Count,
+        FlagEffect::SetKnob("cache_capacity"),
         ("params", "cache_capacity"),
         "Tensors remembered per process set; 0 turns the response cache off",
     ),
-    set(
+    setting_flag(
         "autotune",
-        Takes::Nothing,
-        Does::Turns("autotune", "1"),
+        FlagValue::Nothing,
+        FlagEffect::SetKnobTo("autotune", "1"),
         ("autotune", "enabled"),
         "Tune the fusion threshold in the first steps",
     ),
-    own_turn("no-autotune", Does::Turns("autotune", "0"), "Undo --autotune"),
-    set(
+    toggle_flag("no-autotune", FlagEffect::SetKnobTo("autotune", "0"), "Undo --autotune"),
+    setting_flag(
         "autotune-log-file",
-        Takes::Text,
-        Does::Sets("autotune_log"),
+        FlagValue::Text,
+        FlagEffect::SetKnob("autotune_log"),
         ("autotune", "log_file"),
         "CSV file for the samples of autotune",
     ),
-    set(
+    setting_flag(
         "autotune-warmup-samples",
-        Takes::Count,
-        Does::Sets("autotune_warmup_samples"),
+        FlagValue::Count,
+        FlagEffect::SetKnob("autotune_warmup_samples"),
         ("autotune", "warmup_samples"),
         "Number of first samples that are ignored",
     ),
-    set(
+    setting_flag(
         "autotune-steps-per-sample",
-        Takes::Count,
-        Does::Sets("autotune_steps_per_sample"),
+        FlagValue::Count,
+        FlagEffect::SetKnob("autotune_steps_per_sample"),
         ("autotune", "steps_per_sample"),
         "Number of steps in a score; a sample is the median of five",
     ),
-    set(
+    setting_flag(
         "autotune-bayes-opt-max-samples",
-        Takes::Count,
-        Does::Sets("autotune_samples"),
+        FlagValue::Count,
+        FlagEffect::SetKnob("autotune_samples"),
         ("autotune", "bayes_opt_max_samples"),
         "Number of samples after which autotune stops",
     ),
-    ignored_in(
+    ignored_keyed_flag(
         "autotune-gaussian-process-noise",
-        Takes::Share,
+        FlagValue::Share,
         ("autotune", "gaussian_process_noise"),
         "the search has no Gaussian process",
     ),
-    set(
+    setting_flag(
         "timeline-filename",
-        Takes::Text,
-        Does::Sets("timeline"),
+        FlagValue::Text,
+        FlagEffect::SetKnob("timeline"),
         ("timeline", "filename"),
         "File for the timeline; {rank} in it stands for the rank",
     ),
-    set(
+    setting_flag(
         "timeline-mark-cycles",
-        Takes::Nothing,
-        Does::Turns("timeline_mark_cycles", "1"),
+        FlagValue::Nothing,
+        FlagEffect::SetKnobTo("timeline_mark_cycles", "1"),
         ("timeline", "mark_cycles"),
         "Mark every negotiation round in the timeline",
     ),
-    own_turn(
+    toggle_flag(
         "no-timeline-mark-cycles",
-        Does::Turns("timeline_mark_cycles", "0"),
+        FlagEffect::SetKnobTo("timeline_mark_cycles", "0"),
         "Undo --timeline-mark-cycles",
     ),
-    set(
+    setting_flag(
         "stall-check",
-        Takes::Nothing,
-        Does::Turns("stall_check_disable", "0"),
+        FlagValue::Nothing,
+        FlagEffect::SetKnobTo("stall_check_disable", "0"),
         ("stall_check", "enabled"),
         "Undo --no-stall-check",
     ),
-    own_turn("no-stall-check", Does::Turns("stall_check_disable", "1"), "Turn the stall check off"),
-    set(
+    toggle_flag(
+        "no-stall-check",
+        FlagEffect::SetKnobTo("stall_check_disable", "1"),
+        "Turn the stall check off",
+    ),
+    setting_flag(
         "stall-check-warning-time-seconds",
-        Takes::Count,
-        Does::Sets("stall_check_time"),
+        FlagValue::Count,
+        FlagEffect::SetKnob("stall_check_time"),
         ("stall_check", "warning_time_seconds"),
         "A tensor waiting this long for other ranks is reported; 0 means never",
     ),
-    set(
+    setting_flag(
         "stall-check-shutdown-time-seconds",
-        Takes::Count,
-        Does::Sets("stall_shutdown_time"),
+        FlagValue::Count,
+        FlagEffect::SetKnob("stall_shutdown_time"),
         ("stall_check", "shutdown_time_seconds"),
         "A tensor waiting this long ends the job; 0 means never",
     ),
-    set(
+    setting_flag(
         "log-level",
-        Takes::Text,
-        Does::Sets("log_level"),
+        FlagValue::Text,
+        FlagEffect::SetKnob("log_level"),
         ("logging", "level"),
         "Lowest level of logged events: trace, debug, info, warning, error or fatal",
     ),
-    set(
+    setting_flag(
         "log-with-timestamp",
-        Takes::Nothing,
-        Does::Turns("log_hide_time", "0"),
+        FlagValue::Nothing,
+        FlagEffect::SetKnobTo("log_hide_time", "0"),
         ("logging", "with_timestamp"),
         "Begin lines of the log with the time, which is the default",
     ),
-    own_turn(
+    toggle_flag(
         "log-without-timestamp",
-        Does::Turns("log_hide_time", "1"),
+        FlagEffect::SetKnobTo("log_hide_time", "1"),
         "Begin lines of the log without the time",
     ),
-    own_turn(
+    toggle_flag(
         "log-hide-timestamp",
-        Does::Turns("log_hide_time", "1"),
+        FlagEffect::SetKnobTo("log_hide_time", "1"),
         "The older form of --log-without-timestamp",
     ),
-    own_turn(
+    toggle_flag(
         "no-log-hide-timestamp",
-        Does::Turns("log_hide_time", "0"),
+        FlagEffect::SetKnobTo("log_hide_time", "0"),
         "The older form of --log-with-timestamp",
     ),
-    elastic(
+    elastic_flag(
         "min-num-proc",
         &["min-np"],
-        Takes::Count,
+        FlagValue::Count,
         "min_num_proc",
         "Makes the job elastic: smallest number of processes; default in an elastic job: the \
          number of processes",
     ),
-    elastic(
+    elastic_flag(
         "max-num-proc",
         &["max-np"],
-        Takes::Count,
+        FlagValue::Count,
         "max_num_proc",
         "Elastic: largest number of processes; default: all slots; with spares, the number of \
          processes",
     ),
-    elastic(
+    elastic_flag(
         "host-discovery-script",
         &[],
-        Takes::Text,
+        FlagValue::Text,
         "host_discovery_script",
         "Makes the job elastic: a program that prints the available hosts, one `host` or \
          `host:slots` on each line; run every second",
     ),
-    elastic(
+    elastic_flag(
         "slots-per-host",
         &[],
-        Takes::Count,
+        FlagValue::Count,
         "slots_per_host",
         "Elastic: slots of a host for which the program prints no number",
     ),
-    elastic(
+    elastic_flag(
         "spares",
         &[],
-        Takes::Count,
+        FlagValue::Count,
         "spares",
         "Elastic: additional processes that have done their imports and wait to replace a lost \
          process",
     ),
-    elastic(
+    elastic_flag(
         "elastic-timeout",
         &[],
-        Takes::Text,
+        FlagValue::Text,
         "elastic_timeout",
         "Elastic: seconds with too few processes after which the job fails",
     ),
-    elastic(
+    elastic_flag(
         "journal",
         &[],
-        Takes::Text,
+        FlagValue::Text,
         "journal",
         "Elastic: a file that records the state of the job; if this command is killed and started \
          again with the same file, it continues the job with the same processes; contains the \
          job's secrets",
     ),
-    elastic(
+    elastic_flag(
         "registrar-timeout",
         &[],
-        Takes::Text,
+        FlagValue::Text,
         "registrar_timeout",
         "Elastic: seconds for which the processes of a job with a journal wait for a command that \
          was killed; then they end; default: 60",
     ),
-    elastic(
+    elastic_flag(
         "reset-limit",
         &[],
-        Takes::Count,
+        FlagValue::Count,
         "reset_limit",
         "Elastic: number of changes of the world after which the job fails; default: no limit",
     ),
-    elastic(
+    elastic_flag(
         "blacklist-cooldown-range",
         &[],
-        Takes::Pair,
+        FlagValue::Pair,
         "blacklist_cooldown_range",
         "Elastic: seconds for which a host gets no new process after a failure there: after the \
          first failure, and at most; default: 5 300",
     ),
-    elastic(
+    elastic_flag(
         "discovery-timeout",
         &[],
-        Takes::Text,
+        FlagValue::Text,
         "discovery_timeout",
         "Elastic: seconds after which the program is killed and started again",
     ),
-    ignored_in("cycle-time-ms", Takes::Number, ("params", "cycle_time_ms"), NO_CYCLES),
-    ignored_in(
+    ignored_keyed_flag(
+        "cycle-time-ms",
+        FlagValue::Number,
+        ("params", "cycle_time_ms"),
+        NO_CYCLES_REASON,
+    ),
+    ignored_keyed_flag(
         "hierarchical-allreduce",
-        Takes::Nothing,
+        FlagValue::Nothing,
         ("params", "hierarchical_allreduce"),
-        BY_ITSELF,
+        AUTOMATIC_ALGORITHM_REASON,
     ),
-    ignored("no-hierarchical-allreduce", Takes::Nothing, BY_ITSELF),
-    ignored_in(
+    ignored_flag("no-hierarchical-allreduce", FlagValue::Nothing, AUTOMATIC_ALGORITHM_REASON),
+    ignored_keyed_flag(
         "hierarchical-allgather",
-        Takes::Nothing,
+        FlagValue::Nothing,
         ("params", "hierarchical_allgather"),
-        BY_ITSELF,
+        AUTOMATIC_ALGORITHM_REASON,
     ),
-    ignored("no-hierarchical-allgather", Takes::Nothing, BY_ITSELF),
-    ignored_in("torus-allreduce", Takes::Nothing, ("params", "torus_allreduce"), BY_ITSELF),
-    ignored("no-torus-allreduce", Takes::Nothing, BY_ITSELF),
-    ignored_in(
+    ignored_flag("no-hierarchical-allgather", FlagValue::Nothing, AUTOMATIC_ALGORITHM_REASON),
+    ignored_keyed_flag(
+        "torus-allreduce",
+        FlagValue::Nothing,
+        ("params", "torus_allreduce"),
+        AUTOMATIC_ALGORITHM_REASON,
+    ),
+    ignored_flag("no-torus-allreduce", FlagValue::Nothing, AUTOMATIC_ALGORITHM_REASON),
+    ignored_keyed_flag(
         "mpi-threads-disable",
-        Takes::Nothing,
+        FlagValue::Nothing,
         ("library_options", "mpi_threads_disable"),
-        NO_MPI,
+        NO_MPI_REASON,
     ),
-    ignored("no-mpi-threads-disable", Takes::Nothing, NO_MPI),
-    ignored("mpi-args", Takes::Text, NO_MPI),
-    ignored("binding-args", Takes::Text, NO_MPI),
-    ignored(
+    ignored_flag("no-mpi-threads-disable", FlagValue::Nothing, NO_MPI_REASON),
+    ignored_flag("mpi-args", FlagValue::Text, NO_MPI_REASON),
+    ignored_flag("binding-args", FlagValue::Text, NO_MPI_REASON),
+    ignored_flag(
         "tcp",
-        Takes::Nothing,
+        FlagValue::Nothing,
         "links between hosts always use TCP; for NCCL, set NCCL_IB_DISABLE",
     ),
-    ignored_in(
+    ignored_keyed_flag(
         "num-nccl-streams",
-        Takes::Count,
+        FlagValue::Count,
         ("library_options", "num_nccl_streams"),
         "each communicator has one stream of its own",
     ),
-    ignored_in(
+    ignored_keyed_flag(
         "thread-affinity",
-        Takes::Count,
+        FlagValue::Count,
         ("library_options", "thread_affinity"),
         "the engine's threads are not pinned",
     ),
-    ignored_in(
+    ignored_keyed_flag(
         "gloo-timeout-seconds",
-        Takes::Count,
+        FlagValue::Count,
         ("library_options", "gloo_timeout_seconds"),
         "there is no Gloo; deadlines are --peer-timeout and --collective-timeout",
     ),
-    ignored("gloo", Takes::Nothing, ONE_ENGINE),
-    ignored("mpi", Takes::Nothing, ONE_ENGINE),
-    ignored("jsrun", Takes::Nothing, ONE_ENGINE),
-    ignored("disable-cache", Takes::Nothing, NO_CACHE),
+    ignored_flag("gloo", FlagValue::Nothing, ONE_ENGINE_REASON),
+    ignored_flag("mpi", FlagValue::Nothing, ONE_ENGINE_REASON),
+    ignored_flag("jsrun", FlagValue::Nothing, ONE_ENGINE_REASON),
+    ignored_flag("disable-cache", FlagValue::Nothing, NO_CACHE_REASON),
 ];
 
-const fn own_turn(name: &'static str, does: Does, help: &'static str) -> Flag {
-    Flag { name, takes: Takes::Nothing, does, help, ..PLAIN }
+const fn toggle_flag(name: &'static str, does: FlagEffect, help: &'static str) -> RunFlag {
+    RunFlag { name, value: FlagValue::Nothing, effect: does, help, ..FLAG_DEFAULTS }
 }
 
-/// Horovod variables that mean nothing here, and the flag that says why.
+/// Horovod variables without effect, and the flag that has the reason.
 pub(crate) const IGNORED_VARIABLES: [(&str, &str); 10] = [
     ("HOROVOD_CYCLE_TIME", "cycle-time-ms"),
     ("HOROVOD_HIERARCHICAL_ALLREDUCE", "hierarchical-allreduce"),
@@ -481,8 +527,8 @@ pub(crate) const IGNORED_VARIABLES: [(&str, &str); 10] = [
     ("HOROVOD_CPU_OPERATIONS", "gloo"),
 ];
 
-/// Pairs of which the last one given counts.
-const OPPOSITES: [(&str, &str); 9] = [
+/// Pairs of flags; the last one given counts.
+const OPPOSITE_FLAGS: [(&str, &str); 9] = [
     ("log-with-timestamp", "log-without-timestamp"),
     ("autotune", "no-autotune"),
     ("timeline-mark-cycles", "no-timeline-mark-cycles"),
@@ -494,8 +540,8 @@ const OPPOSITES: [(&str, &str); 9] = [
     ("network-interfaces", "network-interface"),
 ];
 
-/// Pairs of which only one may be given.
-const EXCLUDING: [(&str, &str); 6] = [
+/// Pairs of flags that exclude each other.
+const CONFLICTING_FLAGS: [(&str, &str); 6] = [
     ("hosts", "hostfile"),
     ("hosts", "host-discovery-script"),
     ("hostfile", "host-discovery-script"),
@@ -504,32 +550,35 @@ const EXCLUDING: [(&str, &str); 6] = [
     ("mpi", "jsrun"),
 ];
 
-/// Knobs that are flags of `run` by themselves: Horovod has none for them.
-pub(crate) fn knob_flags() -> impl Iterator<Item = (&'static str, &'static Knob)> {
+/// Returns the knobs that are flags of `run` and that Horovod has no flag for.
+pub(crate) fn knob_flags() -> impl Iterator<Item = (&'static str, &'static KnobDefinition)> {
     KNOBS.iter().filter_map(|knob| {
         let name = knob.flag?.trim_start_matches('-');
-        (!FLAGS.iter().any(|flag| flag.name == name)).then_some((name, knob))
+        (!RUN_FLAGS.iter().any(|flag| flag.name == name)).then_some((name, knob))
     })
 }
 
 /// Returns whether a flag has an effect only on elastic jobs.
-pub(crate) fn is_elastic(flag: &Flag) -> bool {
-    flag.key.is_some_and(|(section, _)| section == ELASTIC)
+pub(crate) fn is_elastic_flag(flag: &RunFlag) -> bool {
+    flag.key.is_some_and(|(section, _)| section == ELASTIC_SECTION)
 }
 
 /// Returns whether a knob's flag takes no value.
-pub(crate) fn is_switch(knob: &Knob) -> bool {
-    knob.expected == <bool as Value>::EXPECTED
+pub(crate) fn is_switch_knob(knob: &KnobDefinition) -> bool {
+    knob.expected == <bool as KnobValue>::EXPECTED_FORMAT
 }
 
-/// Returns all of them, for clap.
-pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
-    let table = FLAGS.iter().map(argument);
+/// Returns all flags, for clap.
+pub(crate) fn run_arguments() -> impl Iterator<Item = Arg> {
+    let table = RUN_FLAGS.iter().map(flag_argument);
     table.chain(knob_flags().map(|(name, knob)| {
-        let arg =
-            Arg::new(name).long(name).help(format!("{} [{PREFIX}{}]", knob.doc.trim(), knob.name));
-        // A negative number is a wrong value, and no flag.
-        if is_switch(knob) {
+        let arg = Arg::new(name).long(name).help(format!(
+            "{} [{FARANDOLE_PREFIX}{}]",
+            knob.doc.trim(),
+            knob.name
+        ));
+        // A negative number is an invalid value, not a flag.
+        if is_switch_knob(knob) {
             arg.action(ArgAction::SetTrue)
         } else {
             arg.value_name("VALUE").allow_negative_numbers(true)
@@ -537,66 +586,72 @@ pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
     }))
 }
 
-fn argument(flag: &Flag) -> Arg {
-    let mut arg = Arg::new(flag.name).long(flag.name).help(help(flag));
+fn flag_argument(flag: &RunFlag) -> Arg {
+    let mut arg = Arg::new(flag.name).long(flag.name).help(flag_help(flag));
     for alias in flag.aliases {
-        // The first lines of the help tell of `-np`.
+        // The beginning of the help describes `-np`.
         arg = if *alias == "np" { arg.alias(*alias) } else { arg.visible_alias(*alias) };
     }
     if let Some(short) = flag.short {
         arg = arg.short(short);
     }
-    arg = match flag.takes {
-        Takes::Nothing => arg.action(ArgAction::SetTrue),
-        Takes::Pair => arg.num_args(2).value_names(["MIN", "MAX"]),
-        Takes::Count => arg.value_name("N").allow_negative_numbers(true),
-        Takes::Number | Takes::Share => arg.value_name("NUMBER").allow_negative_numbers(true),
-        Takes::Text => {
+    arg = match flag.value {
+        FlagValue::Nothing => arg.action(ArgAction::SetTrue),
+        FlagValue::Pair => arg.num_args(2).value_names(["MIN", "MAX"]),
+        FlagValue::Count => arg.value_name("N").allow_negative_numbers(true),
+        FlagValue::Number | FlagValue::Share => {
+            arg.value_name("NUMBER").allow_negative_numbers(true)
+        }
+        FlagValue::Text => {
             let arg = arg.value_name("VALUE").allow_negative_numbers(true);
-            arg.allow_hyphen_values(matches!(flag.does, Does::Nothing(_)))
+            arg.allow_hyphen_values(matches!(flag.effect, FlagEffect::Ignored(_)))
         }
     };
     if flag.name.starts_with("network-interface") {
         arg = arg.action(ArgAction::Append);
-    } else if flag.takes != Takes::Nothing {
+    } else if flag.value != FlagValue::Nothing {
         arg = arg.overrides_with(flag.name);
     }
-    for (one, other) in OPPOSITES {
+    for (one, other) in OPPOSITE_FLAGS {
         if one == flag.name && !one.starts_with("network") {
             arg = arg.overrides_with(other);
         }
     }
-    for (one, other) in EXCLUDING {
+    for (one, other) in CONFLICTING_FLAGS {
         if one == flag.name {
             arg = arg.conflicts_with(Str::from(other));
         }
     }
-    arg.hide(matches!(flag.does, Does::Nothing(_)))
+    arg.hide(matches!(flag.effect, FlagEffect::Ignored(_)))
 }
 
-fn help(flag: &Flag) -> String {
-    let variable = match flag.does {
-        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => KNOBS
-            .iter()
-            .find(|knob| knob.key == key)
-            .map(|knob| format!(" [{PREFIX}{}]", knob.name)),
-        Does::Nothing(_) | Does::Own => None,
+fn flag_help(flag: &RunFlag) -> String {
+    let variable = match flag.effect {
+        FlagEffect::SetKnob(key) | FlagEffect::SetKnobMib(key) | FlagEffect::SetKnobTo(key, _) => {
+            KNOBS
+                .iter()
+                .find(|knob| knob.key == key)
+                .map(|knob| format!(" [{FARANDOLE_PREFIX}{}]", knob.name))
+        }
+        FlagEffect::Ignored(_) | FlagEffect::HandledByRun => None,
     };
     format!("{}{}", flag.help, variable.unwrap_or_default())
 }
 
-/// Checks a value against what its flag takes; the text as knobs read it.
+/// Checks a value against the kind that its flag takes; returns the text as knobs parse it.
 ///
 /// # Errors
-/// What the flag takes.
-pub(crate) fn checked(takes: Takes, text: &str) -> Result<String, &'static str> {
+/// A description of the expected values.
+pub(crate) fn check_value(takes: FlagValue, text: &str) -> Result<String, &'static str> {
     let text = text.trim();
     let number = || text.parse::<f64>().ok().filter(|number| *number >= 0.0);
     let (holds, expected) = match takes {
-        Takes::Nothing | Takes::Text => (true, ""),
-        Takes::Count | Takes::Pair => (text.parse::<u64>().is_ok(), "a whole number of at least 0"),
-        Takes::Number => (number().is_some(), "a number of at least 0"),
-        Takes::Share => (number().is_some_and(|number| number <= 1.0), "a number from 0 to 1"),
+        FlagValue::Nothing | FlagValue::Text => (true, ""),
+        FlagValue::Count | FlagValue::Pair => {
+            (text.parse::<u64>().is_ok(), "a whole number of at least 0")
+        }
+        FlagValue::Number => (number().is_some(), "a number of at least 0"),
+        FlagValue::Share => (number().is_some_and(|number| number <= 1.0), "a number from 0 to 1"),
     };
     if holds { Ok(text.to_owned()) } else { Err(expected) }
 }

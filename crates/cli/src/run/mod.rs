@@ -3,12 +3,12 @@
 
 //! `farandole run`, and `horovodrun`.
 
-mod file;
+mod config_file;
 pub(crate) mod flags;
+mod job_viewer;
 mod options;
 #[cfg(test)]
 mod tests;
-mod watching;
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -16,21 +16,21 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use clap::{Arg, ArgMatches, Command};
-use farandole::launcher::elastic::{ElasticJob, Happening};
-use farandole::launcher::{Job, Report, Work};
-use farandole::telemetry::Sink;
+use farandole::launcher::elastic::{ElasticJob, ElasticJobUpdate};
+use farandole::launcher::{JobReport, StaticJob, WorkerProgram};
+use farandole::telemetry::RecordSink;
 use farandole::world::World;
 
-use self::options::{Place, RunOptions};
-use self::watching::Watching;
+use self::job_viewer::OptionalJobViewer;
+use self::options::{JobPlacement, RunOptions};
 use crate::check_build::check_build;
-use crate::console::Console;
+use crate::console::ConsoleSink;
+use crate::host_interpreter::HostInterpreter;
 use crate::logging;
-use crate::surroundings::Surroundings;
-use crate::timeline::Gathering;
+use crate::timeline::TimelineSink;
 
-/// Returns its command line.
-pub(crate) fn command() -> Command {
+/// Returns the command line.
+pub(crate) fn build_command() -> Command {
     Command::new("run")
         .display_name("farandole")
         .about(
@@ -43,7 +43,7 @@ pub(crate) fn command() -> Command {
                      it is used.",
         )
         .disable_version_flag(true)
-        .args(flags::arguments())
+        .args(flags::run_arguments())
         .arg(
             Arg::new("version")
                 .long("version")
@@ -62,39 +62,42 @@ pub(crate) fn command() -> Command {
         )
 }
 
-/// Runs the program; the exit status is that of the first failure. `called` is the command's name.
-pub(crate) fn run(
+/// Runs the program; returns the exit status of the first failure. `called` is the command's name.
+pub(crate) fn run_job(
     called: &str,
     matches: &ArgMatches,
-    surroundings: &dyn Surroundings,
+    surroundings: &dyn HostInterpreter,
 ) -> Result<i32> {
     if matches.get_flag("check-build") {
-        print!("{}", check_build(&surroundings.python(), &surroundings.modules()));
+        print!(
+            "{}",
+            check_build(&surroundings.installation(), &surroundings.module_distributions())
+        );
         return Ok(0);
     }
-    let options = RunOptions::read(matches)?;
-    logging::install(options.config.log_level, options.config.log_hide_time);
-    let say = |message: &str| crate::say(called, message);
+    let options = RunOptions::from_matches(matches)?;
+    logging::install_logging(options.config.log_level, options.config.log_hide_time);
+    let say = |message: &str| crate::print_message(called, message);
     options.remarks.iter().for_each(|remark| say(remark));
-    let place = options.place()?;
-    let watching = Watching::open(&options, place.num_proc, surroundings)?;
+    let place = options.job_placement()?;
+    let watching = OptionalJobViewer::open_viewer(&options, place.num_proc, surroundings)?;
     let verbose = options.verbose;
     let mut timeline = None;
-    let report = sinks(&options, &place, &watching).and_then(|(sink, gathering)| {
+    let report = open_sinks(&options, &place, &watching).and_then(|(sink, gathering)| {
         timeline = gathering;
         if options.is_elastic() {
-            elastic(options, place, surroundings, (&sink, &watching), &say)
+            run_elastic_job(options, place, surroundings, (&sink, &watching), &say)
         } else {
-            fixed(options, place, surroundings, (&sink, &watching), &say)
+            run_static_job(options, place, surroundings, (&sink, &watching), &say)
         }
     });
-    watching.ended(&report);
+    watching.show_end(&report);
     if let Ok(report) = &report {
-        tell(report, verbose, &say);
+        print_report(report, verbose, &say);
     }
     if let Some(timeline) = timeline {
         // A missing timeline does not fail a job. The timeline of a failed job may show the reason.
-        match timeline.merge() {
+        match timeline.merge_received() {
             Ok(lines) => lines.iter().for_each(|line| say(line)),
             Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
         }
@@ -102,31 +105,37 @@ pub(crate) fn run(
     Ok(report?.exit_code())
 }
 
-/// The sink of a job's records, and the part of it that gathers the timeline.
-type Sinks = (Arc<dyn Sink>, Option<Arc<Gathering>>);
+/// The sink of a job's records, and the sink within it that collects the timeline.
+type Sinks = (Arc<dyn RecordSink>, Option<Arc<TimelineSink>>);
 
 /// Returns the sinks of a job's records: the console, the run viewer, and the timeline.
-fn sinks(options: &RunOptions, place: &Place, watching: &Watching) -> Result<Sinks> {
-    let shown = watching.watch().and_then(|watch| watch.folder());
+fn open_sinks(
+    options: &RunOptions,
+    place: &JobPlacement,
+    watching: &OptionalJobViewer,
+) -> Result<Sinks> {
+    let shown = watching.viewer().and_then(|watch| watch.output_folder());
     let folder = options.output_folder.as_deref().or(shown.as_deref());
-    let console = Console::new(options.timestamps, folder, place.num_proc, options.is_continued())?;
-    let sink = watching.before(Arc::new(console) as Arc<dyn Sink>);
+    let console =
+        ConsoleSink::new(options.timestamps, folder, place.num_proc, options.is_continued())?;
+    let sink = watching.wrap_sink(Arc::new(console) as Arc<dyn RecordSink>);
     let timeline =
-        options.timeline.as_deref().map(|path| Gathering::new(path, &sink)).transpose()?;
-    let sink = timeline.as_ref().map_or(sink, |timeline| Arc::clone(timeline) as Arc<dyn Sink>);
+        options.timeline.as_deref().map(|path| TimelineSink::new(path, &sink)).transpose()?;
+    let sink =
+        timeline.as_ref().map_or(sink, |timeline| Arc::clone(timeline) as Arc<dyn RecordSink>);
     Ok((sink, timeline))
 }
 
 /// Runs a job of a fixed number of processes.
-fn fixed(
+fn run_static_job(
     options: RunOptions,
-    place: Place,
-    surroundings: &dyn Surroundings,
-    (sink, watching): (&Arc<dyn Sink>, &Watching),
+    place: JobPlacement,
+    surroundings: &dyn HostInterpreter,
+    (sink, watching): (&Arc<dyn RecordSink>, &OptionalJobViewer),
     say: &dyn Fn(&str),
-) -> Result<Report> {
+) -> Result<JobReport> {
     let verbose = options.verbose;
-    let Place { num_proc, hosts, allocation, .. } = &place;
+    let JobPlacement { num_proc, hosts, allocation, .. } = &place;
     if verbose {
         let system = allocation
             .as_ref()
@@ -137,45 +146,45 @@ fn fixed(
         let host = |task| {
             world.seats.iter().find(|seat| seat.task.0 == task).map(|seat| seat.host.to_string())
         };
-        watching.world(world, |task| host(task).unwrap_or_default());
+        watching.show_world(world, |task| host(task).unwrap_or_default());
         for seat in (0u32..).zip(&world.seats).filter(|_| verbose) {
             say(&format!("rank {} is local rank {} on {}", seat.0, seat.1.local_rank, seat.1.host));
         }
     };
-    let job = Job {
+    let job = StaticJob {
         num_proc: *num_proc,
         hosts: hosts.clone(),
-        work: work(options, &place, surroundings),
+        program: worker_program(options, &place, surroundings),
     };
-    Ok(job.run_told(sink, &|| surroundings.wish(), &assigned)?)
+    Ok(job.run_with_observer(sink, &|| surroundings.requested_stop(), &assigned)?)
 }
 
-/// Runs a job whose processes come and go.
-fn elastic(
+/// Runs a job whose number of processes may change.
+fn run_elastic_job(
     options: RunOptions,
-    place: Place,
-    surroundings: &dyn Surroundings,
-    (sink, watching): (&Arc<dyn Sink>, &Watching),
+    place: JobPlacement,
+    surroundings: &dyn HostInterpreter,
+    (sink, watching): (&Arc<dyn RecordSink>, &OptionalJobViewer),
     say: &dyn Fn(&str),
-) -> Result<Report> {
-    let rules = ElasticJob::rules(place.num_proc, &options.config)?;
-    let discovery = options.discovery(&place, rules.most.saturating_add(rules.spares));
+) -> Result<JobReport> {
+    let rules = ElasticJob::rules_from_config(place.num_proc, &options.config)?;
+    let discovery = options.host_discovery(&place, rules.most.saturating_add(rules.spares));
     let verbose = options.verbose;
     let before = RefCell::new(HashSet::new());
-    let heard = |happening: Happening<'_>| match happening {
-        Happening::Resumed { workers } => {
+    let heard = |happening: ElasticJobUpdate<'_>| match happening {
+        ElasticJobUpdate::Resumed { workers } => {
             say(&format!("continues a job that has {workers} processes"))
         }
-        Happening::Loss(what) => {
+        ElasticJobUpdate::Loss(what) => {
             say(what);
-            if let Some(watch) = watching.watch() {
-                watch.loss(what);
+            if let Some(watch) = watching.viewer() {
+                watch.show_loss(what);
             }
         }
-        Happening::World { world, hosts } => {
-            watching.world(world, |task| hosts.get(&task).cloned().unwrap_or_default());
+        ElasticJobUpdate::World { world, hosts } => {
+            watching.show_world(world, |task| hosts.get(&task).cloned().unwrap_or_default());
             if verbose || world.generation.0 > 1 {
-                say(&described(world, &before.borrow()));
+                say(&describe_world(world, &before.borrow()));
             }
             *before.borrow_mut() = world.seats.iter().map(|seat| seat.task.0).collect();
             for (rank, seat) in (0u32..).zip(&world.seats).filter(|_| verbose) {
@@ -184,18 +193,19 @@ fn elastic(
             }
         }
     };
-    let journal = options.journal();
+    let journal = options.journal_path();
     let outage = options.config.registrar_timeout;
-    let mut work = work(options, &place, surroundings);
+    let mut work = worker_program(options, &place, surroundings);
     if journal.is_some() {
         work.outage = outage;
     }
-    let job = ElasticJob { elastic: rules, work, journal };
-    Ok(job.run(discovery, sink, &|| surroundings.wish(), &heard)?)
+    let job = ElasticJob { rules, program: work, journal };
+    Ok(job.run(discovery, sink, &|| surroundings.requested_stop(), &heard)?)
 }
 
-/// Describes a new world for the user. State that only workers had is lost with the last of them.
-fn described(world: &World, before: &HashSet<u32>) -> String {
+/// Describes a new world for the user. If all its workers are new, state that was only in workers
+/// is lost.
+fn describe_world(world: &World, before: &HashSet<u32>) -> String {
     let told = format!("world {} has {} ranks", world.generation, world.size());
     if before.is_empty() || world.seats.iter().any(|seat| before.contains(&seat.task.0)) {
         told
@@ -204,23 +214,27 @@ fn described(world: &World, before: &HashSet<u32>) -> String {
     }
 }
 
-fn work(options: RunOptions, place: &Place, surroundings: &dyn Surroundings) -> Work {
-    Work {
+fn worker_program(
+    options: RunOptions,
+    place: &JobPlacement,
+    surroundings: &dyn HostInterpreter,
+) -> WorkerProgram {
+    WorkerProgram {
         shell: place.shell.clone(),
-        python: surroundings.python().executable,
-        ..Work::program(options.command, options.environment, options.config)
+        python: surroundings.installation().executable,
+        ..WorkerProgram::for_this_host(options.command, options.environment, options.config)
     }
 }
 
-fn tell(report: &Report, verbose: bool, say: &dyn Fn(&str)) {
+fn print_report(report: &JobReport, verbose: bool, say: &dyn Fn(&str)) {
     if verbose {
         for outcome in &report.outcomes {
-            if let (Some(rank), Some(how)) = (outcome.rank, &outcome.how) {
+            if let (Some(rank), Some(how)) = (outcome.rank, &outcome.exit_kind) {
                 say(&format!("rank {rank} {how}"));
             }
         }
     }
-    let Some(reason) = report.reason() else { return };
+    let Some(reason) = report.failure_reason() else { return };
     let others = report.outcomes.iter().filter(|outcome| outcome.aborted).count();
     if report.interrupted || others == 0 {
         say(reason);

@@ -6,25 +6,25 @@ use std::time::Duration;
 use clap::ArgMatches;
 use farandole::launcher::elastic::ElasticJob;
 
-use super::flags::{Does, FLAGS, IGNORED_VARIABLES, Takes, knob_flags};
+use super::flags::{FlagEffect, FlagValue, IGNORED_VARIABLES, RUN_FLAGS, knob_flags};
 use super::options::RunOptions;
 use crate::arguments;
 
 fn matches(line: &[&str]) -> Result<ArgMatches, clap::Error> {
     let words: Vec<String> = line.iter().map(|word| (*word).to_owned()).collect();
-    arguments::matches(&words, line[0] == "horovodrun").map(|(_, matches)| matches)
+    arguments::parse_arguments(&words, line[0] == "horovodrun").map(|(_, matches)| matches)
 }
 
 fn read(line: &[&str]) -> anyhow::Result<RunOptions> {
     let mut words = vec!["horovodrun"];
     words.extend(line);
     words.extend(["python", "train.py", "-np", "9"]);
-    RunOptions::read(&matches(&words).unwrap())
+    RunOptions::from_matches(&matches(&words).unwrap())
 }
 
 #[test]
 fn the_help_shows_the_other_names_of_a_flag() {
-    let help = super::command().render_long_help().to_string();
+    let help = super::build_command().render_long_help().to_string();
     assert!(help.contains("--min-num-proc <N>"), "{help}");
     assert!(help.contains("[alias: --min-np]"), "{help}");
 }
@@ -130,20 +130,20 @@ fn a_job_is_elastic_by_either_of_two_flags_and_the_others_say_so_when_it_is_not(
     assert_eq!(elastic(&["-np", "2", "--max-np", "4", "--reset-limit", "3"]), (false, 2));
     let file = written("elastic: {min_num_proc: 2, blacklist_cooldown_range: 1 9, spares: 1}\n");
     let options = read(&["-np", "3", "--config-file", file.path().to_str().unwrap()]).unwrap();
-    let rules = ElasticJob::rules(3, &options.config).unwrap();
+    let rules = ElasticJob::rules_from_config(3, &options.config).unwrap();
     assert!(options.is_elastic() && options.remarks.is_empty());
     assert_eq!((rules.first, rules.least, rules.most, rules.spares), (3, 2, 3, 1));
     assert_eq!(rules.cooldown, (Duration::from_secs(1), Duration::from_secs(9)));
     assert_eq!((rules.timeout, rules.reset_limit), (Duration::from_secs(600), None));
-    assert_eq!(read(&["--min-np", "2"]).unwrap().place().unwrap().num_proc, 2);
+    assert_eq!(read(&["--min-np", "2"]).unwrap().job_placement().unwrap().num_proc, 2);
 }
 
 #[test]
 fn elastic_numbers_that_contradict_each_other_are_refused_by_their_flags() {
     let rules = |line: &[&str]| {
         let options = read(line).unwrap();
-        let place = options.place()?;
-        ElasticJob::rules(place.num_proc, &options.config).map_err(anyhow::Error::from)
+        let place = options.job_placement()?;
+        ElasticJob::rules_from_config(place.num_proc, &options.config).map_err(anyhow::Error::from)
     };
     for (line, part) in [
         (&["-np", "2", "--min-np", "3"][..], "--min-num-proc (3) is larger than --num-proc (2)"),
@@ -184,8 +184,8 @@ fn an_ignored_flag_is_named_once() {
 #[test]
 fn every_variable_that_means_nothing_has_a_flag_that_says_why() {
     for (variable, name) in IGNORED_VARIABLES {
-        let flag = FLAGS.iter().find(|flag| flag.name == name).unwrap();
-        assert!(matches!(flag.does, Does::Nothing(_)), "{variable}");
+        let flag = RUN_FLAGS.iter().find(|flag| flag.name == name).unwrap();
+        assert!(matches!(flag.effect, FlagEffect::Ignored(_)), "{variable}");
     }
 }
 
@@ -259,7 +259,7 @@ fn a_flag_wins_over_the_file_and_the_last_of_two_opposites_counts() {
 #[test]
 fn processes_of_a_job_with_a_journal_do_not_inherit_it() {
     let options = read(&["--min-np", "1", "--journal", "f", "--registrar-timeout", "7"]).unwrap();
-    assert_eq!(options.journal(), Some("f".into()));
+    assert_eq!(options.journal_path(), Some("f".into()));
     assert_eq!(options.config.registrar_timeout, Duration::from_secs(7));
     for name in ["FARANDOLE_JOURNAL", "HOROVOD_JOURNAL"] {
         assert_eq!(options.environment.get(name), Some(&None), "{name}");
@@ -270,16 +270,16 @@ fn processes_of_a_job_with_a_journal_do_not_inherit_it() {
 #[test]
 fn hosts_give_the_number_of_processes_and_too_few_slots_are_refused_when_it_is_placed() {
     let options = read(&["-H", "a:2,b:4", "-p", "2222"]).unwrap();
-    let place = options.place().unwrap();
+    let place = options.job_placement().unwrap();
     assert_eq!((place.num_proc, place.hosts.len()), (6, 2));
     let hosts = written("# two\nlocalhost slots=2\n\nb\n");
     let options = read(&["-hostfile", hosts.path().to_str().unwrap()]).unwrap();
-    assert_eq!(options.place().unwrap().num_proc, 3);
-    let none = read(&[]).unwrap().place().unwrap_err().to_string();
+    assert_eq!(options.job_placement().unwrap().num_proc, 3);
+    let none = read(&[]).unwrap().job_placement().unwrap_err().to_string();
     assert!(none.contains("-np N"), "{none}");
     let rsh = read(&["-np", "1", "--ssh-command", "rsh", "-p", "1"])
         .unwrap()
-        .place()
+        .job_placement()
         .unwrap_err()
         .to_string();
     assert!(rsh.contains("hosts are reached by: rsh"), "{rsh}");
@@ -288,12 +288,13 @@ fn hosts_give_the_number_of_processes_and_too_few_slots_are_refused_when_it_is_p
 #[test]
 fn every_knob_with_a_flag_is_one() {
     // CL-2.
-    let run = super::command();
+    let run = super::build_command();
     let names: Vec<&str> = run.get_arguments().filter_map(clap::Arg::get_long).collect();
     for (name, _) in knob_flags() {
         assert!(names.contains(&name), "{name}");
     }
-    let twice = FLAGS.iter().filter(|flag| flag.takes == Takes::Nothing && flag.key.is_some());
+    let twice =
+        RUN_FLAGS.iter().filter(|flag| flag.value == FlagValue::Nothing && flag.key.is_some());
     assert!(twice.count() > 3);
     run.debug_assert();
 }

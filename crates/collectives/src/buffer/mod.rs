@@ -1,60 +1,60 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory of tensors, by address, without linking a framework.
+//! Memory of tensors, given by address, so that no framework has to be linked.
 #![expect(unsafe_code, reason = "the one place where addresses become slices")]
 
-mod flat;
-mod past;
-mod shared;
+mod gather_list;
+mod nontemporal_copy;
+mod shareable_memory;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use farandole_shm::{Pages, Region};
+use farandole_shm::{HugePageMemory, SharedRegion};
 
 pub use farandole_shm::prefer_large_pages;
-pub(crate) use flat::Flat;
-pub use past::copy_past_caches;
-pub(crate) use shared::home;
+pub(crate) use gather_list::GatherList;
+pub use nontemporal_copy::copy_nontemporal;
+pub(crate) use shareable_memory::find_shareable_memory;
 
-/// The memory that holds a buffer's bytes.
+/// Kind of memory that holds the bytes of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
-    /// Addressable by this process.
+pub enum MemoryKind {
+    /// Host memory, addressable by this process.
     Host,
-    /// On the device with this ordinal.
+    /// Memory of the device with this ordinal.
     Device(u32),
 }
 
-/// A stream of a framework's on a device: work that is done in order.
+/// Stream of a framework on a device: the device executes its work in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Stream(usize);
+pub struct DeviceStream(usize);
 
-impl Stream {
-    /// Returns the stream of this handle, as the framework and the device's driver know it.
+impl DeviceStream {
+    /// Returns the stream with this handle, which the framework and the driver of the device share.
     ///
     /// # Safety
-    /// It is a stream of the device it is used with, or 0 for the default one, and lives while it
-    /// is used.
+    /// `handle` is a stream of the device with which it is used, or 0 for the default stream, and
+    /// the stream exists for as long as it is used.
     pub unsafe fn from_raw(handle: usize) -> Self {
         Self(handle)
     }
 
-    /// Returns its handle.
-    pub fn handle(self) -> usize {
+    /// Returns the handle of the stream.
+    pub fn raw_handle(self) -> usize {
         self.0
     }
 }
 
-/// A range of memory that stays valid until the operation it takes part in has completed.
+/// Range of memory that stays valid until the operation that uses it has completed.
 #[derive(Clone, Debug)]
 pub struct Buffer {
     address: NonNull<u8>,
     bytes: usize,
-    place: Place,
-    owner: Option<Memory>,
+    memory_kind: MemoryKind,
+    owner: Option<HostMemory>,
 }
 
 // SAFETY: a buffer is an address and a length; the caller of `from_raw` promised that the range may
@@ -64,21 +64,22 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Returns a range with another owner.
+    /// Returns a range of memory that other code owns.
     ///
     /// # Safety
-    /// `address` must stay valid for `bytes` bytes, for writing if it is used as an output, and no
-    /// one else may write it, until every operation given this buffer has completed or failed.
-    pub unsafe fn from_raw(address: *mut u8, bytes: usize, place: Place) -> Self {
+    /// Until every operation with this buffer has completed or failed, `address` must stay valid
+    /// for `bytes` bytes, also for writing if the buffer is an output, and no other code may write
+    /// it.
+    pub unsafe fn from_raw(address: *mut u8, bytes: usize, place: MemoryKind) -> Self {
         Self {
             address: NonNull::new(address).unwrap_or(NonNull::dangling()),
             bytes,
-            place,
+            memory_kind: place,
             owner: None,
         }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
@@ -88,144 +89,158 @@ impl Buffer {
         self.bytes == 0
     }
 
-    /// Returns the memory that holds the bytes.
-    pub fn place(&self) -> Place {
-        self.place
+    /// Returns the kind of memory that holds the bytes.
+    pub fn memory_kind(&self) -> MemoryKind {
+        self.memory_kind
     }
 
-    /// First address.
+    /// Returns the first address.
     pub fn address(&self) -> *mut u8 {
         self.address.as_ptr()
     }
 
-    /// Returns a part of this buffer, cut to what there is, that keeps the same memory alive.
+    /// Returns a part of this buffer, cut off at its end. The part keeps the same memory alive.
     #[must_use]
     pub fn slice(&self, offset: usize, bytes: usize) -> Self {
-        Self { owner: self.owner.clone(), ..self.view(offset, bytes) }
+        Self { owner: self.owner.clone(), ..self.unowned_slice(offset, bytes) }
     }
 
-    /// Like [`Buffer::slice`], to be dropped before this buffer.
-    fn view(&self, offset: usize, bytes: usize) -> Self {
+    /// Like [`Buffer::slice`], but the part does not keep the memory alive: drop it before this
+    /// buffer.
+    fn unowned_slice(&self, offset: usize, bytes: usize) -> Self {
         let offset = offset.min(self.bytes);
         let address = self.address.as_ptr().wrapping_add(offset);
         Self {
             address: NonNull::new(address).unwrap_or(NonNull::dangling()),
             bytes: bytes.min(self.bytes - offset),
-            place: self.place,
+            memory_kind: self.memory_kind,
             owner: None,
         }
     }
 
-    /// Returns the bytes, for reading. Empty when they are not on the host.
+    /// Returns the bytes for reading; empty if they are not on the host.
     ///
     /// # Safety
-    /// Nobody may write them while the slice lives.
-    pub unsafe fn bytes(&self) -> &[u8] {
-        match self.place {
-            // SAFETY: valid for `bytes` by the promise of `from_raw` or by the owner; not written
-            // by the caller's promise.
-            Place::Host => unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.bytes) },
-            Place::Device(_) => &[],
+    /// No code may write the bytes while the slice lives.
+    pub unsafe fn as_bytes(&self) -> &[u8] {
+        match self.memory_kind {
+            // SAFETY: valid for `self.bytes` bytes by the promise made at `from_raw`, or because
+            // the owner keeps the memory alive. Not written, by the caller's promise.
+            MemoryKind::Host => unsafe {
+                std::slice::from_raw_parts(self.address.as_ptr(), self.bytes)
+            },
+            MemoryKind::Device(_) => &[],
         }
     }
 
-    /// Returns the bytes, for writing. Empty when they are not on the host.
+    /// Returns the bytes for writing; empty if they are not on the host.
     ///
     /// # Safety
-    /// Nobody else may read or write them while the slice lives.
+    /// No other code may read or write the bytes while the slice lives.
     #[expect(
         clippy::mut_from_ref,
         reason = "the buffer is an address; exclusiveness is the caller's promise"
     )]
-    pub unsafe fn bytes_mut(&self) -> &mut [u8] {
-        match self.place {
-            // SAFETY: as in `bytes`, and exclusive by the caller's promise.
-            Place::Host => unsafe {
+    pub unsafe fn as_bytes_mut(&self) -> &mut [u8] {
+        match self.memory_kind {
+            // SAFETY: as in `as_bytes`, and exclusive by the caller's promise.
+            MemoryKind::Host => unsafe {
                 std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes)
             },
-            Place::Device(_) => &mut [],
+            MemoryKind::Device(_) => &mut [],
         }
     }
 }
 
-/// Bytes from which on memory comes from the system and goes back to it, as with the allocator of
-/// glibc.
-pub const LARGE: usize = 32 << 20;
+/// Smallest number of bytes for which memory comes directly from the system and goes back to it, as
+/// in the allocator of glibc.
+pub const LARGE_MEMORY_BYTES: usize = 32 << 20;
 
-/// Host memory of ours or of a peer, aligned to a cache line, shared by reference counting.
+/// Host memory of this process or of a peer, aligned to a cache line, with a reference count.
 #[derive(Clone, Debug)]
-pub struct Memory(Arc<Allocation>);
+pub struct HostMemory(Arc<HostAllocation>);
 
 #[derive(Debug)]
-struct Allocation {
+struct HostAllocation {
     address: NonNull<u8>,
     bytes: usize,
-    store: Store,
+    store: AllocationSource,
 }
 
 #[derive(Debug)]
-enum Store {
+enum AllocationSource {
     Heap(Layout),
-    Pages(#[expect(dead_code, reason = "held, and unmapped by its drop")] Pages),
-    Region(Region),
+    Pages(#[expect(dead_code, reason = "held, and unmapped by its drop")] HugePageMemory),
+    Region(SharedRegion),
 }
 
-// SAFETY: plain memory, freed once by the last owner.
-unsafe impl Send for Allocation {}
-// SAFETY: as for Send; access goes through Buffer's unsafe methods.
-unsafe impl Sync for Allocation {}
+// SAFETY: plain memory, which the last owner frees once.
+unsafe impl Send for HostAllocation {}
+// SAFETY: as for Send; all access is through `Buffer`'s unsafe methods.
+unsafe impl Sync for HostAllocation {}
 
-impl Drop for Allocation {
+impl Drop for HostAllocation {
     fn drop(&mut self) {
         match &self.store {
-            // SAFETY: allocated with this layout in `Memory::new` and freed only here.
-            Store::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
-            // A forked child might wait for ever for the table, and does not need it.
-            Store::Region(region) if region.is_intact() => shared::forget(self.address),
-            Store::Pages(_) | Store::Region(_) => {}
+            // SAFETY: allocated with this layout in `HostMemory::try_new` and freed only here.
+            AllocationSource::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
+            // A forked child does not unregister: it does not need the table, and could wait for
+            // its lock forever.
+            AllocationSource::Region(region) if region.is_original_process() => {
+                shareable_memory::unregister_memory(self.address)
+            }
+            AllocationSource::Pages(_) | AllocationSource::Region(_) => {}
         }
     }
 }
 
 /// Returns the layout of memory for tensors, aligned for vector instructions; `None` for impossible
 /// sizes.
-fn layout(bytes: usize) -> Option<Layout> {
+fn tensor_layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), 64).ok()
 }
 
-impl Memory {
-    /// Zeroed memory: uninitialised bytes would be unsound to read. Large memory consists of fresh
-    /// pages, which are zero anyway.
+impl HostMemory {
+    /// Returns zeroed memory, because reading uninitialised bytes would be unsound. Large memory
+    /// consists of fresh pages, which are zero.
     ///
-    /// Ends the process where there is none, as every allocation does.
+    /// Ends the process if there is no such memory, as every Rust allocation does.
     pub fn new(bytes: usize) -> Self {
-        // The layout is for the message only.
-        let fail = || handle_alloc_error(layout(bytes).unwrap_or(Layout::new::<u8>()));
+        // The layout is only used in the message.
+        let fail = || handle_alloc_error(tensor_layout(bytes).unwrap_or(Layout::new::<u8>()));
         Self::try_new(bytes).unwrap_or_else(fail)
     }
 
-    /// Like [`Memory::new`]; `None` where there is no such memory.
+    /// Like [`HostMemory::new`], but returns `None` if there is no such memory.
     pub fn try_new(bytes: usize) -> Option<Self> {
-        let layout = layout(bytes)?;
-        if bytes >= LARGE {
-            let pages = Pages::new(bytes).ok()?;
-            let address = pages.address();
-            return Some(Self(Arc::new(Allocation { address, bytes, store: Store::Pages(pages) })));
+        let layout = tensor_layout(bytes)?;
+        if bytes >= LARGE_MEMORY_BYTES {
+            let pages = HugePageMemory::new(bytes).ok()?;
+            let address = pages.start_address();
+            return Some(Self(Arc::new(HostAllocation {
+                address,
+                bytes,
+                store: AllocationSource::Pages(pages),
+            })));
         }
-        // SAFETY: the layout's size is not zero.
+        // SAFETY: the size of the layout is not zero.
         let address = unsafe { alloc_zeroed(layout) };
         let address = NonNull::new(address)?;
-        Some(Self(Arc::new(Allocation { address, bytes, store: Store::Heap(layout) })))
+        Some(Self(Arc::new(HostAllocation {
+            address,
+            bytes,
+            store: AllocationSource::Heap(layout),
+        })))
     }
 
-    /// Returns memory filled with one element again and again, the last one cut off where it must
-    /// be.
-    pub fn repeating(bytes: usize, element: &[u8]) -> Self {
+    /// Returns memory that is filled with copies of one element. The last copy is cut off if it
+    /// does not fit.
+    pub fn filled_with(bytes: usize, element: &[u8]) -> Self {
         let memory = Self::new(bytes);
         if element.iter().any(|byte| *byte != 0) {
-            let buffer = memory.buffer();
-            // SAFETY: nobody else knows this memory yet, and the slice ends here.
-            let all = unsafe { buffer.bytes_mut() };
+            let buffer = memory.as_buffer();
+            // SAFETY: no other code has this memory yet, and the slice ends here.
+            let all = unsafe { buffer.as_bytes_mut() };
             for cell in all.chunks_mut(element.len()) {
                 cell.copy_from_slice(&element[..cell.len()]);
             }
@@ -233,7 +248,7 @@ impl Memory {
         memory
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.0.bytes
     }
@@ -243,32 +258,33 @@ impl Memory {
         self.0.bytes == 0
     }
 
-    /// First address.
+    /// Returns the first address.
     pub fn address(&self) -> *mut u8 {
         self.0.address.as_ptr()
     }
 
-    /// Returns whether nobody in this process has another clone of it, or a buffer of its bytes.
-    pub fn is_sole(&self) -> bool {
+    /// Returns whether this is the only handle of the memory in this process, and no buffer keeps
+    /// the memory alive.
+    pub fn is_uniquely_owned(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Returns a copy of the bytes; `None` while somebody else in this process may write them.
+    /// Returns a copy of the bytes; `None` if other code or another process may write them.
     pub fn to_vec(&self) -> Option<Vec<u8>> {
-        if !self.is_sole() || self.region().is_some() {
+        if !self.is_uniquely_owned() || self.shared_region().is_some() {
             return None;
         }
-        let buffer = self.buffer();
-        // SAFETY: nobody else has this memory, and the slice ends here.
-        Some(unsafe { buffer.bytes() }.to_vec())
+        let buffer = self.as_buffer();
+        // SAFETY: no other code has this memory, and the slice ends here.
+        Some(unsafe { buffer.as_bytes() }.to_vec())
     }
 
     /// Returns the whole range as a buffer that keeps this memory alive.
-    pub fn buffer(&self) -> Buffer {
+    pub fn as_buffer(&self) -> Buffer {
         Buffer {
             address: self.0.address,
             bytes: self.0.bytes,
-            place: Place::Host,
+            memory_kind: MemoryKind::Host,
             owner: Some(self.clone()),
         }
     }
@@ -281,11 +297,11 @@ mod tests {
     #[test]
     fn memory_that_cannot_be_allocated_is_refused_and_not_reduced() {
         for bytes in [usize::MAX, isize::MAX.unsigned_abs(), isize::MAX.unsigned_abs() - 63] {
-            assert!(Memory::try_new(bytes).is_none(), "{bytes} bytes");
-            assert!(Memory::shareable(bytes).is_none(), "{bytes} bytes");
+            assert!(HostMemory::try_new(bytes).is_none(), "{bytes} bytes");
+            assert!(HostMemory::new_shareable(bytes).is_none(), "{bytes} bytes");
         }
-        for bytes in [1000, LARGE, LARGE + 1] {
-            let memory = Memory::try_new(bytes).unwrap();
+        for bytes in [1000, LARGE_MEMORY_BYTES, LARGE_MEMORY_BYTES + 1] {
+            let memory = HostMemory::try_new(bytes).unwrap();
             assert_eq!(memory.len(), bytes);
             assert!(memory.to_vec().unwrap().iter().all(|byte| *byte == 0), "{bytes} bytes");
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! 16-bit floats.
+//! Compression to 16-bit floats.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -9,16 +9,17 @@ use half::{bf16, f16};
 use super::{Compressor, require_length};
 use crate::Result;
 
-/// Numbers converted at a time: small enough for the stack and the first cache.
-const BLOCK: usize = 512;
+/// Numbers converted at a time: a block fits on the stack and in the first-level cache.
+const CAST_BLOCK_NUMBERS: usize = 512;
 
-/// Halves of IEEE: 11 bits of precision, up to 65504. 2 bytes a number.
+/// Compressor to IEEE half precision: 11 bits of precision, up to 65504. 2 bytes a number.
 #[derive(Clone, Copy, Debug)]
-pub struct Fp16;
+pub struct Fp16Compressor;
 
-/// Upper halves of `f32`: 8 bits of precision, the range of `f32`. 2 bytes a number.
+/// Compressor to bfloat16, the upper half of an `f32`: 8 bits of precision, the range of `f32`. 2
+/// bytes a number.
 #[derive(Clone, Copy, Debug)]
-pub struct Bf16;
+pub struct Bf16Compressor;
 
 macro_rules! cast {
     ($compressor:ty, $half:ty) => {
@@ -29,8 +30,11 @@ macro_rules! cast {
 
             fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()> {
                 require_length(self, payload.len(), values.len())?;
-                let mut halves = [<$half>::ZERO; BLOCK];
-                for (values, bytes) in values.chunks(BLOCK).zip(payload.chunks_mut(BLOCK * 2)) {
+                let mut halves = [<$half>::ZERO; CAST_BLOCK_NUMBERS];
+                for (values, bytes) in values
+                    .chunks(CAST_BLOCK_NUMBERS)
+                    .zip(payload.chunks_mut(CAST_BLOCK_NUMBERS * 2))
+                {
                     let halves = &mut halves[..values.len()];
                     halves.convert_from_f32_slice(values);
                     for (half, bytes) in halves.iter().zip(bytes.as_chunks_mut().0) {
@@ -65,10 +69,10 @@ macro_rules! cast {
     };
 }
 
-cast!(Fp16, f16);
-cast!(Bf16, bf16);
+cast!(Fp16Compressor, f16);
+cast!(Bf16Compressor, bf16);
 
-/// Combines every number of `payload` with its place in `with`.
+/// Combines every number of `payload` with the number at the same index in `with`.
 fn decode<H: Copy + Default>(
     payload: &[u8],
     with: &mut [f32],
@@ -77,9 +81,11 @@ fn decode<H: Copy + Default>(
 ) where
     [H]: HalfFloatSliceExt,
 {
-    let mut halves = [H::default(); BLOCK];
-    let mut wide = [0.0; BLOCK];
-    for (with, bytes) in with.chunks_mut(BLOCK).zip(payload.chunks(BLOCK * 2)) {
+    let mut halves = [H::default(); CAST_BLOCK_NUMBERS];
+    let mut wide = [0.0; CAST_BLOCK_NUMBERS];
+    for (with, bytes) in
+        with.chunks_mut(CAST_BLOCK_NUMBERS).zip(payload.chunks(CAST_BLOCK_NUMBERS * 2))
+    {
         let (halves, wide) = (&mut halves[..with.len()], &mut wide[..with.len()]);
         for (half, bytes) in halves.iter_mut().zip(bytes.as_chunks().0) {
             *half = read(*bytes);

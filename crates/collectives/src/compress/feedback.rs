@@ -6,11 +6,11 @@
 use super::Compressor;
 use crate::{Error, Result};
 
-/// Encodes `values + residual` and leaves in `residual` what the payload has lost.
+/// Encodes `values + residual`, and writes the loss of the payload to `residual`.
 ///
-/// Start with zeros. Over many steps the sum of payloads then is the sum of values, up to one
-/// step's loss. A loss that is not a number, as of an overflown gradient, is forgotten instead of
-/// spoiling all that follows.
+/// The first call takes a `residual` of zeros. Over many steps the sum of the payloads is then the
+/// sum of the values, up to the loss of one step. If a loss is not finite, for example after the
+/// overflow of a gradient, it is replaced by zero. Otherwise it would spoil all later steps.
 ///
 /// # Errors
 /// [`Error::Shape`] when the lengths do not fit.

@@ -6,39 +6,42 @@
 use super::{Compressor, require_length};
 use crate::Result;
 
-/// Largest code; -128 is not used, so that codes are symmetric.
-const LARGEST: f32 = 127.0;
-/// Adding and taking away this rounds a small `f32` to the nearest whole number, ties to even.
-const ROUNDER: f32 = 12_582_912.0;
+/// Largest code. -128 is not used, so that codes are symmetric.
+const MAX_CODE: f32 = 127.0;
+/// Offset that rounds a small `f32` to the nearest whole number, ties to even, when it is added and
+/// then subtracted.
+const ROUNDING_OFFSET: f32 = 12_582_912.0;
 
-/// Codes from -127 to 127 in blocks; each block has a scale, the largest magnitude in it over 127.
+/// Compressor to codes from -127 to 127 in blocks. Each block has a scale: the largest magnitude in
+/// the block, divided by 127.
 ///
-/// The payload is all scales, then all codes: 1 byte a number and 4 a block. The error of a number
-/// is at most half its block's scale. A block with a number that is not finite becomes NaN.
+/// The payload holds all scales, then all codes: 1 byte a number and 4 bytes a block. The error of
+/// a number is at most half of the scale of its block. A block with a number that is not finite
+/// becomes NaN.
 #[derive(Clone, Copy, Debug)]
-pub struct Int8 {
+pub struct Int8Compressor {
     block: usize,
 }
 
-impl Int8 {
-    /// With blocks of `block` numbers, at least 1.
+impl Int8Compressor {
+    /// Returns a compressor with blocks of `block` numbers, at least 1.
     pub fn new(block: usize) -> Self {
         Self { block: block.max(1) }
     }
 
-    fn scales(&self, values: usize) -> usize {
+    fn scale_bytes(&self, values: usize) -> usize {
         values.div_ceil(self.block) * size_of::<f32>()
     }
 
-    /// Combines every number of `payload` with its place in `with`.
-    fn decode(
+    /// Combines every number of `payload` with the number at the same index in `with`.
+    fn combine_decoded(
         &self,
         payload: &[u8],
         with: &mut [f32],
         combine: impl Fn(&mut f32, f32),
     ) -> Result<()> {
         require_length(self, payload.len(), with.len())?;
-        let (scales, codes) = payload.split_at(self.scales(with.len()));
+        let (scales, codes) = payload.split_at(self.scale_bytes(with.len()));
         let blocks = with.chunks_mut(self.block).zip(codes.chunks(self.block));
         for (scale, (with, codes)) in scales.as_chunks().0.iter().zip(blocks) {
             let scale = f32::from_ne_bytes(*scale);
@@ -50,40 +53,40 @@ impl Int8 {
     }
 }
 
-impl Compressor for Int8 {
+impl Compressor for Int8Compressor {
     fn payload_bytes(&self, values: usize) -> usize {
-        self.scales(values) + values
+        self.scale_bytes(values) + values
     }
 
     fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()> {
         require_length(self, payload.len(), values.len())?;
-        let (scales, codes) = payload.split_at_mut(self.scales(values.len()));
+        let (scales, codes) = payload.split_at_mut(self.scale_bytes(values.len()));
         let blocks = values.chunks(self.block).zip(codes.chunks_mut(self.block));
         for (scale_bytes, (values, codes)) in scales.as_chunks_mut().0.iter_mut().zip(blocks) {
-            let scale = scale_of(values);
+            let scale = block_scale(values);
             *scale_bytes = scale.to_ne_bytes();
             let inverse = if scale > 0.0 && scale.is_finite() { scale.recip() } else { 0.0 };
             for (value, code) in values.iter().zip(codes) {
-                *code = code_of(value * inverse);
+                *code = nearest_code(value * inverse);
             }
         }
         Ok(())
     }
 
     fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()> {
-        self.decode(payload, into, |into, value| *into += value)
+        self.combine_decoded(payload, into, |into, value| *into += value)
     }
 
     fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
-        self.decode(payload, from, |from, value| *from -= value)
+        self.combine_decoded(payload, from, |from, value| *from -= value)
     }
 }
 
-/// Returns a block's scale; NaN if a number in it is not finite.
-fn scale_of(values: &[f32]) -> f32 {
+/// Returns the scale of a block; NaN if a number in the block is not finite.
+fn block_scale(values: &[f32]) -> f32 {
     let mut largest = [0_u32; 8];
     let (lanes, rest) = values.as_chunks::<8>();
-    // Magnitudes compare like their bits, NaN and infinity above all numbers.
+    // Magnitudes have the same order as their bits, with NaN and infinity above all numbers.
     for lane in lanes {
         for (largest, value) in largest.iter_mut().zip(lane) {
             *largest = (*largest).max(value.abs().to_bits());
@@ -96,14 +99,14 @@ fn scale_of(values: &[f32]) -> f32 {
     if !largest.is_finite() {
         return f32::NAN;
     }
-    let scale = largest / LARGEST;
-    // A scale that is no normal number has no inverse: such values are zeros.
+    let scale = largest / MAX_CODE;
+    // A scale that is not a normal number has no finite inverse: the values become zeros.
     if scale.is_normal() { scale } else { 0.0 }
 }
 
 /// Returns the whole number nearest to `value`, ties to even, as a code.
-fn code_of(value: f32) -> u8 {
-    let rounded = value.clamp(-LARGEST, LARGEST) + ROUNDER;
+fn nearest_code(value: f32) -> u8 {
+    let rounded = value.clamp(-MAX_CODE, MAX_CODE) + ROUNDING_OFFSET;
     // The whole number is in the lowest bits of the mantissa, in two's complement.
     let [code, ..] = rounded.to_bits().to_le_bytes();
     code

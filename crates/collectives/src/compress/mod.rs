@@ -6,11 +6,11 @@
 //! ```text
 //!  values + residual --encode--> payload --(an allgather, or an all-to-all of parts)--> payloads of all members
 //!         |                         |                                                       |
-//!         +-- residual = values - what the payload says                     accumulate, in member order: the sum
+//!         +-- residual = values - values of the payload                     accumulate, in member order: the sum
 //! ```
 //!
-//! A payload is never summed in its own form, so 8-bit codes cannot overflow. Payloads are opaque
-//! to the engine: it moves them as bytes. Members that accumulate the same payloads in the same
+//! Payloads are decoded before they are summed, so 8-bit codes cannot overflow. Payloads are opaque
+//! to the engine, which moves them as bytes. Members that accumulate the same payloads in the same
 //! order get the same bits.
 
 mod cast;
@@ -18,41 +18,41 @@ mod feedback;
 mod int8;
 mod top_k;
 
-pub use cast::{Bf16, Fp16};
+pub use cast::{Bf16Compressor, Fp16Compressor};
 pub use feedback::encode_with_residual;
-pub use int8::Int8;
-pub use top_k::TopK;
+pub use int8::Int8Compressor;
+pub use top_k::TopKCompressor;
 
 use crate::{Error, Result};
 
-/// A lossy form of vectors of `f32`.
+/// Lossy encoding of vectors of `f32`.
 ///
-/// Payloads are in this machine's byte order: members of a world run on one kind of machine.
+/// Payloads have the byte order of this machine: all members of a world run on one kind of machine.
 pub trait Compressor: Send + Sync {
-    /// Returns the bytes of the payload for `values` numbers.
+    /// Returns the number of bytes of the payload for `values` numbers.
     fn payload_bytes(&self, values: usize) -> usize;
 
     /// Writes the payload for `values`.
     ///
     /// # Errors
-    /// [`Error::Shape`] when `payload` has not [`payload_bytes`](Self::payload_bytes) bytes.
+    /// [`Error::Shape`] when the length of `payload` is not [`payload_bytes`](Self::payload_bytes).
     fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()>;
 
-    /// Adds what `payload` says to `into`.
+    /// Adds the values of `payload` to `into`.
     ///
     /// # Errors
-    /// [`Error::Shape`] when `payload` is not one for `into.len()` numbers; `into` is then partly
-    /// written at most.
+    /// [`Error::Shape`] when `payload` is not a payload for `into.len()` numbers. `into` may then
+    /// be partly written.
     fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()>;
 
-    /// Subtracts the values of `payload` from `from`: the rest is the loss of the payload.
+    /// Subtracts the values of `payload` from `from`. The remainder is the loss of the payload.
     ///
     /// # Errors
     /// Like [`accumulate`](Self::accumulate).
     fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()>;
 }
 
-/// Refuses a payload that is none for `values` numbers.
+/// Returns an error if a payload does not have the length for `values` numbers.
 fn require_length(compressor: &dyn Compressor, payload: usize, values: usize) -> Result<()> {
     let expected = compressor.payload_bytes(values);
     if payload == expected {

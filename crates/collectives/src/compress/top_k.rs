@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The largest numbers only.
+//! Compression that keeps only the largest numbers.
 
 use super::{Compressor, require_length};
 use crate::{Error, Result};
 
 /// Bytes of an index and its value.
-const ENTRY: usize = 8;
+const ENTRY_BYTES: usize = 8;
 
-/// A share of the numbers: those of largest magnitude, with their indices; of equal ones those that
-/// come first.
+/// Compressor that keeps the numbers with the largest magnitude, with their indices. Of equal
+/// magnitudes, the first in the vector are kept.
 ///
-/// The payload is entries of index and value in the order of indices: 8 bytes for each number that
-/// is sent, one at least. NaN counts as largest, so that it is noticed.
+/// The payload holds entries of index and value in the order of indices: 8 bytes for each number
+/// that is sent, at least one. NaN counts as the largest magnitude, so that it reaches the result.
 #[derive(Clone, Copy, Debug)]
-pub struct TopK {
+pub struct TopKCompressor {
     share: f64,
 }
 
-impl TopK {
-    /// Sends this share of the numbers; shares below 0 or above 1 count as the nearer bound.
+impl TopKCompressor {
+    /// Returns a compressor that sends this share of the numbers. A share below 0 counts as 0, a
+    /// share above 1 as 1.
     pub fn new(share: f64) -> Self {
         Self { share: if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) } }
     }
 
-    /// Returns how many of `values` numbers are sent.
-    pub fn count(&self, values: usize) -> usize {
+    /// Returns the number of sent numbers for a vector of `values` numbers.
+    pub fn sent_count(&self, values: usize) -> usize {
         #[expect(
             clippy::cast_possible_truncation,
             reason = "a share of a length is no larger than it"
@@ -40,15 +41,15 @@ impl TopK {
         share.max(1).min(values)
     }
 
-    /// Combines every number of `payload` with its place in `with`.
-    fn decode(
+    /// Combines every number of `payload` with the number at the same index in `with`.
+    fn combine_decoded(
         &self,
         payload: &[u8],
         with: &mut [f32],
         combine: impl Fn(&mut f32, f32),
     ) -> Result<()> {
         require_length(self, payload.len(), with.len())?;
-        for [i0, i1, i2, i3, v0, v1, v2, v3] in payload.as_chunks::<ENTRY>().0 {
+        for [i0, i1, i2, i3, v0, v1, v2, v3] in payload.as_chunks::<ENTRY_BYTES>().0 {
             let index = u32::from_ne_bytes([*i0, *i1, *i2, *i3]);
             let place = usize::try_from(index).ok().and_then(|index| with.get_mut(index));
             let Some(place) = place else {
@@ -62,9 +63,9 @@ impl TopK {
     }
 }
 
-impl Compressor for TopK {
+impl Compressor for TopKCompressor {
     fn payload_bytes(&self, values: usize) -> usize {
-        self.count(values) * ENTRY
+        self.sent_count(values) * ENTRY_BYTES
     }
 
     fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()> {
@@ -74,19 +75,19 @@ impl Compressor for TopK {
                 reason: format!("indices have 32 bits; numbers: {}", values.len()),
             });
         }
-        let count = self.count(values.len());
+        let count = self.sent_count(values.len());
         if count == 0 {
             return Ok(());
         }
-        let mut magnitudes: Vec<u32> = values.iter().map(|value| magnitude(*value)).collect();
+        let mut magnitudes: Vec<u32> = values.iter().map(|value| magnitude_bits(*value)).collect();
         let (_, smallest, above) =
             magnitudes.select_nth_unstable_by(values.len() - count, u32::cmp);
         let smallest = *smallest;
         let larger = above.iter().filter(|magnitude| **magnitude > smallest).count();
         let mut ties = count - larger;
-        let mut entries = payload.as_chunks_mut::<ENTRY>().0.iter_mut();
+        let mut entries = payload.as_chunks_mut::<ENTRY_BYTES>().0.iter_mut();
         for (index, value) in (0_u32..).zip(values) {
-            let size = magnitude(*value);
+            let size = magnitude_bits(*value);
             if size < smallest {
                 continue;
             }
@@ -105,15 +106,15 @@ impl Compressor for TopK {
     }
 
     fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()> {
-        self.decode(payload, into, |into, value| *into += value)
+        self.combine_decoded(payload, into, |into, value| *into += value)
     }
 
     fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
-        self.decode(payload, from, |from, value| *from -= value)
+        self.combine_decoded(payload, from, |from, value| *from -= value)
     }
 }
 
-/// Compares like the magnitude: NaN above infinity, infinity above all numbers.
-fn magnitude(value: f32) -> u32 {
+/// Returns bits with the order of the magnitudes: NaN above infinity, infinity above all numbers.
+fn magnitude_bits(value: f32) -> u32 {
     value.abs().to_bits()
 }

@@ -25,72 +25,78 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
-use super::message::Message;
-use super::peers::{Job, Moved, Peers};
-use crate::buffer::Flat;
-use crate::kernel::{Carrier, Measures, Reducer};
+use super::message::MessageProgress;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use crate::buffer::GatherList;
+use crate::kernel::{AdasumPrecision, AdasumProducts, BlockReducer};
 use crate::{DataType, Result};
 
 /// Bytes of elements converted at a time.
-const BLOCK: usize = 16 << 10;
+const CONVERSION_BLOCK_BYTES: usize = 16 << 10;
 
 /// Ranges of a vector, one for each tensor.
 type Piece = Vec<Range<usize>>;
 
 #[derive(Debug, PartialEq)]
-enum Step {
+enum AdasumStep {
     /// Sends `gives` to a member and receives `takes`, as the other vector or as results.
     Swap { with: usize, gives: Piece, takes: Piece, results: bool },
     /// Sums products over this piece of the two vectors.
-    Measure { piece: Piece, first: bool },
+    ComputeProducts { piece: Piece, first: bool },
     /// Adds the other member's sums.
-    Agree { with: usize },
+    SumProducts { with: usize },
     /// Writes the sum of the two vectors over this piece of the own.
-    Combine { piece: Piece, first: bool },
+    CombineVectors { piece: Piece, first: bool },
 }
 
-pub(super) struct Adasum {
-    reducer: Reducer,
-    outputs: Flat,
-    carrier: Carrier,
+pub(super) struct AdasumJob {
+    reducer: BlockReducer,
+    outputs: GatherList,
+    carrier: AdasumPrecision,
     own: Vec<u8>,
     other: Vec<u8>,
     /// One for each tensor, as bytes.
     measures: Vec<u8>,
     theirs: Vec<u8>,
-    steps: VecDeque<Step>,
+    steps: VecDeque<AdasumStep>,
     /// The messages of the present step, sent and received.
-    swap: Option<(Message, Message)>,
+    swap: Option<(MessageProgress, MessageProgress)>,
 }
 
-impl Adasum {
+impl AdasumJob {
     /// The reducer converts and scales.
     pub(super) fn new(
-        peers: &Peers,
-        reducer: Reducer,
+        peers: &PeerLinks,
+        reducer: BlockReducer,
         tensors: &[usize],
-        inputs: &Flat,
-        outputs: Flat,
+        inputs: &GatherList,
+        outputs: GatherList,
     ) -> Self {
-        let expansion = reducer.expansion();
+        let expansion = reducer.partial_expansion();
         let mut own = vec![0; inputs.len() * expansion];
-        let mut block = vec![0; BLOCK.min(inputs.len())];
-        for at in (0..inputs.len()).step_by(BLOCK) {
-            let block = &mut block[..BLOCK.min(inputs.len() - at)];
-            inputs.read(at, block);
-            reducer.begin(&[block], &mut own[at * expansion..(at + block.len()) * expansion]);
+        let mut block = vec![0; CONVERSION_BLOCK_BYTES.min(inputs.len())];
+        for at in (0..inputs.len()).step_by(CONVERSION_BLOCK_BYTES) {
+            let block = &mut block[..CONVERSION_BLOCK_BYTES.min(inputs.len() - at)];
+            inputs.read_at(at, block);
+            reducer.join_to_partial(
+                &[block],
+                &mut own[at * expansion..(at + block.len()) * expansion],
+            );
         }
-        let carrier = if reducer.reduction().dtype == DataType::F64 {
-            Carrier::Double
+        let carrier = if reducer.reduction_spec().dtype == DataType::F64 {
+            AdasumPrecision::Double
         } else {
-            Carrier::Single
+            AdasumPrecision::Single
         };
-        let element = reducer.reduction().dtype.size();
+        let element = reducer.reduction_spec().dtype.element_size();
         let tensors: Vec<usize> = tensors.iter().map(|bytes| bytes / element).collect();
-        let steps =
-            Plan { element: element * expansion }.steps(peers.member, peers.size(), &tensors);
+        let steps = AdasumPlan { element: element * expansion }.plan_steps(
+            peers.member,
+            peers.member_count(),
+            &tensors,
+        );
         let other = vec![0; own.len()];
-        let measures = vec![0; tensors.len() * Measures::BYTES];
+        let measures = vec![0; tensors.len() * AdasumProducts::ENCODED_BYTES];
         let theirs = measures.clone();
         Self {
             reducer,
@@ -106,111 +112,128 @@ impl Adasum {
     }
 
     /// True when the step is over.
-    fn step(&mut self, peers: &mut Peers, any: &mut bool) -> Result<bool> {
+    fn advance_step(&mut self, peers: &mut PeerLinks, any: &mut bool) -> Result<bool> {
         let Some(step) = self.steps.front() else { return Ok(true) };
         match step {
-            Step::Swap { with, gives, takes, results } => {
+            AdasumStep::Swap { with, gives, takes, results } => {
                 let (out, incoming) = self.swap.get_or_insert_with(|| {
-                    (Message::new(bytes(gives)), Message::new(bytes(takes)))
+                    (
+                        MessageProgress::new(piece_bytes(gives)),
+                        MessageProgress::new(piece_bytes(takes)),
+                    )
                 });
                 let link = peers.link_to(*with);
                 let link = &mut peers.links[link];
                 let own = &mut self.own;
-                *any |= out.put(&mut *link.sender, |at, to| gather(own, gives, at, to))?;
+                *any |=
+                    out.send_window(&mut *link.sender, |at, to| gather_piece(own, gives, at, to))?;
                 let into = if *results { own } else { &mut self.other };
-                *any |= incoming
-                    .take(&mut *link.receiver, |at, from| scatter(into, takes, at, from))?;
+                *any |= incoming.receive_window(&mut *link.receiver, |at, from| {
+                    scatter_piece(into, takes, at, from)
+                })?;
                 Ok(out.is_finished() && incoming.is_finished())
             }
-            Step::Agree { with } => {
-                let whole = || Message::new(self.measures.len());
+            AdasumStep::SumProducts { with } => {
+                let whole = || MessageProgress::new(self.measures.len());
                 let (out, incoming) = self.swap.get_or_insert_with(|| (whole(), whole()));
                 let link = peers.link_to(*with);
                 let link = &mut peers.links[link];
                 let (ours, theirs) = (&self.measures, &mut self.theirs);
-                *any |= out.put(&mut *link.sender, |at, to| {
+                *any |= out.send_window(&mut *link.sender, |at, to| {
                     to.copy_from_slice(&ours[at..at + to.len()])
                 })?;
-                *any |= incoming.take(&mut *link.receiver, |at, from| {
+                *any |= incoming.receive_window(&mut *link.receiver, |at, from| {
                     theirs[at..at + from.len()].copy_from_slice(from);
                 })?;
                 let over = out.is_finished() && incoming.is_finished();
                 if over {
-                    let theirs = self.theirs.chunks_exact(Measures::BYTES);
+                    let theirs = self.theirs.chunks_exact(AdasumProducts::ENCODED_BYTES);
                     for (ours, theirs) in
-                        self.measures.chunks_exact_mut(Measures::BYTES).zip(theirs)
+                        self.measures.chunks_exact_mut(AdasumProducts::ENCODED_BYTES).zip(theirs)
                     {
-                        let sum = Measures::from_bytes(ours).plus(Measures::from_bytes(theirs));
+                        let sum = AdasumProducts::from_bytes(ours)
+                            .add_parts(AdasumProducts::from_bytes(theirs));
                         ours.copy_from_slice(&sum.to_bytes());
                     }
                 }
                 Ok(over)
             }
-            Step::Measure { piece, first } => {
+            AdasumStep::ComputeProducts { piece, first } => {
                 for (range, into) in
-                    piece.iter().zip(self.measures.chunks_exact_mut(Measures::BYTES))
+                    piece.iter().zip(self.measures.chunks_exact_mut(AdasumProducts::ENCODED_BYTES))
                 {
                     let (own, other) = (&self.own[range.clone()], &self.other[range.clone()]);
                     let (a, b) = if *first { (own, other) } else { (other, own) };
-                    into.copy_from_slice(&Measures::of(self.carrier, a, b).to_bytes());
+                    into.copy_from_slice(
+                        &AdasumProducts::from_vectors(self.carrier, a, b).to_bytes(),
+                    );
                 }
                 Ok(true)
             }
-            Step::Combine { piece, first } => {
+            AdasumStep::CombineVectors { piece, first } => {
                 for (range, measures) in
-                    piece.iter().zip(self.measures.chunks_exact(Measures::BYTES))
+                    piece.iter().zip(self.measures.chunks_exact(AdasumProducts::ENCODED_BYTES))
                 {
                     let (own, other) = (&mut self.own[range.clone()], &self.other[range.clone()]);
-                    Measures::from_bytes(measures).combine(self.carrier, own, other, *first);
+                    AdasumProducts::from_bytes(measures).combine_vectors(
+                        self.carrier,
+                        own,
+                        other,
+                        *first,
+                    );
                 }
                 Ok(true)
             }
         }
     }
 
-    fn store(&self) {
-        let (bytes, expansion) = (self.outputs.len(), self.reducer.expansion());
-        let mut block = vec![0; BLOCK.min(bytes)];
-        for at in (0..bytes).step_by(BLOCK) {
-            let block = &mut block[..BLOCK.min(bytes - at)];
-            self.reducer
-                .finish(&[&self.own[at * expansion..(at + block.len()) * expansion]], block);
-            self.outputs.write(at, block);
+    fn store_result(&self) {
+        let (bytes, expansion) = (self.outputs.len(), self.reducer.partial_expansion());
+        let mut block = vec![0; CONVERSION_BLOCK_BYTES.min(bytes)];
+        for at in (0..bytes).step_by(CONVERSION_BLOCK_BYTES) {
+            let block = &mut block[..CONVERSION_BLOCK_BYTES.min(bytes - at)];
+            self.reducer.finish_partials(
+                &[&self.own[at * expansion..(at + block.len()) * expansion]],
+                block,
+            );
+            self.outputs.write_at(at, block);
         }
     }
 }
 
-impl Job for Adasum {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for AdasumJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         while !self.steps.is_empty() {
-            if !self.step(peers, &mut any)? {
-                return Ok(Moved { any, done: false });
+            if !self.advance_step(peers, &mut any)? {
+                return Ok(PollProgress { any, done: false });
             }
             any = true;
             self.swap = None;
             self.steps.pop_front();
         }
-        self.store();
-        Ok(Moved { any: true, done: true })
+        self.store_result();
+        Ok(PollProgress { any: true, done: true })
     }
 
-    fn links(&self, peers: &Peers) -> Vec<usize> {
+    fn used_links(&self, peers: &PeerLinks) -> Vec<usize> {
         let links = self.steps.iter().filter_map(|step| match step {
-            Step::Swap { with, .. } | Step::Agree { with } => Some(peers.link_to(*with)),
-            Step::Measure { .. } | Step::Combine { .. } => None,
+            AdasumStep::Swap { with, .. } | AdasumStep::SumProducts { with } => {
+                Some(peers.link_to(*with))
+            }
+            AdasumStep::ComputeProducts { .. } | AdasumStep::CombineVectors { .. } => None,
         });
         links.collect::<BTreeSet<usize>>().into_iter().collect()
     }
 }
 
-fn bytes(piece: &[Range<usize>]) -> usize {
+fn piece_bytes(piece: &[Range<usize>]) -> usize {
     piece.iter().map(Range::len).sum()
 }
 
 /// The ranges of `piece` that make up `len` bytes of it from `at` on, each with its place among
 /// them.
-fn within(
+fn visit_piece(
     piece: &[Range<usize>],
     at: usize,
     len: usize,
@@ -226,29 +249,29 @@ fn within(
     }
 }
 
-fn gather(vector: &[u8], piece: &[Range<usize>], at: usize, into: &mut [u8]) {
+fn gather_piece(vector: &[u8], piece: &[Range<usize>], at: usize, into: &mut [u8]) {
     let len = into.len();
-    within(piece, at, len, |place, range| {
+    visit_piece(piece, at, len, |place, range| {
         into[place..place + range.len()].copy_from_slice(&vector[range])
     });
 }
 
-fn scatter(vector: &mut [u8], piece: &[Range<usize>], at: usize, from: &[u8]) {
-    within(piece, at, from.len(), |place, range| {
+fn scatter_piece(vector: &mut [u8], piece: &[Range<usize>], at: usize, from: &[u8]) {
+    visit_piece(piece, at, from.len(), |place, range| {
         let bytes = &from[place..place + range.len()];
         vector[range].copy_from_slice(bytes);
     });
 }
 
 /// The plan of the steps.
-struct Plan {
+struct AdasumPlan {
     /// Bytes of an element in the vectors.
     element: usize,
 }
 
-impl Plan {
+impl AdasumPlan {
     /// Returns the steps of a member; `tensors` holds numbers of elements.
-    fn steps(&self, member: usize, size: usize, tensors: &[usize]) -> Vec<Step> {
+    fn plan_steps(&self, member: usize, size: usize, tensors: &[usize]) -> Vec<AdasumStep> {
         let full = 1 << size.checked_ilog2().unwrap_or(0);
         let folded = 2 * (size - full);
         let whole: Piece = tensors
@@ -263,15 +286,25 @@ impl Plan {
         let mut steps = Vec::new();
         if member < folded && member % 2 == 1 {
             let with = member - 1;
-            steps.push(Step::Swap { with, gives: whole.clone(), takes: nothing(), results: true });
-            steps.push(Step::Swap { with, gives: nothing(), takes: whole, results: true });
+            steps.push(AdasumStep::Swap {
+                with,
+                gives: whole.clone(),
+                takes: nothing(),
+                results: true,
+            });
+            steps.push(AdasumStep::Swap { with, gives: nothing(), takes: whole, results: true });
             return steps;
         }
         if member < folded {
             let with = member + 1;
-            steps.push(Step::Swap { with, gives: nothing(), takes: whole.clone(), results: false });
-            steps.push(Step::Measure { piece: whole.clone(), first: true });
-            steps.push(Step::Combine { piece: whole.clone(), first: true });
+            steps.push(AdasumStep::Swap {
+                with,
+                gives: nothing(),
+                takes: whole.clone(),
+                results: false,
+            });
+            steps.push(AdasumStep::ComputeProducts { piece: whole.clone(), first: true });
+            steps.push(AdasumStep::CombineVectors { piece: whole.clone(), first: true });
         }
         let place = if member < folded { member / 2 } else { member - folded / 2 };
         let at = |place: usize| if place < folded / 2 { 2 * place } else { place + folded / 2 };
@@ -280,24 +313,24 @@ impl Plan {
         let mut back = Vec::new();
         for distance in distances().take_while(|d| *d < full) {
             let (with, first) = (at(place ^ distance), place & distance == 0);
-            let (low, high) = self.halves(&piece);
+            let (low, high) = self.split_halves(&piece);
             let (keeps, gives) = if first { (low, high) } else { (high, low) };
-            steps.push(Step::Swap {
+            steps.push(AdasumStep::Swap {
                 with,
                 gives: gives.clone(),
                 takes: keeps.clone(),
                 results: false,
             });
-            steps.push(Step::Measure { piece: keeps.clone(), first });
+            steps.push(AdasumStep::ComputeProducts { piece: keeps.clone(), first });
             let group = distances().take_while(|d| *d <= distance);
-            steps.extend(group.map(|d| Step::Agree { with: at(place ^ d) }));
-            steps.push(Step::Combine { piece: keeps.clone(), first });
-            back.push(Step::Swap { with, gives: keeps.clone(), takes: gives, results: true });
+            steps.extend(group.map(|d| AdasumStep::SumProducts { with: at(place ^ d) }));
+            steps.push(AdasumStep::CombineVectors { piece: keeps.clone(), first });
+            back.push(AdasumStep::Swap { with, gives: keeps.clone(), takes: gives, results: true });
             piece = keeps;
         }
         steps.extend(back.into_iter().rev());
         if member < folded {
-            steps.push(Step::Swap {
+            steps.push(AdasumStep::Swap {
                 with: member + 1,
                 gives: whole,
                 takes: nothing(),
@@ -307,7 +340,7 @@ impl Plan {
         steps
     }
 
-    fn halves(&self, piece: &[Range<usize>]) -> (Piece, Piece) {
+    fn split_halves(&self, piece: &[Range<usize>]) -> (Piece, Piece) {
         let half = |range: &Range<usize>| {
             let middle = range.start + range.len() / self.element / 2 * self.element;
             (range.start..middle, middle..range.end)
@@ -322,16 +355,18 @@ mod tests {
 
     #[test]
     fn both_ends_of_every_link_plan_the_same_swaps() {
-        let plan = Plan { element: 4 };
+        let plan = AdasumPlan { element: 4 };
         for size in 1..20 {
-            let steps: Vec<Vec<Step>> =
-                (0..size).map(|member| plan.steps(member, size, &[7, 0, 1, 64])).collect();
+            let steps: Vec<Vec<AdasumStep>> =
+                (0..size).map(|member| plan.plan_steps(member, size, &[7, 0, 1, 64])).collect();
             let swaps = |from: usize, to: usize| -> Vec<(Piece, Piece)> {
-                let swap = |step: &Step| match step {
-                    Step::Swap { with, gives, takes, .. } if *with == to => {
+                let swap = |step: &AdasumStep| match step {
+                    AdasumStep::Swap { with, gives, takes, .. } if *with == to => {
                         Some((gives.clone(), takes.clone()))
                     }
-                    Step::Agree { with } if *with == to => Some((Piece::new(), Piece::new())),
+                    AdasumStep::SumProducts { with } if *with == to => {
+                        Some((Piece::new(), Piece::new()))
+                    }
                     _ => None,
                 };
                 steps[from].iter().filter_map(swap).collect()
@@ -351,9 +386,9 @@ mod tests {
         let mut vector: Vec<u8> = (0..10).collect();
         let piece = vec![1..3, 5..5, 6..9];
         let mut into = [0; 3];
-        gather(&vector, &piece, 1, &mut into);
+        gather_piece(&vector, &piece, 1, &mut into);
         assert_eq!(into, [2, 6, 7]);
-        scatter(&mut vector, &piece, 0, &[20, 21, 22]);
+        scatter_piece(&mut vector, &piece, 0, &[20, 21, 22]);
         assert_eq!(vector, [0, 20, 21, 3, 4, 5, 22, 7, 8, 9]);
     }
 }

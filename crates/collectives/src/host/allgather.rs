@@ -8,65 +8,67 @@
 //! `n` bytes cross to each other host once, whatever the number of its members, and its members
 //! take turns at handing out.
 //!
-//! **No deadlock.** On a link first come the sender's own parts, then, within a host, what it hands
-//! out, by sender. All arriving bytes can be stored at once, so no ring stays full. Bytes that are
-//! distributed within the host have arrived from another host, on a link with no other traffic.
+//! **No deadlock.** A link carries the sender's own parts first. A link within a host then carries
+//! the parts from other hosts that the sender distributes, in member order of their owners. All
+//! arriving bytes can be stored at once, so no ring stays full. A part that is distributed within
+//! the host has arrived from another host, on a link with no other traffic.
 
 use std::collections::VecDeque;
 
-use farandole_transport::PACKET;
+use farandole_transport::PACKET_PAYLOAD_BYTES;
 
-use super::UNIT;
-use super::hosts::Hosts;
-use super::message::Message;
-use super::peers::{Job, Moved, Peers};
-use crate::buffer::Flat;
-use crate::{Result, Segment};
+use super::UNIT_BYTES;
+use super::hosts::MembersByHost;
+use super::message::MessageProgress;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use crate::buffer::GatherList;
+use crate::{Result, TensorSegment};
 
 /// Bytes sent to one member before turning to the next: they are still in the cache.
-const PIECE: usize = PACKET;
+const ALLGATHER_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
 
-pub(super) struct Allgather {
+pub(super) struct AllgatherJob {
     /// Every member's places in all outputs.
-    places: Vec<Flat>,
-    own: Flat,
-    streams: Vec<Stream>,
+    places: Vec<GatherList>,
+    own: GatherList,
+    streams: Vec<AllgatherStream>,
     /// Bytes of each member's parts that are in the outputs, from their beginning on.
     stored: Vec<usize>,
 }
 
 /// The data on one link: members' parts, one after the other.
-struct Stream {
-    out: VecDeque<Part>,
-    incoming: VecDeque<Part>,
+struct AllgatherStream {
+    out: VecDeque<AllgatherPart>,
+    incoming: VecDeque<AllgatherPart>,
 }
 
 #[derive(Debug, PartialEq)]
-struct Part {
+struct AllgatherPart {
     of: usize,
-    message: Message,
+    message: MessageProgress,
 }
 
-impl Allgather {
-    pub(super) fn new(peers: &Peers, segments: &[Segment], bytes: &[Vec<usize>]) -> Self {
+impl AllgatherJob {
+    pub(super) fn new(peers: &PeerLinks, segments: &[TensorSegment], bytes: &[Vec<usize>]) -> Self {
         let place = |member: usize| {
-            Flat::new(segments.iter().zip(bytes).map(|(segment, counts)| {
+            GatherList::new(segments.iter().zip(bytes).map(|(segment, counts)| {
                 segment.output.slice(counts[..member].iter().sum(), counts[member])
             }))
         };
-        let places: Vec<Flat> = (0..peers.size()).map(place).collect();
-        let own = Flat::new(segments.iter().map(|segment| segment.input.clone()));
-        own.copy_to(&places[peers.member]);
+        let places: Vec<GatherList> = (0..peers.member_count()).map(place).collect();
+        let own = GatherList::new(segments.iter().map(|segment| segment.input.clone()));
+        own.copy_into(&places[peers.member]);
         let parts = |from: usize, to: usize| {
-            let part = |of: usize| Part { of, message: Message::new(places[of].len()) };
-            carried(&peers.hosts, from, to)
+            let part =
+                |of: usize| AllgatherPart { of, message: MessageProgress::new(places[of].len()) };
+            members_sent_between(&peers.hosts, from, to)
                 .map(part)
                 .filter(|part| !part.message.is_finished())
                 .collect()
         };
         let stream = |link: usize| {
             let peer = peers.member_of(link);
-            Stream { out: parts(peers.member, peer), incoming: parts(peer, peers.member) }
+            AllgatherStream { out: parts(peers.member, peer), incoming: parts(peer, peers.member) }
         };
         let streams = (0..peers.links.len()).map(stream).collect();
         let mut stored = vec![0; places.len()];
@@ -76,51 +78,59 @@ impl Allgather {
 }
 
 /// Returns the members whose parts go from one member to another.
-fn carried(hosts: &Hosts, from: usize, to: usize) -> impl Iterator<Item = usize> {
-    let (ours, theirs) = (hosts.of(from), hosts.of(to));
-    let own = ours == theirs || hosts.carrier(theirs, from) == to;
+fn members_sent_between(
+    hosts: &MembersByHost,
+    from: usize,
+    to: usize,
+) -> impl Iterator<Item = usize> {
+    let (ours, theirs) = (hosts.host_of(from), hosts.host_of(to));
+    let own = ours == theirs || hosts.carrier_for_turn(theirs, from) == to;
     let foreign = move |of: &usize| {
-        ours == theirs && hosts.of(*of) != ours && hosts.carrier(ours, *of) == from
+        ours == theirs && hosts.host_of(*of) != ours && hosts.carrier_for_turn(ours, *of) == from
     };
-    let members = 0..hosts.members(hosts.count() - 1).end;
+    let members = 0..hosts.host_members(hosts.host_count() - 1).end;
     own.then_some(from).into_iter().chain(members.filter(foreign))
 }
 
-impl Job for Allgather {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for AllgatherJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let (mut any, mut done) = (false, true);
         let Self { places, own, streams, stored } = self;
-        for (link, Stream { out, incoming }) in peers.links.iter_mut().zip(streams) {
-            if let Some(Part { of, message }) = incoming.front_mut() {
-                any |= message.take(&mut *link.receiver, |at, from| {
-                    places[*of].write(at, from);
+        for (link, AllgatherStream { out, incoming }) in peers.links.iter_mut().zip(streams) {
+            if let Some(AllgatherPart { of, message }) = incoming.front_mut() {
+                any |= message.receive_window(&mut *link.receiver, |at, from| {
+                    places[*of].write_at(at, from);
                     stored[*of] = at + from.len();
                 })?;
                 if message.is_finished() {
                     incoming.pop_front();
                 }
             }
-            if let Some(Part { of, message }) = out.front_mut() {
+            if let Some(AllgatherPart { of, message }) = out.front_mut() {
                 let whole = stored[*of] == places[*of].len();
                 let ready = if whole {
-                    PIECE
+                    ALLGATHER_PIECE_BYTES
                 } else {
-                    (stored[*of] / UNIT * UNIT).saturating_sub(message.done())
+                    (stored[*of] / UNIT_BYTES * UNIT_BYTES).saturating_sub(message.moved_bytes())
                 };
                 let from = if *of == peers.member { &*own } else { &places[*of] };
-                any |= message
-                    .put_some(ready.min(PIECE), &mut *link.sender, |at, to| from.read(at, to))?;
+                any |= message.send_at_most(
+                    ready.min(ALLGATHER_PIECE_BYTES),
+                    &mut *link.sender,
+                    |at, to| from.read_at(at, to),
+                )?;
                 if message.is_finished() {
                     out.pop_front();
                 }
             }
             done &= out.is_empty() && incoming.is_empty();
         }
-        Ok(Moved { any, done })
+        Ok(PollProgress { any, done })
     }
 
-    fn links(&self, _peers: &Peers) -> Vec<usize> {
-        let is_used = |stream: &Stream| !stream.out.is_empty() || !stream.incoming.is_empty();
+    fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
+        let is_used =
+            |stream: &AllgatherStream| !stream.out.is_empty() || !stream.incoming.is_empty();
         (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
     }
 }
@@ -132,12 +142,12 @@ mod tests {
     #[test]
     fn all_members_get_all_parts_once_and_each_host_gets_them_once_over_the_network() {
         for numbers in [&[0, 0, 0][..], &[0, 0, 1], &[0, 1, 2], &[0, 0, 0, 1, 1, 2, 2, 2, 2]] {
-            let hosts = Hosts::new(numbers, 0);
+            let hosts = MembersByHost::new(numbers, 0);
             let everybody = 0..numbers.len();
             for to in everybody.clone() {
                 let senders = everybody.clone().filter(|from| *from != to);
                 let mut brought: Vec<usize> =
-                    senders.flat_map(|from| carried(&hosts, from, to)).collect();
+                    senders.flat_map(|from| members_sent_between(&hosts, from, to)).collect();
                 brought.sort_unstable();
                 assert!(
                     brought.iter().copied().eq(everybody.clone().filter(|of| *of != to)),
@@ -145,9 +155,11 @@ mod tests {
                 );
             }
             for from in everybody.clone() {
-                let others = everybody.clone().filter(|to| hosts.of(*to) != hosts.of(from));
-                let crossed = others.map(|to| carried(&hosts, from, to).count()).sum::<usize>();
-                assert_eq!(crossed, hosts.count() - 1);
+                let others =
+                    everybody.clone().filter(|to| hosts.host_of(*to) != hosts.host_of(from));
+                let crossed =
+                    others.map(|to| members_sent_between(&hosts, from, to).count()).sum::<usize>();
+                assert_eq!(crossed, hosts.host_count() - 1);
             }
         }
     }

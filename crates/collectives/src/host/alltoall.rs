@@ -12,49 +12,51 @@
 //! **No deadlock.** On every link lies one message each way, and whatever arrives can be stored at
 //! once: no ring stays full while its reader is polled.
 
-use farandole_transport::PACKET;
+use farandole_transport::PACKET_PAYLOAD_BYTES;
 
-use super::message::Message;
-use super::peers::{Job, Moved, Peers};
-use crate::buffer::Flat;
-use crate::{Buffer, Result, Segment};
+use super::message::MessageProgress;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use crate::buffer::GatherList;
+use crate::{Buffer, Result, TensorSegment};
 
 /// Bytes sent to one member before turning to the next.
-const PIECE: usize = PACKET;
+const ALLTOALL_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
 
-pub(super) struct Alltoall {
-    streams: Vec<Stream>,
+pub(super) struct AlltoallJob {
+    streams: Vec<AlltoallStream>,
 }
 
 /// The data on one link.
-struct Stream {
-    out: Message,
-    incoming: Message,
-    ours: Flat,
-    theirs: Flat,
+struct AlltoallStream {
+    out: MessageProgress,
+    incoming: MessageProgress,
+    ours: GatherList,
+    theirs: GatherList,
 }
 
 /// Returns the block of a member where blocks lie end to end.
-fn block(buffer: &Buffer, bytes: &[usize], member: usize) -> Flat {
-    Flat::new([buffer.slice(bytes[..member].iter().sum(), bytes[member])])
+fn member_block(buffer: &Buffer, bytes: &[usize], member: usize) -> GatherList {
+    GatherList::new([buffer.slice(bytes[..member].iter().sum(), bytes[member])])
 }
 
-impl Alltoall {
+impl AlltoallJob {
     pub(super) fn new(
-        peers: &Peers,
-        segment: &Segment,
+        peers: &PeerLinks,
+        segment: &TensorSegment,
         sends: &[usize],
         receives: &[usize],
     ) -> Self {
-        let kept = block(&segment.input, sends, peers.member);
-        kept.copy_to(&block(&segment.output, receives, peers.member));
+        let kept = member_block(&segment.input, sends, peers.member);
+        kept.copy_into(&member_block(&segment.output, receives, peers.member));
         let stream = |link: usize| {
             let peer = peers.member_of(link);
-            let (ours, theirs) =
-                (block(&segment.input, sends, peer), block(&segment.output, receives, peer));
-            Stream {
-                out: Message::new(ours.len()),
-                incoming: Message::new(theirs.len()),
+            let (ours, theirs) = (
+                member_block(&segment.input, sends, peer),
+                member_block(&segment.output, receives, peer),
+            );
+            AlltoallStream {
+                out: MessageProgress::new(ours.len()),
+                incoming: MessageProgress::new(theirs.len()),
                 ours,
                 theirs,
             }
@@ -63,23 +65,27 @@ impl Alltoall {
     }
 }
 
-impl Job for Alltoall {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for AlltoallJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let (mut any, mut done) = (false, true);
         let links = &mut peers.links;
         for k in 0..links.len() {
             let index = (peers.member + k) % links.len();
             let (link, stream) = (&mut links[index], &mut self.streams[index]);
-            let Stream { out, incoming, ours, theirs } = stream;
-            any |= out.put_some(PIECE, &mut *link.sender, |at, to| ours.read(at, to))?;
-            any |= incoming.take(&mut *link.receiver, |at, from| theirs.write(at, from))?;
+            let AlltoallStream { out, incoming, ours, theirs } = stream;
+            any |= out.send_at_most(ALLTOALL_PIECE_BYTES, &mut *link.sender, |at, to| {
+                ours.read_at(at, to)
+            })?;
+            any |= incoming
+                .receive_window(&mut *link.receiver, |at, from| theirs.write_at(at, from))?;
             done &= out.is_finished() && incoming.is_finished();
         }
-        Ok(Moved { any, done })
+        Ok(PollProgress { any, done })
     }
 
-    fn links(&self, _peers: &Peers) -> Vec<usize> {
-        let is_used = |stream: &Stream| !stream.out.is_finished() || !stream.incoming.is_finished();
+    fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
+        let is_used =
+            |stream: &AlltoallStream| !stream.out.is_finished() || !stream.incoming.is_finished();
         (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
     }
 }

@@ -10,50 +10,55 @@
 //! time. Between hosts a large message goes down a chain if there are more than two: the root's
 //! network would carry it several times otherwise.
 
-use farandole_transport::PACKET;
+use farandole_transport::PACKET_PAYLOAD_BYTES;
 
-use super::hosts::Hosts;
-use super::message::Message;
-use super::peers::{Job, Moved, Peers};
+use super::hosts::MembersByHost;
+use super::message::MessageProgress;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
-use crate::buffer::Flat;
+use crate::buffer::GatherList;
 
 /// Greatest number of members in which the root sends to all.
-const FLAT: usize = 4;
+const MAX_FLAT_MEMBERS: usize = 4;
 /// Hosts up to which the root's feeds all others.
-const FEW_HOSTS: usize = 2;
+const MAX_FLAT_HOSTS: usize = 2;
 /// Bytes from which a chain is faster than a tree.
-const CHAIN: usize = 64 << 10;
+const MAX_BINOMIAL_BYTES: usize = 64 << 10;
 /// Bytes handed to all children before the next are read: they are still in the cache.
-const PIECE: usize = PACKET;
+const BROADCAST_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
 
-pub(super) struct Broadcast {
+pub(super) struct BroadcastJob {
     /// Link towards the root; none at the root.
     parent: Option<usize>,
     /// Links away from it.
     children: Vec<usize>,
-    inputs: Flat,
-    outputs: Flat,
+    inputs: GatherList,
+    outputs: GatherList,
     /// All links in step.
-    message: Message,
+    message: MessageProgress,
 }
 
-impl Broadcast {
-    pub(super) fn new(peers: &Peers, root: usize, inputs: Flat, outputs: Flat) -> Self {
+impl BroadcastJob {
+    pub(super) fn new(
+        peers: &PeerLinks,
+        root: usize,
+        inputs: GatherList,
+        outputs: GatherList,
+    ) -> Self {
         let bytes = outputs.len();
-        let (parent, children) = place(&peers.hosts, peers.member, root, bytes);
+        let (parent, children) = parent_and_children(&peers.hosts, peers.member, root, bytes);
         Self {
             parent: parent.map(|member| peers.link_to(member)),
             children: children.into_iter().map(|member| peers.link_to(member)).collect(),
             inputs,
             outputs,
-            message: Message::new(bytes),
+            message: MessageProgress::new(bytes),
         }
     }
 
     /// Returns the bytes that can go in one step through every window.
-    fn ready(&self, peers: &mut Peers) -> Result<usize> {
-        let mut ready = self.message.left().min(PIECE);
+    fn ready_bytes(&self, peers: &mut PeerLinks) -> Result<usize> {
+        let mut ready = self.message.remaining_bytes().min(BROADCAST_PIECE_BYTES);
         if let Some(parent) = self.parent {
             ready = ready.min(peers.links[parent].receiver.window()?.len());
         }
@@ -71,10 +76,10 @@ impl Broadcast {
 type Place = (Option<usize>, Vec<usize>);
 
 /// Returns the members that feed this one and that it feeds.
-fn place(hosts: &Hosts, member: usize, root: usize, bytes: usize) -> Place {
-    let host = hosts.of(member);
-    let first = hosts.of(root);
-    let members = hosts.members(host);
+fn parent_and_children(hosts: &MembersByHost, member: usize, root: usize, bytes: usize) -> Place {
+    let host = hosts.host_of(member);
+    let first = hosts.host_of(root);
+    let members = hosts.host_members(host);
     // The root is the one that is fed on its host.
     let fed = if host == first { root } else { members.start };
     let turned = |tree: fn(usize, usize) -> Place, size: usize, own: usize, first: usize| {
@@ -83,13 +88,14 @@ fn place(hosts: &Hosts, member: usize, root: usize, bytes: usize) -> Place {
         (parent.map(back), children.into_iter().map(back).collect::<Vec<usize>>())
     };
     let (size, start) = (members.len(), members.start);
-    let within = turned(tree(size, FLAT, bytes), size, member - start, fed - start);
+    let within =
+        turned(choose_tree(size, MAX_FLAT_MEMBERS, bytes), size, member - start, fed - start);
     let mut parent = within.0.map(|place| start + place);
     let mut children: Vec<usize> = Vec::new();
     if member == fed {
-        let count = hosts.count();
-        let between = turned(tree(count, FEW_HOSTS, bytes), count, host, first);
-        let entrance = |host: usize| hosts.members(host).start;
+        let count = hosts.host_count();
+        let between = turned(choose_tree(count, MAX_FLAT_HOSTS, bytes), count, host, first);
+        let entrance = |host: usize| hosts.host_members(host).start;
         parent = between.0.map(|host| if host == first { root } else { entrance(host) });
         children.extend(between.1.into_iter().map(entrance));
     }
@@ -97,26 +103,26 @@ fn place(hosts: &Hosts, member: usize, root: usize, bytes: usize) -> Place {
     (parent, children)
 }
 
-fn tree(size: usize, flat_up_to: usize, bytes: usize) -> fn(usize, usize) -> Place {
+fn choose_tree(size: usize, flat_up_to: usize, bytes: usize) -> fn(usize, usize) -> Place {
     if size <= flat_up_to {
-        flat
-    } else if bytes <= CHAIN {
-        binomial
+        flat_tree
+    } else if bytes <= MAX_BINOMIAL_BYTES {
+        binomial_tree
     } else {
-        chain
+        chain_tree
     }
 }
 
-fn flat(position: usize, size: usize) -> Place {
+fn flat_tree(position: usize, size: usize) -> Place {
     if position == 0 { (None, (1..size).collect()) } else { (Some(0), Vec::new()) }
 }
 
-fn chain(position: usize, size: usize) -> Place {
+fn chain_tree(position: usize, size: usize) -> Place {
     (position.checked_sub(1), (position + 1..size).take(1).collect())
 }
 
 /// The parent lacks the lowest set bit; children add one below it, the largest subtree first.
-fn binomial(position: usize, size: usize) -> Place {
+fn binomial_tree(position: usize, size: usize) -> Place {
     let lowest =
         if position == 0 { size.next_power_of_two() } else { 1 << position.trailing_zeros() };
     let parent = (position > 0).then(|| position - lowest);
@@ -125,16 +131,16 @@ fn binomial(position: usize, size: usize) -> Place {
     (parent, bits.map(|bit| position + bit).filter(|child| *child < size).collect())
 }
 
-impl Job for Broadcast {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
-        let ready = self.ready(peers)?;
+impl CollectiveJob for BroadcastJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
+        let ready = self.ready_bytes(peers)?;
         if ready > 0 {
-            let (at, payload) = (self.message.done(), self.message.payload(ready));
+            let (at, payload) = (self.message.moved_bytes(), self.message.payload_bytes(ready));
             for child in &self.children {
                 match self.parent {
                     None => {
                         let sender = &mut peers.links[*child].sender;
-                        self.inputs.read(at, &mut sender.window()?[..payload]);
+                        self.inputs.read_at(at, &mut sender.window()?[..payload]);
                     }
                     Some(parent) => {
                         let Ok([from, to]) = peers.links.get_disjoint_mut([parent, *child]) else {
@@ -150,19 +156,19 @@ impl Job for Broadcast {
             }
             if let Some(parent) = self.parent {
                 let receiver = &mut peers.links[parent].receiver;
-                self.outputs.write(at, &receiver.window()?[..payload]);
+                self.outputs.write_at(at, &receiver.window()?[..payload]);
                 receiver.release(ready)?;
             }
-            self.message.advance(ready);
+            self.message.advance_by(ready);
         }
         let done = self.message.is_finished();
         if done && self.parent.is_none() {
-            self.inputs.copy_to(&self.outputs);
+            self.inputs.copy_into(&self.outputs);
         }
-        Ok(Moved { any: ready > 0, done })
+        Ok(PollProgress { any: ready > 0, done })
     }
 
-    fn links(&self, _peers: &Peers) -> Vec<usize> {
+    fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
         let mut links: Vec<usize> = self.children.iter().copied().chain(self.parent).collect();
         links.sort_unstable();
         links
@@ -175,7 +181,7 @@ mod tests {
 
     #[test]
     fn every_tree_reaches_every_member_once_and_agrees_on_parents() {
-        for tree in [flat, chain, binomial] {
+        for tree in [flat_tree, chain_tree, binomial_tree] {
             for size in 1..20 {
                 let mut fed = vec![0; size];
                 for position in 0..size {
@@ -194,22 +200,25 @@ mod tests {
         for numbers in
             [&[0, 0, 0][..], &[0, 0, 1], &[0, 1, 2, 3, 4, 5], &[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 3]]
         {
-            let hosts = Hosts::new(numbers, 0);
-            for bytes in [1, CHAIN + 1] {
+            let hosts = MembersByHost::new(numbers, 0);
+            for bytes in [1, MAX_BINOMIAL_BYTES + 1] {
                 for root in 0..numbers.len() {
                     let (mut fed, mut crossed) = (vec![0; numbers.len()], 0);
                     for member in 0..numbers.len() {
-                        for child in place(&hosts, member, root, bytes).1 {
+                        for child in parent_and_children(&hosts, member, root, bytes).1 {
                             fed[child] += 1;
-                            crossed += usize::from(hosts.of(child) != hosts.of(member));
-                            assert_eq!(place(&hosts, child, root, bytes).0, Some(member));
+                            crossed += usize::from(hosts.host_of(child) != hosts.host_of(member));
+                            assert_eq!(
+                                parent_and_children(&hosts, child, root, bytes).0,
+                                Some(member)
+                            );
                         }
                     }
                     let expected: Vec<usize> =
                         (0..numbers.len()).map(|k| usize::from(k != root)).collect();
                     assert_eq!(
                         (fed, crossed),
-                        (expected, hosts.count() - 1),
+                        (expected, hosts.host_count() - 1),
                         "{numbers:?} from {root}"
                     );
                 }

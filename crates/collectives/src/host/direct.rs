@@ -7,58 +7,65 @@
 //! 1 step, `(P - 1) * N` bytes sent by each member. Tensors are packed once: small ones cost more
 //! to walk than to copy.
 
-use super::message::{Message, padded};
-use super::peers::{Job, Moved, Peers, reduce_in_order, whole_units, with_incoming};
+use super::message::{MessageProgress, padded_bytes};
+use super::peers::{
+    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes, with_incoming,
+};
 use crate::Result;
-use crate::buffer::Flat;
-use crate::kernel::Reducer;
+use crate::buffer::GatherList;
+use crate::kernel::BlockReducer;
 
-pub(super) struct Direct {
-    reducer: Reducer,
-    outputs: Flat,
-    out: Vec<Message>,
+pub(super) struct DirectJob {
+    reducer: BlockReducer,
+    outputs: GatherList,
+    out: Vec<MessageProgress>,
     /// All links at once.
-    incoming: Message,
+    incoming: MessageProgress,
     unsent: bool,
 }
 
-impl Direct {
-    pub(super) fn new(peers: &mut Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Self {
+impl DirectJob {
+    pub(super) fn new(
+        peers: &mut PeerLinks,
+        reducer: BlockReducer,
+        inputs: GatherList,
+        outputs: GatherList,
+    ) -> Self {
         let bytes = inputs.len();
         let scratch = &mut peers.scratch;
-        scratch.packed.resize(padded(bytes), 0);
-        scratch.result.resize(padded(bytes), 0);
-        inputs.read(0, &mut scratch.packed[..bytes]);
-        let out = vec![Message::new(bytes); peers.links.len()];
-        Self { reducer, outputs, out, incoming: Message::new(bytes), unsent: true }
+        scratch.packed.resize(padded_bytes(bytes), 0);
+        scratch.result.resize(padded_bytes(bytes), 0);
+        inputs.read_at(0, &mut scratch.packed[..bytes]);
+        let out = vec![MessageProgress::new(bytes); peers.links.len()];
+        Self { reducer, outputs, out, incoming: MessageProgress::new(bytes), unsent: true }
     }
 }
 
-impl Job for Direct {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for DirectJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
-        let Peers { links, scratch, member, .. } = peers;
+        let PeerLinks { links, scratch, member, .. } = peers;
         if self.unsent {
             let mut unsent = false;
             for (link, message) in links.iter_mut().zip(&mut self.out) {
                 let packed = &scratch.packed;
-                any |= message.put(&mut *link.sender, |at, to| {
+                any |= message.send_window(&mut *link.sender, |at, to| {
                     to.copy_from_slice(&packed[at..at + to.len()])
                 })?;
                 unsent |= !message.is_finished();
             }
             self.unsent = unsent;
         }
-        let mut ready = self.incoming.left();
+        let mut ready = self.incoming.remaining_bytes();
         for link in &mut *links {
             if ready == 0 {
                 break;
             }
             // No element is cut.
-            ready = ready.min(whole_units(link)?);
+            ready = ready.min(whole_unit_bytes(link)?);
         }
         if ready > 0 {
-            let (at, payload) = (self.incoming.done(), self.incoming.payload(ready));
+            let (at, payload) = (self.incoming.moved_bytes(), self.incoming.payload_bytes(ready));
             let (packed, result) =
                 (&scratch.packed[at..at + payload], &mut scratch.result[at..at + payload]);
             let (reducer, member) = (&self.reducer, *member);
@@ -68,14 +75,14 @@ impl Job for Direct {
             for link in &mut *links {
                 link.receiver.release(ready)?;
             }
-            self.incoming.advance(ready);
+            self.incoming.advance_by(ready);
             any = true;
         }
         let done = !self.unsent && self.incoming.is_finished();
         if done {
             let bytes = self.outputs.len();
-            self.outputs.write(0, &scratch.result[..bytes]);
+            self.outputs.write_at(0, &scratch.result[..bytes]);
         }
-        Ok(Moved { any, done })
+        Ok(PollProgress { any, done })
     }
 }

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce of small tensors: the first member of each host collects; these members double and
-//! distribute.
+//! Allreduce of small tensors: the first member of each host collects the inputs of its host,
+//! combines them with the other hosts by recursive doubling, and distributes the result.
 //!
 //! `2 + log2 H` steps among `H` hosts, of `N` bytes each; accumulators (see `kernel`) between
-//! hosts. In step `k` a host swaps the sum over its `2^k` hosts with the host `2^k` away; of what
-//! exceeds a power of two, the first hosts are paired before and served after, which is the order
-//! of `Order::pairs`. Both of a pair join the same two partials in the same order.
+//! hosts. In step `k`, a host swaps the sum over its `2^k` hosts with the host `2^k` away. If `H`
+//! is no power of two, the first hosts form pairs: one host of a pair sends its partial to the
+//! other before the swaps and receives the result after them. This is the order of
+//! `ReductionOrder::pairwise_order`. Both hosts of a swap join the same two partials in the same
+//! order.
 //!
 //! **No deadlock.** Both ends of a link take the same sequence of steps. In a swap, a member reads
 //! while it writes. Both ends are in the earliest unfinished step.
@@ -18,41 +20,41 @@ use std::collections::{BTreeSet, VecDeque};
 
 use farandole_transport::Link;
 
-use super::hosts::Hosts;
-use super::message::Message;
-use super::peers::{Job, Moved, Peers};
+use super::hosts::MembersByHost;
+use super::message::MessageProgress;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
-use crate::buffer::Flat;
-use crate::kernel::Reducer;
+use crate::buffer::GatherList;
+use crate::kernel::BlockReducer;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
+enum DoublingStep {
     /// To the member that collects.
-    Post { to: usize },
+    SendInput { to: usize },
     /// From the others on this host.
-    Collect,
+    CollectInputs,
     /// The own partial for another's; the own one is the earlier of the two.
-    Swap { with: usize, earlier: bool },
+    SwapPartials { with: usize, earlier: bool },
     /// A partial one way.
-    Give { to: usize },
+    SendPartial { to: usize },
     /// A partial one way; it is the later one.
-    Take { from: usize },
+    ReceivePartial { from: usize },
     /// Makes the result.
-    Finish,
+    ComputeResult,
     /// The result.
-    Fetch { from: usize },
+    ReceiveResult { from: usize },
     /// The result, to the others on this host.
-    Serve,
+    DistributeResult,
     /// The result, to one member.
-    Hand { to: usize },
+    SendResult { to: usize },
 }
 
-pub(super) struct Doubling {
-    reducer: Reducer,
-    outputs: Flat,
-    steps: VecDeque<Step>,
+pub(super) struct DoublingJob {
+    reducer: BlockReducer,
+    outputs: GatherList,
+    steps: VecDeque<DoublingStep>,
     /// Messages of the present step.
-    under_way: Option<Vec<(Message, Message)>>,
+    under_way: Option<Vec<(MessageProgress, MessageProgress)>>,
     /// The own input, later the result.
     values: Vec<u8>,
     /// The inputs of the others on this host.
@@ -61,15 +63,21 @@ pub(super) struct Doubling {
     theirs: Vec<u8>,
 }
 
-impl Doubling {
-    pub(super) fn new(peers: &Peers, reducer: Reducer, inputs: &Flat, outputs: Flat) -> Self {
+impl DoublingJob {
+    pub(super) fn new(
+        peers: &PeerLinks,
+        reducer: BlockReducer,
+        inputs: &GatherList,
+        outputs: GatherList,
+    ) -> Self {
         let mut values = vec![0; inputs.len()];
-        inputs.read(0, &mut values);
-        let leads = peers.hosts.members(peers.hosts.own()).start == peers.member;
-        let partial = vec![0; if leads { values.len() * reducer.width() } else { 0 }];
+        inputs.read_at(0, &mut values);
+        let leads = peers.hosts.host_members(peers.hosts.own_host()).start == peers.member;
+        let partial =
+            vec![0; if leads { values.len() * reducer.accumulator_expansion() } else { 0 }];
         let others = if leads { peers.local_links().len() } else { 0 };
         Self {
-            steps: plan(&peers.hosts, peers.member).into(),
+            steps: plan_steps(&peers.hosts, peers.member).into(),
             under_way: None,
             inputs: vec![vec![0; values.len()]; others],
             theirs: vec![0; partial.len()],
@@ -81,49 +89,59 @@ impl Doubling {
     }
 
     /// Returns the links of a step, and the bytes sent and received on each.
-    fn traffic(&self, peers: &Peers, step: Step) -> (std::ops::Range<usize>, usize, usize) {
+    fn step_traffic(
+        &self,
+        peers: &PeerLinks,
+        step: DoublingStep,
+    ) -> (std::ops::Range<usize>, usize, usize) {
         let (values, partial) = (self.values.len(), self.partial.len());
         let one = |member| {
             let link = peers.link_to(member);
             link..link + 1
         };
         match step {
-            Step::Post { to } | Step::Hand { to } => (one(to), values, 0),
-            Step::Fetch { from } => (one(from), 0, values),
-            Step::Collect => (peers.local_links(), 0, values),
-            Step::Serve => (peers.local_links(), values, 0),
-            Step::Swap { with, .. } => (one(with), partial, partial),
-            Step::Give { to } => (one(to), partial, 0),
-            Step::Take { from } => (one(from), 0, partial),
-            Step::Finish => (0..0, 0, 0),
+            DoublingStep::SendInput { to } | DoublingStep::SendResult { to } => {
+                (one(to), values, 0)
+            }
+            DoublingStep::ReceiveResult { from } => (one(from), 0, values),
+            DoublingStep::CollectInputs => (peers.local_links(), 0, values),
+            DoublingStep::DistributeResult => (peers.local_links(), values, 0),
+            DoublingStep::SwapPartials { with, .. } => (one(with), partial, partial),
+            DoublingStep::SendPartial { to } => (one(to), partial, 0),
+            DoublingStep::ReceivePartial { from } => (one(from), 0, partial),
+            DoublingStep::ComputeResult => (0..0, 0, 0),
         }
     }
 
-    /// Moves what a step sends and receives. True when all of it has.
-    fn exchange(
+    /// Moves the bytes that a step sends and receives. Returns true when all of them have moved.
+    fn exchange_step(
         &mut self,
-        step: Step,
+        step: DoublingStep,
         links: &mut [Link],
         out: usize,
         incoming: usize,
         any: &mut bool,
     ) -> Result<bool> {
-        let fresh = || vec![(Message::new(out), Message::new(incoming)); links.len()];
+        let fresh =
+            || vec![(MessageProgress::new(out), MessageProgress::new(incoming)); links.len()];
         let messages = self.under_way.get_or_insert_with(fresh);
         let mut over = true;
         for (k, (link, (out, incoming))) in links.iter_mut().zip(messages).enumerate() {
             let given = match step {
-                Step::Swap { .. } | Step::Give { .. } => &self.partial,
+                DoublingStep::SwapPartials { .. } | DoublingStep::SendPartial { .. } => {
+                    &self.partial
+                }
                 _ => &self.values,
             };
-            *any |=
-                out.put(&mut *link.sender, |at, to| to.copy_from_slice(&given[at..at + to.len()]))?;
+            *any |= out.send_window(&mut *link.sender, |at, to| {
+                to.copy_from_slice(&given[at..at + to.len()])
+            })?;
             let taken = match step {
-                Step::Collect => &mut self.inputs[k],
-                Step::Fetch { .. } => &mut self.values,
+                DoublingStep::CollectInputs => &mut self.inputs[k],
+                DoublingStep::ReceiveResult { .. } => &mut self.values,
                 _ => &mut self.theirs,
             };
-            *any |= incoming.take(&mut *link.receiver, |at, from| {
+            *any |= incoming.receive_window(&mut *link.receiver, |at, from| {
                 taken[at..at + from.len()].copy_from_slice(from)
             })?;
             over &= out.is_finished() && incoming.is_finished();
@@ -132,86 +150,98 @@ impl Doubling {
     }
 
     /// Computes the result of a step after its bytes have arrived.
-    fn conclude(&mut self, step: Step) {
+    fn finish_step(&mut self, step: DoublingStep) {
         match step {
-            Step::Collect => {
+            DoublingStep::CollectInputs => {
                 // The member that collects is the host's first.
                 let own = std::iter::once(self.values.as_slice());
                 let inputs: Vec<&[u8]> = own.chain(self.inputs.iter().map(Vec::as_slice)).collect();
-                self.reducer.accumulate(&inputs, &mut self.partial);
+                self.reducer.accumulate_inputs(&inputs, &mut self.partial);
             }
-            Step::Swap { earlier: false, .. } => self.merge(false),
-            Step::Swap { earlier: true, .. } | Step::Take { .. } => self.merge(true),
-            Step::Finish => self.reducer.conclude(&self.partial, &mut self.values),
-            Step::Post { .. }
-            | Step::Give { .. }
-            | Step::Fetch { .. }
-            | Step::Serve
-            | Step::Hand { .. } => {}
+            DoublingStep::SwapPartials { earlier: false, .. } => self.merge_partials(false),
+            DoublingStep::SwapPartials { earlier: true, .. }
+            | DoublingStep::ReceivePartial { .. } => self.merge_partials(true),
+            DoublingStep::ComputeResult => {
+                self.reducer.finish_accumulators(&self.partial, &mut self.values)
+            }
+            DoublingStep::SendInput { .. }
+            | DoublingStep::SendPartial { .. }
+            | DoublingStep::ReceiveResult { .. }
+            | DoublingStep::DistributeResult
+            | DoublingStep::SendResult { .. } => {}
         }
     }
 
-    fn merge(&mut self, own_is_earlier: bool) {
+    fn merge_partials(&mut self, own_is_earlier: bool) {
         let own = std::mem::take(&mut self.partial);
         let mut joined = vec![0; own.len()];
         let (earlier, later) =
             if own_is_earlier { (&own, &self.theirs) } else { (&self.theirs, &own) };
-        self.reducer.merge(earlier, later, &mut joined);
+        self.reducer.merge_accumulators(earlier, later, &mut joined);
         self.partial = joined;
     }
 }
 
 /// Returns the steps of this member.
-fn plan(hosts: &Hosts, member: usize) -> Vec<Step> {
-    let (host, count) = (hosts.of(member), hosts.count());
-    let first = |host: usize| hosts.members(host).start;
+fn plan_steps(hosts: &MembersByHost, member: usize) -> Vec<DoublingStep> {
+    let (host, count) = (hosts.host_of(member), hosts.host_count());
+    let first = |host: usize| hosts.host_members(host).start;
     if member != first(host) {
-        return vec![Step::Post { to: first(host) }, Step::Fetch { from: first(host) }];
+        return vec![
+            DoublingStep::SendInput { to: first(host) },
+            DoublingStep::ReceiveResult { from: first(host) },
+        ];
     }
     let full = 1 << count.checked_ilog2().unwrap_or(0);
     let folded = 2 * (count - full);
-    let mut steps = vec![Step::Collect];
+    let mut steps = vec![DoublingStep::CollectInputs];
     if host < folded && host % 2 == 1 {
         let with = first(host - 1);
-        steps.extend([Step::Give { to: with }, Step::Fetch { from: with }, Step::Serve]);
+        steps.extend([
+            DoublingStep::SendPartial { to: with },
+            DoublingStep::ReceiveResult { from: with },
+            DoublingStep::DistributeResult,
+        ]);
         return steps;
     }
     if host < folded {
-        steps.push(Step::Take { from: first(host + 1) });
+        steps.push(DoublingStep::ReceivePartial { from: first(host + 1) });
     }
     let place = if host < folded { host / 2 } else { host - folded / 2 };
     let at = |place: usize| if place < folded / 2 { 2 * place } else { place + folded / 2 };
     for distance in std::iter::successors(Some(1), |d| Some(d * 2)).take_while(|d| *d < full) {
-        steps
-            .push(Step::Swap { with: first(at(place ^ distance)), earlier: place & distance == 0 });
+        steps.push(DoublingStep::SwapPartials {
+            with: first(at(place ^ distance)),
+            earlier: place & distance == 0,
+        });
     }
-    steps.push(Step::Finish);
+    steps.push(DoublingStep::ComputeResult);
     if host < folded {
-        steps.push(Step::Hand { to: first(host + 1) });
+        steps.push(DoublingStep::SendResult { to: first(host + 1) });
     }
-    steps.push(Step::Serve);
+    steps.push(DoublingStep::DistributeResult);
     steps
 }
 
-impl Job for Doubling {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for DoublingJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         while let Some(step) = self.steps.front().copied() {
-            let (links, out, incoming) = self.traffic(peers, step);
-            if !self.exchange(step, &mut peers.links[links], out, incoming, &mut any)? {
-                return Ok(Moved { any, done: false });
+            let (links, out, incoming) = self.step_traffic(peers, step);
+            if !self.exchange_step(step, &mut peers.links[links], out, incoming, &mut any)? {
+                return Ok(PollProgress { any, done: false });
             }
             any = true;
-            self.conclude(step);
+            self.finish_step(step);
             self.under_way = None;
             self.steps.pop_front();
         }
-        self.outputs.write(0, &self.values);
-        Ok(Moved { any: true, done: true })
+        self.outputs.write_at(0, &self.values);
+        Ok(PollProgress { any: true, done: true })
     }
 
-    fn links(&self, peers: &Peers) -> Vec<usize> {
-        let links = self.steps.iter().flat_map(|step| self.traffic(peers, *step).0);
+    fn used_links(&self, peers: &PeerLinks) -> Vec<usize> {
+        let links = self.steps.iter().flat_map(|step| self.step_traffic(peers, *step).0);
         links.collect::<BTreeSet<usize>>().into_iter().collect()
     }
 }

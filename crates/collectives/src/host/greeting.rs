@@ -1,56 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The first message on every link: it checks that both ends mean the same communicator, and finds
+//! The first message on every link: it checks that both ends use the same communicator, and finds
 //! the smallest ring.
 //!
-//! A mesh has a link between any two members, so the minimum over what a member sees and what all
-//! others say is the minimum over the whole communicator.
+//! A mesh has a link between any two members. The minimum over the capacities that a member reads
+//! from its links and receives from all others is therefore the minimum over the whole
+//! communicator.
 //!
-//! Nothing is said on links that are opened at their first use, or all of them would open here.
-//! Members that are the same in the eyes of their neighbours on the other links are the same
-//! everywhere, if these links connect them all. A member that differs ends here, and takes part in
-//! no operation. Rings are equally large on both ends of such a link, as opening it checks.
+//! No greeting goes over links that open at their first use, because the greeting would open all of
+//! them. If the other links connect all members, and neighbours on these links have equal
+//! parameters, all members have equal parameters. A member with other parameters fails here and
+//! takes part in no operation. Opening an on-demand link checks that its rings are equally large on
+//! both ends.
 
-use super::UNIT;
-use super::message::Message;
-use super::peers::{Job, Moved, Peers};
-use crate::{Crossover, Result};
+use super::UNIT_BYTES;
+use super::message::MessageProgress;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use crate::{CrossoverTable, Result};
 
 /// Counts incompatible changes of the protocol on links.
-const PROTOCOL: u32 = 5;
-const MAGIC: u32 = u32::from_le_bytes(*b"frdl");
+const PROTOCOL_VERSION: u32 = 5;
+const GREETING_MAGIC: u32 = u32::from_le_bytes(*b"frdl");
 
 /// `magic, protocol, size, rank, topology, algorithms: u32; capacity: u64`, little endian, in one
 /// unit.
-pub(super) struct Greeting {
-    facts: Facts,
-    card: [u8; UNIT],
-    out: Vec<Message>,
-    incoming: Vec<(Message, [u8; UNIT])>,
+pub(super) struct GreetingJob {
+    parameters: GreetingParameters,
+    encoded: [u8; UNIT_BYTES],
+    out: Vec<MessageProgress>,
+    incoming: Vec<(MessageProgress, [u8; UNIT_BYTES])>,
 }
 
-impl Greeting {
-    pub(super) fn new(peers: &Peers, crossover: &Crossover) -> Self {
-        let facts = Facts {
-            size: u32::try_from(peers.size()).unwrap_or(u32::MAX),
-            hosts: digest(peers.hosts.sizes().into_iter().flat_map(usize::to_le_bytes)),
-            algorithms: digest(crossover.to_string().into_bytes()),
+impl GreetingJob {
+    pub(super) fn new(peers: &PeerLinks, crossover: &CrossoverTable) -> Self {
+        let facts = GreetingParameters {
+            size: u32::try_from(peers.member_count()).unwrap_or(u32::MAX),
+            hosts: fnv1a_digest(peers.hosts.host_sizes().into_iter().flat_map(usize::to_le_bytes)),
+            algorithms: fnv1a_digest(crossover.to_string().into_bytes()),
         };
-        let card = card(facts, peers.rank.0, u64::try_from(peers.capacity).unwrap_or(u64::MAX));
+        let card =
+            encode_greeting(facts, peers.rank.0, u64::try_from(peers.capacity).unwrap_or(u64::MAX));
         let links = peers.links.len();
         Self {
-            facts,
-            card,
-            out: vec![Message::new(UNIT); links],
-            incoming: vec![(Message::new(UNIT), [0; UNIT]); links],
+            parameters: facts,
+            encoded: card,
+            out: vec![MessageProgress::new(UNIT_BYTES); links],
+            incoming: vec![(MessageProgress::new(UNIT_BYTES), [0; UNIT_BYTES]); links],
         }
     }
 }
 
 /// The values on which all members must agree.
 #[derive(Clone, Copy, Debug)]
-struct Facts {
+struct GreetingParameters {
     size: u32,
     /// Digest of the members on each host.
     hosts: u32,
@@ -59,17 +62,17 @@ struct Facts {
 }
 
 /// FNV-1a: detects accidental differences.
-fn digest(bytes: impl IntoIterator<Item = u8>) -> u32 {
+fn fnv1a_digest(bytes: impl IntoIterator<Item = u8>) -> u32 {
     bytes
         .into_iter()
         .fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
-fn words(facts: Facts, rank: u32) -> [(&'static str, u32); 6] {
-    let Facts { size, hosts, algorithms } = facts;
+fn greeting_words(facts: GreetingParameters, rank: u32) -> [(&'static str, u32); 6] {
+    let GreetingParameters { size, hosts, algorithms } = facts;
     [
-        ("magic", MAGIC),
-        ("protocol", PROTOCOL),
+        ("magic", GREETING_MAGIC),
+        ("protocol", PROTOCOL_VERSION),
         ("members", size),
         ("rank", rank),
         ("hosts", hosts),
@@ -77,19 +80,23 @@ fn words(facts: Facts, rank: u32) -> [(&'static str, u32); 6] {
     ]
 }
 
-fn card(facts: Facts, rank: u32, capacity: u64) -> [u8; UNIT] {
-    let mut card = [0; UNIT];
-    for (at, (_, word)) in words(facts, rank).into_iter().enumerate() {
+fn encode_greeting(facts: GreetingParameters, rank: u32, capacity: u64) -> [u8; UNIT_BYTES] {
+    let mut card = [0; UNIT_BYTES];
+    for (at, (_, word)) in greeting_words(facts, rank).into_iter().enumerate() {
         card[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
     }
     card[24..32].copy_from_slice(&capacity.to_le_bytes());
     card
 }
 
-/// Returns the capacity a card tells, if all else is as expected.
-fn read(card: &[u8; UNIT], facts: Facts, rank: u32) -> Result<u64, String> {
+/// Returns the capacity in a greeting if all its other fields have the expected values.
+fn decode_greeting(
+    card: &[u8; UNIT_BYTES],
+    facts: GreetingParameters,
+    rank: u32,
+) -> Result<u64, String> {
     let word = |at: usize| u32::from_le_bytes([card[at], card[at + 1], card[at + 2], card[at + 3]]);
-    for (k, (what, value)) in words(facts, rank).into_iter().enumerate() {
+    for (k, (what, value)) in greeting_words(facts, rank).into_iter().enumerate() {
         if word(k * 4) != value {
             return Err(match what {
                 "hosts" => "its communicator has members on other hosts than this one".to_owned(),
@@ -106,23 +113,24 @@ fn read(card: &[u8; UNIT], facts: Facts, rank: u32) -> Result<u64, String> {
     Ok(u64::from(word(24)) | u64::from(word(28)) << 32)
 }
 
-impl Job for Greeting {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
-        let facts = self.facts;
+impl CollectiveJob for GreetingJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
+        let facts = self.parameters;
         let (mut any, mut done) = (false, true);
         let links = peers.links.iter_mut().zip(&mut self.out).zip(&mut self.incoming);
         for ((link, out), (message, theirs)) in
             links.filter(|((link, _), _)| !link.sender.is_on_demand())
         {
-            let card = &self.card;
-            any |=
-                out.put(&mut *link.sender, |at, to| to.copy_from_slice(&card[at..at + to.len()]))?;
-            let arrived = message.take(&mut *link.receiver, |at, from| {
+            let card = &self.encoded;
+            any |= out.send_window(&mut *link.sender, |at, to| {
+                to.copy_from_slice(&card[at..at + to.len()])
+            })?;
+            let arrived = message.receive_window(&mut *link.receiver, |at, from| {
                 theirs[at..at + from.len()].copy_from_slice(from);
             })?;
             // Checked as soon as it arrives: an unexpected rank may never get its own.
             if arrived && message.is_finished() {
-                let capacity = read(theirs, facts, link.peer.0).map_err(|reason| {
+                let capacity = decode_greeting(theirs, facts, link.peer.0).map_err(|reason| {
                     farandole_transport::Error::Frame { rank: link.peer, reason }
                 })?;
                 peers.capacity =
@@ -131,7 +139,7 @@ impl Job for Greeting {
             any |= arrived;
             done &= out.is_finished() && message.is_finished();
         }
-        Ok(Moved { any, done })
+        Ok(PollProgress { any, done })
     }
 }
 
@@ -141,17 +149,19 @@ mod tests {
 
     #[test]
     fn a_card_is_read_back_and_a_wrong_one_names_the_difference() {
-        let facts = Facts { size: 4, hosts: 5, algorithms: 6 };
-        let own = card(facts, 3, 1 << 33);
-        assert_eq!(read(&own, facts, 3), Ok(1 << 33));
-        let refused = |facts, rank| read(&own, facts, rank).unwrap_err();
+        let facts = GreetingParameters { size: 4, hosts: 5, algorithms: 6 };
+        let own = encode_greeting(facts, 3, 1 << 33);
+        assert_eq!(decode_greeting(&own, facts, 3), Ok(1 << 33));
+        let refused = |facts, rank| decode_greeting(&own, facts, rank).unwrap_err();
         let says = "its communicator says";
         assert_eq!(
-            refused(Facts { size: 5, ..facts }, 3),
+            refused(GreetingParameters { size: 5, ..facts }, 3),
             format!("{says} members 4 where this one says 5")
         );
         assert_eq!(refused(facts, 2), format!("{says} rank 3 where this one says 2"));
-        assert!(refused(Facts { hosts: 0, ..facts }, 3).contains("other hosts"));
-        assert!(refused(Facts { algorithms: 0, ..facts }, 3).contains("other algorithms"));
+        assert!(refused(GreetingParameters { hosts: 0, ..facts }, 3).contains("other hosts"));
+        assert!(
+            refused(GreetingParameters { algorithms: 0, ..facts }, 3).contains("other algorithms")
+        );
     }
 }

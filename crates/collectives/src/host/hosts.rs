@@ -9,14 +9,14 @@ use std::sync::Arc;
 /// Members of one host follow each other. A host whose members do not is taken for several: that
 /// costs time, and changes no result but the order of sums, for all members alike.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Hosts {
+pub(super) struct MembersByHost {
     /// Start of each host's members, and the end of the last ones.
     starts: Arc<[usize]>,
     own: usize,
     largest: usize,
 }
 
-impl Hosts {
+impl MembersByHost {
     /// Returns one host number for every member, in member order.
     pub(super) fn new(numbers: &[u32], member: usize) -> Self {
         let starts: Arc<[usize]> = (0..numbers.len())
@@ -28,41 +28,41 @@ impl Hosts {
         Self { starts, own, largest }
     }
 
-    pub(super) fn count(&self) -> usize {
+    pub(super) fn host_count(&self) -> usize {
         self.starts.len() - 1
     }
 
     /// Returns the host of this member.
-    pub(super) fn own(&self) -> usize {
+    pub(super) fn own_host(&self) -> usize {
         self.own
     }
 
-    pub(super) fn members(&self, host: usize) -> Range<usize> {
+    pub(super) fn host_members(&self, host: usize) -> Range<usize> {
         self.starts[host]..self.starts[host + 1]
     }
 
     /// Returns the other members on the host of a member.
-    pub(super) fn near(&self, member: usize) -> impl Iterator<Item = usize> + use<> {
-        self.members(self.of(member)).filter(move |other| *other != member)
+    pub(super) fn local_peers(&self, member: usize) -> impl Iterator<Item = usize> + use<> {
+        self.host_members(self.host_of(member)).filter(move |other| *other != member)
     }
 
-    pub(super) fn of(&self, member: usize) -> usize {
+    pub(super) fn host_of(&self, member: usize) -> usize {
         self.starts.partition_point(|start| *start <= member).saturating_sub(1)
     }
 
     /// Returns the members on each host.
-    pub(super) fn sizes(&self) -> Vec<usize> {
-        (0..self.count()).map(|host| self.members(host).len()).collect()
+    pub(super) fn host_sizes(&self) -> Vec<usize> {
+        (0..self.host_count()).map(|host| self.host_members(host).len()).collect()
     }
 
     /// Returns the members on the fullest host.
-    pub(super) fn largest(&self) -> usize {
+    pub(super) fn largest_host_size(&self) -> usize {
         self.largest
     }
 
     /// Returns the member that stands for a host in the matter numbered `turn`: they take turns.
-    pub(super) fn carrier(&self, host: usize, turn: usize) -> usize {
-        let members = self.members(host);
+    pub(super) fn carrier_for_turn(&self, host: usize, turn: usize) -> usize {
+        let members = self.host_members(host);
         members.start + turn % members.len().max(1)
     }
 }
@@ -73,11 +73,14 @@ mod tests {
 
     #[test]
     fn members_that_follow_each_other_share_a_host() {
-        let hosts = Hosts::new(&[7, 7, 3, 3, 3, 9], 3);
-        assert_eq!((hosts.count(), hosts.own(), hosts.largest()), (3, 1, 3));
-        assert_eq!((hosts.members(1), hosts.of(1), hosts.of(5)), (2..5, 0, 2));
-        assert_eq!(hosts.near(3).collect::<Vec<_>>(), [2, 4]);
-        assert_eq!((0..4).map(|turn| hosts.carrier(1, turn)).collect::<Vec<_>>(), [2, 3, 4, 2]);
-        assert_eq!(Hosts::new(&[0, 1, 0, 1], 2).sizes(), [1; 4]);
+        let hosts = MembersByHost::new(&[7, 7, 3, 3, 3, 9], 3);
+        assert_eq!((hosts.host_count(), hosts.own_host(), hosts.largest_host_size()), (3, 1, 3));
+        assert_eq!((hosts.host_members(1), hosts.host_of(1), hosts.host_of(5)), (2..5, 0, 2));
+        assert_eq!(hosts.local_peers(3).collect::<Vec<_>>(), [2, 4]);
+        assert_eq!(
+            (0..4).map(|turn| hosts.carrier_for_turn(1, turn)).collect::<Vec<_>>(),
+            [2, 3, 4, 2]
+        );
+        assert_eq!(MembersByHost::new(&[0, 1, 0, 1], 2).host_sizes(), [1; 4]);
     }
 }

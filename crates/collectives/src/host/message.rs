@@ -3,63 +3,63 @@
 
 //! One message on a link: some bytes, padded so that the next message starts aligned.
 
-use farandole_transport::{ALIGNMENT, LinkReceiver, LinkSender};
+use farandole_transport::{LinkReceiver, LinkSender, MESSAGE_ALIGNMENT};
 
 use crate::Result;
 
 /// Returns the bytes a message takes on a link.
-pub(super) const fn padded(bytes: usize) -> usize {
-    bytes.next_multiple_of(ALIGNMENT)
+pub(super) const fn padded_bytes(bytes: usize) -> usize {
+    bytes.next_multiple_of(MESSAGE_ALIGNMENT)
 }
 
 /// Progress of a message through a window. It may take several windows: rings wrap and fill up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Message {
+pub(super) struct MessageProgress {
     bytes: usize,
     done: usize,
 }
 
-impl Message {
+impl MessageProgress {
     pub(super) fn new(bytes: usize) -> Self {
         Self { bytes, done: 0 }
     }
 
     /// Returns the bytes gone, padding included.
-    pub(super) fn done(&self) -> usize {
+    pub(super) fn moved_bytes(&self) -> usize {
         self.done
     }
 
     /// Returns the bytes to go, padding included.
-    pub(super) fn left(&self) -> usize {
-        padded(self.bytes) - self.done
+    pub(super) fn remaining_bytes(&self) -> usize {
+        padded_bytes(self.bytes) - self.done
     }
 
     pub(super) fn is_finished(&self) -> bool {
-        self.left() == 0
+        self.remaining_bytes() == 0
     }
 
     /// Returns the number of the next `wire` bytes that are not padding.
-    pub(super) fn payload(&self, wire: usize) -> usize {
+    pub(super) fn payload_bytes(&self, wire: usize) -> usize {
         wire.min(self.bytes.saturating_sub(self.done))
     }
 
     /// Notes that `wire` bytes went.
-    pub(super) fn advance(&mut self, wire: usize) {
-        self.done += wire.min(self.left());
+    pub(super) fn advance_by(&mut self, wire: usize) {
+        self.done += wire.min(self.remaining_bytes());
     }
 
-    /// Sends what the window takes; `fill` is given the position in the message and where to write.
-    /// True when anything was sent.
-    pub(super) fn put(
+    /// Sends as many bytes as the window takes; `fill` receives the position in the message and the
+    /// destination. Returns true when any byte was sent.
+    pub(super) fn send_window(
         &mut self,
         sender: &mut dyn LinkSender,
         fill: impl FnOnce(usize, &mut [u8]),
     ) -> Result<bool> {
-        self.put_some(usize::MAX, sender, fill)
+        self.send_at_most(usize::MAX, sender, fill)
     }
 
-    /// Like [`Message::put`], `most` bytes at most.
-    pub(super) fn put_some(
+    /// Like [`MessageProgress::send_window`], `most` bytes at most.
+    pub(super) fn send_at_most(
         &mut self,
         most: usize,
         sender: &mut dyn LinkSender,
@@ -69,21 +69,21 @@ impl Message {
             return Ok(false);
         }
         let window = sender.window()?;
-        let wire = window.len().min(self.left()).min(most);
+        let wire = window.len().min(self.remaining_bytes()).min(most);
         if wire == 0 {
             return Ok(false);
         }
-        let payload = self.payload(wire);
+        let payload = self.payload_bytes(wire);
         fill(self.done, &mut window[..payload]);
         window[payload..wire].fill(0);
         sender.commit(wire)?;
-        self.advance(wire);
+        self.advance_by(wire);
         Ok(true)
     }
 
-    /// Receives what the window holds; `drain` is given the position in the message and the bytes.
-    /// True when anything arrived.
-    pub(super) fn take(
+    /// Receives the bytes that the window holds; `drain` receives the position in the message and
+    /// the bytes. Returns true when any byte arrived.
+    pub(super) fn receive_window(
         &mut self,
         receiver: &mut dyn LinkReceiver,
         drain: impl FnOnce(usize, &[u8]),
@@ -92,14 +92,14 @@ impl Message {
             return Ok(false);
         }
         let window = receiver.window()?;
-        let wire = window.len().min(self.left());
+        let wire = window.len().min(self.remaining_bytes());
         if wire == 0 {
             return Ok(false);
         }
-        let payload = self.payload(wire);
+        let payload = self.payload_bytes(wire);
         drain(self.done, &window[..payload]);
         receiver.release(wire)?;
-        self.advance(wire);
+        self.advance_by(wire);
         Ok(true)
     }
 }

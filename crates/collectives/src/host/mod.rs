@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The communicator over links: every member has one to every other, of any kind.
+//! The communicator over links: every member has a link of any kind to every other member.
 //!
-//! Links may be of the kind that is opened at its first use. **No deadlock** with those: an
-//! operation asks for all links that it uses before it moves anything
-//! ([`Job::links`](peers::Job::links)). A link opens when both ends have asked for it, whatever the
-//! members do next. Consider the first operation that is not over on all members. All members have
-//! begun it, so both ends of each of its links have asked, and the links open. Then the proofs of
-//! the algorithms hold.
+//! Some links may open at their first use. **No deadlock** with such links: an operation requests
+//! all links that it uses before it moves any byte
+//! ([`CollectiveJob::used_links`](peers::CollectiveJob::used_links)). A link opens when both ends
+//! have requested it, regardless of the members' next actions. Consider the first operation that is
+//! not finished on all members. All members have begun it, so both ends of each of its links have
+//! requested the link, and the links open. Then the proofs of the algorithms hold.
 
 mod adasum;
 mod allgather;
 mod alltoall;
-mod alone;
 mod barrier;
 mod broadcast;
 mod check;
-mod copies;
+mod copy_path;
 mod direct;
 mod doubling;
 mod exchange;
@@ -34,119 +33,121 @@ mod polled;
 mod position;
 pub mod program;
 mod reducescatter;
+mod single_member;
 
 use std::collections::VecDeque;
 
-use farandole_transport::{ALIGNMENT, Link, PACKET};
+use farandole_transport::{Link, MESSAGE_ALIGNMENT, PACKET_PAYLOAD_BYTES};
 use farandole_world::Rank;
 
-use crate::buffer::Flat;
-use crate::kernel::{self, Reducer, Reduction};
+use crate::buffer::GatherList;
+use crate::kernel::{self, BlockReducer, ReductionSpec};
 use crate::{
-    Algorithm, Communicator, Crossover, DataType, Error, Operation, ReduceOp, Result, Segment,
-    Token,
+    AllreduceAlgorithm, CollectiveOperation, Communicator, CrossoverTable, DataType, Error,
+    OperationToken, ReduceOp, Result, TensorSegment,
 };
-use peers::{Job, Peers};
+use peers::{CollectiveJob, PeerLinks};
 
 /// Parts, chunks and messages are multiples of this: no element is ever cut.
-const UNIT: usize = ALIGNMENT;
+const UNIT_BYTES: usize = MESSAGE_ALIGNMENT;
 
 /// Chunks stay in the second-level cache, and fill packets.
-const LARGEST_CHUNK: usize = 4 * PACKET;
+const MAX_CHUNK_BYTES: usize = 4 * PACKET_PAYLOAD_BYTES;
 /// Below, a chunk costs more in messages than it gains in overlap.
-const SMALLEST_CHUNK: usize = 16 << 10;
+const MIN_CHUNK_BYTES: usize = 16 << 10;
 
-/// Passes of one call to `progress`, so that a caller can look at its deadline.
-const PASSES: usize = 64;
+/// Passes of one call to `make_progress`, so that a caller can look at its deadline.
+const MAX_PASSES_PER_CALL: usize = 64;
 
 /// Returns the bytes of chunks that are no longer than `longest`, a multiple of the unit, such that
 /// all `carriers` get equally many.
-fn even_chunk(bytes: usize, longest: usize, carriers: usize) -> usize {
+fn even_chunk_bytes(bytes: usize, longest: usize, carriers: usize) -> usize {
     let carriers = carriers.max(1);
     let rounds = bytes.div_ceil(longest.saturating_mul(carriers)).max(1);
-    bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT).max(SMALLEST_CHUNK).min(longest)
+    bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT_BYTES).max(MIN_CHUNK_BYTES).min(longest)
 }
 
 /// Returns the start of a part of `bytes` that are cut in `parts`. Parts differ by one unit at
 /// most; the longer ones come first.
-fn start_of(bytes: usize, parts: usize, part: usize) -> usize {
-    let units = bytes.div_ceil(UNIT);
+fn part_start(bytes: usize, parts: usize, part: usize) -> usize {
+    let units = bytes.div_ceil(UNIT_BYTES);
     let (each, longer) = (units / parts, units % parts);
-    ((each * part + part.min(longer)) * UNIT).min(bytes)
+    ((each * part + part.min(longer)) * UNIT_BYTES).min(bytes)
 }
 
 /// Runs operations over links, one after the other.
 pub struct HostCommunicator {
-    peers: Peers,
-    crossover: Crossover,
-    queue: VecDeque<(Token, Planned)>,
-    running: Option<Running>,
+    peers: PeerLinks,
+    crossover: CrossoverTable,
+    queue: VecDeque<(OperationToken, PlannedOperation)>,
+    running: Option<RunningOperation>,
     /// The first failure; every later call repeats it.
     failure: Option<Error>,
 }
 
-struct Running {
+struct RunningOperation {
     /// `None` for the greeting.
-    token: Option<Token>,
-    job: Box<dyn Job>,
+    token: Option<OperationToken>,
+    job: Box<dyn CollectiveJob>,
     done: bool,
 }
 
 /// An operation that passed its checks. Jobs are made when their turn comes: they need the agreed
 /// capacity.
-enum Planned {
-    Allreduce { reducer: Reducer, inputs: Flat, outputs: Flat },
-    Adasum { reducer: Reducer, tensors: Vec<usize>, inputs: Flat, outputs: Flat },
-    Broadcast { root: usize, inputs: Flat, outputs: Flat },
-    Allgather { segments: Vec<Segment>, bytes: Vec<Vec<usize>> },
-    Alltoall { segment: Segment, sends: Vec<usize>, receives: Vec<usize> },
-    Reducescatter { reducer: Reducer, segments: Vec<Segment>, bytes: Vec<Vec<usize>> },
+enum PlannedOperation {
+    Allreduce { reducer: BlockReducer, inputs: GatherList, outputs: GatherList },
+    Adasum { reducer: BlockReducer, tensors: Vec<usize>, inputs: GatherList, outputs: GatherList },
+    Broadcast { root: usize, inputs: GatherList, outputs: GatherList },
+    Allgather { segments: Vec<TensorSegment>, bytes: Vec<Vec<usize>> },
+    Alltoall { segment: TensorSegment, sends: Vec<usize>, receives: Vec<usize> },
+    Reducescatter { reducer: BlockReducer, segments: Vec<TensorSegment>, bytes: Vec<Vec<usize>> },
     Barrier,
 }
 
 impl HostCommunicator {
     /// Returns a communicator of `rank` and the peers of `links`, all on one host, members in rank
-    /// order. Every member must make its own at the same point of all links' streams; the first
-    /// operation begins with a greeting that compares what they made. Links that are opened at
-    /// their first use are not greeted over: the others must connect all members.
+    /// order. Every member must create its communicator at the same point of all links' streams;
+    /// the first operation begins with a greeting that compares the communicators. Links that open
+    /// at their first use carry no greeting: the other links must connect all members.
     ///
     /// # Errors
     /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple
-    /// of `ALIGNMENT`.
+    /// of `MESSAGE_ALIGNMENT`.
     pub fn new(rank: Rank, links: Vec<Link>) -> Result<Self> {
-        Ok(Self::of(Peers::new(rank, links, None)?))
+        Ok(Self::from_peers(PeerLinks::new(rank, links, None)?))
     }
 
     /// Like [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member
-    /// order, equal for those that share memory. They should follow each other.
+    /// order. Members that share memory have the same number and should follow each other.
     ///
     /// # Errors
-    /// Those of `new`, and `Shape` when there are not as many hosts as members.
-    pub fn over(rank: Rank, links: Vec<Link>, hosts: &[u32]) -> Result<Self> {
-        Ok(Self::of(Peers::new(rank, links, Some(hosts))?))
+    /// Errors of `new`, and `Shape` when there are not as many hosts as members.
+    pub fn across_hosts(rank: Rank, links: Vec<Link>, hosts: &[u32]) -> Result<Self> {
+        Ok(Self::from_peers(PeerLinks::new(rank, links, Some(hosts))?))
     }
 
-    fn of(peers: Peers) -> Self {
+    fn from_peers(peers: PeerLinks) -> Self {
         Self {
             peers,
-            crossover: Crossover::default(),
+            crossover: CrossoverTable::default(),
             queue: VecDeque::new(),
             running: None,
             failure: None,
         }
-        .greeting()
+        .start_greeting()
     }
 
-    /// Other algorithms than those of the table; the same on every member.
+    /// Replaces the crossover table, which selects the algorithms. The table must be the same on
+    /// every member.
     #[must_use]
-    pub fn with_crossover(self, crossover: Crossover) -> Self {
-        Self { crossover, ..self }.greeting()
+    pub fn with_crossover(self, crossover: CrossoverTable) -> Self {
+        Self { crossover, ..self }.start_greeting()
     }
 
-    fn greeting(mut self) -> Self {
-        self.running = (self.peers.size() > 1).then(|| {
-            let job = Box::new(greeting::Greeting::new(&self.peers, &self.crossover));
-            Running { token: None, job, done: false }
+    fn start_greeting(mut self) -> Self {
+        self.running = (self.peers.member_count() > 1).then(|| {
+            let job = Box::new(greeting::GreetingJob::new(&self.peers, &self.crossover));
+            RunningOperation { token: None, job, done: false }
         });
         self
     }
@@ -156,26 +157,31 @@ impl HostCommunicator {
         self.peers.links
     }
 
-    fn reducer(
+    fn make_reducer(
         &self,
         dtype: DataType,
         op: ReduceOp,
         prescale: f64,
         postscale: f64,
-    ) -> Result<Reducer> {
-        let reduction = Reduction { dtype, op, members: self.peers.size(), prescale, postscale };
-        Reducer::ordered(reduction, kernel::Path::best(), self.peers.orders.clone())
+    ) -> Result<BlockReducer> {
+        let reduction =
+            ReductionSpec { dtype, op, members: self.peers.member_count(), prescale, postscale };
+        BlockReducer::with_order(
+            reduction,
+            kernel::InstructionSet::best_available(),
+            self.peers.orders.clone(),
+        )
     }
 
-    fn step(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
+    fn advance_queue(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
         let Some(running) = &mut self.running else {
             let Some((token, planned)) = self.queue.pop_front() else { return Ok(false) };
-            let job = planned.start(&mut self.peers, &self.crossover)?;
+            let job = planned.start_job(&mut self.peers, &self.crossover)?;
             if self.peers.on_demand {
-                let links = job.links(&self.peers);
-                self.peers.ask(&links);
+                let links = job.used_links(&self.peers);
+                self.peers.request_links(&links);
             }
-            self.running = Some(Running { token: Some(token), job, done: false });
+            self.running = Some(RunningOperation { token: Some(token), job, done: false });
             return Ok(true);
         };
         let mut any = false;
@@ -186,10 +192,10 @@ impl HostCommunicator {
             if !any {
                 // Bytes that a socket did not take at once are sent only by a later call, and peers
                 // may wait only for these bytes.
-                self.peers.flush();
+                self.peers.flush_links();
             }
         }
-        if running.done && self.peers.flush() {
+        if running.done && self.peers.flush_links() {
             completed.extend(running.token);
             self.running = None;
             any = true;
@@ -198,129 +204,152 @@ impl HostCommunicator {
     }
 }
 
-impl Planned {
-    fn start(self, peers: &mut Peers, crossover: &Crossover) -> Result<Box<dyn Job>> {
+impl PlannedOperation {
+    fn start_job(
+        self,
+        peers: &mut PeerLinks,
+        crossover: &CrossoverTable,
+    ) -> Result<Box<dyn CollectiveJob>> {
         Ok(match self {
-            Self::Allreduce { reducer, inputs, outputs } if peers.size() == 1 => {
-                Box::new(alone::Alone::new(reducer, inputs, outputs))
+            Self::Allreduce { reducer, inputs, outputs } if peers.member_count() == 1 => {
+                Box::new(single_member::SingleMemberJob::new(reducer, inputs, outputs))
             }
             Self::Allreduce { reducer, inputs, outputs } => {
-                match crossover.choose(peers.shape, inputs.len(), peers.capacity) {
-                    Algorithm::Direct => {
-                        Box::new(direct::Direct::new(peers, reducer, inputs, outputs))
+                match crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity) {
+                    AllreduceAlgorithm::Direct => {
+                        Box::new(direct::DirectJob::new(peers, reducer, inputs, outputs))
                     }
-                    Algorithm::Doubling => {
-                        Box::new(doubling::Doubling::new(peers, reducer, &inputs, outputs))
+                    AllreduceAlgorithm::Doubling => {
+                        Box::new(doubling::DoublingJob::new(peers, reducer, &inputs, outputs))
                     }
-                    Algorithm::Pipeline if in_place::is_considered(peers, &outputs) => {
-                        Box::new(in_place::InPlace::new(peers, reducer, inputs, outputs))
+                    AllreduceAlgorithm::Pipeline
+                        if in_place::is_in_place_candidate(peers, &outputs) =>
+                    {
+                        Box::new(in_place::InPlaceJob::new(peers, reducer, inputs, outputs))
                     }
-                    Algorithm::Pipeline => {
-                        Box::new(pipeline::Pipeline::new(peers, reducer, inputs, outputs)?)
+                    AllreduceAlgorithm::Pipeline => {
+                        Box::new(pipeline::PipelineJob::new(peers, reducer, inputs, outputs)?)
                     }
-                    Algorithm::Hierarchy => {
-                        Box::new(hierarchy::Hierarchy::new(peers, reducer, inputs, outputs)?)
+                    AllreduceAlgorithm::Hierarchy => {
+                        Box::new(hierarchy::HierarchyJob::new(peers, reducer, inputs, outputs)?)
                     }
-                    Algorithm::Halving => {
-                        Box::new(halving::Halving::new(peers, reducer, inputs, outputs)?)
+                    AllreduceAlgorithm::Halving => {
+                        Box::new(halving::HalvingJob::new(peers, reducer, inputs, outputs)?)
                     }
                 }
             }
-            Self::Adasum { reducer, inputs, outputs, .. } if peers.size() == 1 => {
-                Box::new(alone::Alone::new(reducer, inputs, outputs))
+            Self::Adasum { reducer, inputs, outputs, .. } if peers.member_count() == 1 => {
+                Box::new(single_member::SingleMemberJob::new(reducer, inputs, outputs))
             }
             Self::Adasum { reducer, tensors, inputs, outputs } => {
-                Box::new(adasum::Adasum::new(peers, reducer, &tensors, &inputs, outputs))
+                Box::new(adasum::AdasumJob::new(peers, reducer, &tensors, &inputs, outputs))
             }
             Self::Broadcast { root, inputs, outputs } => {
-                Box::new(broadcast::Broadcast::new(peers, root, inputs, outputs))
+                Box::new(broadcast::BroadcastJob::new(peers, root, inputs, outputs))
             }
             Self::Allgather { segments, bytes } => {
-                Box::new(allgather::Allgather::new(peers, &segments, &bytes))
+                Box::new(allgather::AllgatherJob::new(peers, &segments, &bytes))
             }
             Self::Alltoall { segment, sends, receives } => {
-                Box::new(alltoall::Alltoall::new(peers, &segment, &sends, &receives))
+                Box::new(alltoall::AlltoallJob::new(peers, &segment, &sends, &receives))
             }
-            Self::Reducescatter { reducer, segments, .. } if peers.size() == 1 => {
-                let (inputs, outputs) = flats(segments);
-                Box::new(alone::Alone::new(reducer, inputs, outputs))
+            Self::Reducescatter { reducer, segments, .. } if peers.member_count() == 1 => {
+                let (inputs, outputs) = gather_lists(segments);
+                Box::new(single_member::SingleMemberJob::new(reducer, inputs, outputs))
             }
             Self::Reducescatter { reducer, segments, bytes }
-                if reducescatter::across::pays(peers, crossover, &reducer, &bytes) =>
+                if reducescatter::across_hosts::is_worthwhile(
+                    peers, crossover, &reducer, &bytes,
+                ) =>
             {
-                Box::new(reducescatter::across::Across::new(peers, reducer, &segments, &bytes))
+                Box::new(reducescatter::across_hosts::HostReducescatterJob::new(
+                    peers, reducer, &segments, &bytes,
+                ))
             }
             Self::Reducescatter { reducer, segments, bytes } => {
-                Box::new(reducescatter::Reducescatter::new(peers, reducer, &segments, &bytes))
+                Box::new(reducescatter::ReducescatterJob::new(peers, reducer, &segments, &bytes))
             }
-            Self::Barrier => Box::new(barrier::Barrier::new(peers)),
+            Self::Barrier => Box::new(barrier::BarrierJob::new(peers)),
         })
     }
 }
 
 impl Communicator for HostCommunicator {
-    fn size(&self) -> usize {
-        self.peers.size()
+    fn member_count(&self) -> usize {
+        self.peers.member_count()
     }
 
-    fn member(&self) -> usize {
+    fn member_index(&self) -> usize {
         self.peers.member
     }
 
-    fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
+    fn submit_operation(
+        &mut self,
+        token: OperationToken,
+        operation: CollectiveOperation,
+    ) -> Result<()> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
         }
         let planned = match operation {
-            Operation::Allreduce { dtype, op, prescale, postscale, segments } => {
-                check::allreduce(dtype, &segments)?;
+            CollectiveOperation::Allreduce { dtype, op, prescale, postscale, segments } => {
+                check::check_allreduce(dtype, &segments)?;
                 if op == ReduceOp::Adasum {
-                    check::adasum(dtype)?;
+                    check::check_adasum(dtype)?;
                     let tensors = segments.iter().map(|segment| segment.input.len()).collect();
                     // Converts and scales one vector.
                     let alone =
-                        Reduction { dtype, op: ReduceOp::Sum, members: 1, prescale, postscale };
-                    let (inputs, outputs) = flats(segments);
-                    let reducer = Reducer::new(alone)?;
-                    self.queue
-                        .push_back((token, Planned::Adasum { reducer, tensors, inputs, outputs }));
+                        ReductionSpec { dtype, op: ReduceOp::Sum, members: 1, prescale, postscale };
+                    let (inputs, outputs) = gather_lists(segments);
+                    let reducer = BlockReducer::new(alone)?;
+                    self.queue.push_back((
+                        token,
+                        PlannedOperation::Adasum { reducer, tensors, inputs, outputs },
+                    ));
                     return Ok(());
                 }
-                let reducer = self.reducer(dtype, op, prescale, postscale)?;
-                let (inputs, outputs) = flats(segments);
-                Planned::Allreduce { reducer, inputs, outputs }
+                let reducer = self.make_reducer(dtype, op, prescale, postscale)?;
+                let (inputs, outputs) = gather_lists(segments);
+                PlannedOperation::Allreduce { reducer, inputs, outputs }
             }
-            Operation::Broadcast { root, segments } => {
-                check::broadcast(&self.peers, root, &segments)?;
-                let (inputs, outputs) = flats(segments);
-                Planned::Broadcast { root, inputs, outputs }
+            CollectiveOperation::Broadcast { root, segments } => {
+                check::check_broadcast(&self.peers, root, &segments)?;
+                let (inputs, outputs) = gather_lists(segments);
+                PlannedOperation::Broadcast { root, inputs, outputs }
             }
-            Operation::Allgather { segments, bytes } => {
-                check::allgather(&self.peers, &segments, &bytes)?;
-                Planned::Allgather { segments, bytes }
+            CollectiveOperation::Allgather { segments, bytes } => {
+                check::check_allgather(&self.peers, &segments, &bytes)?;
+                PlannedOperation::Allgather { segments, bytes }
             }
-            Operation::Barrier => Planned::Barrier,
-            Operation::Alltoall { segment, sends, receives } => {
-                check::alltoall(&self.peers, &segment, &sends, &receives)?;
-                Planned::Alltoall { segment, sends, receives }
+            CollectiveOperation::Barrier => PlannedOperation::Barrier,
+            CollectiveOperation::Alltoall { segment, sends, receives } => {
+                check::check_alltoall(&self.peers, &segment, &sends, &receives)?;
+                PlannedOperation::Alltoall { segment, sends, receives }
             }
-            Operation::Reducescatter { dtype, op, prescale, postscale, segments, bytes } => {
-                check::reducescatter(&self.peers, dtype, &segments, &bytes)?;
-                let reducer = self.reducer(dtype, op, prescale, postscale)?;
-                Planned::Reducescatter { reducer, segments, bytes }
+            CollectiveOperation::Reducescatter {
+                dtype,
+                op,
+                prescale,
+                postscale,
+                segments,
+                bytes,
+            } => {
+                check::check_reducescatter(&self.peers, dtype, &segments, &bytes)?;
+                let reducer = self.make_reducer(dtype, op, prescale, postscale)?;
+                PlannedOperation::Reducescatter { reducer, segments, bytes }
             }
         };
         self.queue.push_back((token, planned));
         Ok(())
     }
 
-    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
+    fn make_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
         }
         let mut any = false;
-        for _ in 0..PASSES {
-            match self.step(completed) {
+        for _ in 0..MAX_PASSES_PER_CALL {
+            match self.advance_queue(completed) {
                 Ok(true) => any = true,
                 Ok(false) => break,
                 Err(error) => {
@@ -334,21 +363,21 @@ impl Communicator for HostCommunicator {
         Ok(any)
     }
 
-    fn abandon(&mut self) {
+    fn abandon_operations(&mut self) {
         let abandoned = || Error::Shape { reason: "the communicator was abandoned".to_owned() };
         self.failure.get_or_insert_with(abandoned);
         self.running = None;
         self.queue.clear();
     }
 
-    fn pending(&self) -> usize {
+    fn pending_count(&self) -> usize {
         self.queue.len()
             + usize::from(self.running.as_ref().is_some_and(|running| running.token.is_some()))
     }
 }
 
-fn flats(segments: Vec<Segment>) -> (Flat, Flat) {
-    let inputs = Flat::new(segments.iter().map(|segment| segment.input.clone()));
-    let outputs = Flat::new(segments.into_iter().map(|segment| segment.output));
+fn gather_lists(segments: Vec<TensorSegment>) -> (GatherList, GatherList) {
+    let inputs = GatherList::new(segments.iter().map(|segment| segment.input.clone()));
+    let outputs = GatherList::new(segments.into_iter().map(|segment| segment.output));
     (inputs, outputs)
 }

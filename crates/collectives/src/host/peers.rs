@@ -9,57 +9,57 @@ use std::sync::Arc;
 use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
-use super::UNIT;
-use super::copies::Copies;
-use super::halving::Lane;
-use super::hierarchy::Route;
-use super::hosts::Hosts;
-use super::in_place::Regions;
-use crate::crossover::Shape;
-use crate::kernel::{Orders, Reducer};
+use super::UNIT_BYTES;
+use super::copy_path::RingCopier;
+use super::halving::HalvingLane;
+use super::hierarchy::HierarchyRoute;
+use super::hosts::MembersByHost;
+use super::in_place::PeerRegions;
+use crate::crossover::GroupShape;
+use crate::kernel::{BlockReducer, HierarchicalOrder};
 use crate::{Error, Result};
 
 /// Members are numbered by rank; link `k` leads to member `k` below this member and to `k + 1` from
 /// it on.
-pub(super) struct Peers {
+pub(super) struct PeerLinks {
     pub(super) member: usize,
     pub(super) rank: Rank,
     /// In rank order.
     pub(super) links: Vec<Link>,
     /// By link.
-    pub(super) copies: Vec<Copies>,
-    pub(super) hosts: Hosts,
+    pub(super) copies: Vec<RingCopier>,
+    pub(super) hosts: MembersByHost,
     /// The shape of the group, for the choice of algorithms.
-    pub(super) shape: Shape,
+    pub(super) shape: GroupShape,
     /// Parentheses of sums; nothing on one host.
-    pub(super) orders: Option<Arc<Orders>>,
+    pub(super) orders: Option<Arc<HierarchicalOrder>>,
     /// The smallest ring in the communicator, equal on all members once they have greeted each
     /// other.
     pub(super) capacity: usize,
     /// Reused by jobs that pack.
-    pub(super) scratch: Scratch,
+    pub(super) scratch: ScratchBlocks,
     /// Memory of members that others work in.
-    pub(super) regions: Regions,
+    pub(super) regions: PeerRegions,
     /// Whether there are links that are opened at their first use.
     pub(super) on_demand: bool,
 }
 
 /// Blocks for operations that pack or keep something.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct ScratchBlocks {
     pub(super) packed: Vec<u8>,
     pub(super) result: Vec<u8>,
     /// For the next hierarchy or halving.
     pub(super) store: Vec<Vec<u8>>,
     /// Routes of hierarchies; made by the first.
-    pub(super) routes: Option<Arc<[Route]>>,
+    pub(super) routes: Option<Arc<[HierarchyRoute]>>,
     /// The same of halvings.
-    pub(super) lanes: Option<Arc<[Lane]>>,
+    pub(super) lanes: Option<Arc<[HalvingLane]>>,
 }
 
 /// The result of a poll.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Moved {
+pub(super) struct PollProgress {
     /// Anything at all.
     pub(super) any: bool,
     /// The job is over.
@@ -67,19 +67,19 @@ pub(super) struct Moved {
 }
 
 /// A state machine that runs one operation.
-pub(super) trait Job: Send {
+pub(super) trait CollectiveJob: Send {
     /// Moves all bytes that can move.
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved>;
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress>;
 
-    /// The links over which something goes, before anything has moved. Those that are opened at
-    /// their first use are asked for at once, so that they open side by side. Whatever a job polls
-    /// besides opens then.
-    fn links(&self, peers: &Peers) -> Vec<usize> {
+    /// Returns the links that the job uses, before any byte has moved. On-demand links among them
+    /// are requested at once, so that they open side by side. A link that the job polls but does
+    /// not return here opens at that poll.
+    fn used_links(&self, peers: &PeerLinks) -> Vec<usize> {
         (0..peers.links.len()).collect()
     }
 }
 
-impl Peers {
+impl PeerLinks {
     /// # Errors
     /// `Shape` when two links lead to one rank, to this one, their rings are not a multiple of the
     /// alignment, or there are hosts for other than all members.
@@ -93,7 +93,7 @@ impl Peers {
             return refuse(format!("rank {rank} has a link to itself"));
         }
         if let Some(link) =
-            links.iter().find(|link| link.capacity == 0 || link.capacity % UNIT != 0)
+            links.iter().find(|link| link.capacity == 0 || link.capacity % UNIT_BYTES != 0)
         {
             return refuse(format!("the ring to rank {} holds {} bytes", link.peer, link.capacity));
         }
@@ -105,26 +105,31 @@ impl Peers {
         if numbers.len() != size {
             return refuse(format!("{size} members live on the hosts of {}", numbers.len()));
         }
-        let hosts = Hosts::new(numbers, member);
-        let orders = (hosts.count() > 1).then(|| Arc::new(Orders::new(&hosts.sizes())));
-        let shape = Shape { members: size, hosts: hosts.count(), together: hosts.largest() };
+        let hosts = MembersByHost::new(numbers, member);
+        let orders =
+            (hosts.host_count() > 1).then(|| Arc::new(HierarchicalOrder::new(&hosts.host_sizes())));
+        let shape = GroupShape {
+            members: size,
+            hosts: hosts.host_count(),
+            largest_host_size: hosts.largest_host_size(),
+        };
         let on_demand = links.iter().any(|link| link.sender.is_on_demand());
         Ok(Self {
             member,
             rank,
-            copies: links.iter().map(|link| Copies::new(link.kind)).collect(),
+            copies: links.iter().map(|link| RingCopier::new(link.kind)).collect(),
             links,
             hosts,
             shape,
             orders,
             capacity,
-            scratch: Scratch::default(),
-            regions: Regions::default(),
+            scratch: ScratchBlocks::default(),
+            regions: PeerRegions::default(),
             on_demand,
         })
     }
 
-    pub(super) fn size(&self) -> usize {
+    pub(super) fn member_count(&self) -> usize {
         self.links.len() + 1
     }
 
@@ -139,29 +144,29 @@ impl Peers {
     }
 
     /// Returns the error of an allreduce whose messages do not fit the smallest ring.
-    pub(super) fn too_small(&self) -> Error {
+    pub(super) fn ring_too_small(&self) -> Error {
         let reason = format!("a ring of {} bytes is too small for an allreduce", self.capacity);
         Error::Shape { reason }
     }
 
     /// Returns the links to the other members on this host.
     pub(super) fn local_links(&self) -> Range<usize> {
-        let members = self.hosts.members(self.hosts.own());
+        let members = self.hosts.host_members(self.hosts.own_host());
         members.start..members.end - 1
     }
 
     /// Asks for links that are not open, the nearest lower members first: when all members ask at
     /// the same time, they ask different ones.
-    pub(super) fn ask(&mut self, links: &[usize]) {
+    pub(super) fn request_links(&mut self, links: &[usize]) {
         for link in links.iter().rev() {
             if let Some(link) = self.links.get_mut(*link) {
-                link.sender.ask();
+                link.sender.request_open();
             }
         }
     }
 
     /// Pushes out what links keep locally. True when nothing is left that could still arrive.
-    pub(super) fn flush(&mut self) -> bool {
+    pub(super) fn flush_links(&mut self) -> bool {
         // Rings in memory keep nothing. A peer that is gone gets nothing any more; if that is a
         // failure and not just an end, the next operation with it says so.
         let mut flushed = true;
@@ -174,15 +179,15 @@ impl Peers {
 
 /// Returns the bytes of the window that are whole units. The rest of a unit is on its way, unless
 /// the link ended inside it.
-pub(super) fn whole_units(link: &mut Link) -> Result<usize> {
+pub(super) fn whole_unit_bytes(link: &mut Link) -> Result<usize> {
     let bytes = link.receiver.window()?.len();
-    if bytes == 0 || bytes >= UNIT {
-        return Ok(bytes / UNIT * UNIT);
+    if bytes == 0 || bytes >= UNIT_BYTES {
+        return Ok(bytes / UNIT_BYTES * UNIT_BYTES);
     }
-    match link.receiver.awaits() {
+    match link.receiver.check_not_ended() {
         Ok(()) => Ok(0),
         // The rest may have come together with the end.
-        Err(end) => match link.receiver.window()?.len() / UNIT * UNIT {
+        Err(end) => match link.receiver.window()?.len() / UNIT_BYTES * UNIT_BYTES {
             0 => Err(end.into()),
             bytes => Ok(bytes),
         },
@@ -190,12 +195,12 @@ pub(super) fn whole_units(link: &mut Link) -> Result<usize> {
 }
 
 /// Inputs on the stack up to this many members.
-const FEW: usize = 16;
+const MAX_STACK_INPUTS: usize = 16;
 
-/// Reduces equally long blocks of all members, `own` in this member's place among those of the
-/// others.
+/// Reduces blocks of equal length in member order; `own` takes this member's position among the
+/// blocks in `others`.
 pub(super) fn reduce_in_order(
-    reducer: &Reducer,
+    reducer: &BlockReducer,
     member: usize,
     others: &[&[u8]],
     range: std::ops::Range<usize>,
@@ -208,23 +213,23 @@ pub(super) fn reduce_in_order(
         std::cmp::Ordering::Greater => &others[k - 1][range.clone()],
     };
     let size = others.len() + 1;
-    if size <= FEW {
-        let mut inputs: [&[u8]; FEW] = [&[]; FEW];
+    if size <= MAX_STACK_INPUTS {
+        let mut inputs: [&[u8]; MAX_STACK_INPUTS] = [&[]; MAX_STACK_INPUTS];
         for (k, input) in inputs[..size].iter_mut().enumerate() {
             *input = block(k);
         }
-        reducer.run(&inputs[..size], out);
+        reducer.reduce_blocks(&inputs[..size], out);
     } else {
         let inputs: Vec<&[u8]> = (0..size).map(block).collect();
-        reducer.run(&inputs, out);
+        reducer.reduce_blocks(&inputs, out);
     }
 }
 
 /// Calls `work` with all incoming windows, in link order.
 pub(super) fn with_incoming<T>(links: &mut [Link], work: impl FnOnce(&[&[u8]]) -> T) -> Result<T> {
     let count = links.len();
-    if count <= FEW {
-        let mut incoming: [&[u8]; FEW] = [&[]; FEW];
+    if count <= MAX_STACK_INPUTS {
+        let mut incoming: [&[u8]; MAX_STACK_INPUTS] = [&[]; MAX_STACK_INPUTS];
         for (link, input) in links.iter_mut().zip(&mut incoming) {
             *input = link.receiver.window()?;
         }
@@ -242,9 +247,10 @@ pub(super) fn with_windows<T>(
     work: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> T,
 ) -> Result<T> {
     let count = links.len();
-    if count <= FEW {
-        let mut incoming: [&[u8]; FEW] = [&[]; FEW];
-        let mut outgoing: [&mut [u8]; FEW] = std::array::from_fn(|_| Default::default());
+    if count <= MAX_STACK_INPUTS {
+        let mut incoming: [&[u8]; MAX_STACK_INPUTS] = [&[]; MAX_STACK_INPUTS];
+        let mut outgoing: [&mut [u8]; MAX_STACK_INPUTS] =
+            std::array::from_fn(|_| Default::default());
         for ((link, input), output) in links.iter_mut().zip(&mut incoming).zip(&mut outgoing) {
             *input = link.receiver.window()?;
             *output = link.sender.window()?;

@@ -8,31 +8,36 @@ use std::time::{Duration, Instant};
 use farandole_transport::{Link, loopback};
 use farandole_world::Rank;
 
-use super::peers::{Job, Peers};
-use crate::buffer::Flat;
-use crate::kernel::{self, Reducer, Reduction};
-use crate::{DataType, Memory, ReduceOp, Result};
+use super::peers::{CollectiveJob, PeerLinks};
+use crate::buffer::GatherList;
+use crate::kernel::{self, BlockReducer, ReductionSpec};
+use crate::{DataType, HostMemory, ReduceOp, Result};
 
 /// The constructor of a job.
-pub(super) type Make<J> = fn(&mut Peers, Reducer, Flat, Flat) -> Result<J>;
+pub(super) type Make<J> = fn(&mut PeerLinks, BlockReducer, GatherList, GatherList) -> Result<J>;
 
 /// Checks with 64 hosts of 8 ranks that the work of a rank before the first byte does not depend on
-/// the number of bytes. A job of `first` bytes comes before those that are measured; `finish` gets
-/// every job.
-pub(super) fn begins_at_once<J>(first: usize, make: Make<J>, finish: impl Fn(&mut Peers, J)) {
+/// the number of bytes. A job of `first` bytes precedes the measured jobs; `finish` receives every
+/// job.
+pub(super) fn assert_starts_promptly<J>(
+    first: usize,
+    make: Make<J>,
+    finish: impl Fn(&mut PeerLinks, J),
+) {
     let (hosts, each, own) = (64, 8, 259);
     let numbers: Vec<u32> = (0..hosts * each).map(|rank| rank / each).collect();
     let others = (0..hosts * each).filter(|rank| *rank != own);
     let (links, _ends): (Vec<Link>, Vec<Link>) =
-        others.map(|rank| loopback::pair(Rank(own), Rank(rank), 64 << 10).unwrap()).unzip();
-    let mut peers = Peers::new(Rank(own), links, Some(&numbers)).unwrap();
+        others.map(|rank| loopback::link_pair(Rank(own), Rank(rank), 64 << 10).unwrap()).unzip();
+    let mut peers = PeerLinks::new(Rank(own), links, Some(&numbers)).unwrap();
     let (dtype, op) = (DataType::F32, ReduceOp::Sum);
-    let reduction = Reduction { dtype, op, members: peers.size(), prescale: 1.0, postscale: 1.0 };
-    let path = kernel::Path::best();
+    let reduction =
+        ReductionSpec { dtype, op, members: peers.member_count(), prescale: 1.0, postscale: 1.0 };
+    let path = kernel::InstructionSet::best_available();
     let mut began = |bytes: usize| {
-        let memory = Memory::new(bytes);
-        let flat = || Flat::new([memory.buffer()]);
-        let reducer = Reducer::ordered(reduction, path, peers.orders.clone()).unwrap();
+        let memory = HostMemory::new(bytes);
+        let flat = || GatherList::new([memory.as_buffer()]);
+        let reducer = BlockReducer::with_order(reduction, path, peers.orders.clone()).unwrap();
         let started = Instant::now();
         let job = make(&mut peers, reducer, flat(), flat()).unwrap();
         let took = started.elapsed();
@@ -48,33 +53,33 @@ pub(super) fn begins_at_once<J>(first: usize, make: Make<J>, finish: impl Fn(&mu
 }
 
 /// Polls the members of these worlds in 60 orders, and checks all results.
-pub(super) fn add_in_any_order<J: Job>(worlds: &[&'static [u32]], make: Make<J>) {
+pub(super) fn assert_sums_in_any_order<J: CollectiveJob>(worlds: &[&'static [u32]], make: Make<J>) {
     for seed in 0..60 {
-        let hosts = worlds[pick(seed, worlds.len())];
+        let hosts = worlds[pick_below(seed, worlds.len())];
         let dtype = if seed % 3 == 0 { DataType::Bf16 } else { DataType::F32 };
-        let capacity = [4 << 10, 12 << 10, 32 << 10, 40 << 10][pick(seed, 4)];
-        Case { hosts, dtype, make }.run(seed, 40_003, capacity);
+        let capacity = [4 << 10, 12 << 10, 32 << 10, 40 << 10][pick_below(seed, 4)];
+        PolledAllreduce { hosts, dtype, make }.poll_until_done(seed, 40_003, capacity);
     }
 }
 
 /// A world, one type of elements, and the job of its members.
-struct Case<J> {
+struct PolledAllreduce<J> {
     hosts: &'static [u32],
     dtype: DataType,
     make: Make<J>,
 }
 
-impl<J: Job> Case<J> {
+impl<J: CollectiveJob> PolledAllreduce<J> {
     /// A small whole number, so that sums are exact in 16 bits, too.
-    fn input(member: usize, element: usize) -> f32 {
+    fn input_value(member: usize, element: usize) -> f32 {
         f32::from(u8::try_from((element * 7 + member * 31) % 23).unwrap())
     }
 
-    fn sum(&self, element: usize) -> f32 {
-        (0..self.hosts.len()).map(|member| Self::input(member, element)).sum()
+    fn expected_sum(&self, element: usize) -> f32 {
+        (0..self.hosts.len()).map(|member| Self::input_value(member, element)).sum()
     }
 
-    fn bytes(&self, value: f32) -> Vec<u8> {
+    fn encode_value(&self, value: f32) -> Vec<u8> {
         // A bfloat16 is the upper half of a float32.
         match self.dtype {
             DataType::Bf16 => u16::try_from(value.to_bits() >> 16).unwrap().to_ne_bytes().to_vec(),
@@ -82,25 +87,33 @@ impl<J: Job> Case<J> {
         }
     }
 
-    fn width(&self) -> usize {
-        self.bytes(0.0).len()
+    fn element_bytes(&self) -> usize {
+        self.encode_value(0.0).len()
     }
 
     /// All members, in place.
-    fn jobs(&self, elements: usize, capacity: usize) -> Vec<(J, Peers, Memory)> {
+    fn start_jobs(&self, elements: usize, capacity: usize) -> Vec<(J, PeerLinks, HostMemory)> {
         let (dtype, op, size) = (self.dtype, ReduceOp::Sum, self.hosts.len());
-        let links = loopback::mesh(size, capacity).unwrap();
+        let links = loopback::link_mesh(size, capacity).unwrap();
         let job = |(member, links): (usize, Vec<Link>)| {
             let rank = Rank(u32::try_from(member).unwrap());
-            let mut peers = Peers::new(rank, links, Some(self.hosts)).unwrap();
-            let memory = Memory::new(elements * self.width());
-            let flat = || Flat::new([memory.buffer()]);
+            let mut peers = PeerLinks::new(rank, links, Some(self.hosts)).unwrap();
+            let memory = HostMemory::new(elements * self.element_bytes());
+            let flat = || GatherList::new([memory.as_buffer()]);
             for element in 0..elements {
-                flat().write(element * self.width(), &self.bytes(Self::input(member, element)));
+                flat().write_at(
+                    element * self.element_bytes(),
+                    &self.encode_value(Self::input_value(member, element)),
+                );
             }
-            let reduction = Reduction { dtype, op, members: size, prescale: 1.0, postscale: 1.0 };
-            let reducer =
-                Reducer::ordered(reduction, kernel::Path::best(), peers.orders.clone()).unwrap();
+            let reduction =
+                ReductionSpec { dtype, op, members: size, prescale: 1.0, postscale: 1.0 };
+            let reducer = BlockReducer::with_order(
+                reduction,
+                kernel::InstructionSet::best_available(),
+                peers.orders.clone(),
+            )
+            .unwrap();
             let job = (self.make)(&mut peers, reducer, flat(), flat()).unwrap();
             (job, peers, memory)
         };
@@ -108,16 +121,16 @@ impl<J: Job> Case<J> {
     }
 
     /// Polls members in an order that the seed gives, and checks all results.
-    fn run(&self, seed: u64, elements: usize, capacity: usize) {
+    fn poll_until_done(&self, seed: u64, elements: usize, capacity: usize) {
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1;
-        let mut members = self.jobs(elements, capacity);
+        let mut members = self.start_jobs(elements, capacity);
         let (mut done, mut idle) = (vec![false; members.len()], 0);
         while done.contains(&false) {
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;
             // One member at a time continues for a while, so that the others fall behind.
-            let (member, times) = (pick(random, members.len()), (random >> 8) % 20);
+            let (member, times) = (pick_below(random, members.len()), (random >> 8) % 20);
             let (job, peers, _) = &mut members[member];
             for _ in 0..times {
                 let moved = job.poll(peers).unwrap();
@@ -127,10 +140,10 @@ impl<J: Job> Case<J> {
             assert!(idle < 10_000, "nobody can move: {done:?}, seed {seed}");
         }
         for (member, (_, _, memory)) in members.iter().enumerate() {
-            let (mut bytes, flat) = (self.bytes(0.0), Flat::new([memory.buffer()]));
+            let (mut bytes, flat) = (self.encode_value(0.0), GatherList::new([memory.as_buffer()]));
             for element in 0..elements {
-                flat.read(element * bytes.len(), &mut bytes);
-                let sum = self.bytes(self.sum(element));
+                flat.read_at(element * bytes.len(), &mut bytes);
+                let sum = self.encode_value(self.expected_sum(element));
                 assert_eq!(
                     bytes, sum,
                     "member {member}, element {element}, {:?}, seed {seed}",
@@ -142,6 +155,6 @@ impl<J: Job> Case<J> {
 }
 
 /// A number below `of`.
-fn pick(random: u64, of: usize) -> usize {
+fn pick_below(random: u64, of: usize) -> usize {
     usize::try_from(random % of as u64).unwrap()
 }

@@ -4,27 +4,27 @@
 //! The steps of an allreduce on each member, without their execution: for simulators and for
 //! export.
 //!
-//! A [`Plan`] holds the schedules by which the jobs of this crate run, and writes them down as
+//! An [`AllreducePlan`] holds the schedules by which the jobs of this crate run, and writes them as
 //! steps. Sends to one member leave in the order of the steps and are received in that order, as
 //! messages on a link are.
 
 use super::doubling::program as doubling;
 use super::halving::program as halving;
 use super::hierarchy::program as hierarchy;
-use super::hosts::Hosts;
-use super::message::padded;
+use super::hosts::MembersByHost;
+use super::message::padded_bytes;
 use super::pipeline::program as pipeline;
-use crate::crossover::Shape;
-use crate::{Algorithm, Crossover};
+use crate::crossover::GroupShape;
+use crate::{AllreduceAlgorithm, CrossoverTable};
 
 /// Bytes that go from one member to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Transfer {
+pub struct ProgramTransfer {
     /// The other member.
     pub member: u32,
     /// Bytes on the link, padding included.
     pub bytes: u64,
-    /// Messages that they are; more than one in a folded program only.
+    /// Number of messages; more than one in a folded program only.
     pub messages: u32,
     /// Whether they are copied between the tensor and the link; a reduction reads and writes links
     /// itself.
@@ -33,11 +33,11 @@ pub struct Transfer {
 
 /// The action of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum ProgramAction {
     /// Sends.
-    Send(Transfer),
-    /// Waits for what the other member sends.
-    Receive(Transfer),
+    Send(ProgramTransfer),
+    /// Waits for the bytes that the other member sends.
+    Receive(ProgramTransfer),
     /// Reads and writes so many bytes of memory, for a reduction.
     Reduce {
         /// Bytes read and bytes written.
@@ -45,24 +45,24 @@ pub enum Action {
     },
 }
 
-/// A step, and where what it comes after is listed.
+/// A step, and the range of its dependencies in `CollectiveProgram::dependencies`.
 #[derive(Clone, Copy, Debug)]
-struct Step {
-    action: Action,
-    first: u32,
-    count: u32,
+struct ProgramStep {
+    action: ProgramAction,
+    first_dependency: u32,
+    dependency_count: u32,
 }
 
 /// The steps of one member.
 #[derive(Clone, Debug, Default)]
-pub struct Program {
-    steps: Vec<Step>,
-    after: Vec<u32>,
+pub struct CollectiveProgram {
+    steps: Vec<ProgramStep>,
+    dependencies: Vec<u32>,
 }
 
-impl Program {
+impl CollectiveProgram {
     /// Returns the steps; each comes after steps before it only.
-    pub fn actions(&self) -> impl ExactSizeIterator<Item = Action> + '_ {
+    pub fn actions(&self) -> impl ExactSizeIterator<Item = ProgramAction> + '_ {
         self.steps.iter().map(|step| step.action)
     }
 
@@ -77,40 +77,46 @@ impl Program {
     }
 
     /// Returns the steps that a step comes after.
-    pub fn after(&self, step: usize) -> &[u32] {
+    pub fn dependencies_of(&self, step: usize) -> &[u32] {
         let Some(step) = self.steps.get(step) else { return &[] };
-        let first = step.first as usize;
-        self.after.get(first..first + step.count as usize).unwrap_or_default()
+        let first = step.first_dependency as usize;
+        self.dependencies.get(first..first + step.dependency_count as usize).unwrap_or_default()
     }
 }
 
 /// Writes a program.
-pub(super) struct Builder {
-    program: Program,
+pub(super) struct ProgramBuilder {
+    program: CollectiveProgram,
     /// The last send to each member.
     last: Vec<Option<u32>>,
 }
 
-impl Builder {
+impl ProgramBuilder {
     pub(super) fn new(members: usize) -> Self {
-        Self { program: Program::default(), last: vec![None; members] }
+        Self { program: CollectiveProgram::default(), last: vec![None; members] }
     }
 
-    pub(super) fn reduce(&mut self, bytes: usize, after: &[u32]) -> u32 {
-        self.push(Action::Reduce { bytes: bytes as u64 }, after)
+    pub(super) fn add_reduction(&mut self, bytes: usize, after: &[u32]) -> u32 {
+        self.push_step(ProgramAction::Reduce { bytes: bytes as u64 }, after)
     }
 
     /// Sends `messages` that have `bytes` in all, padding included.
-    pub(super) fn send(&mut self, to: usize, load: Load, after: &[u32]) -> u32 {
-        self.send_over(to, to, load, after)
+    pub(super) fn add_send(&mut self, to: usize, load: TransferLoad, after: &[u32]) -> u32 {
+        self.add_send_over_link(to, to, load, after)
     }
 
-    /// As [`send`](Self::send), over one of several links to a member, which each have a number of
-    /// their own.
-    pub(super) fn send_over(&mut self, link: usize, to: usize, load: Load, after: &[u32]) -> u32 {
+    /// Adds a send like [`add_send`](Self::add_send), over one of several links to a member; each
+    /// of these links has a distinct number.
+    pub(super) fn add_send_over_link(
+        &mut self,
+        link: usize,
+        to: usize,
+        load: TransferLoad,
+        after: &[u32],
+    ) -> u32 {
         let mut all = after.to_vec();
         all.extend(self.last.get(link).copied().flatten());
-        let step = self.push(Action::Send(load.with(to)), &all);
+        let step = self.push_step(ProgramAction::Send(load.into_transfer(to)), &all);
         if self.last.len() <= link {
             self.last.resize(link + 1, None);
         }
@@ -118,84 +124,99 @@ impl Builder {
         step
     }
 
-    pub(super) fn receive(&mut self, from: usize, load: Load, after: &[u32]) -> u32 {
-        self.push(Action::Receive(load.with(from)), after)
+    pub(super) fn add_receive(&mut self, from: usize, load: TransferLoad, after: &[u32]) -> u32 {
+        self.push_step(ProgramAction::Receive(load.into_transfer(from)), after)
     }
 
     /// Brings the inputs of a chunk within a host to the member that carries it. For this member it
     /// returns the steps that receive them, for the others none.
-    pub(super) fn gather(&mut self, chunk: &Carried<'_>, member: usize) -> Option<Vec<u32>> {
+    pub(super) fn gather_inputs(
+        &mut self,
+        chunk: &CarriedChunk<'_>,
+        member: usize,
+    ) -> Option<Vec<u32>> {
         if chunk.carrier != member {
-            self.send(chunk.carrier, Load::one(chunk.bytes, true), &[]);
+            self.add_send(chunk.carrier, TransferLoad::single_message(chunk.bytes, true), &[]);
             return None;
         }
-        let load = Load::one(chunk.bytes, false);
-        Some(chunk.hosts.near(member).map(|from| self.receive(from, load, &[])).collect())
+        let load = TransferLoad::single_message(chunk.bytes, false);
+        Some(
+            chunk.hosts.local_peers(member).map(|from| self.add_receive(from, load, &[])).collect(),
+        )
     }
 
     /// Brings the result of a chunk, which these steps make, to the other members of the host of
     /// the one that carries it.
-    pub(super) fn hand_out(&mut self, chunk: &Carried<'_>, member: usize, results: &[u32]) {
-        let load = Load::one(chunk.bytes, true);
+    pub(super) fn distribute_result(
+        &mut self,
+        chunk: &CarriedChunk<'_>,
+        member: usize,
+        results: &[u32],
+    ) {
+        let load = TransferLoad::single_message(chunk.bytes, true);
         if chunk.carrier != member {
-            self.receive(chunk.carrier, load, &[]);
+            self.add_receive(chunk.carrier, load, &[]);
             return;
         }
-        for to in chunk.hosts.near(member) {
-            self.send(to, load, results);
+        for to in chunk.hosts.local_peers(member) {
+            self.add_send(to, load, results);
         }
     }
 
-    fn push(&mut self, action: Action, after: &[u32]) -> u32 {
-        let Program { steps, after: all } = &mut self.program;
-        let (step, first) = (index(steps.len()), index(all.len()));
+    fn push_step(&mut self, action: ProgramAction, after: &[u32]) -> u32 {
+        let CollectiveProgram { steps, dependencies: all } = &mut self.program;
+        let (step, first) = (saturating_index(steps.len()), saturating_index(all.len()));
         all.extend_from_slice(after);
-        steps.push(Step { action, first, count: index(after.len()) });
+        steps.push(ProgramStep {
+            action,
+            first_dependency: first,
+            dependency_count: saturating_index(after.len()),
+        });
         step
     }
 
-    pub(super) fn finish(self) -> Program {
+    pub(super) fn into_program(self) -> CollectiveProgram {
         self.program
     }
 }
 
 /// A chunk that one member of a host carries.
-pub(super) struct Carried<'a> {
-    pub(super) hosts: &'a Hosts,
+pub(super) struct CarriedChunk<'a> {
+    pub(super) hosts: &'a MembersByHost,
     pub(super) carrier: usize,
     /// Bytes of elements.
     pub(super) bytes: usize,
 }
 
-fn index(number: usize) -> u32 {
+fn saturating_index(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 /// The content of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Load {
+pub(super) struct TransferLoad {
     bytes: usize,
     messages: u32,
     copied: bool,
 }
 
-impl Load {
+impl TransferLoad {
     /// Returns one message with these bytes.
-    pub(super) fn one(bytes: usize, copied: bool) -> Self {
-        Self { bytes: padded(bytes), messages: u32::from(bytes > 0), copied }
+    pub(super) fn single_message(bytes: usize, copied: bool) -> Self {
+        Self { bytes: padded_bytes(bytes), messages: u32::from(bytes > 0), copied }
     }
 
     /// Returns the messages with these bytes, empty ones left out.
-    pub(super) fn all(bytes: impl Iterator<Item = usize>, copied: bool) -> Self {
+    pub(super) fn all_messages(bytes: impl Iterator<Item = usize>, copied: bool) -> Self {
         let add = |sum: Self, bytes: usize| Self {
-            bytes: sum.bytes + padded(bytes),
+            bytes: sum.bytes + padded_bytes(bytes),
             messages: sum.messages + u32::from(bytes > 0),
             copied,
         };
         bytes.fold(Self { copied, ..Self::default() }, add)
     }
 
-    pub(super) fn copied(self, copied: bool) -> Self {
+    pub(super) fn with_copied(self, copied: bool) -> Self {
         Self { copied, ..self }
     }
 
@@ -203,32 +224,32 @@ impl Load {
         self.bytes == 0
     }
 
-    fn with(self, member: usize) -> Transfer {
+    fn into_transfer(self, member: usize) -> ProgramTransfer {
         let Self { bytes, messages, copied } = self;
-        Transfer { member: index(member), bytes: bytes as u64, messages, copied }
+        ProgramTransfer { member: saturating_index(member), bytes: bytes as u64, messages, copied }
     }
 }
 
 /// An allreduce among members on hosts.
 #[derive(Clone, Debug)]
-pub struct Plan {
-    hosts: Hosts,
+pub struct AllreducePlan {
+    hosts: MembersByHost,
     bytes: usize,
     width: usize,
-    way: Way,
+    algorithm: PlannedAlgorithm,
 }
 
 #[derive(Clone, Debug)]
-enum Way {
-    Alone,
+enum PlannedAlgorithm {
+    SingleMember,
     Direct,
     Doubling,
-    Pipeline(pipeline::Cut),
-    Hierarchy(hierarchy::Schedule),
-    Halving(halving::Schedule),
+    Pipeline(pipeline::PipelineSchedule),
+    Hierarchy(hierarchy::HierarchySchedule),
+    Halving(halving::HalvingSchedule),
 }
 
-impl Plan {
+impl AllreducePlan {
     /// Returns an allreduce of `bytes` among members with these host numbers, over rings of
     /// `capacity` bytes. `width` is how many times the bytes of an element a partial sum takes: 1
     /// for `float32`. `None` where the rings are too small.
@@ -237,120 +258,135 @@ impl Plan {
         bytes: usize,
         width: usize,
         capacity: usize,
-        crossover: &Crossover,
+        crossover: &CrossoverTable,
     ) -> Option<Self> {
-        let hosts = Hosts::new(hosts, 0);
-        let members: usize = hosts.sizes().iter().sum();
-        let shape = Shape { members, hosts: hosts.count(), together: hosts.largest() };
-        let way = match crossover.choose(shape, bytes, capacity) {
-            _ if members < 2 => Way::Alone,
-            Algorithm::Direct => Way::Direct,
-            Algorithm::Doubling => Way::Doubling,
-            Algorithm::Pipeline => Way::Pipeline(pipeline::cut(bytes, members, capacity)?),
-            Algorithm::Hierarchy => {
-                Way::Hierarchy(hierarchy::Schedule::new(bytes, &hosts, width, capacity)?)
-            }
-            Algorithm::Halving => {
-                Way::Halving(halving::Schedule::new(bytes, &hosts, width, capacity)?)
-            }
+        let hosts = MembersByHost::new(hosts, 0);
+        let members: usize = hosts.host_sizes().iter().sum();
+        let shape = GroupShape {
+            members,
+            hosts: hosts.host_count(),
+            largest_host_size: hosts.largest_host_size(),
         };
-        Some(Self { hosts, bytes, width, way })
+        let way = match crossover.choose_algorithm(shape, bytes, capacity) {
+            _ if members < 2 => PlannedAlgorithm::SingleMember,
+            AllreduceAlgorithm::Direct => PlannedAlgorithm::Direct,
+            AllreduceAlgorithm::Doubling => PlannedAlgorithm::Doubling,
+            AllreduceAlgorithm::Pipeline => {
+                PlannedAlgorithm::Pipeline(pipeline::plan_schedule(bytes, members, capacity)?)
+            }
+            AllreduceAlgorithm::Hierarchy => PlannedAlgorithm::Hierarchy(
+                hierarchy::HierarchySchedule::new(bytes, &hosts, width, capacity)?,
+            ),
+            AllreduceAlgorithm::Halving => PlannedAlgorithm::Halving(
+                halving::HalvingSchedule::new(bytes, &hosts, width, capacity)?,
+            ),
+        };
+        Some(Self { hosts, bytes, width, algorithm: way })
     }
 
     /// Returns the algorithm; `None` for one member.
-    pub fn algorithm(&self) -> Option<Algorithm> {
-        match self.way {
-            Way::Alone => None,
-            Way::Direct => Some(Algorithm::Direct),
-            Way::Doubling => Some(Algorithm::Doubling),
-            Way::Pipeline(_) => Some(Algorithm::Pipeline),
-            Way::Hierarchy(_) => Some(Algorithm::Hierarchy),
-            Way::Halving(_) => Some(Algorithm::Halving),
+    pub fn chosen_algorithm(&self) -> Option<AllreduceAlgorithm> {
+        match self.algorithm {
+            PlannedAlgorithm::SingleMember => None,
+            PlannedAlgorithm::Direct => Some(AllreduceAlgorithm::Direct),
+            PlannedAlgorithm::Doubling => Some(AllreduceAlgorithm::Doubling),
+            PlannedAlgorithm::Pipeline(_) => Some(AllreduceAlgorithm::Pipeline),
+            PlannedAlgorithm::Hierarchy(_) => Some(AllreduceAlgorithm::Hierarchy),
+            PlannedAlgorithm::Halving(_) => Some(AllreduceAlgorithm::Halving),
         }
     }
 
     /// Returns the number of members.
-    pub fn members(&self) -> usize {
-        self.hosts.sizes().iter().sum()
+    pub fn member_count(&self) -> usize {
+        self.hosts.host_sizes().iter().sum()
     }
 
     /// About how many messages all members send.
-    pub fn messages(&self) -> u64 {
-        let members = self.members() as u64;
-        match &self.way {
-            Way::Alone => 0,
-            Way::Direct => members * (members - 1),
-            Way::Doubling => {
-                let hosts = self.hosts.count() as u64;
+    pub fn message_count(&self) -> u64 {
+        let members = self.member_count() as u64;
+        match &self.algorithm {
+            PlannedAlgorithm::SingleMember => 0,
+            PlannedAlgorithm::Direct => members * (members - 1),
+            PlannedAlgorithm::Doubling => {
+                let hosts = self.hosts.host_count() as u64;
                 2 * members + hosts * (u64::from(hosts.ilog2()) + 2)
             }
-            Way::Pipeline(cut) => pipeline::steps(cut) as u64 * members * (members - 1) * 2,
-            Way::Hierarchy(schedule) => {
-                let hosts = self.hosts.count() as u64;
-                schedule.chunks() as u64 * (hosts * (hosts - 1) * 2 + 2 * (members - hosts))
+            PlannedAlgorithm::Pipeline(cut) => {
+                pipeline::chunks_per_part(cut) as u64 * members * (members - 1) * 2
             }
-            Way::Halving(schedule) => {
-                let hosts = self.hosts.count() as u64;
-                schedule.chunks() as u64
+            PlannedAlgorithm::Hierarchy(schedule) => {
+                let hosts = self.hosts.host_count() as u64;
+                schedule.chunk_count() as u64 * (hosts * (hosts - 1) * 2 + 2 * (members - hosts))
+            }
+            PlannedAlgorithm::Halving(schedule) => {
+                let hosts = self.hosts.host_count() as u64;
+                schedule.chunk_count() as u64
                     * (2 * hosts * u64::from(hosts.ilog2()) + 2 * (members - hosts))
             }
         }
     }
 
     /// Returns the steps of a member.
-    pub fn program(&self, member: usize) -> Program {
-        match &self.way {
-            Way::Alone => Program::default(),
-            Way::Direct => direct(self.members(), member, self.bytes),
-            Way::Doubling => doubling::program(&self.hosts, member, self.bytes, self.width),
-            Way::Pipeline(cut) => pipeline::program(cut, member),
-            Way::Hierarchy(schedule) => hierarchy::program(schedule, member, self.width),
-            Way::Halving(schedule) => halving::program(schedule, member),
+    pub fn member_program(&self, member: usize) -> CollectiveProgram {
+        match &self.algorithm {
+            PlannedAlgorithm::SingleMember => CollectiveProgram::default(),
+            PlannedAlgorithm::Direct => direct_program(self.member_count(), member, self.bytes),
+            PlannedAlgorithm::Doubling => {
+                doubling::member_program(&self.hosts, member, self.bytes, self.width)
+            }
+            PlannedAlgorithm::Pipeline(cut) => pipeline::member_program(cut, member),
+            PlannedAlgorithm::Hierarchy(schedule) => {
+                hierarchy::member_program(schedule, member, self.width)
+            }
+            PlannedAlgorithm::Halving(schedule) => halving::member_program(schedule, member),
         }
     }
 
     /// Returns whether all hosts do the same, so that one of them stands for all: see
-    /// [`Plan::folded`].
-    pub fn folds(&self) -> bool {
-        let sizes = self.hosts.sizes();
+    /// [`AllreducePlan::folded_program`].
+    pub fn is_foldable(&self) -> bool {
+        let sizes = self.hosts.host_sizes();
         let equal = sizes.len() > 1 && sizes.iter().all(|size| *size == sizes[0]);
-        match self.way {
-            Way::Pipeline(_) => equal && sizes[0] == 1,
-            Way::Hierarchy(_) => equal,
-            Way::Halving(_) => equal && sizes.len().is_power_of_two(),
+        match self.algorithm {
+            PlannedAlgorithm::Pipeline(_) => equal && sizes[0] == 1,
+            PlannedAlgorithm::Hierarchy(_) => equal,
+            PlannedAlgorithm::Halving(_) => equal && sizes.len().is_power_of_two(),
             _ => false,
         }
     }
 
     /// Returns the members of the one host that stands for all.
-    pub fn folded_members(&self) -> usize {
-        self.hosts.largest()
+    pub fn folded_member_count(&self) -> usize {
+        self.hosts.largest_host_size()
     }
 
     /// Returns the steps of a member of the first host, in which transfers to other hosts go to the
     /// member itself, as one transfer for each chunk, or for each of its swaps: its counterparts on
     /// other hosts send the same bytes at the same time.
-    pub fn folded(&self, member: usize) -> Program {
-        match &self.way {
-            Way::Pipeline(cut) => pipeline::folded(cut),
-            Way::Hierarchy(schedule) => hierarchy::folded(schedule, member, self.width),
-            Way::Halving(schedule) => halving::folded(schedule, member),
-            _ => Program::default(),
+    pub fn folded_program(&self, member: usize) -> CollectiveProgram {
+        match &self.algorithm {
+            PlannedAlgorithm::Pipeline(cut) => pipeline::folded_program(cut),
+            PlannedAlgorithm::Hierarchy(schedule) => {
+                hierarchy::folded_program(schedule, member, self.width)
+            }
+            PlannedAlgorithm::Halving(schedule) => halving::folded_program(schedule, member),
+            _ => CollectiveProgram::default(),
         }
     }
 }
 
-/// See `direct`.
-fn direct(members: usize, member: usize, bytes: usize) -> Program {
-    let mut builder = Builder::new(members);
+/// See `direct_program`.
+fn direct_program(members: usize, member: usize, bytes: usize) -> CollectiveProgram {
+    let mut builder = ProgramBuilder::new(members);
     let others = || (1..members).map(move |k| (member + k) % members);
     for to in others() {
-        builder.send(to, Load::one(bytes, true), &[]);
+        builder.add_send(to, TransferLoad::single_message(bytes, true), &[]);
     }
-    let arrived: Vec<u32> =
-        others().map(|from| builder.receive(from, Load::one(bytes, false), &[])).collect();
-    builder.reduce((members + 3) * bytes, &arrived);
-    builder.finish()
+    let arrived: Vec<u32> = others()
+        .map(|from| builder.add_receive(from, TransferLoad::single_message(bytes, false), &[]))
+        .collect();
+    builder.add_reduction((members + 3) * bytes, &arrived);
+    builder.into_program()
 }
 
 #[cfg(test)]
@@ -360,18 +396,20 @@ pub(super) mod tests {
     /// Checks that one member sends another messages of so many bytes, and that the other receives
     /// them, in this order.
     pub(in super::super) fn assert_goes(
-        programs: &[Program],
+        programs: &[CollectiveProgram],
         from: usize,
         to: usize,
         expected: &[u64],
         world: &[u32],
     ) {
         let sent = programs[from].actions().filter_map(|action| match action {
-            Action::Send(transfer) if transfer.member as usize == to => Some(transfer.bytes),
+            ProgramAction::Send(transfer) if transfer.member as usize == to => Some(transfer.bytes),
             _ => None,
         });
         let received = programs[to].actions().filter_map(|action| match action {
-            Action::Receive(transfer) if transfer.member as usize == from => Some(transfer.bytes),
+            ProgramAction::Receive(transfer) if transfer.member as usize == from => {
+                Some(transfer.bytes)
+            }
             _ => None,
         });
         assert_eq!(sent.collect::<Vec<_>>(), expected, "{world:?}: {from} to {to}");

@@ -3,49 +3,53 @@
 
 //! The arithmetic of Adasum: `adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`.
 //!
-//! Products, sums and factors are `float64`. A factor whose vector has next to no length is 1.
+//! Products, sums and factors are `float64`. If the squared length of a vector is negligible, its
+//! factor is 1.
 
-use super::native::Native;
+use super::native::NativeElement;
 
-/// Below, a squared length counts as nothing: the square root of the smallest normal `float64`.
-const NOTHING: f64 = 1.491_668_146_240_041_3e-154;
-/// Sums kept apart, so that they can be made side by side.
-const LANES: usize = 8;
+/// Squared length below which a vector counts as zero: the square root of the smallest normal
+/// `float64`.
+const NEGLIGIBLE_SQUARED_LENGTH: f64 = 1.491_668_146_240_041_3e-154;
+/// Number of separate sums, which the processor computes in parallel.
+const PARALLEL_SUMS: usize = 8;
 
-/// The type of vectors between input and result.
+/// Type of the vectors between input and result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Carrier {
+pub(crate) enum AdasumPrecision {
     /// `float32`.
     Single,
     /// `float64`.
     Double,
 }
 
-/// `a.b`, `|a|^2` and `|b|^2`, or parts of them.
+/// The products `a.b`, `|a|^2` and `|b|^2`, over whole vectors or over parts of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Measures {
+pub(crate) struct AdasumProducts {
     pub(crate) dot: f64,
-    pub(crate) first: f64,
-    pub(crate) second: f64,
+    pub(crate) first_squared: f64,
+    pub(crate) second_squared: f64,
 }
 
-impl Measures {
-    /// Bytes on a link.
-    pub(crate) const BYTES: usize = 24;
+impl AdasumProducts {
+    /// Number of bytes on a link.
+    pub(crate) const ENCODED_BYTES: usize = 24;
 
-    /// Returns the products of two equally long vectors.
-    pub(crate) fn of(carrier: Carrier, first: &[u8], second: &[u8]) -> Self {
+    /// Returns the products of two vectors of equal length.
+    pub(crate) fn from_vectors(carrier: AdasumPrecision, first: &[u8], second: &[u8]) -> Self {
         match carrier {
-            Carrier::Single => measure::<f32>(first, second),
-            Carrier::Double => measure::<f64>(first, second),
+            AdasumPrecision::Single => compute_products::<f32>(first, second),
+            AdasumPrecision::Double => compute_products::<f64>(first, second),
         }
     }
 
-    pub(crate) fn to_bytes(self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        for (to, value) in
-            bytes.as_chunks_mut().0.iter_mut().zip([self.dot, self.first, self.second])
-        {
+    pub(crate) fn to_bytes(self) -> [u8; Self::ENCODED_BYTES] {
+        let mut bytes = [0; Self::ENCODED_BYTES];
+        for (to, value) in bytes.as_chunks_mut().0.iter_mut().zip([
+            self.dot,
+            self.first_squared,
+            self.second_squared,
+        ]) {
             *to = value.to_ne_bytes();
         }
         bytes
@@ -54,45 +58,49 @@ impl Measures {
     pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
         let mut values = bytes.as_chunks().0.iter().map(|bytes| f64::from_ne_bytes(*bytes));
         let mut next = || values.next().unwrap_or_default();
-        Self { dot: next(), first: next(), second: next() }
+        Self { dot: next(), first_squared: next(), second_squared: next() }
     }
 
-    /// Joins the parts of two pieces; the order of the two does not matter.
-    pub(crate) fn plus(self, other: Self) -> Self {
+    /// Adds the products over two pieces. The order of the pieces does not change the bits.
+    pub(crate) fn add_parts(self, other: Self) -> Self {
         Self {
             dot: self.dot + other.dot,
-            first: self.first + other.first,
-            second: self.second + other.second,
+            first_squared: self.first_squared + other.first_squared,
+            second_squared: self.second_squared + other.second_squared,
         }
     }
 
     /// Returns the factors of the two vectors.
-    fn factors(self) -> (f64, f64) {
-        let factor =
-            |length: f64| if length < NOTHING { 1.0 } else { 1.0 - self.dot / (2.0 * length) };
-        (factor(self.first), factor(self.second))
+    fn combination_factors(self) -> (f64, f64) {
+        let factor = |length: f64| {
+            if length < NEGLIGIBLE_SQUARED_LENGTH { 1.0 } else { 1.0 - self.dot / (2.0 * length) }
+        };
+        (factor(self.first_squared), factor(self.second_squared))
     }
 
-    /// Writes the sum over the first of the two vectors, or over the second.
-    pub(crate) fn combine(
+    /// Writes the Adasum of the two vectors to `own`, which is either the first or the second of
+    /// them.
+    pub(crate) fn combine_vectors(
         self,
-        carrier: Carrier,
+        carrier: AdasumPrecision,
         own: &mut [u8],
         other: &[u8],
         own_is_first: bool,
     ) {
-        let (first, second) = self.factors();
+        let (first, second) = self.combination_factors();
         let (mine, theirs) = if own_is_first { (first, second) } else { (second, first) };
         match carrier {
-            Carrier::Single => combine::<f32>(own, mine, other, theirs),
-            Carrier::Double => combine::<f64>(own, mine, other, theirs),
+            AdasumPrecision::Single => combine_elements::<f32>(own, mine, other, theirs),
+            AdasumPrecision::Double => combine_elements::<f64>(own, mine, other, theirs),
         }
     }
 }
 
-fn measure<T: Native + Into<f64>>(first: &[u8], second: &[u8]) -> Measures {
-    let (mut dots, mut firsts, mut seconds) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
-    for (a, b) in T::cells(first).chunks(LANES).zip(T::cells(second).chunks(LANES)) {
+fn compute_products<T: NativeElement + Into<f64>>(first: &[u8], second: &[u8]) -> AdasumProducts {
+    let (mut dots, mut firsts, mut seconds) =
+        ([0.0; PARALLEL_SUMS], [0.0; PARALLEL_SUMS], [0.0; PARALLEL_SUMS]);
+    for (a, b) in T::cells(first).chunks(PARALLEL_SUMS).zip(T::cells(second).chunks(PARALLEL_SUMS))
+    {
         for (lane, (a, b)) in a.iter().zip(b).enumerate() {
             let (a, b): (f64, f64) = (T::get(*a).into(), T::get(*b).into());
             dots[lane] += a * b;
@@ -100,10 +108,19 @@ fn measure<T: Native + Into<f64>>(first: &[u8], second: &[u8]) -> Measures {
             seconds[lane] += b * b;
         }
     }
-    Measures { dot: dots.iter().sum(), first: firsts.iter().sum(), second: seconds.iter().sum() }
+    AdasumProducts {
+        dot: dots.iter().sum(),
+        first_squared: firsts.iter().sum(),
+        second_squared: seconds.iter().sum(),
+    }
 }
 
-fn combine<T: Native + Into<f64>>(own: &mut [u8], mine: f64, other: &[u8], theirs: f64) {
+fn combine_elements<T: NativeElement + Into<f64>>(
+    own: &mut [u8],
+    mine: f64,
+    other: &[u8],
+    theirs: f64,
+) {
     for (a, b) in T::cells_mut(own).iter_mut().zip(T::cells(other)) {
         let (x, y): (f64, f64) = (T::get(*a).into(), T::get(*b).into());
         *a = T::factor(mine * x + theirs * y).put();
@@ -120,9 +137,9 @@ mod tests {
 
     fn adasum(a: &[f64], b: &[f64]) -> Vec<f64> {
         let (mut a, b) = (bytes(a), bytes(b));
-        let measures = Measures::of(Carrier::Double, &a, &b);
-        assert_eq!(Measures::from_bytes(&measures.to_bytes()), measures);
-        measures.combine(Carrier::Double, &mut a, &b, true);
+        let measures = AdasumProducts::from_vectors(AdasumPrecision::Double, &a, &b);
+        assert_eq!(AdasumProducts::from_bytes(&measures.to_bytes()), measures);
+        measures.combine_vectors(AdasumPrecision::Double, &mut a, &b, true);
         a.as_chunks().0.iter().map(|bytes| f64::from_ne_bytes(*bytes)).collect()
     }
 

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! 16-bit floats to `f32` and back, rounding to nearest even; the same bits with and without F16C.
+//! Conversion between 16-bit floats and `f32`, rounding to nearest even. The bits are the same with
+//! and without F16C.
 
-use super::wide::{Float, Format};
+use super::staged::{ElementFormat, FloatElement};
 
-/// Upper half of an `f32`.
-pub(super) struct Bf16;
+/// Bfloat16: the upper half of an `f32`.
+pub(super) struct Bf16Format;
 
-/// IEEE half precision by integer arithmetic.
-pub(super) struct SoftF16;
+/// IEEE half precision, converted with integer arithmetic.
+pub(super) struct SoftwareF16;
 
-/// IEEE half precision by F16C. Only to be chosen on a path that has it.
+/// IEEE half precision, converted with F16C. Use it only with an instruction set that has F16C.
 #[cfg(target_arch = "x86_64")]
-pub(super) struct HardF16;
+pub(super) struct HardwareF16;
 
-impl Format for Bf16 {
-    const SIZE: usize = 2;
+impl ElementFormat for Bf16Format {
+    const ELEMENT_BYTES: usize = 2;
     type Acc = f32;
 
     #[inline(always)]
@@ -44,8 +45,8 @@ impl Format for Bf16 {
     }
 }
 
-impl Format for SoftF16 {
-    const SIZE: usize = 2;
+impl ElementFormat for SoftwareF16 {
+    const ELEMENT_BYTES: usize = 2;
     type Acc = f32;
 
     #[inline(always)]
@@ -74,8 +75,8 @@ impl Format for SoftF16 {
 }
 
 #[cfg(target_arch = "x86_64")]
-impl Format for HardF16 {
-    const SIZE: usize = 2;
+impl ElementFormat for HardwareF16 {
+    const ELEMENT_BYTES: usize = 2;
     type Acc = f32;
 
     #[inline(always)]
@@ -85,8 +86,9 @@ impl Format for HardF16 {
         let (lanes, _) = acc.as_chunks_mut::<8>();
         let done = eights.len().min(lanes.len()) * 8;
         for (a, b) in lanes.iter_mut().zip(eights) {
-            // SAFETY: 16 bytes are read from and 8 floats written to arrays of that size, unaligned
-            // accesses allowed; the format is chosen only on paths whose processors have F16C.
+            // SAFETY: 16 bytes are read from an array of 16 bytes, and 8 floats are written to an
+            // array of 8 floats. Both instructions allow unaligned addresses. The format is chosen
+            // only for processors with F16C.
             unsafe {
                 _mm256_storeu_ps(
                     a.as_mut_ptr(),
@@ -94,7 +96,7 @@ impl Format for HardF16 {
                 )
             }
         }
-        SoftF16::widen(bytes.get(done * 2..).unwrap_or_default(), &mut acc[done..]);
+        SoftwareF16::widen(bytes.get(done * 2..).unwrap_or_default(), &mut acc[done..]);
     }
 
     #[inline(always)]
@@ -106,14 +108,14 @@ impl Format for HardF16 {
         let (lanes, _) = acc.as_chunks::<8>();
         let done = eights.len().min(lanes.len()) * 8;
         for (a, b) in lanes.iter().zip(eights) {
-            // SAFETY: as in `widen`, the other way round.
+            // SAFETY: as in `widen`, with reading and writing exchanged.
             unsafe {
                 let half =
                     _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(a.as_ptr()));
                 _mm_storeu_si128(b.as_mut_ptr().cast(), half);
             }
         }
-        SoftF16::narrow(&acc[done..], bytes.get_mut(done * 2..).unwrap_or_default());
+        SoftwareF16::narrow(&acc[done..], bytes.get_mut(done * 2..).unwrap_or_default());
     }
 
     #[inline(always)]
@@ -127,7 +129,8 @@ impl Format for HardF16 {
     }
 }
 
-/// A quiet NaN keeps the upper payload bits, as the hardware does.
+/// Rounds to nearest even. The result for a NaN is a quiet NaN with the upper payload bits, as in
+/// the hardware.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the upper half is what is asked for")]
 pub(super) fn bf16_from_f32(value: f32) -> u16 {
@@ -136,8 +139,8 @@ pub(super) fn bf16_from_f32(value: f32) -> u16 {
     (if value.is_nan() { (bits >> 16) | 0x40 } else { rounded }) as u16
 }
 
-/// Exact. Subnormals go through an integer, so that a thread which flushes them to zero computes
-/// the same.
+/// Converts exactly. Subnormals are converted from an integer, so that the result is the same in a
+/// thread that flushes subnormals to zero.
 #[inline(always)]
 pub(super) fn f32_from_f16(half: u16) -> f32 {
     let half = u32::from(half);
@@ -156,13 +159,13 @@ pub(super) fn f32_from_f16(half: u16) -> f32 {
     f32::from_bits(bits | sign)
 }
 
-/// Rounds to nearest even; what exceeds 65504 by half a unit is infinite.
+/// Rounds to nearest even. A value that exceeds 65504 by at least half a unit becomes infinite.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "every branch fits 16 bits")]
 pub(super) fn f16_from_f32(value: f32) -> u16 {
-    const INFINITE: u32 = 0x7f80_0000;
-    const TOO_LARGE: u32 = 0x477f_f000; // 65520
-    const NORMAL: u32 = 113 << 23; // 2^-14
+    const F32_INFINITY_BITS: u32 = 0x7f80_0000;
+    const F16_OVERFLOW_BITS: u32 = 0x477f_f000; // 65520
+    const F16_MIN_NORMAL_BITS: u32 = 113 << 23; // 2^-14
     // 0.5, whose unit in the last place is the subnormal step 2^-24
     const HALF_ULP: u32 = 126 << 23;
     let bits = value.to_bits();
@@ -173,11 +176,11 @@ pub(super) fn f16_from_f32(value: f32) -> u16 {
     let subnormal =
         (f32::from_bits(magnitude) + f32::from_bits(HALF_ULP)).to_bits().wrapping_sub(HALF_ULP);
     let nan = 0x7e00 | ((magnitude >> 13) & 0x1ff);
-    let half = if magnitude > INFINITE {
+    let half = if magnitude > F32_INFINITY_BITS {
         nan
-    } else if magnitude >= TOO_LARGE {
+    } else if magnitude >= F16_OVERFLOW_BITS {
         0x7c00
-    } else if magnitude >= NORMAL {
+    } else if magnitude >= F16_MIN_NORMAL_BITS {
         normal
     } else {
         subnormal

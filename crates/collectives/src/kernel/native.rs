@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Types that are their own accumulator, and the loops over them.
+//! Types that are their own accumulators, and the loops over them.
 //!
-//! The loops are plain Rust over byte chunks: the compiler vectorises them for whatever
-//! instructions the function they are inlined into may use, and unaligned bytes cost nothing.
+//! The loops are plain Rust over byte chunks. The compiler vectorises them for the instructions of
+//! the function into which they are inlined. Unaligned bytes cost nothing.
 
 use std::marker::PhantomData;
 
-use super::Order;
-use super::wide::Float;
+use super::ReductionOrder;
+use super::staged::FloatElement;
 
-/// A type the processor computes with.
-pub(super) trait Native: Copy + Default + 'static {
-    /// Its bytes in memory.
+/// Type with which the processor computes.
+pub(super) trait NativeElement: Copy + Default + 'static {
+    /// Bytes of a value in memory.
     type Bytes: Copy + 'static;
 
     fn get(bytes: Self::Bytes) -> Self;
@@ -24,8 +24,8 @@ pub(super) trait Native: Copy + Default + 'static {
     fn product(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
-    /// Returns the finished result times a factor. Only floats multiply: an integer kernel's factor
-    /// is always 1.
+    /// Returns the result times a factor. Only floats multiply, because the factor of an integer
+    /// kernel is always 1.
     fn finish(self, factor: Self) -> Self;
     fn factor(value: f64) -> Self;
 }
@@ -58,7 +58,7 @@ macro_rules! bytes_of {
 
 macro_rules! integer {
     ($($type:ty, $size:literal;)+) => { $(
-        impl Native for $type {
+        impl NativeElement for $type {
             bytes_of!($type, $size);
 
             #[inline(always)]
@@ -98,7 +98,7 @@ integer! { u8, 1; i8, 1; u16, 2; i16, 2; u32, 4; i32, 4; u64, 8; i64, 8; i128, 1
 
 macro_rules! float {
     ($($type:ty, $size:literal, $factor:path;)+) => { $(
-        impl Native for $type {
+        impl NativeElement for $type {
             bytes_of!($type, $size);
 
             #[inline(always)]
@@ -134,31 +134,31 @@ macro_rules! float {
     )+ };
 }
 
-float! { f32, 4, single; f64, 8, std::convert::identity; }
+float! { f32, 4, f32_factor; f64, 8, std::convert::identity; }
 
 #[inline(always)]
 #[expect(
     clippy::cast_possible_truncation,
     reason = "a factor takes the type of the tensor it scales"
 )]
-fn single(value: f64) -> f32 {
+fn f32_factor(value: f64) -> f32 {
     value as f32
 }
 
-/// Combines two values into one.
-pub(super) trait Join<T>: 'static {
+/// Operator that combines two values into one.
+pub(super) trait ReductionOperator<T>: 'static {
     fn join(a: T, b: T) -> T;
 
-    /// Makes the result of the joined value. A Sum is multiplied by the factor: an Average over a
-    /// power of two is a scaled Sum.
+    /// Computes the result from the combined value. A Sum is multiplied by the factor, so that a
+    /// scaled Sum can compute an Average over a power of two.
     #[inline(always)]
     fn finish(value: T, _factor: T) -> T {
         value
     }
 
-    /// Returns the result when there is only one input.
+    /// Returns the result for a single input.
     #[inline(always)]
-    fn lone(value: T) -> T {
+    fn finish_single(value: T) -> T {
         value
     }
 }
@@ -168,7 +168,7 @@ macro_rules! join {
         $(#[$doc])*
         pub(super) struct $name;
 
-        impl<T: $bound> Join<T> for $name {
+        impl<T: $bound> ReductionOperator<T> for $name {
             #[inline(always)]
             fn join(a: T, b: T) -> T {
                 a.$method(b)
@@ -185,51 +185,52 @@ macro_rules! join {
 }
 
 join! {
-    Sum, Native, sum, finish;
-    /// A sum that is divided by the factor.
-    Mean, Float, sum, over;
-    Product, Native, product;
-    Min, Native, min;
-    Max, Native, max;
+    Sum, NativeElement, sum, finish;
+    /// Sum that is divided by the factor.
+    Mean, FloatElement, sum, divide_by;
+    Product, NativeElement, product;
+    Min, NativeElement, min;
+    Max, NativeElement, max;
 }
 
-/// Bytes that are false when 0 and true otherwise; results are 0 or 1.
-pub(super) struct Or;
+/// Logical or of bytes. 0 is false, all other bytes are true, and the result is 0 or 1.
+pub(super) struct LogicalOr;
 
-impl Join<u8> for Or {
+impl ReductionOperator<u8> for LogicalOr {
     #[inline(always)]
     fn join(a: u8, b: u8) -> u8 {
         u8::from((a | b) != 0)
     }
 
     #[inline(always)]
-    fn lone(value: u8) -> u8 {
+    fn finish_single(value: u8) -> u8 {
         u8::from(value != 0)
     }
 }
 
-/// Like [`Or`].
-pub(super) struct And;
+/// Logical and of bytes. 0 is false, all other bytes are true, and the result is 0 or 1.
+pub(super) struct LogicalAnd;
 
-impl Join<u8> for And {
+impl ReductionOperator<u8> for LogicalAnd {
     #[inline(always)]
     fn join(a: u8, b: u8) -> u8 {
         u8::from(a != 0) & u8::from(b != 0)
     }
 
     #[inline(always)]
-    fn lone(value: u8) -> u8 {
+    fn finish_single(value: u8) -> u8 {
         u8::from(value != 0)
     }
 }
 
-/// Bytes of output worked on before turning to the next inputs: they stay in the first-level cache.
-const BLOCK: usize = 4096;
+/// Bytes of output that are computed before the next inputs are read: they stay in the first-level
+/// cache.
+const DIRECT_BLOCK_BYTES: usize = 4096;
 
-/// The whole reduction for types that need no scratch: the output block is the accumulator.
-pub(super) struct Direct<T, J>(PhantomData<(T, J)>);
+/// Reduction for types that need no separate accumulator: the output block is the accumulator.
+pub(super) struct DirectReduction<T, J>(PhantomData<(T, J)>);
 
-impl<T: Native, J: Join<T>> Direct<T, J> {
+impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
     #[inline(always)]
     pub(super) fn run(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
         let factor = T::factor(factor);
@@ -237,7 +238,7 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
             [] => {}
             [a] => {
                 for (o, a) in T::cells_mut(out).iter_mut().zip(T::cells(a)) {
-                    *o = J::finish(J::lone(T::get(*a)), factor).put();
+                    *o = J::finish(J::finish_single(T::get(*a)), factor).put();
                 }
             }
             [a, b] => {
@@ -256,7 +257,7 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
             [a, b, ref others @ ..] => {
                 let one = T::factor(1.0);
                 let mut at = 0_usize;
-                for block in out.chunks_mut(BLOCK) {
+                for block in out.chunks_mut(DIRECT_BLOCK_BYTES) {
                     let end = at + block.len();
                     let here = |input: &[u8]| at.min(input.len())..end.min(input.len());
                     let pair = T::cells(&a[here(a)]).iter().zip(T::cells(&b[here(b)]));
@@ -276,41 +277,43 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         }
     }
 
-    /// Like [`run`](Self::run), in an order that is no line: a stack of inputs and of blocks in
-    /// which some are joined.
+    /// Like [`run`](Self::run), in an order that is not sequential. The stack holds inputs, and
+    /// blocks with combined values.
     #[inline(always)]
-    pub(super) fn run_tree(order: &Order, inputs: &[&[u8]], out: &mut [u8], factor: f64) {
+    pub(super) fn run_tree(order: &ReductionOrder, inputs: &[&[u8]], out: &mut [u8], factor: f64) {
         let (factor, one) = (T::factor(factor), T::factor(1.0));
         let bytes = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len());
-        let mut blocks = vec![[0; BLOCK]; order.depth()];
-        // The inputs in the places of the stack. The other places are their blocks.
-        let mut held: Vec<Option<&[u8]>> = vec![None; order.depth()];
-        for start in (0..bytes).step_by(BLOCK) {
-            let here = start..bytes.min(start + BLOCK);
+        let mut blocks = vec![[0; DIRECT_BLOCK_BYTES]; order.stack_depth()];
+        // Inputs on the stack, by stack position. At the other positions, the value is in the
+        // block.
+        let mut held: Vec<Option<&[u8]>> = vec![None; order.stack_depth()];
+        for start in (0..bytes).step_by(DIRECT_BLOCK_BYTES) {
+            let here = start..bytes.min(start + DIRECT_BLOCK_BYTES);
             let out = &mut out[here.clone()];
             let mut height = 0;
             for (k, input) in inputs.iter().enumerate() {
                 held[height] = Some(&input[here.clone()]);
                 height += 1;
-                for left in (0..order.merges(k)).rev() {
+                for left in (0..order.merges_after(k)).rev() {
                     height -= 1;
                     let (below, above) = blocks.split_at_mut(height);
                     let (first, second) = (held[height - 1].take(), held[height].take());
                     let second = second.unwrap_or(&above[0][..out.len()]);
                     let block = &mut below[height - 1][..out.len()];
                     if k + 1 == inputs.len() && left == 0 {
-                        Self::pair(Some(first.unwrap_or(block)), second, out, factor);
+                        Self::join_pair(Some(first.unwrap_or(block)), second, out, factor);
                     } else {
-                        Self::pair(first, second, block, one);
+                        Self::join_pair(first, second, block, one);
                     }
                 }
             }
         }
     }
 
-    /// Joins `first`, or what is in `out`, with `second`.
+    /// Combines `first` with `second` into `out`. If `first` is `None`, the first value is in
+    /// `out`.
     #[inline(always)]
-    fn pair(first: Option<&[u8]>, second: &[u8], out: &mut [u8], factor: T) {
+    fn join_pair(first: Option<&[u8]>, second: &[u8], out: &mut [u8], factor: T) {
         let second = T::cells(second).iter();
         let finish = |a, b: &T::Bytes| J::finish(J::join(T::get(a), T::get(*b)), factor).put();
         match first {
@@ -327,8 +330,9 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         }
     }
 
-    /// Like [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them
-    /// than a processor fetches ahead as well as it does two or four.
+    /// Like [`run`](Self::run), but writes the result into all inputs in one pass. Returns false,
+    /// and changes nothing, unless there are two or four inputs: the processor prefetches more of
+    /// them less well.
     #[inline(always)]
     pub(super) fn run_in_place(all: &mut [&mut [u8]], factor: f64) -> bool {
         let factor = T::factor(factor);

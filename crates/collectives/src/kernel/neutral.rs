@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The neutral element, which a member without data contributes.
+//! Neutral element, which a member without data contributes.
 
 use crate::{DataType, Error, ReduceOp, Result};
 
-/// Returns the element that changes no result, in the first `dtype.size()` bytes; the others are 0.
-/// It is neutral after prescaling: contribute it to operations whose prescale is 1. A Sum's is
-/// `-0.0`, since `-0.0 + 0.0` is `0.0`; a vector of Adasum's has no length.
+/// Returns the element that changes no result, in the first `dtype.element_size()` bytes; the other
+/// bytes are 0. The element is neutral after prescaling, so contribute it only to operations with a
+/// prescale of 1. For a Sum it is `-0.0`, because `-0.0 + 0.0` is `0.0`. For Adasum, a vector of
+/// these elements has the length 0.
 ///
 /// # Errors
-/// `Unsupported` where the reduction is not defined for the type.
-pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
+/// `Unsupported` when the reduction is not defined for the type.
+pub fn neutral_element(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
     let unsupported = Err(Error::Unsupported { op, dtype });
-    let op = op.exact();
+    let op = op.without_rounding();
     let mut bytes = [0_u8; 16];
     let mut set = |value: &[u8]| bytes[..value.len()].copy_from_slice(value);
     macro_rules! integer {
@@ -49,7 +50,7 @@ pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
         DataType::F16 => float!(0x8000_u16, 0x3c00_u16, 0x7c00_u16, 0xfc00_u16),
         DataType::Bf16 => float!(0x8000_u16, 0x3f80_u16, 0x7f80_u16, 0xff80_u16),
         DataType::F8E4M3 | DataType::F8E5M2 if op == ReduceOp::Adasum => return unsupported,
-        // The largest numbers, where there are no infinities.
+        // E4M3 has no infinities, so Min and Max take the largest numbers.
         DataType::F8E4M3 => float!(0x80_u8, 0x38_u8, 0x7e_u8, 0xfe_u8),
         DataType::F8E5M2 => float!(0x80_u8, 0x3c_u8, 0x7c_u8, 0xfc_u8),
         DataType::F32 => float!(-0.0_f32, 1.0_f32, f32::INFINITY, f32::NEG_INFINITY),
@@ -74,14 +75,14 @@ pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
     Ok(bytes)
 }
 
-/// Fills `out` with [`neutral`] elements.
+/// Fills `out` with copies of [`neutral_element`].
 ///
 /// # Errors
-/// Like [`neutral`].
+/// Like [`neutral_element`].
 pub fn fill_neutral(dtype: DataType, op: ReduceOp, out: &mut [u8]) -> Result<()> {
-    let element = neutral(dtype, op)?;
-    for cell in out.chunks_exact_mut(dtype.size()) {
-        cell.copy_from_slice(&element[..dtype.size()]);
+    let element = neutral_element(dtype, op)?;
+    for cell in out.chunks_exact_mut(dtype.element_size()) {
+        cell.copy_from_slice(&element[..dtype.element_size()]);
     }
     Ok(())
 }

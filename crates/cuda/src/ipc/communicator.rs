@@ -6,7 +6,7 @@
 //! ```text
 //!   Making --own window--> Offering --all are open--> Ready --deadline, a member that ended, abandon--> Over
 //!      |                      |
-//!      +-- somebody refuses --+--> Refused: it carries nothing, for any member
+//!      +-- a member refuses --+--> Refused: it carries nothing, for any member
 //! ```
 
 use std::collections::VecDeque;
@@ -14,245 +14,257 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    Communicator, DataType, Error as CollectiveError, Event, Operation, ReduceOp, Result, Room,
-    Segment, Token,
+    CollectiveOperation, Communicator, DataType, DeviceEvent, Error as CollectiveError,
+    OperationToken, ReduceOp, Result, ResultMemory, TensorSegment,
 };
 
-use super::mailbox::{Mailbox, Outcome, Phase};
-use super::pieces::{Span, pieces};
-use super::site::{How, SLOTS, Site};
-use crate::ending::{drain, wait_for};
+use super::mailbox::{IpcFormationOutcome, IpcMailbox, MemberPhase};
+use super::member_device::{IpcDevice, PieceReduction, SLOTS_PER_WINDOW};
+use super::pieces::{PieceSpan, split_into_pieces};
+use crate::shutdown::{drain_communicator, poll_until};
 
-/// An operation that was not started, and what it comes after.
-type Queued = (Token, Operation, Vec<Arc<dyn Event>>);
+/// An operation that was not started, and the events that must complete before it.
+type Queued = (OperationToken, CollectiveOperation, Vec<Arc<dyn DeviceEvent>>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Making,
-    Offering,
+enum IpcCommunicatorState {
+    PreparingWindow,
+    WindowOffered,
     /// As offering, and this member has opened all windows.
-    Opened,
+    WindowsOpened,
     Ready,
     Refused,
-    Over,
+    Ended,
 }
 
 /// The operation in progress.
-struct Current {
-    token: Token,
-    how: How,
-    segments: Vec<Segment>,
-    pieces: Vec<Vec<Span>>,
+struct IpcOperation {
+    token: OperationToken,
+    reduction: PieceReduction,
+    segments: Vec<TensorSegment>,
+    pieces: Vec<Vec<PieceSpan>>,
     /// Number of its first piece.
-    first: u64,
+    first_piece: u64,
 }
 
-impl Current {
-    fn end(&self) -> u64 {
-        self.first + self.pieces.len() as u64
+impl IpcOperation {
+    fn end_piece(&self) -> u64 {
+        self.first_piece + self.pieces.len() as u64
     }
 
-    fn piece(&self, number: u64) -> &[Span] {
-        let index = usize::try_from(number - self.first).unwrap_or(usize::MAX);
+    fn piece_spans(&self, number: u64) -> &[PieceSpan] {
+        let index = usize::try_from(number - self.first_piece).unwrap_or(usize::MAX);
         self.pieces.get(index).map_or(&[], Vec::as_slice)
     }
 }
 
 /// Collectives among processes that share a device.
-pub(crate) struct IpcCommunicator<S: Site> {
-    site: S,
-    mailbox: Mailbox,
-    state: State,
+pub(crate) struct IpcCommunicator<S: IpcDevice> {
+    device: S,
+    mailbox: IpcMailbox,
+    state: IpcCommunicatorState,
     /// Since when it is formed or something is waited for.
-    since: Instant,
+    waiting_since: Instant,
     /// The longest that may take.
-    patience: Duration,
-    waiting: VecDeque<Queued>,
-    current: Option<Current>,
-    /// Pieces that were ever told to go into the window, and to be reduced from all windows.
-    filled: u64,
-    reduced: u64,
+    timeout: Duration,
+    queued: VecDeque<Queued>,
+    current: Option<IpcOperation>,
+    /// The number of pieces queued so far: copies into the window, and reductions from all windows.
+    pieces_filled: u64,
+    pieces_reduced: u64,
     /// Events of the last of those.
-    fills: VecDeque<Arc<dyn Event>>,
-    takes: VecDeque<Arc<dyn Event>>,
+    fill_events: VecDeque<Arc<dyn DeviceEvent>>,
+    reduce_events: VecDeque<Arc<dyn DeviceEvent>>,
     /// Operations whose work is on the stream.
-    running: VecDeque<(Token, Arc<dyn Event>, Vec<Segment>)>,
-    /// Put on the stream, and not told yet.
-    launched: Vec<(Token, Arc<dyn Event>)>,
+    running: VecDeque<(OperationToken, Arc<dyn DeviceEvent>, Vec<TensorSegment>)>,
+    /// Operations that are on the stream and not reported yet.
+    launched: Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
     /// The reason why nothing is carried, until it is reported.
     remark: Option<String>,
     failure: Option<CollectiveError>,
     /// Others may have opened this member's window.
-    offered: bool,
+    window_offered: bool,
     /// Whether the work on the stream is done.
-    quiet: bool,
+    stream_idle: bool,
 }
 
 /// Returns the reduction of an operation, if a kernel does it; the same on all members.
-fn how(operation: &Operation) -> Option<How> {
-    let Operation::Allreduce { dtype, op, prescale, postscale, .. } = *operation else {
+fn kernel_reduction(operation: &CollectiveOperation) -> Option<PieceReduction> {
+    let CollectiveOperation::Allreduce { dtype, op, prescale, postscale, .. } = *operation else {
         return None;
     };
     // Nothing goes from host to host here.
-    let op = op.exact();
+    let op = op.without_rounding();
     let scaled = prescale != 1.0 || postscale != 1.0;
     let truths = dtype == DataType::Bool && (op == ReduceOp::Average || scaled);
     let complex = matches!(dtype, DataType::C64 | DataType::C128);
     let done = op != ReduceOp::Adasum && !truths && !complex;
-    done.then_some(How { dtype, op, prescale, postscale })
+    done.then_some(PieceReduction { dtype, op, prescale, postscale })
 }
 
-impl<S: Site> IpcCommunicator<S> {
-    /// Begins to form a communicator of the mailbox's members, of which every one does so with its
-    /// own site. `patience` is how long forming it, and each step of an operation, may take.
-    pub(crate) fn form(site: S, mailbox: Mailbox, patience: Duration) -> Self {
+impl<S: IpcDevice> IpcCommunicator<S> {
+    /// Begins to form a communicator of the mailbox's members. Every member calls this function
+    /// with its own device. `patience` limits the formation and each step of an operation.
+    pub(crate) fn begin_forming(site: S, mailbox: IpcMailbox, patience: Duration) -> Self {
         Self {
-            site,
+            device: site,
             mailbox,
-            state: State::Making,
-            since: Instant::now(),
-            patience,
-            waiting: VecDeque::new(),
+            state: IpcCommunicatorState::PreparingWindow,
+            waiting_since: Instant::now(),
+            timeout: patience,
+            queued: VecDeque::new(),
             current: None,
-            filled: 0,
-            reduced: 0,
-            fills: VecDeque::new(),
-            takes: VecDeque::new(),
+            pieces_filled: 0,
+            pieces_reduced: 0,
+            fill_events: VecDeque::new(),
+            reduce_events: VecDeque::new(),
             running: VecDeque::new(),
             launched: Vec::new(),
             remark: None,
             failure: None,
-            offered: false,
-            quiet: true,
+            window_offered: false,
+            stream_idle: true,
         }
     }
 
     /// Ends everything and remembers why.
-    fn fail(&mut self, reason: &str) -> CollectiveError {
-        self.end();
-        let reason = format!("device {}: {reason}", self.site.ordinal());
+    fn fail_with(&mut self, reason: &str) -> CollectiveError {
+        self.shut_down();
+        let reason = format!("device {}: {reason}", self.device.device_ordinal());
         self.failure.get_or_insert(CollectiveError::Lost { reason }).clone()
     }
 
     /// Afterwards nothing here touches a buffer or another's window.
-    fn end(&mut self) {
-        if self.state == State::Over {
+    fn shut_down(&mut self) {
+        if self.state == IpcCommunicatorState::Ended {
             return;
         }
-        self.state = State::Over;
-        self.quiet = self.filled == 0 || self.quieten();
-        if self.quiet {
-            self.site.close();
-            self.mailbox.close();
+        self.state = IpcCommunicatorState::Ended;
+        self.stream_idle = self.pieces_filled == 0 || self.wait_for_stream();
+        if self.stream_idle {
+            self.device.close_windows();
+            self.mailbox.mark_closed();
         }
-        self.mailbox.end();
-        self.waiting.clear();
+        self.mailbox.mark_ended();
+        self.queued.clear();
         self.current = None;
-        self.fills.clear();
-        self.takes.clear();
+        self.fill_events.clear();
+        self.reduce_events.clear();
         self.running.clear();
         self.launched.clear();
     }
 
     /// Waits for the work of the stream. This waits for no peer, only for work of the framework.
     /// False when it took too long.
-    fn quieten(&self) -> bool {
-        let Ok(last) = self.site.mark() else { return false };
-        wait_for(|| last.is_ready().unwrap_or(true))
+    fn wait_for_stream(&self) -> bool {
+        let Ok(last) = self.device.record_event() else { return false };
+        poll_until(|| last.is_ready().unwrap_or(true))
     }
 
-    fn over(&self) -> CollectiveError {
+    fn ended_error(&self) -> CollectiveError {
         let ended = || CollectiveError::Lost { reason: "the communicator was given up".to_owned() };
         self.failure.clone().unwrap_or_else(ended)
     }
 
     /// Takes the next step to a communicator, if there is one to take.
-    fn form_on(&mut self) -> Result<bool> {
-        if matches!(self.state, State::Ready | State::Refused) {
+    fn advance_formation(&mut self) -> Result<bool> {
+        if matches!(self.state, IpcCommunicatorState::Ready | IpcCommunicatorState::Refused) {
             return Ok(false);
         }
-        match (self.state, self.mailbox.outcome()) {
-            (State::Ready | State::Refused, _) => return Ok(false),
-            (State::Over, _) => return Err(self.over()),
-            (_, Outcome::Refused(member)) => {
-                let reason = self.mailbox.reason(member);
-                self.refuse(member, &reason);
+        match (self.state, self.mailbox.formation_outcome()) {
+            (IpcCommunicatorState::Ready | IpcCommunicatorState::Refused, _) => return Ok(false),
+            (IpcCommunicatorState::Ended, _) => return Err(self.ended_error()),
+            (_, IpcFormationOutcome::Refused(member)) => {
+                let reason = self.mailbox.refusal_reason(member);
+                self.refuse_formation(member, &reason);
             }
-            (_, Outcome::Ended(member)) => {
-                return Err(self.fail(&format!("member {member} has ended")));
+            (_, IpcFormationOutcome::Ended(member)) => {
+                return Err(self.fail_with(&format!("member {member} has ended")));
             }
-            (State::Making, _) => match self.site.offer() {
-                None => return self.check("forming it").map(|()| false),
+            (IpcCommunicatorState::PreparingWindow, _) => match self.device.poll_window_handle() {
+                None => return self.check_deadline("forming it").map(|()| false),
                 Some(Ok(offer)) => {
-                    self.mailbox.offer(&offer);
-                    self.offered = true;
-                    self.state = State::Offering;
+                    self.mailbox.publish_handle(&offer);
+                    self.window_offered = true;
+                    self.state = IpcCommunicatorState::WindowOffered;
                 }
                 Some(Err(reason)) => {
-                    self.mailbox.refuse(&reason);
-                    self.refuse(self.mailbox.member(), &reason);
+                    self.mailbox.publish_refusal(&reason);
+                    self.refuse_formation(self.mailbox.own_member(), &reason);
                 }
             },
-            (State::Offering, Outcome::AllOffered) => self.open(),
-            (State::Opened, Outcome::Formed) => self.state = State::Ready,
-            (State::Offering | State::Opened, _) => {
-                return self.check("forming it").map(|()| false);
+            (IpcCommunicatorState::WindowOffered, IpcFormationOutcome::AllOffered) => {
+                self.open_windows()
+            }
+            (IpcCommunicatorState::WindowsOpened, IpcFormationOutcome::Formed) => {
+                self.state = IpcCommunicatorState::Ready
+            }
+            (IpcCommunicatorState::WindowOffered | IpcCommunicatorState::WindowsOpened, _) => {
+                return self.check_deadline("forming it").map(|()| false);
             }
         }
-        self.since = Instant::now();
+        self.waiting_since = Instant::now();
         Ok(true)
     }
 
-    fn open(&mut self) {
-        let offers: Vec<_> =
-            (0..self.mailbox.size()).map(|member| self.mailbox.offered(member)).collect();
-        match self.site.open(&offers, self.mailbox.member()) {
+    fn open_windows(&mut self) {
+        let offers: Vec<_> = (0..self.mailbox.member_count())
+            .map(|member| self.mailbox.member_handle(member))
+            .collect();
+        match self.device.open_windows(&offers, self.mailbox.own_member()) {
             Ok(()) => {
-                self.mailbox.opened();
-                self.state = State::Opened;
+                self.mailbox.mark_opened();
+                self.state = IpcCommunicatorState::WindowsOpened;
             }
             Err(reason) => {
-                self.mailbox.refuse(&reason);
-                self.refuse(self.mailbox.member(), &reason);
+                self.mailbox.publish_refusal(&reason);
+                self.refuse_formation(self.mailbox.own_member(), &reason);
             }
         }
     }
 
-    fn refuse(&mut self, member: usize, reason: &str) {
-        self.state = State::Refused;
-        self.site.close();
-        self.mailbox.close();
+    fn refuse_formation(&mut self, member: usize, reason: &str) {
+        self.state = IpcCommunicatorState::Refused;
+        self.device.close_windows();
+        self.mailbox.mark_closed();
         self.remark = Some(format!("member {member} cannot use CUDA IPC: {reason}"));
     }
 
     /// Fails when something takes too long, or will never come.
-    fn check(&mut self, what: &str) -> Result<()> {
-        if let Some(member) =
-            self.lacking().filter(|member| self.mailbox.phase(*member) == Phase::Ended)
+    fn check_deadline(&mut self, what: &str) -> Result<()> {
+        if let Some(member) = self
+            .awaited_member()
+            .filter(|member| self.mailbox.member_phase(*member) == MemberPhase::Ended)
         {
-            return Err(self.fail(&format!("member {member} has ended")));
+            return Err(self.fail_with(&format!("member {member} has ended")));
         }
-        if self.since.elapsed() > self.patience {
-            let whom = self.lacking().map(|member| format!(", which waits for member {member}"));
+        if self.waiting_since.elapsed() > self.timeout {
+            let whom =
+                self.awaited_member().map(|member| format!(", which waits for member {member}"));
             let whom = whom.unwrap_or_default();
-            return Err(self.fail(&format!("{what} took longer than {:?}{whom}", self.patience)));
+            return Err(
+                self.fail_with(&format!("{what} took longer than {:?}{whom}", self.timeout))
+            );
         }
         Ok(())
     }
 
     /// Returns the member that the operation in progress waits for.
-    fn lacking(&self) -> Option<usize> {
+    fn awaited_member(&self) -> Option<usize> {
         let current = self.current.as_ref()?;
-        let mut others = (0..self.mailbox.size()).filter(|member| *member != self.mailbox.member());
+        let mut others =
+            (0..self.mailbox.member_count()).filter(|member| *member != self.mailbox.own_member());
         others.find(|member| {
-            let unread = self.filled < current.end() && !self.has_taken(*member);
-            unread || (self.reduced < self.filled && self.mailbox.filled(*member) <= self.reduced)
+            let unread = self.pieces_filled < current.end_piece() && !self.has_read_slot(*member);
+            unread
+                || (self.pieces_reduced < self.pieces_filled
+                    && self.mailbox.pieces_filled(*member) <= self.pieces_reduced)
         })
     }
 
     /// Returns whether a member has read the slot of the next piece.
-    fn has_taken(&self, member: usize) -> bool {
-        self.mailbox.taken(member).saturating_add(SLOTS) > self.filled
+    fn has_read_slot(&self, member: usize) -> bool {
+        self.mailbox.pieces_read(member).saturating_add(SLOTS_PER_WINDOW) > self.pieces_filled
     }
 
     /// Publishes the progress to the others.
@@ -260,100 +272,124 @@ impl<S: Site> IpcCommunicator<S> {
     /// Asks for the last events of the stream first. The device works on meanwhile: in the order of
     /// the stream, an operation could be found complete after its pieces were found incomplete.
     /// They would never be published, because nothing asks once all operations are complete.
-    fn look(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
-        let over = ready(self.running.iter().map(|(_, event, _)| event));
-        let (takes, fills) = (first_ready(&self.takes), first_ready(&self.fills));
+    fn publish_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
+        let over = count_ready(self.running.iter().map(|(_, event, _)| event));
+        let (takes, fills) =
+            (count_first_ready(&self.reduce_events), count_first_ready(&self.fill_events));
         let (fills, takes, over) = over
             .and_then(|over| Ok((fills?, takes?, over)))
-            .map_err(|error| self.fail(&error.to_string()))?;
-        drop(self.fills.drain(..fills));
-        drop(self.takes.drain(..takes));
+            .map_err(|error| self.fail_with(&error.to_string()))?;
+        drop(self.fill_events.drain(..fills));
+        drop(self.reduce_events.drain(..takes));
         completed.extend(self.running.drain(..over).map(|(token, ..)| token));
         if fills > 0 {
-            self.mailbox.fill(self.filled - self.fills.len() as u64);
+            self.mailbox.publish_pieces_filled(self.pieces_filled - self.fill_events.len() as u64);
         }
         if takes > 0 {
-            self.mailbox.take(self.reduced - self.takes.len() as u64);
+            self.mailbox.publish_pieces_read(self.pieces_reduced - self.reduce_events.len() as u64);
         }
         Ok(fills + takes + over > 0)
     }
 
     /// Puts all possible work on the stream.
-    fn start(&mut self) -> Result<bool> {
+    fn enqueue_work(&mut self) -> Result<bool> {
         let mut moved = false;
-        while self.begin()? {
+        while self.begin_next_operation()? {
             moved = true;
         }
         let Some(current) = self.current.take() else { return Ok(moved) };
-        let advanced = self.advance(&current);
-        moved |= advanced.map_err(|error| self.fail(&error.to_string()))?;
-        if self.reduced < current.end() {
+        let advanced = self.advance_pieces(&current);
+        moved |= advanced.map_err(|error| self.fail_with(&error.to_string()))?;
+        if self.pieces_reduced < current.end_piece() {
             self.current = Some(current);
             return Ok(moved);
         }
-        let last = self.takes.back().map(Arc::clone);
-        self.launch(current.token, last, current.segments)?;
+        let last = self.reduce_events.back().map(Arc::clone);
+        self.mark_launched(current.token, last, current.segments)?;
         Ok(true)
     }
 
     /// Takes up the next operation, if none is in progress; true when it was nothing, and another
     /// may follow.
-    fn begin(&mut self) -> Result<bool> {
+    fn begin_next_operation(&mut self) -> Result<bool> {
         if self.current.is_some() {
             return Ok(false);
         }
-        let Some((token, operation, events)) = self.waiting.pop_front() else { return Ok(false) };
-        let (Some(how), Operation::Allreduce { segments, .. }) = (how(&operation), operation)
+        let Some((token, operation, events)) = self.queued.pop_front() else { return Ok(false) };
+        let (Some(how), CollectiveOperation::Allreduce { segments, .. }) =
+            (kernel_reduction(&operation), operation)
         else {
             return Ok(false);
         };
-        self.site.hold(&events).map_err(|error| self.fail(&error.to_string()))?;
+        self.device.wait_for_events(&events).map_err(|error| self.fail_with(&error.to_string()))?;
         let lengths: Vec<usize> = segments.iter().map(|segment| segment.input.len()).collect();
-        let pieces = pieces(&lengths, self.site.room_of_a_piece());
+        let pieces = split_into_pieces(&lengths, self.device.piece_bytes());
         if pieces.is_empty() {
-            self.launch(token, None, segments)?;
+            self.mark_launched(token, None, segments)?;
             return Ok(true);
         }
-        self.current = Some(Current { token, how, segments, pieces, first: self.filled });
+        self.current = Some(IpcOperation {
+            token,
+            reduction: how,
+            segments,
+            pieces,
+            first_piece: self.pieces_filled,
+        });
         Ok(false)
     }
 
     /// Moves the operation in progress. Pieces of the next one wait until all of this is on the
     /// stream: they may come after work of the framework that waits for it.
-    fn advance(&mut self, current: &Current) -> Result<bool> {
+    fn advance_pieces(&mut self, current: &IpcOperation) -> Result<bool> {
         let mut moved = false;
-        let members = self.mailbox.size();
-        while self.filled < current.end() && (0..members).all(|member| self.has_taken(member)) {
-            let piece = current.piece(self.filled);
-            self.site.fill(self.filled % SLOTS, piece, &current.segments, current.how.dtype)?;
-            self.fills.push_back(self.site.mark()?);
-            self.filled += 1;
+        let members = self.mailbox.member_count();
+        while self.pieces_filled < current.end_piece()
+            && (0..members).all(|member| self.has_read_slot(member))
+        {
+            let piece = current.piece_spans(self.pieces_filled);
+            self.device.fill_slot(
+                self.pieces_filled % SLOTS_PER_WINDOW,
+                piece,
+                &current.segments,
+                current.reduction.dtype,
+            )?;
+            self.fill_events.push_back(self.device.record_event()?);
+            self.pieces_filled += 1;
             moved = true;
         }
         // The own part is there in the order of the stream.
         let there = |this: &Self, member| {
-            member == this.mailbox.member() || this.mailbox.filled(member) > this.reduced
+            member == this.mailbox.own_member()
+                || this.mailbox.pieces_filled(member) > this.pieces_reduced
         };
-        while self.reduced < self.filled && (0..members).all(|member| there(self, member)) {
-            let piece = current.piece(self.reduced);
-            self.site.reduce(self.reduced % SLOTS, piece, &current.segments, current.how)?;
-            self.takes.push_back(self.site.mark()?);
-            self.reduced += 1;
+        while self.pieces_reduced < self.pieces_filled
+            && (0..members).all(|member| there(self, member))
+        {
+            let piece = current.piece_spans(self.pieces_reduced);
+            self.device.reduce_slot(
+                self.pieces_reduced % SLOTS_PER_WINDOW,
+                piece,
+                &current.segments,
+                current.reduction,
+            )?;
+            self.reduce_events.push_back(self.device.record_event()?);
+            self.pieces_reduced += 1;
             moved = true;
         }
         Ok(moved)
     }
 
-    /// All work of an operation is on the stream, and done at this event or, without one, at once.
-    fn launch(
+    /// Marks an operation as launched: all its work is on the stream. The work is done at the event
+    /// `last` or, without one, at an event recorded now.
+    fn mark_launched(
         &mut self,
-        token: Token,
-        last: Option<Arc<dyn Event>>,
-        segments: Vec<Segment>,
+        token: OperationToken,
+        last: Option<Arc<dyn DeviceEvent>>,
+        segments: Vec<TensorSegment>,
     ) -> Result<()> {
         let last = last
-            .map_or_else(|| self.site.mark(), Ok)
-            .map_err(|error| self.fail(&error.to_string()))?;
+            .map_or_else(|| self.device.record_event(), Ok)
+            .map_err(|error| self.fail_with(&error.to_string()))?;
         self.launched.push((token, Arc::clone(&last)));
         self.running.push_back((token, last, segments));
         Ok(())
@@ -361,7 +397,7 @@ impl<S: Site> IpcCommunicator<S> {
 }
 
 /// Returns the number of leading events that are ready.
-fn ready<'a>(events: impl Iterator<Item = &'a Arc<dyn Event>>) -> Result<usize> {
+fn count_ready<'a>(events: impl Iterator<Item = &'a Arc<dyn DeviceEvent>>) -> Result<usize> {
     let mut count = 0;
     for event in events {
         if !event.is_ready()? {
@@ -372,113 +408,122 @@ fn ready<'a>(events: impl Iterator<Item = &'a Arc<dyn Event>>) -> Result<usize> 
     Ok(count)
 }
 
-fn first_ready(events: &VecDeque<Arc<dyn Event>>) -> Result<usize> {
-    ready(events.iter())
+fn count_first_ready(events: &VecDeque<Arc<dyn DeviceEvent>>) -> Result<usize> {
+    count_ready(events.iter())
 }
 
-impl<S: Site> Communicator for IpcCommunicator<S> {
-    fn size(&self) -> usize {
-        self.mailbox.size()
+impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
+    fn member_count(&self) -> usize {
+        self.mailbox.member_count()
     }
 
-    fn member(&self) -> usize {
-        self.mailbox.member()
+    fn member_index(&self) -> usize {
+        self.mailbox.own_member()
     }
 
-    fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
-        self.submit_after(token, operation, Vec::new())
-    }
-
-    fn submit_after(
+    fn submit_operation(
         &mut self,
-        token: Token,
-        operation: Operation,
-        events: Vec<Arc<dyn Event>>,
+        token: OperationToken,
+        operation: CollectiveOperation,
     ) -> Result<()> {
-        if self.state == State::Over {
-            return Err(self.over());
+        self.submit_after_events(token, operation, Vec::new())
+    }
+
+    fn submit_after_events(
+        &mut self,
+        token: OperationToken,
+        operation: CollectiveOperation,
+        events: Vec<Arc<dyn DeviceEvent>>,
+    ) -> Result<()> {
+        if self.state == IpcCommunicatorState::Ended {
+            return Err(self.ended_error());
         }
-        if !self.carries(&operation) {
+        if !self.can_execute(&operation) {
             let reason = "CUDA IPC does not do this operation, or nothing at all".to_owned();
             return Err(CollectiveError::Shape { reason });
         }
-        if self.pending() == 0 {
-            self.since = Instant::now();
+        if self.pending_count() == 0 {
+            self.waiting_since = Instant::now();
         }
-        self.waiting.push_back((token, operation, events));
+        self.queued.push_back((token, operation, events));
         Ok(())
     }
 
     fn is_forming(&self) -> bool {
-        matches!(self.state, State::Making | State::Offering | State::Opened)
+        matches!(
+            self.state,
+            IpcCommunicatorState::PreparingWindow
+                | IpcCommunicatorState::WindowOffered
+                | IpcCommunicatorState::WindowsOpened
+        )
     }
 
-    fn carries(&self, operation: &Operation) -> bool {
-        self.state == State::Ready && how(operation).is_some()
+    fn can_execute(&self, operation: &CollectiveOperation) -> bool {
+        self.state == IpcCommunicatorState::Ready && kernel_reduction(operation).is_some()
     }
 
-    fn remark(&mut self) -> Option<String> {
+    fn take_notice(&mut self) -> Option<String> {
         self.remark.take()
     }
 
-    fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
+    fn allocate_result(&mut self, bytes: usize) -> Result<Arc<dyn ResultMemory>> {
         match self.state {
-            State::Over => Err(self.over()),
-            _ => self.site.room(bytes),
+            IpcCommunicatorState::Ended => Err(self.ended_error()),
+            _ => self.device.allocate_result(bytes),
         }
     }
 
-    fn launched(&mut self, launched: &mut Vec<(Token, Arc<dyn Event>)>) {
+    fn take_launched(&mut self, launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>) {
         launched.append(&mut self.launched);
     }
 
-    fn is_awaited(&self) -> bool {
-        !(self.fills.is_empty() && self.takes.is_empty())
+    fn has_waiting_peers(&self) -> bool {
+        !(self.fill_events.is_empty() && self.reduce_events.is_empty())
     }
 
-    fn drain(&mut self, limit: Duration) {
-        drain(self, limit);
+    fn drain_launched(&mut self, limit: Duration) {
+        drain_communicator(self, limit);
     }
 
-    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
-        let mut moved = self.form_on()?;
-        if self.state != State::Ready {
+    fn make_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
+        let mut moved = self.advance_formation()?;
+        if self.state != IpcCommunicatorState::Ready {
             return Ok(moved);
         }
-        moved |= self.look(completed)?;
-        moved |= self.start()?;
+        moved |= self.publish_progress(completed)?;
+        moved |= self.enqueue_work()?;
         if moved {
-            self.since = Instant::now();
-        } else if self.pending() > 0 {
-            self.check("an operation")?;
+            self.waiting_since = Instant::now();
+        } else if self.pending_count() > 0 {
+            self.check_deadline("an operation")?;
         }
         Ok(moved)
     }
 
-    fn abandon(&mut self) {
-        if self.state != State::Over {
-            self.fail("the operation was given up");
+    fn abandon_operations(&mut self) {
+        if self.state != IpcCommunicatorState::Ended {
+            self.fail_with("the operation was given up");
         }
     }
 
-    fn pending(&self) -> usize {
+    fn pending_count(&self) -> usize {
         let under_way =
-            self.waiting.len() + usize::from(self.current.is_some()) + self.running.len();
+            self.queued.len() + usize::from(self.current.is_some()) + self.running.len();
         under_way + usize::from(self.is_forming())
     }
 }
 
-impl<S: Site> Drop for IpcCommunicator<S> {
+impl<S: IpcDevice> Drop for IpcCommunicator<S> {
     fn drop(&mut self) {
-        let orderly = self.failure.is_none() && self.pending() == 0;
-        self.end();
+        let orderly = self.failure.is_none() && self.pending_count() == 0;
+        self.shut_down();
         // Others may still read this window; in good order they end at the same time. After a
         // failure no member is waited for: its operations complete with the error first. Memory
         // that a member may still read is kept, because a kernel may be using it.
-        let alone = || self.mailbox.is_alone();
-        let unread = !self.offered || alone() || (orderly && wait_for(alone));
-        if !(self.quiet && unread) {
-            self.site.leave();
+        let alone = || self.mailbox.all_others_closed();
+        let unread = !self.window_offered || alone() || (orderly && poll_until(alone));
+        if !(self.stream_idle && unread) {
+            self.device.leak_resources();
         }
     }
 }

@@ -6,21 +6,21 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use farandole_shm::Region;
+use farandole_shm::SharedRegion;
 
-use crate::Offer;
+use crate::IpcMemoryHandle;
 
 /// Progress of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(crate) enum Phase {
+pub(crate) enum MemberPhase {
     /// It was not seen yet.
     Absent = 0,
     /// It has a window, which is offered.
     Offered = 1,
     /// It has opened the memory of all members.
     Opened = 2,
-    /// It cannot take part. It says so for good.
+    /// It cannot take part. This phase is final.
     Refused = 3,
     /// It was here and is no more.
     Ended = 4,
@@ -28,9 +28,9 @@ pub(crate) enum Phase {
 
 /// The conclusion from the phases of all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// Somebody is missing.
-    Open,
+pub(crate) enum IpcFormationOutcome {
+    /// At least one member is absent.
+    Incomplete,
     /// All windows are there.
     AllOffered,
     /// All are open: operations may begin.
@@ -43,130 +43,144 @@ pub(crate) enum Outcome {
 
 /// Returns the outcome, which is the same for all members that find one: a refusal is never taken
 /// back, and a member that has opened everything refuses nothing.
-pub(crate) fn outcome(phases: &[Phase]) -> Outcome {
-    let first = |wanted: Phase| phases.iter().position(|phase| *phase == wanted);
-    if let Some(member) = first(Phase::Refused) {
-        return Outcome::Refused(member);
+pub(crate) fn formation_outcome(phases: &[MemberPhase]) -> IpcFormationOutcome {
+    let first = |wanted: MemberPhase| phases.iter().position(|phase| *phase == wanted);
+    if let Some(member) = first(MemberPhase::Refused) {
+        return IpcFormationOutcome::Refused(member);
     }
-    if let Some(member) = first(Phase::Ended) {
-        return Outcome::Ended(member);
+    if let Some(member) = first(MemberPhase::Ended) {
+        return IpcFormationOutcome::Ended(member);
     }
-    if first(Phase::Absent).is_some() {
-        return Outcome::Open;
+    if first(MemberPhase::Absent).is_some() {
+        return IpcFormationOutcome::Incomplete;
     }
-    if first(Phase::Offered).is_some() { Outcome::AllOffered } else { Outcome::Formed }
+    if first(MemberPhase::Offered).is_some() {
+        IpcFormationOutcome::AllOffered
+    } else {
+        IpcFormationOutcome::Formed
+    }
 }
 
-const REASON: usize = 24;
+const REASON_WORDS: usize = 24;
 
 #[repr(C, align(64))]
-struct Slot {
+struct IpcMailboxSlot {
     phase: AtomicU32,
-    /// 1: it has closed what it had opened.
+    /// 1: the member has closed the windows that it had opened.
     closed: AtomicU32,
     /// Pieces that are in its window, of all that ever were.
-    filled: AtomicU64,
+    pieces_filled: AtomicU64,
     /// Pieces that it has read from all members' windows.
-    taken: AtomicU64,
-    offer: [AtomicU64; 8],
+    pieces_read: AtomicU64,
+    handle: [AtomicU64; 8],
     /// The reason for the refusal.
-    reason: [AtomicU64; REASON],
+    reason: [AtomicU64; REASON_WORDS],
 }
 
 /// The slots of all members.
-pub(crate) struct Mailbox {
-    region: Region,
+pub(crate) struct IpcMailbox {
+    region: SharedRegion,
     member: usize,
     size: usize,
 }
 
-impl Mailbox {
+impl IpcMailbox {
     /// Returns the bytes for so many members.
-    pub(crate) fn bytes(size: usize) -> usize {
-        size * size_of::<Slot>()
+    pub(crate) fn bytes_for_members(size: usize) -> usize {
+        size * size_of::<IpcMailboxSlot>()
     }
 
     /// Returns the mailbox of so many members in this region, if it is large enough.
-    pub(crate) fn over(region: Region, (member, size): (usize, usize)) -> Option<Self> {
-        let room = usize::try_from(region.card().bytes).unwrap_or_default();
-        (member < size && room >= Self::bytes(size)).then_some(Self { region, member, size })
+    pub(crate) fn from_region(
+        region: SharedRegion,
+        (member, size): (usize, usize),
+    ) -> Option<Self> {
+        let room = usize::try_from(region.region_handle().bytes).unwrap_or_default();
+        (member < size && room >= Self::bytes_for_members(size)).then_some(Self {
+            region,
+            member,
+            size,
+        })
     }
 
-    pub(crate) fn size(&self) -> usize {
+    pub(crate) fn member_count(&self) -> usize {
         self.size
     }
 
-    pub(crate) fn member(&self) -> usize {
+    pub(crate) fn own_member(&self) -> usize {
         self.member
     }
 
-    fn slot(&self, member: usize) -> &Slot {
+    fn member_slot(&self, member: usize) -> &IpcMailboxSlot {
         let member = member.min(self.size - 1);
-        // SAFETY: the region begins on a page and has so many slots, which `over` has checked; they
-        // are made of atomics, for which every bit pattern is valid, and the reference lives no
-        // longer than the mapping.
-        unsafe { &*self.region.address().cast::<Slot>().add(member) }
+        // SAFETY: the region begins on a page and has so many slots, which `from_region` has
+        // checked; they are made of atomics, for which every bit pattern is valid, and the
+        // reference lives no longer than the mapping.
+        unsafe { &*self.region.data_address().cast::<IpcMailboxSlot>().add(member) }
     }
 
-    fn own(&self) -> &Slot {
-        self.slot(self.member)
+    fn own_slot(&self) -> &IpcMailboxSlot {
+        self.member_slot(self.member)
     }
 
-    fn enter(&self, phase: Phase) {
-        self.own().phase.store(phase as u32, Ordering::Release);
+    fn set_phase(&self, phase: MemberPhase) {
+        self.own_slot().phase.store(phase as u32, Ordering::Release);
     }
 
-    pub(crate) fn phase(&self, member: usize) -> Phase {
-        match self.slot(member).phase.load(Ordering::Acquire) {
-            0 => Phase::Absent,
-            1 => Phase::Offered,
-            2 => Phase::Opened,
-            3 => Phase::Refused,
-            _ => Phase::Ended,
+    pub(crate) fn member_phase(&self, member: usize) -> MemberPhase {
+        match self.member_slot(member).phase.load(Ordering::Acquire) {
+            0 => MemberPhase::Absent,
+            1 => MemberPhase::Offered,
+            2 => MemberPhase::Opened,
+            3 => MemberPhase::Refused,
+            _ => MemberPhase::Ended,
         }
     }
 
-    pub(crate) fn outcome(&self) -> Outcome {
-        let phases: Vec<Phase> = (0..self.size).map(|member| self.phase(member)).collect();
-        outcome(&phases)
+    pub(crate) fn formation_outcome(&self) -> IpcFormationOutcome {
+        let phases: Vec<MemberPhase> =
+            (0..self.size).map(|member| self.member_phase(member)).collect();
+        formation_outcome(&phases)
     }
 
     /// Shows this member's window to the others.
-    pub(crate) fn offer(&self, offer: &Offer) {
-        for (word, bytes) in self.own().offer.iter().zip(offer.0.as_chunks::<8>().0) {
+    pub(crate) fn publish_handle(&self, offer: &IpcMemoryHandle) {
+        for (word, bytes) in self.own_slot().handle.iter().zip(offer.0.as_chunks::<8>().0) {
             word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
         }
-        self.enter(Phase::Offered);
+        self.set_phase(MemberPhase::Offered);
     }
 
     /// Returns a member's window, once it has offered it.
-    pub(crate) fn offered(&self, member: usize) -> Offer {
-        let mut offer = Offer([0; 64]);
-        for (word, bytes) in self.slot(member).offer.iter().zip(offer.0.as_chunks_mut::<8>().0) {
+    pub(crate) fn member_handle(&self, member: usize) -> IpcMemoryHandle {
+        let mut offer = IpcMemoryHandle([0; 64]);
+        for (word, bytes) in
+            self.member_slot(member).handle.iter().zip(offer.0.as_chunks_mut::<8>().0)
+        {
             *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
         }
         offer
     }
 
     /// This member has opened all windows.
-    pub(crate) fn opened(&self) {
-        self.enter(Phase::Opened);
+    pub(crate) fn mark_opened(&self) {
+        self.set_phase(MemberPhase::Opened);
     }
 
     /// This member cannot take part.
-    pub(crate) fn refuse(&self, reason: &str) {
-        let end = reason.floor_char_boundary(REASON * 8);
+    pub(crate) fn publish_refusal(&self, reason: &str) {
+        let end = reason.floor_char_boundary(REASON_WORDS * 8);
         let mut text = reason.as_bytes()[..end].to_vec();
-        text.resize(REASON * 8, 0);
-        for (word, bytes) in self.own().reason.iter().zip(text.as_chunks::<8>().0) {
+        text.resize(REASON_WORDS * 8, 0);
+        for (word, bytes) in self.own_slot().reason.iter().zip(text.as_chunks::<8>().0) {
             word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
         }
-        self.enter(Phase::Refused);
+        self.set_phase(MemberPhase::Refused);
     }
 
     /// Returns the reason why a member refused.
-    pub(crate) fn reason(&self, member: usize) -> String {
-        let words = self.slot(member).reason.iter();
+    pub(crate) fn refusal_reason(&self, member: usize) -> String {
+        let words = self.member_slot(member).reason.iter();
         let bytes: Vec<u8> =
             words.flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
         String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned()
@@ -174,47 +188,47 @@ impl Mailbox {
 
     /// This member does nothing any more. A refusal stays visible, because others may not have seen
     /// it.
-    pub(crate) fn end(&self) {
-        if self.phase(self.member) != Phase::Refused {
-            self.enter(Phase::Ended);
+    pub(crate) fn mark_ended(&self) {
+        if self.member_phase(self.member) != MemberPhase::Refused {
+            self.set_phase(MemberPhase::Ended);
         }
     }
 
     /// This member reads no other's window any more.
-    pub(crate) fn close(&self) {
-        self.own().closed.store(1, Ordering::Release);
+    pub(crate) fn mark_closed(&self) {
+        self.own_slot().closed.store(1, Ordering::Release);
     }
 
     /// Returns whether only this member can read its window.
-    pub(crate) fn is_alone(&self) -> bool {
+    pub(crate) fn all_others_closed(&self) -> bool {
         let mut others = (0..self.size).filter(|member| *member != self.member);
-        others.all(|member| self.slot(member).closed.load(Ordering::Acquire) != 0)
+        others.all(|member| self.member_slot(member).closed.load(Ordering::Acquire) != 0)
     }
 
-    /// So many pieces are, or were, in this member's window.
-    pub(crate) fn fill(&self, pieces: u64) {
-        self.own().filled.store(pieces, Ordering::Release);
+    /// Publishes the number of pieces that this member has copied into its window so far.
+    pub(crate) fn publish_pieces_filled(&self, pieces: u64) {
+        self.own_slot().pieces_filled.store(pieces, Ordering::Release);
     }
 
-    pub(crate) fn filled(&self, member: usize) -> u64 {
-        self.slot(member).filled.load(Ordering::Acquire)
+    pub(crate) fn pieces_filled(&self, member: usize) -> u64 {
+        self.member_slot(member).pieces_filled.load(Ordering::Acquire)
     }
 
     /// This member has read so many pieces from all windows.
-    pub(crate) fn take(&self, pieces: u64) {
-        self.own().taken.store(pieces, Ordering::Release);
+    pub(crate) fn publish_pieces_read(&self, pieces: u64) {
+        self.own_slot().pieces_read.store(pieces, Ordering::Release);
     }
 
-    pub(crate) fn taken(&self, member: usize) -> u64 {
-        self.slot(member).taken.load(Ordering::Acquire)
+    pub(crate) fn pieces_read(&self, member: usize) -> u64 {
+        self.member_slot(member).pieces_read.load(Ordering::Acquire)
     }
 }
 
-impl Drop for Mailbox {
+impl Drop for IpcMailbox {
     fn drop(&mut self) {
-        // The others continue with it: what its owner said last stays. What fails leaves them
-        // without, as a dead owner does.
-        let _ = self.region.detach();
+        // The other members keep the region with the last phase of this member. If detaching fails,
+        // they lose the region, as after the death of its owner.
+        let _ = self.region.detach_from_peers();
     }
 }
 
@@ -224,63 +238,75 @@ mod tests {
 
     #[test]
     fn members_begin_when_all_have_opened_everything() {
-        use Phase::{Absent, Offered, Opened};
-        assert_eq!(outcome(&[Absent, Offered]), Outcome::Open);
-        assert_eq!(outcome(&[Opened, Absent]), Outcome::Open);
-        assert_eq!(outcome(&[Offered, Opened]), Outcome::AllOffered);
-        assert_eq!(outcome(&[Opened, Opened]), Outcome::Formed);
+        use MemberPhase::{Absent, Offered, Opened};
+        assert_eq!(formation_outcome(&[Absent, Offered]), IpcFormationOutcome::Incomplete);
+        assert_eq!(formation_outcome(&[Opened, Absent]), IpcFormationOutcome::Incomplete);
+        assert_eq!(formation_outcome(&[Offered, Opened]), IpcFormationOutcome::AllOffered);
+        assert_eq!(formation_outcome(&[Opened, Opened]), IpcFormationOutcome::Formed);
     }
 
     #[test]
     fn a_refusal_is_reported_before_ended_and_missing_members() {
-        use Phase::{Absent, Ended, Opened, Refused};
-        assert_eq!(outcome(&[Ended, Absent, Refused]), Outcome::Refused(2));
-        assert_eq!(outcome(&[Opened, Ended, Absent]), Outcome::Ended(1));
+        use MemberPhase::{Absent, Ended, Opened, Refused};
+        assert_eq!(formation_outcome(&[Ended, Absent, Refused]), IpcFormationOutcome::Refused(2));
+        assert_eq!(formation_outcome(&[Opened, Ended, Absent]), IpcFormationOutcome::Ended(1));
     }
 
-    fn pair() -> (Mailbox, Mailbox) {
-        let region = Region::create(Mailbox::bytes(2)).unwrap();
-        let other = Region::open(region.card()).unwrap();
-        (Mailbox::over(region, (0, 2)).unwrap(), Mailbox::over(other, (1, 2)).unwrap())
+    fn pair() -> (IpcMailbox, IpcMailbox) {
+        let region = SharedRegion::create(IpcMailbox::bytes_for_members(2)).unwrap();
+        let other = SharedRegion::open_peer_region(region.region_handle()).unwrap();
+        (
+            IpcMailbox::from_region(region, (0, 2)).unwrap(),
+            IpcMailbox::from_region(other, (1, 2)).unwrap(),
+        )
     }
 
     #[test]
     fn one_member_reads_what_the_other_writes() {
         let (first, second) = pair();
-        let mut offer = Offer([7; 64]);
+        let mut offer = IpcMemoryHandle([7; 64]);
         offer.0[63] = 9;
-        first.offer(&offer);
-        assert_eq!((second.phase(0), second.offered(0)), (Phase::Offered, offer));
-        second.fill(3);
-        second.take(2);
-        assert_eq!((first.filled(1), first.taken(1), first.filled(0)), (3, 2, 0));
-        assert!(!first.is_alone());
-        second.close();
-        assert!(first.is_alone() && !second.is_alone());
+        first.publish_handle(&offer);
+        assert_eq!(
+            (second.member_phase(0), second.member_handle(0)),
+            (MemberPhase::Offered, offer)
+        );
+        second.publish_pieces_filled(3);
+        second.publish_pieces_read(2);
+        assert_eq!(
+            (first.pieces_filled(1), first.pieces_read(1), first.pieces_filled(0)),
+            (3, 2, 0)
+        );
+        assert!(!first.all_others_closed());
+        second.mark_closed();
+        assert!(first.all_others_closed() && !second.all_others_closed());
     }
 
     #[test]
     fn a_refusal_stays_and_says_why() {
         let (first, second) = pair();
         let long = "ä".repeat(1000);
-        first.refuse(&long);
-        first.end();
-        assert_eq!(second.outcome(), Outcome::Refused(0));
-        assert!(long.starts_with(&second.reason(0)) && second.reason(0).len() > 100);
-        second.end();
-        assert_eq!(first.phase(1), Phase::Ended);
-        first.close();
+        first.publish_refusal(&long);
+        first.mark_ended();
+        assert_eq!(second.formation_outcome(), IpcFormationOutcome::Refused(0));
+        assert!(
+            long.starts_with(&second.refusal_reason(0)) && second.refusal_reason(0).len() > 100
+        );
+        second.mark_ended();
+        assert_eq!(first.member_phase(1), MemberPhase::Ended);
+        first.mark_closed();
         drop(first);
         assert!(
-            second.is_alone() && second.outcome() == Outcome::Refused(0),
+            second.all_others_closed()
+                && second.formation_outcome() == IpcFormationOutcome::Refused(0),
             "it outlives its owner"
         );
     }
 
     #[test]
     fn a_region_that_is_too_small_is_no_mailbox() {
-        let small = || Region::create(Mailbox::bytes(1)).unwrap();
-        assert!(Mailbox::over(small(), (1, 2)).is_none());
-        assert!(Mailbox::over(small(), (1, 1)).is_none());
+        let small = || SharedRegion::create(IpcMailbox::bytes_for_members(1)).unwrap();
+        assert!(IpcMailbox::from_region(small(), (1, 2)).is_none());
+        assert!(IpcMailbox::from_region(small(), (1, 1)).is_none());
     }
 }

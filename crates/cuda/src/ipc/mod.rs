@@ -3,9 +3,9 @@
 
 //! Allreduce among processes that share one GPU, by CUDA IPC.
 //!
-//! Each member has a window: memory of its own that the others map. A tensor goes there piece by
-//! piece, and every member reduces a piece straight from all members' windows into its output. What
-//! they tell each other is in a [`Mailbox`], a page or so of shared memory of the host.
+//! Each member has a window: memory that the other members map. A tensor goes there piece by piece,
+//! and every member reduces a piece directly from all windows into its output. The members
+//! synchronize through an [`IpcMailbox`], about a page of shared host memory.
 //!
 //! ```text
 //!   tensor --copy--> own window (2 pieces) ..all have filled piece k..> reduce windows --> output
@@ -21,38 +21,38 @@
 
 mod communicator;
 mod mailbox;
+mod member_device;
 mod pieces;
-mod site;
 #[cfg(test)]
 mod tests;
 mod window;
 
-use farandole_shm::{Region, RegionCard};
+use farandole_shm::{RegionHandle, SharedRegion};
 use sha2::{Digest as _, Sha256};
 
 pub(crate) use communicator::IpcCommunicator;
-pub(crate) use mailbox::Mailbox;
-pub(crate) use site::{GpuSite, piece_of};
+pub(crate) use mailbox::IpcMailbox;
+pub(crate) use member_device::{GpuIpcDevice, piece_size_mib};
 
-/// Bytes of a written [`RegionCard`].
-pub(crate) const WRITTEN: usize = 32;
+/// Bytes of a written [`RegionHandle`].
+pub(crate) const REGION_CARD_BYTES: usize = 32;
 
 /// Returns a region's card, for others.
-pub(crate) fn write(card: &RegionCard) -> Vec<u8> {
+pub(crate) fn encode_region_card(card: &RegionHandle) -> Vec<u8> {
     let [first, second] = card.nonce;
     let numbers = [card.bytes, first, second];
     let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
     card.pid.to_le_bytes().into_iter().chain(card.descriptor.to_le_bytes()).chain(bytes).collect()
 }
 
-/// Returns the inverse of [`write`]; more bytes may follow.
-pub(crate) fn read(bytes: &[u8]) -> Option<RegionCard> {
+/// Returns the inverse of [`encode_region_card`]; more bytes may follow.
+pub(crate) fn decode_region_card(bytes: &[u8]) -> Option<RegionHandle> {
     let (pid, rest) = bytes.split_first_chunk::<4>()?;
     let (descriptor, rest) = rest.split_first_chunk::<4>()?;
     let (numbers, _) = rest.split_first_chunk::<24>()?;
     let (bytes, nonce) = numbers.split_first_chunk::<8>()?;
     let (first, second) = nonce.split_first_chunk::<8>()?;
-    Some(RegionCard {
+    Some(RegionHandle {
         pid: u32::from_le_bytes(*pid),
         descriptor: u32::from_le_bytes(*descriptor),
         bytes: u64::from_le_bytes(*bytes),
@@ -60,15 +60,17 @@ pub(crate) fn read(bytes: &[u8]) -> Option<RegionCard> {
     })
 }
 
-/// Equal for processes that find each other's regions; 0 if no other process finds this one's.
-pub(crate) fn neighbourhood() -> u64 {
+/// Returns a number that is equal for processes that find each other's regions; 0 if no other
+/// process finds the regions of this one.
+pub(crate) fn neighbourhood_id() -> u64 {
     use std::os::unix::fs::MetadataExt as _;
     let mut digest = Sha256::new();
     for kind in ["pid", "user", "ipc"] {
         let Ok(namespace) = std::fs::read_link(format!("/proc/self/ns/{kind}")) else { return 0 };
         digest.update(namespace.as_os_str().as_encoded_bytes());
     }
-    let found = Region::create(1).and_then(|region| Region::open(region.card()));
+    let found = SharedRegion::create(1)
+        .and_then(|region| SharedRegion::open_peer_region(region.region_handle()));
     let (Ok(_), Ok(process)) = (found, std::fs::metadata("/proc/self")) else { return 0 };
     // It is root's where others may not look into the process.
     digest.update(process.uid().to_le_bytes());

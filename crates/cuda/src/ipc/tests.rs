@@ -10,18 +10,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use farandole_collectives::{
-    Buffer, Communicator, DataType, Error as CollectiveError, Event, Memory, Operation, Place,
-    ReduceOp, Result, Room, Segment, Stream, Token,
+    Buffer, CollectiveOperation, Communicator, DataType, DeviceEvent, DeviceStream,
+    Error as CollectiveError, HostMemory, MemoryKind, OperationToken, ReduceOp, Result,
+    ResultMemory, TensorSegment,
 };
-use farandole_shm::{Region, RegionCard};
+use farandole_shm::{RegionHandle, SharedRegion};
 use parking_lot::Mutex;
 
 use super::communicator::IpcCommunicator;
-use super::mailbox::Mailbox;
-use super::pieces::Span;
-use super::site::{How, SLOTS, Site};
-use super::{WRITTEN, neighbourhood, read, write};
-use crate::Offer;
+use super::mailbox::IpcMailbox;
+use super::member_device::{IpcDevice, PieceReduction, SLOTS_PER_WINDOW};
+use super::pieces::PieceSpan;
+use super::{REGION_CARD_BYTES, decode_region_card, encode_region_card, neighbourhood_id};
+use crate::IpcMemoryHandle;
 
 const PIECE: usize = 32;
 
@@ -53,7 +54,7 @@ impl Late {
 /// point, so that the next look at any point finds it done.
 struct Point(Arc<AtomicBool>, Option<Late>);
 
-impl Event for Point {
+impl DeviceEvent for Point {
     fn is_ready(&self) -> Result<bool> {
         let ready = self.0.load(Ordering::Acquire);
         if let Some(stream) = &self.1 {
@@ -62,11 +63,11 @@ impl Event for Point {
         Ok(ready)
     }
 
-    fn ordinal(&self) -> u32 {
+    fn device_ordinal(&self) -> u32 {
         0
     }
 
-    fn hold(&self, _: Stream) -> Result<()> {
+    fn make_stream_wait(&self, _: DeviceStream) -> Result<()> {
         Ok(())
     }
 }
@@ -84,7 +85,7 @@ struct HostSite {
     prompt: bool,
     /// Does its work between two looks at its points.
     between: Arc<AtomicBool>,
-    window: Memory,
+    window: HostMemory,
     starts: Vec<usize>,
     broken: Option<&'static str>,
     fate: Arc<Fate>,
@@ -117,40 +118,40 @@ impl HostSite {
     }
 }
 
-impl Site for HostSite {
-    fn ordinal(&self) -> u32 {
+impl IpcDevice for HostSite {
+    fn device_ordinal(&self) -> u32 {
         0
     }
 
-    fn room_of_a_piece(&self) -> usize {
+    fn piece_bytes(&self) -> usize {
         PIECE
     }
 
-    fn offer(&mut self) -> Option<Result<Offer, String>> {
+    fn poll_window_handle(&mut self) -> Option<Result<IpcMemoryHandle, String>> {
         match self.broken {
             Some("never") => return None,
             Some("offer") => return Some(Err("no memory".to_owned())),
             _ => {}
         }
-        let mut offer = Offer([0; 64]);
+        let mut offer = IpcMemoryHandle([0; 64]);
         offer.0[..8].copy_from_slice(&self.window.address().expose_provenance().to_ne_bytes());
         Some(Ok(offer))
     }
 
-    fn open(&mut self, offers: &[Offer], _: usize) -> Result<(), String> {
+    fn open_windows(&mut self, offers: &[IpcMemoryHandle], _: usize) -> Result<(), String> {
         if self.broken == Some("open") {
             return Err("another container".to_owned());
         }
-        let start = |offer: &Offer| usize::from_ne_bytes(*offer.0.first_chunk().unwrap());
+        let start = |offer: &IpcMemoryHandle| usize::from_ne_bytes(*offer.0.first_chunk().unwrap());
         self.starts = offers.iter().map(start).collect();
         Ok(())
     }
 
-    fn hold(&self, _: &[Arc<dyn Event>]) -> Result<()> {
+    fn wait_for_events(&self, _: &[Arc<dyn DeviceEvent>]) -> Result<()> {
         Ok(())
     }
 
-    fn mark(&self) -> Result<Arc<dyn Event>> {
+    fn record_event(&self) -> Result<Arc<dyn DeviceEvent>> {
         let point = self.stream.put(|| {});
         if self.prompt {
             self.stream.work();
@@ -159,29 +160,41 @@ impl Site for HostSite {
         Ok(Arc::new(Point(point, between)))
     }
 
-    fn room(&self, _: usize) -> Result<Arc<dyn Room>> {
+    fn allocate_result(&self, _: usize) -> Result<Arc<dyn ResultMemory>> {
         Err(CollectiveError::Shape { reason: "there is none".to_owned() })
     }
 
-    fn fill(&self, slot: u64, piece: &[Span], segments: &[Segment], _: DataType) -> Result<()> {
+    fn fill_slot(
+        &self,
+        slot: u64,
+        piece: &[PieceSpan],
+        segments: &[TensorSegment],
+        _: DataType,
+    ) -> Result<()> {
         let base =
             self.window.address().expose_provenance() + usize::try_from(slot).unwrap() * PIECE;
         for span in piece.iter().copied() {
-            let from = exposed(&segments[span.segment].input) + span.at;
-            self.job(move || put(base + span.start, &floats(from, span.bytes / 4)));
+            let from = exposed(&segments[span.segment].input) + span.segment_offset;
+            self.job(move || put(base + span.piece_offset, &floats(from, span.bytes / 4)));
         }
         Ok(())
     }
 
-    fn reduce(&self, slot: u64, piece: &[Span], segments: &[Segment], how: How) -> Result<()> {
+    fn reduce_slot(
+        &self,
+        slot: u64,
+        piece: &[PieceSpan],
+        segments: &[TensorSegment],
+        how: PieceReduction,
+    ) -> Result<()> {
         assert_eq!((how.dtype, how.op), (DataType::F32, ReduceOp::Sum));
         for span in piece.iter().copied() {
-            let to = exposed(&segments[span.segment].output) + span.at;
+            let to = exposed(&segments[span.segment].output) + span.segment_offset;
             let starts = self.starts.clone();
             self.job(move || {
                 let mut sum = vec![0.0; span.bytes / 4];
                 for start in starts {
-                    let there = start + usize::try_from(slot).unwrap() * PIECE + span.start;
+                    let there = start + usize::try_from(slot).unwrap() * PIECE + span.piece_offset;
                     for (sum, value) in sum.iter_mut().zip(floats(there, span.bytes / 4)) {
                         *sum += value;
                     }
@@ -192,11 +205,11 @@ impl Site for HostSite {
         Ok(())
     }
 
-    fn close(&mut self) {
+    fn close_windows(&mut self) {
         self.fate.closed.store(true, Ordering::Release);
     }
 
-    fn leave(&mut self) {
+    fn leak_resources(&mut self) {
         self.fate.left.store(true, Ordering::Release);
     }
 }
@@ -206,25 +219,25 @@ struct Member {
     stream: Late,
     between: Arc<AtomicBool>,
     fate: Arc<Fate>,
-    done: Vec<Token>,
+    done: Vec<OperationToken>,
 }
 
 impl Member {
     fn step(&mut self) -> Result<bool> {
-        self.all.progress(&mut self.done)
+        self.all.make_progress(&mut self.done)
     }
 }
 
 fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) -> Vec<Member> {
     let size = broken.len();
-    let region = Region::create(Mailbox::bytes(size)).unwrap();
-    let card = *region.card();
+    let region = SharedRegion::create(IpcMailbox::bytes_for_members(size)).unwrap();
+    let card = *region.region_handle();
     let mut own = Some(region);
     let member = |(place, broken): (usize, &Option<&'static str>)| {
-        let region = own.take().unwrap_or_else(|| Region::open(&card).unwrap());
+        let region = own.take().unwrap_or_else(|| SharedRegion::open_peer_region(&card).unwrap());
         let (stream, fate) = (Late::default(), Arc::new(Fate::default()));
         let between = Arc::new(AtomicBool::new(false));
-        let window = Memory::new(usize::try_from(SLOTS).unwrap() * PIECE);
+        let window = HostMemory::new(usize::try_from(SLOTS_PER_WINDOW).unwrap() * PIECE);
         let site = HostSite {
             stream: stream.clone(),
             prompt,
@@ -234,9 +247,9 @@ fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) ->
             broken: *broken,
             fate: Arc::clone(&fate),
         };
-        let mailbox = Mailbox::over(region, (place, size)).unwrap();
+        let mailbox = IpcMailbox::from_region(region, (place, size)).unwrap();
         Member {
-            all: IpcCommunicator::form(site, mailbox, patience),
+            all: IpcCommunicator::begin_forming(site, mailbox, patience),
             stream,
             between,
             fate,
@@ -259,18 +272,19 @@ fn formed(size: usize, prompt: bool) -> Vec<Member> {
     let mut all = members(&vec![None; size], prompt, Duration::from_secs(20));
     settle(&mut all);
     assert!(
-        all.iter().all(|member| !member.all.is_forming() && member.all.carries(&allreduce(&[])))
+        all.iter()
+            .all(|member| !member.all.is_forming() && member.all.can_execute(&allreduce(&[])))
     );
     all
 }
 
 /// Tensors on the device.
-struct Tensors(Vec<Memory>);
+struct Tensors(Vec<HostMemory>);
 
 impl Tensors {
     fn of(lengths: &[usize], value: impl Fn(usize) -> f32) -> Self {
         let memory = |count: &usize| {
-            let memory = Memory::new(count * 4);
+            let memory = HostMemory::new(count * 4);
             let values: Vec<f32> = (0..*count).map(&value).collect();
             put(memory.address().expose_provenance(), &values);
             memory
@@ -284,17 +298,17 @@ impl Tensors {
     }
 }
 
-fn on_device(memory: &Memory) -> Buffer {
+fn on_device(memory: &HostMemory) -> Buffer {
     // SAFETY: tests keep the memory for as long as they use the buffer.
-    unsafe { Buffer::from_raw(memory.address(), memory.len(), Place::Device(0)) }
+    unsafe { Buffer::from_raw(memory.address(), memory.len(), MemoryKind::Device(0)) }
 }
 
-fn allreduce(tensors: &[(&Memory, &Memory)]) -> Operation {
-    let segment = |(input, output): &(&Memory, &Memory)| Segment {
+fn allreduce(tensors: &[(&HostMemory, &HostMemory)]) -> CollectiveOperation {
+    let segment = |(input, output): &(&HostMemory, &HostMemory)| TensorSegment {
         input: on_device(input),
         output: on_device(output),
     };
-    Operation::Allreduce {
+    CollectiveOperation::Allreduce {
         dtype: DataType::F32,
         op: ReduceOp::Sum,
         prescale: 1.0,
@@ -303,7 +317,7 @@ fn allreduce(tensors: &[(&Memory, &Memory)]) -> Operation {
     }
 }
 
-fn in_place(tensors: &Tensors) -> Operation {
+fn in_place(tensors: &Tensors) -> CollectiveOperation {
     allreduce(&tensors.0.iter().map(|memory| (memory, memory)).collect::<Vec<_>>())
 }
 
@@ -318,7 +332,7 @@ fn a_member_that_completes_has_published_what_others_wait_for() {
     all[0].between.store(true, Ordering::Release);
     let tensors = [Tensors::of(&[4], |_| 1.0), Tensors::of(&[4], |_| 2.0)];
     for (member, tensors) in all.iter_mut().zip(&tensors) {
-        member.all.submit(Token(1), in_place(tensors)).unwrap();
+        member.all.submit_operation(OperationToken(1), in_place(tensors)).unwrap();
     }
     // The other one is first, so that the pieces of this one are filled and reduced at once.
     all[1].step().unwrap();
@@ -326,12 +340,15 @@ fn a_member_that_completes_has_published_what_others_wait_for() {
     all[1].step().unwrap();
     for _ in 0..20 {
         // An engine takes no steps of a communicator that has nothing to do.
-        for member in all.iter_mut().filter(|member| member.all.pending() > 0) {
+        for member in all.iter_mut().filter(|member| member.all.pending_count() > 0) {
             member.step().unwrap();
         }
         all[1].stream.work();
     }
-    assert!(all.iter().all(|member| member.done == [Token(1)]), "a member waits for the other");
+    assert!(
+        all.iter().all(|member| member.done == [OperationToken(1)]),
+        "a member waits for the other"
+    );
     assert!(tensors.iter().all(|tensors| tensors.values() == [vec![3.0; 4]]));
 }
 
@@ -350,17 +367,18 @@ fn tensors_of_any_length_are_reduced_piece_by_piece() {
                 .collect();
             for (member, (own, out)) in all.iter_mut().zip(inputs.iter().zip(&tensors)) {
                 let pairs: Vec<_> = own.0.iter().zip(&out.0).collect();
-                member.all.submit(Token(round as u64), allreduce(&pairs)).unwrap();
+                member
+                    .all
+                    .submit_operation(OperationToken(round as u64), allreduce(&pairs))
+                    .unwrap();
             }
             settle(&mut all);
             let sum = |at: usize| (0..size).map(|member| number(at + member + round)).sum::<f32>();
             let expected = Tensors::of(&lengths, sum).values();
             assert!(tensors.iter().all(|out| out.values() == expected));
         }
-        assert!(
-            all.iter()
-                .all(|member| member.done == [0, 1, 2].map(Token) && member.all.pending() == 0)
-        );
+        assert!(all.iter().all(|member| member.done == [0, 1, 2].map(OperationToken)
+            && member.all.pending_count() == 0));
     }
 }
 
@@ -371,14 +389,14 @@ fn nothing_is_reduced_before_all_windows_are_filled_nor_overwritten_before_all_h
     let tensors: Vec<Tensors> =
         (0..2).map(|member| Tensors::of(&[32], |at| number(at + member))).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
-        member.all.submit(Token(5), in_place(own)).unwrap();
+        member.all.submit_operation(OperationToken(5), in_place(own)).unwrap();
     }
     settle(&mut all);
     all[0].stream.work();
     settle(&mut all);
     assert_eq!(tensors[0].values()[0][0], 0.0, "the other's part is still on its way");
     let mut launched = Vec::new();
-    all[0].all.launched(&mut launched);
+    all[0].all.take_launched(&mut launched);
     assert!(launched.is_empty());
     all[1].stream.work();
     settle(&mut all);
@@ -395,7 +413,7 @@ fn nothing_is_reduced_before_all_windows_are_filled_nor_overwritten_before_all_h
     }
     let expected = Tensors::of(&[32], |at| number(2 * at + 1)).values();
     assert!(tensors.iter().all(|own| own.values() == expected));
-    assert!(all.iter().all(|member| member.done == [Token(5)]));
+    assert!(all.iter().all(|member| member.done == [OperationToken(5)]));
 }
 
 #[test]
@@ -403,29 +421,32 @@ fn an_operation_is_reported_when_it_is_on_the_stream_and_completes_with_it() {
     let mut all = formed(2, false);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
-        member.all.submit(Token(1), in_place(own)).unwrap();
+        member.all.submit_operation(OperationToken(1), in_place(own)).unwrap();
     }
     settle(&mut all);
     all.iter().for_each(|member| member.stream.work());
     settle(&mut all);
     let mut launched = Vec::new();
-    all[0].all.launched(&mut launched);
+    all[0].all.take_launched(&mut launched);
     let (token, event) = launched.pop().unwrap();
-    assert_eq!((token, event.is_ready().unwrap(), all[0].all.pending()), (Token(1), false, 1));
+    assert_eq!(
+        (token, event.is_ready().unwrap(), all[0].all.pending_count()),
+        (OperationToken(1), false, 1)
+    );
     assert!(all[0].done.is_empty());
     all.iter().for_each(|member| member.stream.work());
     settle(&mut all);
-    assert!(event.is_ready().unwrap() && all[0].done == [Token(1)]);
+    assert!(event.is_ready().unwrap() && all[0].done == [OperationToken(1)]);
 }
 
 #[test]
 fn tensors_without_elements_are_over_at_once() {
     let mut all = formed(2, true);
     let tensors = Tensors::of(&[0, 0], |_| 0.0);
-    all[0].all.submit(Token(1), in_place(&tensors)).unwrap();
-    all[0].all.submit(Token(2), in_place(&tensors)).unwrap();
+    all[0].all.submit_operation(OperationToken(1), in_place(&tensors)).unwrap();
+    all[0].all.submit_operation(OperationToken(2), in_place(&tensors)).unwrap();
     settle(&mut all);
-    assert_eq!(all[0].done, [Token(1), Token(2)]);
+    assert_eq!(all[0].done, [OperationToken(1), OperationToken(2)]);
 }
 
 #[test]
@@ -434,13 +455,13 @@ fn all_members_refuse_if_one_cannot_take_part_and_name_it_with_the_reason() {
         let mut all = members(&[None, Some(broken), None], true, Duration::from_secs(20));
         settle(&mut all);
         for member in &mut all {
-            assert!(!member.all.is_forming() && member.all.pending() == 0);
-            assert!(!member.all.carries(&allreduce(&[])));
+            assert!(!member.all.is_forming() && member.all.pending_count() == 0);
+            assert!(!member.all.can_execute(&allreduce(&[])));
             assert_eq!(
-                member.all.remark().unwrap(),
+                member.all.take_notice().unwrap(),
                 format!("member 1 cannot use CUDA IPC: {why}")
             );
-            assert_eq!(member.all.remark(), None);
+            assert_eq!(member.all.take_notice(), None);
         }
         // One has ended before the last has looked.
         let mut all = members(&[None, Some(broken), None], true, Duration::from_secs(20));
@@ -475,16 +496,16 @@ fn members_that_wait_for_a_member_that_aborts_get_an_error_and_access_no_memory(
     let mut all = formed(2, true);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
-        member.all.submit(Token(1), in_place(own)).unwrap();
+        member.all.submit_operation(OperationToken(1), in_place(own)).unwrap();
     }
     settle(&mut all[..1]);
-    all[1].all.abandon();
+    all[1].all.abandon_operations();
     assert!(all[1].fate.closed.load(Ordering::Acquire));
     let error = all[0].step().unwrap_err();
     assert!(error.to_string().contains("device 0: member 1 has ended"), "{error}");
-    assert_eq!(error.fault(), farandole_world::Fault::Peer);
-    assert!(all[0].all.submit(Token(2), in_place(&tensors[0])).is_err());
-    assert_eq!(all[0].all.pending(), 0);
+    assert_eq!(error.fault(), farandole_world::FaultOrigin::Peer);
+    assert!(all[0].all.submit_operation(OperationToken(2), in_place(&tensors[0])).is_err());
+    assert_eq!(all[0].all.pending_count(), 0);
     let fates: Vec<Arc<Fate>> = all.iter().map(|member| Arc::clone(&member.fate)).collect();
     drop(all);
     assert!(
@@ -503,10 +524,10 @@ fn a_window_that_may_still_be_read_is_never_freed() {
     let mut all = formed(2, false);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
-        member.all.submit(Token(1), in_place(own)).unwrap();
+        member.all.submit_operation(OperationToken(1), in_place(own)).unwrap();
     }
     settle(&mut all);
-    all[0].all.abandon();
+    all[0].all.abandon_operations();
     assert!(!all[0].fate.closed.load(Ordering::Acquire));
     let fate = Arc::clone(&all[0].fate);
     all[1].stream.work();
@@ -519,7 +540,7 @@ fn an_orderly_end_waits_for_no_member() {
     let mut all = formed(2, true);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
-        member.all.submit(Token(1), in_place(own)).unwrap();
+        member.all.submit_operation(OperationToken(1), in_place(own)).unwrap();
     }
     settle(&mut all);
     let fates: Vec<Arc<Fate>> = all.iter().map(|member| Arc::clone(&member.fate)).collect();
@@ -536,7 +557,13 @@ fn operations_without_a_kernel_are_not_carried() {
     let all = formed(2, true);
     let carried = |dtype, op, prescale| {
         let segments = Vec::new();
-        all[0].all.carries(&Operation::Allreduce { dtype, op, prescale, postscale: 1.0, segments })
+        all[0].all.can_execute(&CollectiveOperation::Allreduce {
+            dtype,
+            op,
+            prescale,
+            postscale: 1.0,
+            segments,
+        })
     };
     assert!(
         carried(DataType::F32, ReduceOp::Average, 0.5)
@@ -553,16 +580,19 @@ fn operations_without_a_kernel_are_not_carried() {
     assert!(!carried(DataType::C64, ReduceOp::Sum, 1.0));
     assert!(carried(DataType::F8E4M3, ReduceOp::Average, 0.5));
     assert!(!carried(DataType::F8E5M2, ReduceOp::Adasum, 1.0));
-    assert!(!all[0].all.carries(&Operation::Barrier));
+    assert!(!all[0].all.can_execute(&CollectiveOperation::Barrier));
     let mut member = members(&[None, None], true, Duration::from_secs(1)).remove(0);
-    assert!(member.all.submit(Token(1), Operation::Barrier).is_err());
+    assert!(member.all.submit_operation(OperationToken(1), CollectiveOperation::Barrier).is_err());
 }
 
 #[test]
 fn a_card_of_a_region_is_read_as_it_was_written() {
-    let card = RegionCard { pid: 1, descriptor: 2, bytes: 3, nonce: [u64::MAX, 5] };
-    let written = write(&card);
-    assert_eq!((written.len(), read(&[&written[..], &[9]].concat())), (WRITTEN, Some(card)));
-    assert_eq!(read(&written[..WRITTEN - 1]), None);
-    assert_eq!(neighbourhood(), neighbourhood());
+    let card = RegionHandle { pid: 1, descriptor: 2, bytes: 3, nonce: [u64::MAX, 5] };
+    let written = encode_region_card(&card);
+    assert_eq!(
+        (written.len(), decode_region_card(&[&written[..], &[9]].concat())),
+        (REGION_CARD_BYTES, Some(card))
+    );
+    assert_eq!(decode_region_card(&written[..REGION_CARD_BYTES - 1]), None);
+    assert_eq!(neighbourhood_id(), neighbourhood_id());
 }

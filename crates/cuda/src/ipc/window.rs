@@ -6,33 +6,36 @@
 
 use std::sync::Arc;
 
-use crate::driver::{Context, NOT_SUPPORTED};
-use crate::{Offer, Result};
+use crate::driver::{NOT_SUPPORTED, PrimaryContext};
+use crate::{IpcMemoryHandle, Result};
 
 /// The driver maps a peer's memory of another device when it is first used; the only way there is.
-const LAZY: u32 = 1;
+const LAZY_PEER_ACCESS: u32 = 1;
 
 /// This process's, which others may open. They must have closed it before it is dropped.
-pub(crate) struct Window {
-    context: Arc<Context>,
+pub(crate) struct IpcWindow {
+    context: Arc<PrimaryContext>,
     start: u64,
 }
 
-impl Window {
+impl IpcWindow {
     /// Returns memory with anything in it, and what opens it elsewhere.
     ///
     /// # Errors
-    /// `Driver` when there is none left, or the driver does not share it.
-    pub(crate) fn new(context: Arc<Context>, bytes: usize) -> Result<(Self, Offer)> {
+    /// `CudaDriver` when there is none left, or the driver does not share it.
+    pub(crate) fn new(
+        context: Arc<PrimaryContext>,
+        bytes: usize,
+    ) -> Result<(Self, IpcMemoryHandle)> {
         let mut start = 0;
-        context.call("cuMemAlloc", |table| match table.window {
+        context.call_driver("cuMemAlloc", |table| match table.window {
             // SAFETY: the place lives across the call.
             Some(take) => unsafe { take(&raw mut start, bytes) },
             None => NOT_SUPPORTED,
         })?;
         let window = Self { context, start };
-        let mut offer = Offer([0; 64]);
-        window.context.call("cuIpcGetMemHandle", |table| match table.window_offer {
+        let mut offer = IpcMemoryHandle([0; 64]);
+        window.context.call_driver("cuIpcGetMemHandle", |table| match table.window_offer {
             // SAFETY: the place lives across the call, and the memory is ours.
             Some(tell) => unsafe { tell(&raw mut offer, start) },
             None => NOT_SUPPORTED,
@@ -40,16 +43,16 @@ impl Window {
         Ok((window, offer))
     }
 
-    pub(crate) fn start(&self) -> u64 {
+    pub(crate) fn base_address(&self) -> u64 {
         self.start
     }
 }
 
-impl Drop for Window {
+impl Drop for IpcWindow {
     fn drop(&mut self) {
         let start = self.start;
         // There is nothing to do about a failure.
-        drop(self.context.call("cuMemFree", |table| match table.window_free {
+        drop(self.context.call_driver("cuMemFree", |table| match table.window_free {
             // SAFETY: the memory is ours and is given back once.
             Some(free) => unsafe { free(start) },
             None => NOT_SUPPORTED,
@@ -58,34 +61,37 @@ impl Drop for Window {
 }
 
 /// Another process's window. Nothing on the device uses it when it is dropped.
-pub(crate) struct View {
-    context: Arc<Context>,
+pub(crate) struct PeerWindow {
+    context: Arc<PrimaryContext>,
     start: u64,
 }
 
-impl View {
+impl PeerWindow {
     /// # Errors
-    /// `Driver` when it is this process's own, or this one may not see it.
-    pub(crate) fn open(context: Arc<Context>, offer: Offer) -> Result<Self> {
+    /// `CudaDriver` when it is this process's own, or this one may not see it.
+    pub(crate) fn open_handle(
+        context: Arc<PrimaryContext>,
+        offer: IpcMemoryHandle,
+    ) -> Result<Self> {
         let mut start = 0;
-        context.call("cuIpcOpenMemHandle", |table| match table.window_open {
+        context.call_driver("cuIpcOpenMemHandle", |table| match table.window_open {
             // SAFETY: the place lives across the call.
-            Some(open) => unsafe { open(&raw mut start, offer, LAZY) },
+            Some(open) => unsafe { open(&raw mut start, offer, LAZY_PEER_ACCESS) },
             None => NOT_SUPPORTED,
         })?;
         Ok(Self { context, start })
     }
 
-    pub(crate) fn start(&self) -> u64 {
+    pub(crate) fn base_address(&self) -> u64 {
         self.start
     }
 }
 
-impl Drop for View {
+impl Drop for PeerWindow {
     fn drop(&mut self) {
         let start = self.start;
         // There is nothing to do about a failure.
-        drop(self.context.call("cuIpcCloseMemHandle", |table| match table.window_close {
+        drop(self.context.call_driver("cuIpcCloseMemHandle", |table| match table.window_close {
             // SAFETY: opened once and closed once.
             Some(close) => unsafe { close(start) },
             None => NOT_SUPPORTED,
@@ -98,8 +104,8 @@ mod tests {
     use super::*;
     use crate::device::tests::{break_one, driver, log};
 
-    fn context() -> Arc<Context> {
-        let context = Arc::new(driver().context(1).unwrap());
+    fn context() -> Arc<PrimaryContext> {
+        let context = Arc::new(driver().retain_primary_context(1).unwrap());
         log();
         context
     }
@@ -107,10 +113,10 @@ mod tests {
     #[test]
     fn a_window_is_offered_opened_closed_and_given_back() {
         let context = context();
-        let (window, offer) = Window::new(Arc::clone(&context), 100).unwrap();
-        assert_eq!((window.start(), offer), (0x5000, Offer([0x50; 64])));
-        let view = View::open(context, offer).unwrap();
-        assert_eq!(view.start(), 0x50_000);
+        let (window, offer) = IpcWindow::new(Arc::clone(&context), 100).unwrap();
+        assert_eq!((window.base_address(), offer), (0x5000, IpcMemoryHandle([0x50; 64])));
+        let view = PeerWindow::open_handle(context, offer).unwrap();
+        assert_eq!(view.base_address(), 0x50_000);
         drop(view);
         drop(window);
         let steps =
@@ -122,11 +128,12 @@ mod tests {
     fn memory_that_cannot_be_shared_is_freed_and_the_function_is_named() {
         let context = context();
         break_one("window_offer");
-        let error = Window::new(Arc::clone(&context), 100).map(drop).unwrap_err();
+        let error = IpcWindow::new(Arc::clone(&context), 100).map(drop).unwrap_err();
         assert!(error.to_string().starts_with("cuIpcGetMemHandle failed on device 1: "), "{error}");
         assert_eq!(log().last().map(String::as_str), Some("window_free"));
         break_one("window_open");
-        let error = View::open(context, Offer([1; 64])).map(drop).unwrap_err();
+        let error =
+            PeerWindow::open_handle(context, IpcMemoryHandle([1; 64])).map(drop).unwrap_err();
         assert!(
             error.to_string().starts_with("cuIpcOpenMemHandle failed on device 1: "),
             "{error}"

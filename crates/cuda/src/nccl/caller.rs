@@ -18,122 +18,127 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Event, Operation, Result, Stream as Theirs, Token};
+use farandole_collectives::{
+    CollectiveOperation, DeviceEvent, DeviceStream as Theirs, OperationToken, Result,
+};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::calls::Calls;
-use super::memory::Registry;
-use super::{Comm, IN_PROGRESS, Lane, Nccl, SUCCESS, Settings, UniqueId};
+use super::calls::NcclCallGroup;
+use super::memory::RegisteredBlocks;
+use super::{
+    Comm, CommunicatorStream, NCCL_IN_PROGRESS, NCCL_SUCCESS, NcclConfig, NcclLibrary, UniqueId,
+};
 
-/// An operation that was not started, and what it comes after.
-pub(super) type Queued = (Token, Operation, Vec<Arc<dyn Event>>);
+/// An operation that was not started, and the events that must complete before it.
+pub(super) type Queued = (OperationToken, CollectiveOperation, Vec<Arc<dyn DeviceEvent>>);
 /// An operation that is on the stream, and the event behind it.
-pub(super) type Made = (Token, Arc<dyn Event>, Operation);
+pub(super) type Made = (OperationToken, Arc<dyn DeviceEvent>, CollectiveOperation);
 
 /// Between two looks at calls that return before they are done, as with `NCCL_COMM_BLOCKING=0`.
-const LOOK: Duration = Duration::from_micros(50);
+const CALL_POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// Time for which the thread polls before it sleeps, if cores are free: a wake-up takes longer than
 /// a call.
-const REST: Duration = Duration::from_micros(50);
+const SPIN_BEFORE_SLEEP: Duration = Duration::from_micros(50);
 /// So many leave some.
-const CORES: usize = 4;
+const MIN_CORES_TO_SPIN: usize = 4;
 
 /// The thread's messages.
 #[derive(Default)]
-pub(super) struct News {
+pub(super) struct CallerUpdate {
     /// All members came.
     pub(super) formed: bool,
-    pub(super) made: Vec<Made>,
+    pub(super) enqueued: Vec<Made>,
     pub(super) failure: Option<String>,
 }
 
 #[derive(Default)]
-struct Papers {
+struct PendingCalls {
     queue: VecDeque<Queued>,
-    news: News,
+    update: CallerUpdate,
     /// The thread is in a call.
-    inside: bool,
+    in_call: bool,
     /// Whether the thread shall end.
-    over: bool,
+    stopping: bool,
 }
 
-struct Desk {
-    papers: Mutex<Papers>,
+struct NcclCallQueue {
+    pending: Mutex<PendingCalls>,
     changed: Condvar,
     /// Something was handed over since the thread has found nothing.
-    wanted: AtomicBool,
+    has_new_calls: AtomicBool,
     /// The communicator, as soon as NCCL has it: before its members have met.
     comm: AtomicPtr<c_void>,
     /// All members register memory.
-    registers: AtomicBool,
+    registers_memory: AtomicBool,
 }
 
 /// The owner's end.
-pub(super) struct Caller {
-    desk: Arc<Desk>,
+pub(super) struct NcclCaller {
+    calls: Arc<NcclCallQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Caller {
+impl NcclCaller {
     /// Begins the thread, and with it to form a communicator.
     ///
     /// # Errors
     /// The system's when it has no thread left.
-    pub(super) fn new<L: Lane>(
-        nccl: Nccl,
+    pub(super) fn new<L: CommunicatorStream>(
+        nccl: NcclLibrary,
         lane: Arc<L>,
         id: UniqueId,
         place: (usize, usize),
     ) -> std::io::Result<Self> {
-        let papers = Mutex::new(Papers { inside: true, ..Papers::default() });
-        let desk = Arc::new(Desk {
-            papers,
+        let papers = Mutex::new(PendingCalls { in_call: true, ..PendingCalls::default() });
+        let desk = Arc::new(NcclCallQueue {
+            pending: papers,
             changed: Condvar::new(),
-            wanted: AtomicBool::new(false),
+            has_new_calls: AtomicBool::new(false),
             comm: AtomicPtr::new(null_mut()),
-            registers: AtomicBool::new(false),
+            registers_memory: AtomicBool::new(false),
         });
-        let registry = Registry::default();
-        let work = Work { desk: Arc::clone(&desk), nccl, lane, id, place, registry };
+        let registry = RegisteredBlocks::default();
+        let work =
+            NcclCallerThread { calls: Arc::clone(&desk), nccl, stream: lane, id, place, registry };
         let thread = std::thread::Builder::new().name("farandole-nccl".to_owned());
-        Ok(Self { desk, thread: Some(thread.spawn(move || work.run())?) })
+        Ok(Self { calls: desk, thread: Some(thread.spawn(move || work.run())?) })
     }
 
     /// Registers NCCL's memory that operations use.
-    pub(super) fn register(&self) {
-        self.desk.registers.store(true, Ordering::Release);
+    pub(super) fn enable_registration(&self) {
+        self.calls.registers_memory.store(true, Ordering::Release);
     }
 
     /// Hands operations over, to be called in this order.
-    pub(super) fn hand(&self, operations: impl Iterator<Item = Queued>) {
-        self.desk.papers.lock().queue.extend(operations);
-        self.desk.wanted.store(true, Ordering::Release);
-        self.desk.changed.notify_all();
+    pub(super) fn enqueue_operations(&self, operations: impl Iterator<Item = Queued>) {
+        self.calls.pending.lock().queue.extend(operations);
+        self.calls.has_new_calls.store(true, Ordering::Release);
+        self.calls.changed.notify_all();
     }
 
     /// Returns the messages since the last call.
-    pub(super) fn news(&self) -> News {
-        let mut papers = self.desk.papers.lock();
-        let formed = papers.news.formed;
-        std::mem::replace(&mut papers.news, News { formed, ..News::default() })
+    pub(super) fn take_update(&self) -> CallerUpdate {
+        let mut papers = self.calls.pending.lock();
+        let formed = papers.update.formed;
+        std::mem::replace(&mut papers.update, CallerUpdate { formed, ..CallerUpdate::default() })
     }
 
     /// Returns the communicator, once it is formed.
-    pub(super) fn comm(&self) -> Comm {
-        self.desk.comm.load(Ordering::Acquire)
+    pub(super) fn raw_communicator(&self) -> Comm {
+        self.calls.comm.load(Ordering::Acquire)
     }
 
     /// Ends the thread, which makes no more calls. Returns the communicator, to be aborted, if NCCL
     /// has it. A call under way is waited for so long; if it is not over then, only to abort the
     /// communicator ends it.
-    pub(super) fn end(&mut self, limit: Duration) -> Option<Comm> {
+    pub(super) fn stop_thread(&mut self, limit: Duration) -> Option<Comm> {
         let deadline = Instant::now() + limit;
-        let mut papers = self.desk.papers.lock();
-        papers.over = true;
+        let mut papers = self.calls.pending.lock();
+        papers.stopping = true;
         papers.queue.clear();
-        self.desk.changed.notify_all();
-        while papers.inside && !self.desk.changed.wait_until(&mut papers, deadline).timed_out() {}
-        let (inside, comm) = (papers.inside, self.desk.take());
+        self.calls.changed.notify_all();
+        while papers.in_call && !self.calls.changed.wait_until(&mut papers, deadline).timed_out() {}
+        let (inside, comm) = (papers.in_call, self.calls.take_communicator());
         drop(papers);
         // Outside of NCCL it has nothing left to wait for.
         if let Some(thread) = self.thread.take().filter(|_| !inside) {
@@ -143,125 +148,134 @@ impl Caller {
     }
 }
 
-impl Desk {
-    /// Until there is more to do. The owner says when it is over, at the latest when it is dropped.
-    fn rest(&self, papers: &mut MutexGuard<'_, Papers>, looks: Duration) {
-        self.wanted.store(false, Ordering::Release);
+impl NcclCallQueue {
+    /// Waits until there is a call to make, or until the owner stops the thread, at the latest when
+    /// it is dropped. Spins for `looks` before it sleeps.
+    fn wait_for_calls(&self, papers: &mut MutexGuard<'_, PendingCalls>, looks: Duration) {
+        self.has_new_calls.store(false, Ordering::Release);
         MutexGuard::unlocked(papers, || {
             let began = Instant::now();
-            while !self.wanted.load(Ordering::Acquire) && began.elapsed() < looks {
+            while !self.has_new_calls.load(Ordering::Acquire) && began.elapsed() < looks {
                 std::hint::spin_loop();
             }
         });
-        if papers.queue.is_empty() && !papers.over {
+        if papers.queue.is_empty() && !papers.stopping {
             self.changed.wait(papers);
         }
     }
 
-    fn take(&self) -> Option<Comm> {
+    fn take_communicator(&self) -> Option<Comm> {
         let comm = self.comm.swap(null_mut(), Ordering::AcqRel);
         (!comm.is_null()).then_some(comm)
     }
 }
 
 /// The thread's end.
-struct Work<L: Lane> {
-    desk: Arc<Desk>,
-    nccl: Nccl,
-    lane: Arc<L>,
+struct NcclCallerThread<L: CommunicatorStream> {
+    calls: Arc<NcclCallQueue>,
+    nccl: NcclLibrary,
+    stream: Arc<L>,
     id: UniqueId,
     place: (usize, usize),
-    registry: Registry,
+    registry: RegisteredBlocks,
 }
 
-impl<L: Lane> Work<L> {
+impl<L: CommunicatorStream> NcclCallerThread<L> {
     fn run(mut self) {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let looks = if cores < CORES { Duration::ZERO } else { REST };
-        let formed = self.form();
-        let mut papers = self.desk.papers.lock();
-        papers.news.formed = formed.is_ok();
-        papers.news.failure = formed.err();
-        papers.inside = false;
-        self.desk.changed.notify_all();
-        while !papers.over && papers.news.failure.is_none() {
+        let looks = if cores < MIN_CORES_TO_SPIN { Duration::ZERO } else { SPIN_BEFORE_SLEEP };
+        let formed = self.init_communicator();
+        let mut papers = self.calls.pending.lock();
+        papers.update.formed = formed.is_ok();
+        papers.update.failure = formed.err();
+        papers.in_call = false;
+        self.calls.changed.notify_all();
+        while !papers.stopping && papers.update.failure.is_none() {
             let Some(queued) = papers.queue.pop_front() else {
-                self.desk.rest(&mut papers, looks);
+                self.calls.wait_for_calls(&mut papers, looks);
                 continue;
             };
-            papers.inside = true;
+            papers.in_call = true;
             drop(papers);
-            let made = self.call(queued);
-            papers = self.desk.papers.lock();
-            papers.inside = false;
+            let made = self.enqueue_on_stream(queued);
+            papers = self.calls.pending.lock();
+            papers.in_call = false;
             match made {
-                Ok(made) => papers.news.made.push(made),
-                Err(reason) => papers.news.failure = Some(reason),
+                Ok(made) => papers.update.enqueued.push(made),
+                Err(reason) => papers.update.failure = Some(reason),
             }
-            self.desk.changed.notify_all();
+            self.calls.changed.notify_all();
         }
         // Its owner gave it up before NCCL had it.
-        if papers.over
-            && let Some(comm) = self.desk.take()
+        if papers.stopping
+            && let Some(comm) = self.calls.take_communicator()
         {
             drop(papers);
-            let abort = self.nccl.table().abort;
+            let abort = self.nccl.function_table().abort;
             // There is nothing to do about a failure.
-            drop(self.lane.with(&mut || {
+            drop(self.stream.with_current_device(&mut || {
                 // SAFETY: the communicator is ours and ends once.
                 unsafe { abort(comm) };
             }));
         }
     }
 
-    fn form(&self) -> Result<(), String> {
-        if self.desk.papers.lock().over {
+    fn init_communicator(&self) -> Result<(), String> {
+        if self.calls.pending.lock().stopping {
             return Err("it was given up".to_owned());
         }
         let number = |value| i32::try_from(value).unwrap_or(i32::MAX);
         let (me, members) = (number(self.place.0), number(self.place.1));
-        let (mut settings, mut status) = (Settings::blocking(), SUCCESS);
-        self.within(&mut || {
-            let init = self.nccl.table().init;
+        let (mut settings, mut status) = (NcclConfig::with_blocking_calls(), NCCL_SUCCESS);
+        self.with_current_device(&mut || {
+            let init = self.nccl.function_table().init;
             // SAFETY: both places live across the call.
             status =
-                unsafe { init(self.desk.comm.as_ptr(), members, self.id, me, &raw mut settings) };
+                unsafe { init(self.calls.comm.as_ptr(), members, self.id, me, &raw mut settings) };
         })?;
-        self.wait("ncclCommInitRankConfig", status)
+        self.await_call("ncclCommInitRankConfig", status)
     }
 
     /// Puts an operation on the stream.
-    fn call(&mut self, (token, operation, events): Queued) -> Result<Made, String> {
-        let stream = self.lane.stream();
+    fn enqueue_on_stream(&mut self, (token, operation, events): Queued) -> Result<Made, String> {
+        let stream = self.stream.raw_stream();
         // SAFETY: the lane's stream lives as long as the lane.
         let own = unsafe { Theirs::from_raw(stream.expose_provenance()) };
-        events.iter().try_for_each(|event| event.hold(own)).map_err(|error| error.to_string())?;
+        events
+            .iter()
+            .try_for_each(|event| event.make_stream_wait(own))
+            .map_err(|error| error.to_string())?;
         let mut late = Ok(false);
         let (member, size) = self.place;
-        let comm = self.desk.comm.load(Ordering::Acquire);
-        self.register(comm, &operation)?;
-        let calls = Calls { nccl: &self.nccl, comm, stream, size, member };
-        self.within(&mut || {
+        let comm = self.calls.comm.load(Ordering::Acquire);
+        self.register_buffers(comm, &operation)?;
+        let calls = NcclCallGroup { nccl: &self.nccl, comm, stream, size, member };
+        self.with_current_device(&mut || {
             // SAFETY: `submit` took buffers of this device, which their owners keep until the token
             // completes.
-            late = unsafe { calls.start(&operation) };
+            late = unsafe { calls.issue_group(&operation) };
         })?;
         if late.map_err(|error| error.to_string())? {
-            self.wait("ncclGroupEnd", IN_PROGRESS)?;
+            self.await_call("ncclGroupEnd", NCCL_IN_PROGRESS)?;
         }
-        let event = self.lane.mark().map_err(|error| error.to_string())?;
+        let event = self.stream.record_event().map_err(|error| error.to_string())?;
         Ok((token, event, operation))
     }
 
-    /// Registers what the operation is about, if all members do.
-    fn register(&mut self, comm: Comm, operation: &Operation) -> Result<(), String> {
-        if !self.desk.registers.load(Ordering::Acquire) {
+    /// Registers the buffers of the operation, if all members register theirs.
+    fn register_buffers(
+        &mut self,
+        comm: Comm,
+        operation: &CollectiveOperation,
+    ) -> Result<(), String> {
+        if !self.calls.registers_memory.load(Ordering::Acquire) {
             return Ok(());
         }
-        let (desk, registry, mut done) = (&self.desk, &mut self.registry, Ok(true));
-        let goes_on = || !desk.papers.lock().over;
-        let within =
-            self.lane.with(&mut || done = registry.take_up(&self.nccl, comm, operation, goes_on));
+        let (desk, registry, mut done) = (&self.calls, &mut self.registry, Ok(true));
+        let goes_on = || !desk.pending.lock().stopping;
+        let within = self.stream.with_current_device(&mut || {
+            done = registry.register_operation(&self.nccl, comm, operation, goes_on)
+        });
         within.map_err(|error| error.to_string())?;
         match done.map_err(|error| error.to_string())? {
             true => Ok(()),
@@ -269,19 +283,19 @@ impl<L: Lane> Work<L> {
         }
     }
 
-    fn within(&self, work: &mut dyn FnMut()) -> Result<(), String> {
-        self.lane.with(work).map_err(|error| error.to_string())
+    fn with_current_device(&self, work: &mut dyn FnMut()) -> Result<(), String> {
+        self.stream.with_current_device(work).map_err(|error| error.to_string())
     }
 
     /// Waits for a call that returned before it was done, until a limit is over.
-    fn wait(&self, function: &'static str, mut status: i32) -> Result<(), String> {
-        while status == IN_PROGRESS {
-            if self.desk.papers.lock().over {
+    fn await_call(&self, function: &'static str, mut status: i32) -> Result<(), String> {
+        while status == NCCL_IN_PROGRESS {
+            if self.calls.pending.lock().stopping {
                 return Err("it was given up".to_owned());
             }
-            std::thread::sleep(LOOK);
-            status = self.nccl.status(self.desk.comm.load(Ordering::Acquire));
+            std::thread::sleep(CALL_POLL_INTERVAL);
+            status = self.nccl.async_status(self.calls.comm.load(Ordering::Acquire));
         }
-        self.nccl.check(function, status).map_err(|error| error.to_string())
+        self.nccl.check_status(function, status).map_err(|error| error.to_string())
     }
 }

@@ -6,20 +6,20 @@
 
 use std::ffi::c_void;
 
-use farandole_collectives::{Buffer, DataType, Operation, ReduceOp, Segment};
+use farandole_collectives::{Buffer, CollectiveOperation, DataType, ReduceOp, TensorSegment};
 
-use super::{Comm, Nccl, Stream};
+use super::{Comm, NcclLibrary, Stream};
 use crate::Result;
 
-const BYTE: i32 = 1;
-const SUM: i32 = 0;
-const AVERAGE: i32 = 4;
+const NCCL_BYTE: i32 = 1;
+const NCCL_SUM: i32 = 0;
+const NCCL_AVERAGE: i32 = 4;
 /// A factor is read before the call returns.
-const IMMEDIATE: i32 = 1;
+const SCALAR_HOST_IMMEDIATE: i32 = 1;
 
-/// NCCL's number of a type, and how many of it make one element: complex numbers are reduced by
-/// parts.
-fn kind(dtype: DataType) -> Option<(i32, usize)> {
+/// Returns NCCL's number of a type, and the count of it in one element: complex numbers are reduced
+/// by parts.
+fn nccl_type(dtype: DataType) -> Option<(i32, usize)> {
     Some(match dtype {
         DataType::I8 => (0, 1),
         DataType::U8 => (1, 1),
@@ -44,13 +44,13 @@ fn is_float(dtype: DataType) -> bool {
     matches!(dtype, F8E4M3 | F8E5M2 | F16 | Bf16 | F32 | F64 | C64 | C128)
 }
 
-fn number(op: ReduceOp) -> Option<i32> {
-    Some(match op.exact() {
-        ReduceOp::Sum => SUM,
+fn nccl_operator(op: ReduceOp) -> Option<i32> {
+    Some(match op.without_rounding() {
+        ReduceOp::Sum => NCCL_SUM,
         ReduceOp::Product => 1,
         ReduceOp::Max => 2,
         ReduceOp::Min => 3,
-        ReduceOp::Average => AVERAGE,
+        ReduceOp::Average => NCCL_AVERAGE,
         _ => return None,
     })
 }
@@ -58,41 +58,42 @@ fn number(op: ReduceOp) -> Option<i32> {
 /// Returns whether NCCL does an operation as we define it; others go through the host. The same on
 /// all members. Floats of eight bits are a communicator's own matter, too: not all members' GPUs
 /// reduce them, nor averages of any number of members.
-pub fn carries(operation: &Operation) -> bool {
+pub fn is_nccl_operation(operation: &CollectiveOperation) -> bool {
     match operation {
-        Operation::Allreduce { dtype, op, prescale, postscale, .. }
-        | Operation::Reducescatter { dtype, op, prescale, postscale, .. } => {
+        CollectiveOperation::Allreduce { dtype, op, prescale, postscale, .. }
+        | CollectiveOperation::Reducescatter { dtype, op, prescale, postscale, .. } => {
             let scaled = *prescale != 1.0 || *postscale != 1.0;
-            let op = op.exact();
+            let op = op.without_rounding();
             let linear = matches!(op, ReduceOp::Sum | ReduceOp::Average);
             let complex = matches!(dtype, DataType::C64 | DataType::C128);
-            kind(*dtype).is_some()
-                && number(op).is_some()
+            nccl_type(*dtype).is_some()
+                && nccl_operator(op).is_some()
                 // Averages of integers truncate here, whatever the version does.
                 && (is_float(*dtype) || op != ReduceOp::Average)
-                // A factor is part of a sum, of one type that has a factor of its own.
+                // Only sums and averages of float32 and float64 take factors: NCCL reads a factor
+                // in the type of the elements.
                 && (!scaled || (linear && matches!(dtype, DataType::F32 | DataType::F64)))
                 && (!complex || linear)
         }
-        Operation::Broadcast { .. } | Operation::Allgather { .. } | Operation::Alltoall { .. } => {
-            true
-        }
-        Operation::Barrier => false,
+        CollectiveOperation::Broadcast { .. }
+        | CollectiveOperation::Allgather { .. }
+        | CollectiveOperation::Alltoall { .. } => true,
+        CollectiveOperation::Barrier => false,
     }
 }
 
 /// The first version that has floats of eight bits: 2.24.
-pub(crate) const LEAST_FOR_FLOAT8: i32 = 22_400;
+pub(crate) const MIN_VERSION_FOR_FLOAT8: i32 = 22_400;
 /// The architecture from which on it reduces them, on all members' GPUs.
-pub(crate) const ARCH_FOR_FLOAT8: u32 = 90;
+pub(crate) const MIN_ARCH_FOR_FLOAT8: u32 = 90;
 
 /// Returns whether an operation is a reduction of floats of eight bits, and if so, whether NCCL
 /// does it as we define it among so many members. It averages by multiplying with the inverse of
 /// their number in the tensor's type, which is exact for powers of two whose inverse is not
 /// subnormal.
-pub(super) fn does_float8(operation: &Operation, size: usize) -> Option<bool> {
-    let (Operation::Allreduce { dtype, op, .. } | Operation::Reducescatter { dtype, op, .. }) =
-        operation
+pub(super) fn supports_float8(operation: &CollectiveOperation, size: usize) -> Option<bool> {
+    let (CollectiveOperation::Allreduce { dtype, op, .. }
+    | CollectiveOperation::Reducescatter { dtype, op, .. }) = operation
     else {
         return None;
     };
@@ -101,46 +102,46 @@ pub(super) fn does_float8(operation: &Operation, size: usize) -> Option<bool> {
         DataType::F8E5M2 => 1 << 14,
         _ => return None,
     };
-    Some(op.exact() != ReduceOp::Average || (size.is_power_of_two() && size <= most))
+    Some(op.without_rounding() != ReduceOp::Average || (size.is_power_of_two() && size <= most))
 }
 
 /// A group of calls on a communicator.
-pub(super) struct Calls<'a> {
-    pub(super) nccl: &'a Nccl,
+pub(super) struct NcclCallGroup<'a> {
+    pub(super) nccl: &'a NcclLibrary,
     pub(super) comm: Comm,
     pub(super) stream: Stream,
     pub(super) size: usize,
     pub(super) member: usize,
 }
 
-fn from(buffer: &Buffer) -> *const c_void {
+fn input_pointer(buffer: &Buffer) -> *const c_void {
     buffer.address().cast_const().cast()
 }
 
-fn to(buffer: &Buffer) -> *mut c_void {
+fn output_pointer(buffer: &Buffer) -> *mut c_void {
     buffer.address().cast()
 }
 
-/// NCCL counts members in 32 bits with sign.
-fn root(member: usize) -> i32 {
+/// Returns a member as the signed 32-bit number of NCCL.
+fn nccl_rank(member: usize) -> i32 {
     i32::try_from(member).unwrap_or(i32::MAX)
 }
 
-impl Calls<'_> {
+impl NcclCallGroup<'_> {
     /// Hands over an operation; true when the calls are still in progress.
     ///
     /// # Errors
-    /// `Nccl`.
+    /// `NcclLibrary`.
     ///
     /// # Safety
     /// Buffers are on the communicator's device and valid until the stream is done with them.
-    pub(super) unsafe fn start(&self, operation: &Operation) -> Result<bool> {
-        let table = self.nccl.table();
-        let (dtype, op, made) = self.reduction(operation)?;
+    pub(super) unsafe fn issue_group(&self, operation: &CollectiveOperation) -> Result<bool> {
+        let table = self.nccl.function_table();
+        let (dtype, op, made) = self.reduction_arguments(operation)?;
         // SAFETY: groups are started and ended on this thread.
-        self.nccl.check("ncclGroupStart", unsafe { (table.group_start)() })?;
+        self.nccl.check_status("ncclGroupStart", unsafe { (table.group_start)() })?;
         // SAFETY: the caller's promise.
-        let called = unsafe { self.call(operation, dtype, op) };
+        let called = unsafe { self.issue_calls(operation, dtype, op) };
         // SAFETY: as above; a group that was started must be ended.
         let status = unsafe { (table.group_end)() };
         if made {
@@ -149,24 +150,27 @@ impl Calls<'_> {
             unsafe { (table.scaled_sum_destroy)(op, self.comm) };
         }
         called?;
-        self.nccl.check("ncclGroupEnd", status)?;
-        Ok(status == super::IN_PROGRESS)
+        self.nccl.check_status("ncclGroupEnd", status)?;
+        Ok(status == super::NCCL_IN_PROGRESS)
     }
 
     /// Returns the type and the operator of a reduction, and whether the operator was made for it.
-    fn reduction(&self, operation: &Operation) -> Result<((i32, usize), i32, bool)> {
-        let (Operation::Allreduce { dtype, op, prescale, postscale, .. }
-        | Operation::Reducescatter { dtype, op, prescale, postscale, .. }) = operation
+    fn reduction_arguments(
+        &self,
+        operation: &CollectiveOperation,
+    ) -> Result<((i32, usize), i32, bool)> {
+        let (CollectiveOperation::Allreduce { dtype, op, prescale, postscale, .. }
+        | CollectiveOperation::Reducescatter { dtype, op, prescale, postscale, .. }) = operation
         else {
-            return Ok(((BYTE, 1), SUM, false));
+            return Ok(((NCCL_BYTE, 1), NCCL_SUM, false));
         };
-        let (kind, parts) = kind(*dtype).unwrap_or((BYTE, 1));
-        let op_number = number(*op).unwrap_or(SUM);
+        let (kind, parts) = nccl_type(*dtype).unwrap_or((NCCL_BYTE, 1));
+        let op_number = nccl_operator(*op).unwrap_or(NCCL_SUM);
         let mut factor = prescale * postscale;
         if factor == 1.0 {
             return Ok(((kind, parts), op_number, false));
         }
-        if op.exact() == ReduceOp::Average {
+        if op.without_rounding() == ReduceOp::Average {
             factor /= self.size as f64;
         }
         let mut made = 0;
@@ -179,30 +183,31 @@ impl Calls<'_> {
             DataType::F64 => (&raw mut factor).cast(),
             _ => (&raw mut single).cast(),
         };
-        let create = self.nccl.table().scaled_sum;
+        let create = self.nccl.function_table().scaled_sum;
         // SAFETY: the factor has the type that is named and is read before the call returns.
-        let status = unsafe { create(&raw mut made, scalar, kind, IMMEDIATE, self.comm) };
-        self.nccl.check("ncclRedOpCreatePreMulSum", status)?;
+        let status =
+            unsafe { create(&raw mut made, scalar, kind, SCALAR_HOST_IMMEDIATE, self.comm) };
+        self.nccl.check_status("ncclRedOpCreatePreMulSum", status)?;
         Ok(((kind, parts), made, true))
     }
 
-    unsafe fn call(
+    unsafe fn issue_calls(
         &self,
-        operation: &Operation,
+        operation: &CollectiveOperation,
         (kind, parts): (i32, usize),
         op: i32,
     ) -> Result<()> {
-        let table = self.nccl.table();
+        let table = self.nccl.function_table();
         let (comm, stream) = (self.comm, self.stream);
         match operation {
-            Operation::Allreduce { dtype, segments, .. } => {
+            CollectiveOperation::Allreduce { dtype, segments, .. } => {
                 segments.iter().try_for_each(|segment| {
-                    let count = segment.input.len() / dtype.size() * parts;
+                    let count = segment.input.len() / dtype.element_size() * parts;
                     // SAFETY: the caller's promise.
                     let status = unsafe {
                         (table.allreduce)(
-                            from(&segment.input),
-                            to(&segment.output),
+                            input_pointer(&segment.input),
+                            output_pointer(&segment.output),
                             count,
                             kind,
                             op,
@@ -210,74 +215,89 @@ impl Calls<'_> {
                             stream,
                         )
                     };
-                    self.nccl.check("ncclAllReduce", status)
+                    self.nccl.check_status("ncclAllReduce", status)
                 })
             }
-            Operation::Broadcast { root: sender, segments } => segments
+            CollectiveOperation::Broadcast { root: sender, segments } => segments
                 .iter()
                 // SAFETY: the caller's promise.
                 .try_for_each(|segment| unsafe {
-                    self.spread(&segment.input, &segment.output, *sender)
+                    self.broadcast_buffer(&segment.input, &segment.output, *sender)
                 }),
-            Operation::Allgather { segments, bytes } => segments
+            CollectiveOperation::Allgather { segments, bytes } => segments
                 .iter()
                 .zip(bytes)
                 // SAFETY: the caller's promise.
-                .try_for_each(|(segment, bytes)| unsafe { self.gather(segment, bytes) }),
-            Operation::Alltoall { segment, sends, receives } => {
+                .try_for_each(|(segment, bytes)| unsafe { self.allgather_segment(segment, bytes) }),
+            CollectiveOperation::Alltoall { segment, sends, receives } => {
                 // SAFETY: the caller's promise.
-                unsafe { self.exchange(segment, sends, receives) }
+                unsafe { self.alltoall_segment(segment, sends, receives) }
             }
-            Operation::Reducescatter { dtype, segments, bytes, .. } => {
+            CollectiveOperation::Reducescatter { dtype, segments, bytes, .. } => {
                 segments.iter().zip(bytes).try_for_each(|(segment, bytes)| {
-                    let count = |bytes: usize| bytes / dtype.size() * parts;
+                    let count = |bytes: usize| bytes / dtype.element_size() * parts;
                     // SAFETY: the caller's promise.
-                    unsafe { self.scatter(segment, bytes, count, kind, op) }
+                    unsafe { self.reduce_scatter_segment(segment, bytes, count, kind, op) }
                 })
             }
-            Operation::Barrier => Ok(()),
+            CollectiveOperation::Barrier => Ok(()),
         }
     }
 
-    unsafe fn spread(&self, input: &Buffer, output: &Buffer, sender: usize) -> Result<()> {
-        let (bytes, sender) = (output.len(), root(sender));
-        let spread = self.nccl.table().broadcast;
+    unsafe fn broadcast_buffer(
+        &self,
+        input: &Buffer,
+        output: &Buffer,
+        sender: usize,
+    ) -> Result<()> {
+        let (bytes, sender) = (output.len(), nccl_rank(sender));
+        let spread = self.nccl.function_table().broadcast;
         // SAFETY: the caller's promise.
-        let status =
-            unsafe { spread(from(input), to(output), bytes, BYTE, sender, self.comm, self.stream) };
-        self.nccl.check("ncclBroadcast", status)
+        let status = unsafe {
+            spread(
+                input_pointer(input),
+                output_pointer(output),
+                bytes,
+                NCCL_BYTE,
+                sender,
+                self.comm,
+                self.stream,
+            )
+        };
+        self.nccl.check_status("ncclBroadcast", status)
     }
 
-    unsafe fn gather(&self, segment: &Segment, bytes: &[usize]) -> Result<()> {
+    unsafe fn allgather_segment(&self, segment: &TensorSegment, bytes: &[usize]) -> Result<()> {
         if bytes.iter().all(|member| *member == 0) {
             return Ok(());
         }
         if bytes.iter().all(|member| *member == bytes[0]) {
-            let gather = self.nccl.table().allgather;
-            let (input, output) = (from(&segment.input), to(&segment.output));
+            let gather = self.nccl.function_table().allgather;
+            let (input, output) = (input_pointer(&segment.input), output_pointer(&segment.output));
             // SAFETY: the caller's promise.
-            let status = unsafe { gather(input, output, bytes[0], BYTE, self.comm, self.stream) };
-            return self.nccl.check("ncclAllGather", status);
+            let status =
+                unsafe { gather(input, output, bytes[0], NCCL_BYTE, self.comm, self.stream) };
+            return self.nccl.check_status("ncclAllGather", status);
         }
         let mut at = 0;
         for (member, bytes) in bytes.iter().enumerate() {
             let part = segment.output.slice(at, *bytes);
             if *bytes > 0 {
                 // SAFETY: the caller's promise; only the sender's input is read.
-                unsafe { self.spread(&segment.input, &part, member)? }
+                unsafe { self.broadcast_buffer(&segment.input, &part, member)? }
             }
             at += bytes;
         }
         Ok(())
     }
 
-    unsafe fn exchange(
+    unsafe fn alltoall_segment(
         &self,
-        segment: &Segment,
+        segment: &TensorSegment,
         sends: &[usize],
         receives: &[usize],
     ) -> Result<()> {
-        let table = self.nccl.table();
+        let table = self.nccl.function_table();
         let (mut sent, mut received) = (0, 0);
         for (member, (send, receive)) in sends.iter().zip(receives).enumerate() {
             let (input, output) =
@@ -286,39 +306,46 @@ impl Calls<'_> {
             if *send > 0 {
                 // SAFETY: the caller's promise.
                 let status = unsafe {
-                    (table.send)(from(&input), *send, BYTE, root(member), self.comm, self.stream)
+                    (table.send)(
+                        input_pointer(&input),
+                        *send,
+                        NCCL_BYTE,
+                        nccl_rank(member),
+                        self.comm,
+                        self.stream,
+                    )
                 };
-                self.nccl.check("ncclSend", status)?;
+                self.nccl.check_status("ncclSend", status)?;
             }
             if *receive > 0 {
                 // SAFETY: the caller's promise.
                 let status = unsafe {
                     (table.receive)(
-                        to(&output),
+                        output_pointer(&output),
                         *receive,
-                        BYTE,
-                        root(member),
+                        NCCL_BYTE,
+                        nccl_rank(member),
                         self.comm,
                         self.stream,
                     )
                 };
-                self.nccl.check("ncclRecv", status)?;
+                self.nccl.check_status("ncclRecv", status)?;
             }
         }
         Ok(())
     }
 
-    unsafe fn scatter(
+    unsafe fn reduce_scatter_segment(
         &self,
-        segment: &Segment,
+        segment: &TensorSegment,
         bytes: &[usize],
         count: impl Fn(usize) -> usize,
         kind: i32,
         op: i32,
     ) -> Result<()> {
-        let table = self.nccl.table();
+        let table = self.nccl.function_table();
         if bytes.iter().all(|member| *member == bytes[0]) {
-            let (input, output) = (from(&segment.input), to(&segment.output));
+            let (input, output) = (input_pointer(&segment.input), output_pointer(&segment.output));
             // SAFETY: the caller's promise.
             let status = unsafe {
                 (table.reducescatter)(
@@ -331,7 +358,7 @@ impl Calls<'_> {
                     self.stream,
                 )
             };
-            return self.nccl.check("ncclReduceScatter", status);
+            return self.nccl.check_status("ncclReduceScatter", status);
         }
         let mut at = 0;
         for (member, bytes) in bytes.iter().enumerate() {
@@ -341,14 +368,26 @@ impl Calls<'_> {
                 continue;
             }
             // Only the member itself has room for its part; the others' output is not looked at.
-            let output =
-                if member == self.member { to(&segment.output) } else { std::ptr::null_mut() };
+            let output = if member == self.member {
+                output_pointer(&segment.output)
+            } else {
+                std::ptr::null_mut()
+            };
             // SAFETY: the caller's promise.
             let status = unsafe {
-                let (input, count) = (from(&part), count(*bytes));
-                (table.reduce)(input, output, count, kind, op, root(member), self.comm, self.stream)
+                let (input, count) = (input_pointer(&part), count(*bytes));
+                (table.reduce)(
+                    input,
+                    output,
+                    count,
+                    kind,
+                    op,
+                    nccl_rank(member),
+                    self.comm,
+                    self.stream,
+                )
             };
-            self.nccl.check("ncclReduce", status)?;
+            self.nccl.check_status("ncclReduce", status)?;
         }
         Ok(())
     }

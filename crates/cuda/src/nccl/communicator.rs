@@ -9,9 +9,9 @@
 //!      +------ refusal, deadline, an error of the network, abandon: abort ------> Over
 //! ```
 //!
-//! A thread of its own, [`Caller`], makes the calls. What they enqueued is done when the event
-//! behind it on the stream is reached. `ncclCommAbort` ends kernels that wait for a dead peer: a
-//! GPU never spins on.
+//! The thread of [`NcclCaller`] makes the calls. An enqueued operation is done when the event
+//! behind it on the stream is reached. `ncclCommAbort` ends kernels that wait for a dead peer, so
+//! no GPU spins for ever.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::collections::VecDeque;
@@ -19,97 +19,98 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    Communicator, Error as CollectiveError, Event, Operation, Result, Room, Token,
+    CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, OperationToken,
+    Result, ResultMemory,
 };
 
-use super::caller::{Caller, Made, Queued};
-use super::calls::{carries, does_float8};
-use super::{Nccl, Stream, UniqueId};
+use super::caller::{Made, NcclCaller, Queued};
+use super::calls::{is_nccl_operation, supports_float8};
+use super::{NcclLibrary, Stream, UniqueId};
 use crate::Error;
-use crate::ending::{ENDING, drain, wait_for};
+use crate::shutdown::{SHUTDOWN_TIMEOUT, drain_communicator, poll_until};
 
 /// The device's side of a communicator.
-pub trait Lane: Send + Sync + 'static {
+pub trait CommunicatorStream: Send + Sync + 'static {
     /// Returns the device's number.
-    fn ordinal(&self) -> u32;
+    fn device_ordinal(&self) -> u32;
 
     /// Returns the stream that gets the work.
-    fn stream(&self) -> Stream;
+    fn raw_stream(&self) -> Stream;
 
     /// Returns an event after the work that was put there.
     ///
     /// # Errors
     /// `Device`.
-    fn mark(&self) -> Result<Arc<dyn Event>>;
+    fn record_event(&self) -> Result<Arc<dyn DeviceEvent>>;
 
     /// Returns memory of the device, for later work of the stream.
     ///
     /// # Errors
     /// `Device`.
-    fn room(&self, bytes: usize) -> Result<Arc<dyn Room>>;
+    fn allocate_result(&self, bytes: usize) -> Result<Arc<dyn ResultMemory>>;
 
     /// Does something while the device is the thread's current one.
     ///
     /// # Errors
     /// `Device`.
-    fn with(&self, work: &mut dyn FnMut()) -> Result<()>;
+    fn with_current_device(&self, work: &mut dyn FnMut()) -> Result<()>;
 }
 
 /// Operations on the device at a time. The driver has room for some more; where it had none, calls
 /// would wait for kernels.
-const MOST: usize = 256;
+const MAX_OPERATIONS_ON_DEVICE: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum NcclCommunicatorState {
     Forming,
     Ready,
-    Over,
+    Ended,
 }
 
 /// Collectives among devices.
-pub struct NcclCommunicator<L: Lane> {
-    nccl: Nccl,
-    lane: Arc<L>,
-    caller: Caller,
+pub struct NcclCommunicator<L: CommunicatorStream> {
+    nccl: NcclLibrary,
+    stream: Arc<L>,
+    caller: NcclCaller,
     size: usize,
     member: usize,
     /// All members' devices have room for results whose size was unknown before.
-    roomy: bool,
+    has_result_memory: bool,
     /// All members' devices reduce floats of eight bits.
     float8: bool,
-    state: State,
+    state: NcclCommunicatorState,
     /// Since when it is formed, called or waited for.
-    since: Instant,
+    waiting_since: Instant,
     /// The longest that may take.
-    patience: Duration,
-    waiting: VecDeque<Queued>,
+    timeout: Duration,
+    queued: VecDeque<Queued>,
     /// Operations that the caller has.
-    handed: usize,
+    handed_over: usize,
     running: VecDeque<Made>,
-    /// Put on the stream, and not told yet.
-    launched: Vec<(Token, Arc<dyn Event>)>,
+    /// Operations that are on the stream and not reported yet.
+    launched: Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
     failure: Option<CollectiveError>,
     clock: fn() -> Instant,
 }
 
-impl<L: Lane> NcclCommunicator<L> {
+impl<L: CommunicatorStream> NcclCommunicator<L> {
     /// Begins to form a communicator of `size` members, which all call this with the same id.
-    /// `patience` is how long forming it, and each operation, may take.
+    /// `timeout` is how long forming it, and each operation, may take.
     ///
     /// # Errors
     /// `Lost`.
-    pub fn form(
-        nccl: Nccl,
+    pub fn begin_forming(
+        nccl: NcclLibrary,
         lane: L,
         id: UniqueId,
         place: (usize, usize),
         patience: Duration,
     ) -> Result<Self> {
-        Self::form_by(nccl, lane, id, place, patience, Instant::now)
+        Self::begin_forming_with_clock(nccl, lane, id, place, patience, Instant::now)
     }
 
-    pub(super) fn form_by(
-        nccl: Nccl,
+    pub(super) fn begin_forming_with_clock(
+        nccl: NcclLibrary,
         lane: L,
         id: UniqueId,
         (member, size): (usize, usize),
@@ -117,24 +118,25 @@ impl<L: Lane> NcclCommunicator<L> {
         clock: fn() -> Instant,
     ) -> Result<Self> {
         let lane = Arc::new(lane);
-        let caller = Caller::new(nccl.clone(), Arc::clone(&lane), id, (member, size));
+        let caller = NcclCaller::new(nccl.clone(), Arc::clone(&lane), id, (member, size));
         let caller = caller.map_err(|error| {
-            let reason = format!("device {}: there is no thread for NCCL: {error}", lane.ordinal());
+            let reason =
+                format!("device {}: there is no thread for NCCL: {error}", lane.device_ordinal());
             CollectiveError::Lost { reason }
         })?;
         Ok(Self {
             nccl,
-            lane,
+            stream: lane,
             caller,
             size,
             member,
-            roomy: false,
+            has_result_memory: false,
             float8: false,
-            state: State::Forming,
-            since: clock(),
-            patience,
-            waiting: VecDeque::new(),
-            handed: 0,
+            state: NcclCommunicatorState::Forming,
+            waiting_since: clock(),
+            timeout: patience,
+            queued: VecDeque::new(),
+            handed_over: 0,
             running: VecDeque::new(),
             launched: Vec::new(),
             failure: None,
@@ -142,232 +144,244 @@ impl<L: Lane> NcclCommunicator<L> {
         })
     }
 
-    /// As one of which all members have a [`Lane::room`]: it carries gathers and exchanges, too.
+    /// Enables allgather and alltoall. All members must have
+    /// [`CommunicatorStream::allocate_result`].
     #[must_use]
-    pub fn with_rooms(mut self) -> Self {
-        self.roomy = true;
+    pub fn with_result_memory(mut self) -> Self {
+        self.has_result_memory = true;
         self
     }
 
-    /// As one of which all members register their [`super::NcclMemory`].
+    /// Enables registration. All members must register their [`super::NcclMemory`].
     #[must_use]
     pub fn with_registration(self) -> Self {
-        self.caller.register();
+        self.caller.enable_registration();
         self
     }
 
-    /// As one all of whose members' NCCL and GPUs reduce floats of eight bits.
+    /// Enables reductions of 8-bit floats. NCCL and the GPUs of all members must support them.
     #[must_use]
     pub fn with_float8(mut self) -> Self {
         self.float8 = true;
         self
     }
 
-    /// Returns whether NCCL does an operation among these members, if there is room for what it
-    /// brings.
-    fn does(&self, operation: &Operation) -> bool {
-        let among = does_float8(operation, self.size).is_none_or(|does| self.float8 && does);
-        among && carries(operation)
+    /// Returns whether NCCL supports an operation among these members, if there is memory for its
+    /// result.
+    fn supports_operation(&self, operation: &CollectiveOperation) -> bool {
+        let among = supports_float8(operation, self.size).is_none_or(|does| self.float8 && does);
+        among && is_nccl_operation(operation)
     }
 
     /// Ends everything, also kernels in progress, and remembers why.
-    fn fail(&mut self, reason: &str) -> CollectiveError {
-        self.end();
-        let failure =
-            CollectiveError::Lost { reason: format!("device {}: {reason}", self.lane.ordinal()) };
+    fn fail_with(&mut self, reason: &str) -> CollectiveError {
+        self.shut_down();
+        let failure = CollectiveError::Lost {
+            reason: format!("device {}: {reason}", self.stream.device_ordinal()),
+        };
         self.failure.get_or_insert(failure).clone()
     }
 
     /// Afterwards nothing on the device touches a buffer.
-    fn end(&mut self) {
-        if self.state == State::Over {
+    fn shut_down(&mut self) {
+        if self.state == NcclCommunicatorState::Ended {
             return;
         }
-        self.state = State::Over;
-        if let Some(comm) = self.caller.end(ENDING) {
-            let abort = self.nccl.table().abort;
+        self.state = NcclCommunicatorState::Ended;
+        if let Some(comm) = self.caller.stop_thread(SHUTDOWN_TIMEOUT) {
+            let abort = self.nccl.function_table().abort;
             // An abort is the only end that waits for no other member. There is nothing to do about
             // a failure.
-            drop(self.lane.with(&mut || {
+            drop(self.stream.with_current_device(&mut || {
                 // SAFETY: the communicator is ours and ends once.
                 unsafe { abort(comm) };
             }));
-            if self.handed > 0 || !self.running.is_empty() {
-                self.quieten();
+            if self.handed_over > 0 || !self.running.is_empty() {
+                self.wait_for_stream();
             }
         }
-        drop(self.caller.news());
-        self.handed = 0;
-        self.waiting.clear();
+        drop(self.caller.take_update());
+        self.handed_over = 0;
+        self.queued.clear();
         self.running.clear();
         self.launched.clear();
     }
 
     /// Waits until the work of the stream has ended: kernels continue for a while after the order
     /// to end, and `ncclCommAbort` may return before they have.
-    fn quieten(&self) {
-        let Ok(last) = self.lane.mark() else { return };
+    fn wait_for_stream(&self) {
+        let Ok(last) = self.stream.record_event() else { return };
         // What failed touches nothing any more.
-        wait_for(|| last.is_ready().unwrap_or(true));
+        poll_until(|| last.is_ready().unwrap_or(true));
     }
 
     /// Looks after what NCCL does; true when it has done something.
-    fn settle(&mut self) -> Result<bool> {
-        let called = self.state == State::Forming || self.handed > 0;
+    fn check_caller(&mut self) -> Result<bool> {
+        let called = self.state == NcclCommunicatorState::Forming || self.handed_over > 0;
         let what = match self.state {
-            State::Over => return Err(self.over()),
-            State::Forming => "forming it",
-            State::Ready if called => "starting an operation",
-            State::Ready if self.running.is_empty() => return Ok(false),
-            State::Ready => "an operation",
+            NcclCommunicatorState::Ended => return Err(self.ended_error()),
+            NcclCommunicatorState::Forming => "forming it",
+            NcclCommunicatorState::Ready if called => "starting an operation",
+            NcclCommunicatorState::Ready if self.running.is_empty() => return Ok(false),
+            NcclCommunicatorState::Ready => "an operation",
         };
-        let moved = called && self.hear()?;
+        let moved = called && self.collect_update()?;
         // Two threads at a time may not ask.
-        if self.state == State::Ready && self.handed == 0 {
-            let status = self.nccl.status(self.caller.comm());
-            if let Err(error) = self.nccl.check("a communicator of NCCL", status) {
-                return Err(self.fail(&error.to_string()));
+        if self.state == NcclCommunicatorState::Ready && self.handed_over == 0 {
+            let status = self.nccl.async_status(self.caller.raw_communicator());
+            if let Err(error) = self.nccl.check_status("a communicator of NCCL", status) {
+                return Err(self.fail_with(&error.to_string()));
             }
         }
-        let elapsed = (self.clock)().saturating_duration_since(self.since);
-        if elapsed > self.patience {
-            return Err(self.fail(&format!("{what} took longer than {:?}", self.patience)));
+        let elapsed = (self.clock)().saturating_duration_since(self.waiting_since);
+        if elapsed > self.timeout {
+            return Err(self.fail_with(&format!("{what} took longer than {:?}", self.timeout)));
         }
         Ok(moved)
     }
 
-    /// Takes what the caller has done; true when that is anything.
-    fn hear(&mut self) -> Result<bool> {
-        let news = self.caller.news();
-        let formed = news.formed && self.state == State::Forming;
-        let moved = formed || !news.made.is_empty();
+    /// Takes the finished work of the caller; returns true if there is any.
+    fn collect_update(&mut self) -> Result<bool> {
+        let news = self.caller.take_update();
+        let formed = news.formed && self.state == NcclCommunicatorState::Forming;
+        let moved = formed || !news.enqueued.is_empty();
         if formed {
-            self.state = State::Ready;
+            self.state = NcclCommunicatorState::Ready;
         }
-        // What the device has to do longer is late, however much comes after it.
+        // If the device takes too long for one operation, later operations do not extend the
+        // deadline.
         if formed || (moved && self.running.is_empty()) {
-            self.since = (self.clock)();
+            self.waiting_since = (self.clock)();
         }
-        for (token, event, operation) in news.made {
-            self.handed -= 1;
+        for (token, event, operation) in news.enqueued {
+            self.handed_over -= 1;
             self.launched.push((token, Arc::clone(&event)));
             self.running.push_back((token, event, operation));
         }
         match news.failure {
-            Some(reason) => Err(self.fail(&reason)),
+            Some(reason) => Err(self.fail_with(&reason)),
             None => Ok(moved),
         }
     }
 
     /// Hands over what waits.
-    fn start(&mut self) -> bool {
-        let under_way = self.handed + self.running.len();
-        let count = self.waiting.len().min(MOST.saturating_sub(under_way));
-        if self.state != State::Ready || count == 0 {
+    fn hand_over_queued(&mut self) -> bool {
+        let under_way = self.handed_over + self.running.len();
+        let count = self.queued.len().min(MAX_OPERATIONS_ON_DEVICE.saturating_sub(under_way));
+        if self.state != NcclCommunicatorState::Ready || count == 0 {
             return false;
         }
         if under_way == 0 {
-            self.since = (self.clock)();
+            self.waiting_since = (self.clock)();
         }
-        self.handed += count;
-        self.caller.hand(self.waiting.drain(..count));
+        self.handed_over += count;
+        self.caller.enqueue_operations(self.queued.drain(..count));
         true
     }
 
     /// Returns whether the caller has nothing to do.
     #[cfg(test)]
-    pub(super) fn is_called(&self) -> bool {
-        self.state != State::Forming && self.handed == 0 && self.waiting.is_empty()
+    pub(super) fn is_caller_idle(&self) -> bool {
+        self.state != NcclCommunicatorState::Forming
+            && self.handed_over == 0
+            && self.queued.is_empty()
     }
 
-    fn over(&self) -> CollectiveError {
+    fn ended_error(&self) -> CollectiveError {
         let ended = || CollectiveError::Lost { reason: "the communicator was given up".to_owned() };
         self.failure.clone().unwrap_or_else(ended)
     }
 }
 
-impl<L: Lane> Communicator for NcclCommunicator<L> {
-    fn size(&self) -> usize {
+impl<L: CommunicatorStream> Communicator for NcclCommunicator<L> {
+    fn member_count(&self) -> usize {
         self.size
     }
 
-    fn member(&self) -> usize {
+    fn member_index(&self) -> usize {
         self.member
     }
 
-    fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
-        self.submit_after(token, operation, Vec::new())
+    fn submit_operation(
+        &mut self,
+        token: OperationToken,
+        operation: CollectiveOperation,
+    ) -> Result<()> {
+        self.submit_after_events(token, operation, Vec::new())
     }
 
-    fn carries(&self, operation: &Operation) -> bool {
-        let gathers = matches!(operation, Operation::Allgather { .. } | Operation::Alltoall { .. });
-        self.does(operation) && (self.roomy || !gathers)
+    fn can_execute(&self, operation: &CollectiveOperation) -> bool {
+        let gathers = matches!(
+            operation,
+            CollectiveOperation::Allgather { .. } | CollectiveOperation::Alltoall { .. }
+        );
+        self.supports_operation(operation) && (self.has_result_memory || !gathers)
     }
 
-    fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
+    fn allocate_result(&mut self, bytes: usize) -> Result<Arc<dyn ResultMemory>> {
         match self.state {
-            State::Over => Err(self.over()),
-            _ => self.lane.room(bytes),
+            NcclCommunicatorState::Ended => Err(self.ended_error()),
+            _ => self.stream.allocate_result(bytes),
         }
     }
 
-    fn launched(&mut self, launched: &mut Vec<(Token, Arc<dyn Event>)>) {
+    fn take_launched(&mut self, launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>) {
         launched.append(&mut self.launched);
     }
 
-    fn drain(&mut self, limit: Duration) {
-        drain(self, limit);
+    fn drain_launched(&mut self, limit: Duration) {
+        drain_communicator(self, limit);
     }
 
-    fn submit_after(
+    fn submit_after_events(
         &mut self,
-        token: Token,
-        operation: Operation,
-        events: Vec<Arc<dyn Event>>,
+        token: OperationToken,
+        operation: CollectiveOperation,
+        events: Vec<Arc<dyn DeviceEvent>>,
     ) -> Result<()> {
-        if self.state == State::Over {
-            return Err(self.over());
+        if self.state == NcclCommunicatorState::Ended {
+            return Err(self.ended_error());
         }
-        if !self.does(&operation) {
+        if !self.supports_operation(&operation) {
             let reason = "NCCL does not do this operation as it is defined".to_owned();
             return Err(CollectiveError::Shape { reason });
         }
-        self.waiting.push_back((token, operation, events));
+        self.queued.push_back((token, operation, events));
         Ok(())
     }
 
-    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
-        let mut moved = self.settle()?;
-        moved |= self.start();
+    fn make_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
+        let mut moved = self.check_caller()?;
+        moved |= self.hand_over_queued();
         while let Some((token, event, _)) = self.running.front() {
             let token = *token;
             match event.is_ready() {
                 Ok(false) => break,
                 Ok(true) => {}
-                Err(error) => return Err(self.fail(&error.to_string())),
+                Err(error) => return Err(self.fail_with(&error.to_string())),
             }
             self.running.pop_front();
-            self.since = (self.clock)();
+            self.waiting_since = (self.clock)();
             completed.push(token);
             moved = true;
         }
         Ok(moved)
     }
 
-    fn abandon(&mut self) {
-        if self.state != State::Over {
-            self.fail("the operation was given up");
+    fn abandon_operations(&mut self) {
+        if self.state != NcclCommunicatorState::Ended {
+            self.fail_with("the operation was given up");
         }
     }
 
-    fn pending(&self) -> usize {
-        self.waiting.len() + self.handed + self.running.len()
+    fn pending_count(&self) -> usize {
+        self.queued.len() + self.handed_over + self.running.len()
     }
 }
 
-impl<L: Lane> Drop for NcclCommunicator<L> {
+impl<L: CommunicatorStream> Drop for NcclCommunicator<L> {
     fn drop(&mut self) {
-        self.end();
+        self.shut_down();
     }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A table of functions that do what a test says and write down what they are asked for. One of
-//! each test's thread, and of the threads that make calls for it: they find it by the
+//! A table of functions that record their calls and return the results that a test sets. Each
+//! test's thread has its own state; the threads that make calls for the test find it by the
 //! communicator's name.
 
 use std::cell::RefCell;
@@ -13,15 +13,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Buffer, Event, Place, Result, Room, Stream as Theirs};
+use farandole_collectives::{
+    Buffer, DeviceEvent, DeviceStream as Theirs, MemoryKind, Result, ResultMemory,
+};
 use parking_lot::Mutex;
 
-use super::{Comm, Lane, Nccl, SUCCESS, Settings, Stream, Table, UniqueId};
+use super::{
+    Comm, CommunicatorStream, NCCL_SUCCESS, NcclConfig, NcclLibrary, NcclTable, Stream, UniqueId,
+};
 
 /// The calls and the behaviour of a test's NCCL.
-pub(crate) struct State {
+pub(crate) struct FakeNcclState {
     calls: Vec<String>,
-    /// The threads that began to form communicators, and those that ended groups of calls.
+    /// The threads that began to form communicators, and the threads that ended groups of calls.
     pub(super) callers: Vec<ThreadId>,
     /// The result of `ncclGetUniqueId`.
     pub(crate) naming: i32,
@@ -50,141 +54,141 @@ pub(crate) struct State {
 }
 
 /// All there are: the place of one is in the names that it gives.
-static ALL: Mutex<Vec<Arc<Mutex<State>>>> = Mutex::new(Vec::new());
+static ALL_FAKES: Mutex<Vec<Arc<Mutex<FakeNcclState>>>> = Mutex::new(Vec::new());
 
 thread_local! {
-    static OWN: RefCell<(usize, Arc<Mutex<State>>)> = RefCell::new({
-        let state = State {
+    static THREAD_FAKE: RefCell<(usize, Arc<Mutex<FakeNcclState>>)> = RefCell::new({
+        let state = FakeNcclState {
             calls: Vec::new(),
             callers: Vec::new(),
-            naming: SUCCESS,
-            init: SUCCESS,
+            naming: NCCL_SUCCESS,
+            init: NCCL_SUCCESS,
             status: VecDeque::new(),
-            group: SUCCESS,
+            group: NCCL_SUCCESS,
             alone: false,
             ahead: Duration::ZERO,
             version: 23_007,
             ending: None,
             late: 0,
             given: 0,
-            memory: SUCCESS,
-            registering: SUCCESS,
+            memory: NCCL_SUCCESS,
+            registering: NCCL_SUCCESS,
         };
-        let (state, mut all) = (Arc::new(Mutex::new(state)), ALL.lock());
+        let (state, mut all) = (Arc::new(Mutex::new(state)), ALL_FAKES.lock());
         all.push(Arc::clone(&state));
         (all.len() - 1, state)
     });
 }
 
-pub(crate) fn fake<T>(change: impl FnOnce(&mut State) -> T) -> T {
-    let own = OWN.with_borrow(|(_, state)| Arc::clone(state));
+pub(crate) fn with_fake<T>(change: impl FnOnce(&mut FakeNcclState) -> T) -> T {
+    let own = THREAD_FAKE.with_borrow(|(_, state)| Arc::clone(state));
     change(&mut own.lock())
 }
 
 /// Returns the name that this thread's NCCL gives.
-pub(super) fn name() -> UniqueId {
+pub(super) fn thread_unique_id() -> UniqueId {
     let mut id = [9; 128];
-    let number = OWN.with_borrow(|(number, _)| *number);
+    let number = THREAD_FAKE.with_borrow(|(number, _)| *number);
     id[8..16].copy_from_slice(&number.to_le_bytes());
     UniqueId(id)
 }
 
 /// Takes this thread for one of the test that has given the name.
-pub(super) fn adopt(id: &UniqueId) {
+pub(super) fn adopt_fake(id: &UniqueId) {
     let number = id.0[8..16].try_into().map_or(0, usize::from_le_bytes);
-    let state = ALL.lock().get(number).map(Arc::clone);
-    OWN.with_borrow_mut(|own| *own = (number, state.unwrap_or_else(|| Arc::clone(&own.1))));
+    let state = ALL_FAKES.lock().get(number).map(Arc::clone);
+    THREAD_FAKE.with_borrow_mut(|own| *own = (number, state.unwrap_or_else(|| Arc::clone(&own.1))));
 }
 
 /// Notes a call that waits for other members, and waits for them.
-fn meet(call: String) {
-    fake(|fake| fake.callers.push(std::thread::current().id()));
-    note(call);
+fn note_and_wait(call: String) {
+    with_fake(|fake| fake.callers.push(std::thread::current().id()));
+    note_call(call);
     let began = Instant::now();
-    while fake(|fake| fake.alone) && began.elapsed() < Duration::from_secs(20) {
+    while with_fake(|fake| fake.alone) && began.elapsed() < Duration::from_secs(20) {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-pub(super) fn clock() -> Instant {
-    static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-    *START.get_or_init(Instant::now) + fake(|fake| fake.ahead)
+pub(super) fn fake_clock() -> Instant {
+    static CLOCK_START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+    *CLOCK_START.get_or_init(Instant::now) + with_fake(|fake| fake.ahead)
 }
 
-fn note(call: String) -> i32 {
-    fake(|fake| fake.calls.push(call));
-    SUCCESS
+fn note_call(call: String) -> i32 {
+    with_fake(|fake| fake.calls.push(call));
+    NCCL_SUCCESS
 }
 
 /// Returns the calls since the last look.
-pub(crate) fn calls() -> Vec<String> {
-    fake(|fake| std::mem::take(&mut fake.calls))
+pub(crate) fn take_calls() -> Vec<String> {
+    with_fake(|fake| std::mem::take(&mut fake.calls))
 }
 
-fn at(address: *const c_void) -> String {
+fn format_address(address: *const c_void) -> String {
     if address.is_null() { "-".to_owned() } else { format!("{:#x}", address.addr()) }
 }
 
-unsafe extern "C" fn version(version: *mut i32) -> i32 {
+unsafe extern "C" fn fake_version(version: *mut i32) -> i32 {
     // SAFETY: the caller's place.
-    unsafe { *version = fake(|fake| fake.version) };
-    SUCCESS
+    unsafe { *version = with_fake(|fake| fake.version) };
+    NCCL_SUCCESS
 }
 
 unsafe extern "C" fn unique_id(id: *mut UniqueId) -> i32 {
-    note("name".to_owned());
+    note_call("name".to_owned());
     // SAFETY: the caller's place.
-    unsafe { *id = name() };
-    fake(|fake| fake.naming)
+    unsafe { *id = thread_unique_id() };
+    with_fake(|fake| fake.naming)
 }
 
-unsafe extern "C" fn init(
+unsafe extern "C" fn fake_init(
     comm: *mut Comm,
     size: i32,
     id: UniqueId,
     rank: i32,
-    settings: *mut Settings,
+    settings: *mut NcclConfig,
 ) -> i32 {
-    adopt(&id);
-    fake(|fake| fake.ending = None);
+    adopt_fake(&id);
+    with_fake(|fake| fake.ending = None);
     // SAFETY: the caller's places.
     let settings = unsafe {
         *comm = std::ptr::without_provenance_mut(0x77);
         &*settings
     };
-    meet(format!("init {rank}/{size} id {} blocking {}", id.0[0], settings.blocking));
-    fake(|fake| fake.init)
+    note_and_wait(format!("init {rank}/{size} id {} blocking {}", id.0[0], settings.blocking));
+    with_fake(|fake| fake.init)
 }
 
-unsafe extern "C" fn abort(_: Comm) -> i32 {
-    fake(|fake| (fake.ending, fake.alone) = (Some(fake.late), false));
-    note("abort".to_owned())
+unsafe extern "C" fn fake_abort(_: Comm) -> i32 {
+    with_fake(|fake| (fake.ending, fake.alone) = (Some(fake.late), false));
+    note_call("abort".to_owned())
 }
 
 unsafe extern "C" fn async_error(_: Comm, status: *mut i32) -> i32 {
-    let told = fake(|fake| match fake.status.len() {
-        0 => SUCCESS,
+    let told = with_fake(|fake| match fake.status.len() {
+        0 => NCCL_SUCCESS,
         1 => fake.status[0],
         _ => fake.status.pop_front().unwrap_or_default(),
     });
     // SAFETY: the caller's place.
     unsafe { *status = told };
-    SUCCESS
+    NCCL_SUCCESS
 }
 
 unsafe extern "C" fn group_start() -> i32 {
-    note("{".to_owned())
+    note_call("{".to_owned())
 }
 
 unsafe extern "C" fn group_end() -> i32 {
-    meet("}".to_owned());
-    fake(|fake| fake.group)
+    note_and_wait("}".to_owned());
+    with_fake(|fake| fake.group)
 }
 
 type Read = *const c_void;
 type Write = *mut c_void;
 
-unsafe extern "C" fn allreduce(
+unsafe extern "C" fn fake_allreduce(
     from: Read,
     to: Write,
     count: usize,
@@ -193,10 +197,14 @@ unsafe extern "C" fn allreduce(
     _: Comm,
     _: Stream,
 ) -> i32 {
-    note(format!("allreduce {}>{} {count} of {kind} by {op}", at(from), at(to)))
+    note_call(format!(
+        "allreduce {}>{} {count} of {kind} by {op}",
+        format_address(from),
+        format_address(to)
+    ))
 }
 
-unsafe extern "C" fn broadcast(
+unsafe extern "C" fn fake_broadcast(
     from: Read,
     to: Write,
     count: usize,
@@ -205,10 +213,14 @@ unsafe extern "C" fn broadcast(
     _: Comm,
     _: Stream,
 ) -> i32 {
-    note(format!("broadcast {}>{} {count} from {root}", at(from), at(to)))
+    note_call(format!(
+        "broadcast {}>{} {count} from {root}",
+        format_address(from),
+        format_address(to)
+    ))
 }
 
-unsafe extern "C" fn reduce(
+unsafe extern "C" fn fake_reduce(
     from: Read,
     to: Write,
     count: usize,
@@ -218,10 +230,14 @@ unsafe extern "C" fn reduce(
     _: Comm,
     _: Stream,
 ) -> i32 {
-    note(format!("reduce {}>{} {count} of {kind} by {op} to {root}", at(from), at(to)))
+    note_call(format!(
+        "reduce {}>{} {count} of {kind} by {op} to {root}",
+        format_address(from),
+        format_address(to)
+    ))
 }
 
-unsafe extern "C" fn allgather(
+unsafe extern "C" fn fake_allgather(
     from: Read,
     to: Write,
     count: usize,
@@ -229,10 +245,10 @@ unsafe extern "C" fn allgather(
     _: Comm,
     _: Stream,
 ) -> i32 {
-    note(format!("allgather {}>{} {count}", at(from), at(to)))
+    note_call(format!("allgather {}>{} {count}", format_address(from), format_address(to)))
 }
 
-unsafe extern "C" fn scatter(
+unsafe extern "C" fn fake_reduce_scatter(
     from: Read,
     to: Write,
     count: usize,
@@ -241,14 +257,25 @@ unsafe extern "C" fn scatter(
     _: Comm,
     _: Stream,
 ) -> i32 {
-    note(format!("reducescatter {}>{} {count} of {kind} by {op}", at(from), at(to)))
+    note_call(format!(
+        "reducescatter {}>{} {count} of {kind} by {op}",
+        format_address(from),
+        format_address(to)
+    ))
 }
 
-unsafe extern "C" fn send(from: Read, count: usize, _: i32, peer: i32, _: Comm, _: Stream) -> i32 {
-    note(format!("send {} {count} to {peer}", at(from)))
+unsafe extern "C" fn fake_send(
+    from: Read,
+    count: usize,
+    _: i32,
+    peer: i32,
+    _: Comm,
+    _: Stream,
+) -> i32 {
+    note_call(format!("send {} {count} to {peer}", format_address(from)))
 }
 
-unsafe extern "C" fn receive(
+unsafe extern "C" fn fake_receive(
     to: Write,
     count: usize,
     _: i32,
@@ -256,7 +283,7 @@ unsafe extern "C" fn receive(
     _: Comm,
     _: Stream,
 ) -> i32 {
-    note(format!("receive {} {count} from {peer}", at(to)))
+    note_call(format!("receive {} {count} from {peer}", format_address(to)))
 }
 
 unsafe extern "C" fn scaled_sum(op: *mut i32, scalar: Write, kind: i32, _: i32, _: Comm) -> i32 {
@@ -265,36 +292,36 @@ unsafe extern "C" fn scaled_sum(op: *mut i32, scalar: Write, kind: i32, _: i32, 
         *op = 42;
         if kind == 8 { *scalar.cast::<f64>() } else { f64::from(*scalar.cast::<f32>()) }
     };
-    note(format!("factor {factor} of {kind}"))
+    note_call(format!("factor {factor} of {kind}"))
 }
 
 unsafe extern "C" fn scaled_sum_destroy(op: i32, _: Comm) -> i32 {
-    note(format!("no factor {op}"))
+    note_call(format!("no factor {op}"))
 }
 
 /// Memory of a test lies where its number says: all that was given is the process's.
-const AREA: usize = 1 << 32;
+const FAKE_AREA_BYTES: usize = 1 << 32;
 
-unsafe extern "C" fn allocate(start: *mut Write, bytes: usize) -> i32 {
-    let number = OWN.with_borrow(|(number, _)| *number);
-    let at = fake(|fake| {
+unsafe extern "C" fn fake_allocate(start: *mut Write, bytes: usize) -> i32 {
+    let number = THREAD_FAKE.with_borrow(|(number, _)| *number);
+    let at = with_fake(|fake| {
         fake.given += 1;
-        (number + 1) * AREA + fake.given * 0x10_0000
+        (number + 1) * FAKE_AREA_BYTES + fake.given * 0x10_0000
     });
     // SAFETY: the caller's place.
     unsafe { *start = std::ptr::with_exposed_provenance_mut(at) };
-    note(format!("memory of {bytes} at {at:#x}"));
-    fake(|fake| fake.memory)
+    note_call(format!("memory of {bytes} at {at:#x}"));
+    with_fake(|fake| fake.memory)
 }
 
-unsafe extern "C" fn register(_: Comm, start: Write, bytes: usize, handle: *mut Write) -> i32 {
+unsafe extern "C" fn fake_register(_: Comm, start: Write, bytes: usize, handle: *mut Write) -> i32 {
     // SAFETY: the caller's place.
     unsafe { *handle = std::ptr::without_provenance_mut(0x55) };
-    note(format!("register {bytes} at {}", at(start)));
-    fake(|fake| fake.registering)
+    note_call(format!("register {bytes} at {}", format_address(start)));
+    with_fake(|fake| fake.registering)
 }
 
-unsafe extern "C" fn words(status: i32) -> *const c_char {
+unsafe extern "C" fn fake_error_text(status: i32) -> *const c_char {
     let text: &CStr = match status {
         2 => c"unhandled system error",
         6 => c"remote process exited",
@@ -303,41 +330,41 @@ unsafe extern "C" fn words(status: i32) -> *const c_char {
     text.as_ptr()
 }
 
-pub(crate) fn nccl() -> crate::Result<Nccl> {
-    let table = Table {
-        version,
+pub(crate) fn fake_nccl() -> crate::Result<NcclLibrary> {
+    let table = NcclTable {
+        version: fake_version,
         unique_id,
-        init,
-        abort,
+        init: fake_init,
+        abort: fake_abort,
         async_error,
         group_start,
         group_end,
-        allreduce,
-        broadcast,
-        reduce,
-        allgather,
-        reducescatter: scatter,
-        send,
-        receive,
+        allreduce: fake_allreduce,
+        broadcast: fake_broadcast,
+        reduce: fake_reduce,
+        allgather: fake_allgather,
+        reducescatter: fake_reduce_scatter,
+        send: fake_send,
+        receive: fake_receive,
         scaled_sum,
         scaled_sum_destroy,
-        allocate: Some(allocate),
-        register: Some(register),
+        allocate: Some(fake_allocate),
+        register: Some(fake_register),
     };
-    Nccl::over(table, Some(words), "libfake.so".to_owned())
+    NcclLibrary::from_table(table, Some(fake_error_text), "libfake.so".to_owned())
 }
 
 /// A device whose work is done when a test says so.
 #[derive(Clone, Default)]
-pub(super) struct FakeLane {
-    marks: Arc<Mutex<Vec<Arc<AtomicBool>>>>,
+pub(super) struct FakeCommunicatorStream {
+    recorded_events: Arc<Mutex<Vec<Arc<AtomicBool>>>>,
 }
 
 pub(super) struct FakeEvent(pub(super) Arc<AtomicBool>);
 
-impl Event for FakeEvent {
+impl DeviceEvent for FakeEvent {
     fn is_ready(&self) -> Result<bool> {
-        let ended = fake(|fake| {
+        let ended = with_fake(|fake| {
             let ended = fake.ending == Some(0);
             fake.ending = fake.ending.map(|looks| looks.saturating_sub(1));
             ended
@@ -345,35 +372,40 @@ impl Event for FakeEvent {
         Ok(ended || self.0.load(Ordering::Relaxed))
     }
 
-    fn ordinal(&self) -> u32 {
+    fn device_ordinal(&self) -> u32 {
         3
     }
 
-    fn hold(&self, stream: Theirs) -> Result<()> {
-        note(format!("stream {:#x} waits", stream.handle()));
+    fn make_stream_wait(&self, stream: Theirs) -> Result<()> {
+        note_call(format!("stream {:#x} waits", stream.raw_handle()));
         Ok(())
     }
 }
 
-struct FakeRoom(usize);
+struct FakeResultMemory(usize);
 
-impl Room for FakeRoom {
-    fn buffer(&self) -> Buffer {
+impl ResultMemory for FakeResultMemory {
+    fn as_buffer(&self) -> Buffer {
         // SAFETY: never looked at.
         unsafe {
-            Buffer::from_raw(std::ptr::without_provenance_mut(0x900), self.0, Place::Device(3))
+            Buffer::from_raw(std::ptr::without_provenance_mut(0x900), self.0, MemoryKind::Device(3))
         }
     }
 
-    fn fetch(&self, _: &Buffer, _: Option<&Arc<dyn Event>>, _: Theirs) -> Result<()> {
+    fn fetch_on_stream(
+        &self,
+        _: &Buffer,
+        _: Option<&Arc<dyn DeviceEvent>>,
+        _: Theirs,
+    ) -> Result<()> {
         Ok(())
     }
 }
 
-impl FakeLane {
-    /// The work behind so many marks is done.
-    pub(super) fn finish(&self, marks: usize) {
-        let mut all = self.marks.lock();
+impl FakeCommunicatorStream {
+    /// Completes the first `marks` recorded events.
+    pub(super) fn finish_events(&self, marks: usize) {
+        let mut all = self.recorded_events.lock();
         let count = marks.min(all.len());
         for done in all.drain(..count) {
             done.store(true, Ordering::Relaxed);
@@ -381,26 +413,26 @@ impl FakeLane {
     }
 }
 
-impl Lane for FakeLane {
-    fn ordinal(&self) -> u32 {
+impl CommunicatorStream for FakeCommunicatorStream {
+    fn device_ordinal(&self) -> u32 {
         3
     }
 
-    fn stream(&self) -> Stream {
+    fn raw_stream(&self) -> Stream {
         std::ptr::without_provenance_mut(0x33)
     }
 
-    fn mark(&self) -> Result<Arc<dyn Event>> {
+    fn record_event(&self) -> Result<Arc<dyn DeviceEvent>> {
         let done = Arc::new(AtomicBool::new(false));
-        self.marks.lock().push(Arc::clone(&done));
+        self.recorded_events.lock().push(Arc::clone(&done));
         Ok(Arc::new(FakeEvent(done)))
     }
 
-    fn room(&self, bytes: usize) -> Result<Arc<dyn Room>> {
-        Ok(Arc::new(FakeRoom(bytes)))
+    fn allocate_result(&self, bytes: usize) -> Result<Arc<dyn ResultMemory>> {
+        Ok(Arc::new(FakeResultMemory(bytes)))
     }
 
-    fn with(&self, work: &mut dyn FnMut()) -> Result<()> {
+    fn with_current_device(&self, work: &mut dyn FnMut()) -> Result<()> {
         work();
         Ok(())
     }

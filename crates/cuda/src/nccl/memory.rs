@@ -12,34 +12,34 @@
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::time::Duration;
 
-use farandole_collectives::{Buffer, Operation, Place};
+use farandole_collectives::{Buffer, CollectiveOperation, MemoryKind};
 use parking_lot::Mutex;
 
-use super::{Comm, Lane, Nccl};
+use super::{Comm, CommunicatorStream, NcclLibrary};
 use crate::{Error, Result};
 
 /// A child of a fork may find the lock taken for ever.
-const PATIENCE: Duration = Duration::from_secs(1);
+const FORKED_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// All that was given. The process's, not a session's: gradients outlive sessions, and what one
 /// rank takes from an old one must be registered as what another has from the new one.
-static GIVEN: Mutex<Vec<Block>> = Mutex::new(Vec::new());
+static ALLOCATED_BLOCKS: Mutex<Vec<NcclMemoryBlock>> = Mutex::new(Vec::new());
 
-struct Block {
+struct NcclMemoryBlock {
     ordinal: u32,
     /// Stream whose order the users of the memory keep.
     stream: usize,
     start: usize,
     bytes: usize,
-    /// Somebody has it.
-    taken: bool,
+    /// Whether a caller holds the block.
+    in_use: bool,
 }
 
-impl Block {
-    fn holds(&self, buffer: &Buffer) -> bool {
+impl NcclMemoryBlock {
+    fn contains_buffer(&self, buffer: &Buffer) -> bool {
         let end = self.start.saturating_add(self.bytes);
         let first = buffer.address().addr();
-        buffer.place() == Place::Device(self.ordinal)
+        buffer.memory_kind() == MemoryKind::Device(self.ordinal)
             && (self.start..end).contains(&first)
             && buffer.len() <= end - first
     }
@@ -53,11 +53,11 @@ pub struct NcclMemory {
 
 impl NcclMemory {
     /// Returns its start, in the device's addresses.
-    pub fn address(&self) -> usize {
+    pub fn start_address(&self) -> usize {
         self.start
     }
 
-    /// In bytes; never 0.
+    /// Returns the size in bytes; never 0.
     #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
     pub fn len(&self) -> usize {
         self.bytes
@@ -66,18 +66,18 @@ impl NcclMemory {
 
 impl Drop for NcclMemory {
     fn drop(&mut self) {
-        if let Some(mut given) = GIVEN.try_lock_for(PATIENCE)
+        if let Some(mut given) = ALLOCATED_BLOCKS.try_lock_for(FORKED_LOCK_TIMEOUT)
             && let Some(block) = given.iter_mut().find(|block| block.start == self.start)
         {
-            block.taken = false;
+            block.in_use = false;
         }
     }
 }
 
-impl Nccl {
+impl NcclLibrary {
     /// Returns whether this version gives memory and registers it.
-    pub fn registers(&self) -> bool {
-        self.table().allocate.is_some() && self.table().register.is_some()
+    pub fn supports_registration(&self) -> bool {
+        self.function_table().allocate.is_some() && self.function_table().register.is_some()
     }
 
     /// Returns memory of a device, at least one byte, for work in the order of this stream. Its
@@ -85,49 +85,60 @@ impl Nccl {
     ///
     /// # Errors
     /// `Nccl` when there is none left, or this version gives none.
-    pub fn memory(&self, device: &impl Lane, stream: usize, bytes: usize) -> Result<NcclMemory> {
-        let (ordinal, bytes, function) = (device.ordinal(), bytes.max(1), "ncclMemAlloc");
-        let left = |block: &&mut Block| {
-            !block.taken && (block.ordinal, block.stream, block.bytes) == (ordinal, stream, bytes)
+    pub fn allocate_memory(
+        &self,
+        device: &impl CommunicatorStream,
+        stream: usize,
+        bytes: usize,
+    ) -> Result<NcclMemory> {
+        let (ordinal, bytes, function) = (device.device_ordinal(), bytes.max(1), "ncclMemAlloc");
+        let left = |block: &&mut NcclMemoryBlock| {
+            !block.in_use && (block.ordinal, block.stream, block.bytes) == (ordinal, stream, bytes)
         };
-        if let Some(block) = GIVEN.lock().iter_mut().find(left) {
-            block.taken = true;
+        if let Some(block) = ALLOCATED_BLOCKS.lock().iter_mut().find(left) {
+            block.in_use = true;
             return Ok(NcclMemory { start: block.start, bytes });
         }
-        let (mut start, mut status) = (null_mut(), super::INVALID_USAGE);
-        let asked = device.with(&mut || {
-            if let Some(allocate) = self.table().allocate {
+        let (mut start, mut status) = (null_mut(), super::NCCL_INVALID_USAGE);
+        let asked = device.with_current_device(&mut || {
+            if let Some(allocate) = self.function_table().allocate {
                 // SAFETY: the place lives across the call.
                 status = unsafe { allocate(&raw mut start, bytes) };
             }
         });
         asked.map_err(|error| Error::Nccl { function, reason: error.to_string() })?;
-        self.check(function, status)?;
+        self.check_status(function, status)?;
         let start = start.expose_provenance();
-        GIVEN.lock().push(Block { ordinal, stream, start, bytes, taken: true });
+        ALLOCATED_BLOCKS.lock().push(NcclMemoryBlock {
+            ordinal,
+            stream,
+            start,
+            bytes,
+            in_use: true,
+        });
         Ok(NcclMemory { start, bytes })
     }
 }
 
 /// The memory that one communicator has registered, by its start.
 #[derive(Default)]
-pub(super) struct Registry(Vec<usize>);
+pub(super) struct RegisteredBlocks(Vec<usize>);
 
-impl Registry {
+impl RegisteredBlocks {
     /// Registers the memory of an operation for as long as the communicator lives; false if it must
     /// not do more. All members have theirs registered, or none: NCCL wants it so, and to fail is
     /// to fail for all.
-    pub(super) fn take_up(
+    pub(super) fn register_operation(
         &mut self,
-        nccl: &Nccl,
+        nccl: &NcclLibrary,
         comm: Comm,
-        operation: &Operation,
+        operation: &CollectiveOperation,
         goes_on: impl Fn() -> bool,
     ) -> Result<bool> {
-        let Some(register) = nccl.table().register else { return Ok(true) };
-        let given = GIVEN.lock();
-        let blocks =
-            buffers(operation).filter_map(|buffer| given.iter().find(|block| block.holds(buffer)));
+        let Some(register) = nccl.function_table().register else { return Ok(true) };
+        let given = ALLOCATED_BLOCKS.lock();
+        let blocks = operation_buffers(operation)
+            .filter_map(|buffer| given.iter().find(|block| block.contains_buffer(buffer)));
         let wanted: Vec<_> = blocks.map(|block| (block.start, block.bytes)).collect();
         drop(given);
         for (start, bytes) in wanted {
@@ -144,7 +155,7 @@ impl Registry {
             let status = unsafe {
                 register(comm, with_exposed_provenance_mut(start), bytes, &raw mut handle)
             };
-            nccl.check("ncclCommRegister", status)?;
+            nccl.check_status("ncclCommRegister", status)?;
             self.0.push(start);
         }
         Ok(goes_on())
@@ -152,14 +163,14 @@ impl Registry {
 }
 
 /// Returns the buffers that an operation is about.
-fn buffers(operation: &Operation) -> impl Iterator<Item = &Buffer> {
+fn operation_buffers(operation: &CollectiveOperation) -> impl Iterator<Item = &Buffer> {
     let segments = match operation {
-        Operation::Allreduce { segments, .. }
-        | Operation::Broadcast { segments, .. }
-        | Operation::Allgather { segments, .. }
-        | Operation::Reducescatter { segments, .. } => segments.as_slice(),
-        Operation::Alltoall { segment, .. } => std::slice::from_ref(segment),
-        Operation::Barrier => &[],
+        CollectiveOperation::Allreduce { segments, .. }
+        | CollectiveOperation::Broadcast { segments, .. }
+        | CollectiveOperation::Allgather { segments, .. }
+        | CollectiveOperation::Reducescatter { segments, .. } => segments.as_slice(),
+        CollectiveOperation::Alltoall { segment, .. } => std::slice::from_ref(segment),
+        CollectiveOperation::Barrier => &[],
     };
     segments.iter().flat_map(|segment| [&segment.input, &segment.output])
 }

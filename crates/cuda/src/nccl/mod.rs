@@ -17,37 +17,37 @@ mod tests;
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::Arc;
 
-use crate::library::table;
-use crate::{Error, Kind, Places, Result};
+use crate::library::function_table;
+use crate::{CudaLibrary, Error, LibrarySearchPath, Result};
 
-pub use calls::carries;
-pub(crate) use calls::{ARCH_FOR_FLOAT8, LEAST_FOR_FLOAT8};
-pub use communicator::{Lane, NcclCommunicator};
+pub use calls::is_nccl_operation;
+pub(crate) use calls::{MIN_ARCH_FOR_FLOAT8, MIN_VERSION_FOR_FLOAT8};
+pub use communicator::{CommunicatorStream, NcclCommunicator};
 pub use memory::NcclMemory;
 
 /// A communicator of NCCL.
 pub(crate) type Comm = *mut c_void;
 type Stream = *mut c_void;
 
-pub(crate) const SUCCESS: i32 = 0;
-pub(crate) const IN_PROGRESS: i32 = 7;
-const INVALID_USAGE: i32 = 5;
+pub(crate) const NCCL_SUCCESS: i32 = 0;
+pub(crate) const NCCL_IN_PROGRESS: i32 = 7;
+const NCCL_INVALID_USAGE: i32 = 5;
 /// The oldest version whose configuration has all that is used: 2.18.
-const LEAST: i32 = 21_800;
-const MAGIC: u32 = 0xcafe_beef;
+const MIN_NCCL_VERSION: i32 = 21_800;
+const CONFIG_MAGIC: u32 = 0xcafe_beef;
 /// The value of settings that a configuration leaves to NCCL.
-const UNDEFINED: i32 = i32::MIN;
+const CONFIG_UNDEFINED: i32 = i32::MIN;
 
-/// Names a communicator on all its members: made by one, told to the others.
+/// The name of a communicator: one member creates it and sends it to the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// `ncclConfig_t` as of version 2.18; later ones take it as it is, and what they have in its last
-/// four bytes as undefined.
+/// `ncclConfig_t` as of version 2.18. Later versions accept this size and treat their additional
+/// fields, in its last four bytes, as undefined.
 #[repr(C)]
 #[derive(Debug)]
-pub struct Settings {
+pub struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
@@ -60,31 +60,32 @@ pub struct Settings {
     rest: i32,
 }
 
-impl Settings {
-    /// Calls return when they are done: those of [`caller`], which may wait.
-    fn blocking() -> Self {
+impl NcclConfig {
+    /// Returns a configuration whose calls block until they are done. Only [`caller`] makes calls,
+    /// and its thread may wait.
+    fn with_blocking_calls() -> Self {
         Self {
             size: size_of::<Self>(),
-            magic: MAGIC,
-            version: LEAST.unsigned_abs(),
+            magic: CONFIG_MAGIC,
+            version: MIN_NCCL_VERSION.unsigned_abs(),
             blocking: 1,
-            cga_cluster_size: UNDEFINED,
-            least_blocks: UNDEFINED,
-            most_blocks: UNDEFINED,
+            cga_cluster_size: CONFIG_UNDEFINED,
+            least_blocks: CONFIG_UNDEFINED,
+            most_blocks: CONFIG_UNDEFINED,
             network: std::ptr::null(),
-            split_share: UNDEFINED,
-            rest: UNDEFINED,
+            split_share: CONFIG_UNDEFINED,
+            rest: CONFIG_UNDEFINED,
         }
     }
 }
 
-table! {
+function_table! {
     /// Functions of NCCL, by its header's types.
-    pub struct Table -> i32 {
+    pub struct NcclTable -> i32 {
         needed {
             version = "ncclGetVersion"(*mut i32);
             unique_id = "ncclGetUniqueId"(*mut UniqueId);
-            init = "ncclCommInitRankConfig"(*mut Comm, i32, UniqueId, i32, *mut Settings);
+            init = "ncclCommInitRankConfig"(*mut Comm, i32, UniqueId, i32, *mut NcclConfig);
             abort = "ncclCommAbort"(Comm);
             async_error = "ncclCommGetAsyncError"(Comm, *mut i32);
             group_start = "ncclGroupStart"();
@@ -111,39 +112,41 @@ type Words = unsafe extern "C" fn(i32) -> *const c_char;
 
 /// The library.
 #[derive(Clone)]
-pub struct Nccl {
-    table: Arc<Table>,
-    words: Option<Words>,
+pub struct NcclLibrary {
+    table: Arc<NcclTable>,
+    error_text: Option<Words>,
     version: i32,
     path: String,
 }
 
-impl Nccl {
+impl NcclLibrary {
     /// Finds and loads it.
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, `Version`, `Nccl`.
-    pub fn load(places: &Places) -> Result<Self> {
-        let library = places.load(Kind::Nccl)?;
-        let path = library.file(Kind::Nccl.probe()).unwrap_or_else(|| library.name().to_owned());
+    pub fn load_from(places: &LibrarySearchPath) -> Result<Self> {
+        let library = places.load_library(CudaLibrary::Nccl)?;
+        let path = library
+            .file_of_function(CudaLibrary::Nccl.probe_symbol())
+            .unwrap_or_else(|| library.requested_name().to_owned());
         // SAFETY: the type in NCCL's header.
-        let words = unsafe { library.function::<Words>(c"ncclGetErrorString") };
-        Self::over(Table::of(&library)?, words, path)
+        let words = unsafe { library.find_function::<Words>(c"ncclGetErrorString") };
+        Self::from_table(NcclTable::from_library(&library)?, words, path)
     }
 
     /// Takes these functions for a library.
     ///
     /// # Errors
     /// `Version`, `Nccl`.
-    pub(crate) fn over(table: Table, words: Option<Words>, path: String) -> Result<Self> {
-        let mut nccl = Self { table: Arc::new(table), words, version: 0, path };
+    pub(crate) fn from_table(table: NcclTable, words: Option<Words>, path: String) -> Result<Self> {
+        let mut nccl = Self { table: Arc::new(table), error_text: words, version: 0, path };
         let mut version = 0;
         // SAFETY: the place lives across the call.
-        nccl.check("ncclGetVersion", unsafe { (nccl.table.version)(&raw mut version) })?;
-        if version < LEAST {
+        nccl.check_status("ncclGetVersion", unsafe { (nccl.table.version)(&raw mut version) })?;
+        if version < MIN_NCCL_VERSION {
             return Err(Error::Version {
                 path: nccl.path,
-                version: spelled(version),
+                version: format_version(version),
                 least: "2.18",
             });
         }
@@ -151,18 +154,18 @@ impl Nccl {
         Ok(nccl)
     }
 
-    /// Such as `2.30.7`.
-    pub fn version(&self) -> String {
-        spelled(self.version)
+    /// Returns the version as text, such as `2.30.7`.
+    pub fn version_text(&self) -> String {
+        format_version(self.version)
     }
 
-    /// As NCCL counts, such as 23007.
-    pub fn code(&self) -> i32 {
+    /// Returns the version in NCCL's encoding, such as 23007.
+    pub fn version_code(&self) -> i32 {
         self.version
     }
 
     /// Returns the file it was loaded from.
-    pub fn path(&self) -> &str {
+    pub fn library_path(&self) -> &str {
         &self.path
     }
 
@@ -170,42 +173,42 @@ impl Nccl {
     ///
     /// # Errors
     /// `Nccl`.
-    pub fn unique_id(&self) -> Result<UniqueId> {
+    pub fn create_unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; 128]);
         // SAFETY: the place has the bytes of the type.
-        self.check("ncclGetUniqueId", unsafe { (self.table.unique_id)(&raw mut id) })?;
+        self.check_status("ncclGetUniqueId", unsafe { (self.table.unique_id)(&raw mut id) })?;
         Ok(id)
     }
 
-    pub(crate) fn table(&self) -> &Table {
+    pub(crate) fn function_table(&self) -> &NcclTable {
         &self.table
     }
 
-    /// Nothing, also for calls in progress, or the error of a failed function.
-    pub(crate) fn check(&self, function: &'static str, status: i32) -> Result<()> {
+    /// Returns the error of a failed function. A call in progress is no error.
+    pub(crate) fn check_status(&self, function: &'static str, status: i32) -> Result<()> {
         match status {
-            SUCCESS | IN_PROGRESS => Ok(()),
-            status => Err(Error::Nccl { function, reason: self.say(status) }),
+            NCCL_SUCCESS | NCCL_IN_PROGRESS => Ok(()),
+            status => Err(Error::Nccl { function, reason: self.describe_status(status) }),
         }
     }
 
     /// Returns the description of a communicator.
-    fn status(&self, comm: Comm) -> i32 {
-        let mut status = SUCCESS;
+    fn async_status(&self, comm: Comm) -> i32 {
+        let mut status = NCCL_SUCCESS;
         // SAFETY: the caller's communicator is alive and the place, too.
         let asked = unsafe { (self.table.async_error)(comm, &raw mut status) };
-        if asked == SUCCESS { status } else { asked }
+        if asked == NCCL_SUCCESS { status } else { asked }
     }
 
-    fn say(&self, status: i32) -> String {
+    fn describe_status(&self, status: i32) -> String {
         // SAFETY: any status may be asked about; the text is the library's own, for ever, and ends
         // with a zero.
         let text =
-            self.words.map(|words| unsafe { CStr::from_ptr(words(status)) }.to_string_lossy());
+            self.error_text.map(|words| unsafe { CStr::from_ptr(words(status)) }.to_string_lossy());
         text.map_or_else(|| format!("status {status}"), |text| format!("{text} (status {status})"))
     }
 }
 
-fn spelled(code: i32) -> String {
+fn format_version(code: i32) -> String {
     format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100)
 }

@@ -1,61 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The plan: which rank reads which rows when.
+//! The plan that assigns rows to ranks and steps.
 
 mod lanes;
 mod step;
 #[cfg(test)]
 mod tests;
 
-pub use lanes::Lanes;
-pub use step::{Piece, Step};
+pub use lanes::LaneLayout;
+pub use step::{BatchPlan, PartSlice};
 
 use std::ops::Range;
 
 use farandole_world::Rank;
 
 use crate::error::{Error, Result};
-use crate::plan::lanes::Order;
+use crate::plan::lanes::EpochOrder;
 
-/// The treatment of rows that do not fill a batch on every rank.
+/// Policy for rows that do not fill a batch on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Tail {
+pub enum TailPolicy {
     /// A shorter last batch, which may be empty on some ranks.
     #[default]
     Keep,
     /// A last batch filled up with repeated rows of weight 0.
     Pad,
-    /// They are left out.
+    /// The rows are left out.
     Drop,
-    /// A shorter last batch, and none on ranks that have no rows left: those have one step less.
+    /// A shorter last batch; ranks without rows left have one step less.
     Join,
 }
 
 /// One rank's request for an epoch.
 #[derive(Clone, Debug)]
-pub struct Request {
+pub struct EpochRequest {
     /// Seed of the shuffle.
     pub seed: u64,
     /// Number of the epoch.
     pub epoch: u64,
-    /// File order when false.
+    /// Whether rows are shuffled; otherwise they come in file order.
     pub shuffle: bool,
     /// This rank.
     pub rank: Rank,
-    /// Ranks of the world.
+    /// Number of ranks.
     pub size: u32,
-    /// Rows of a batch of this rank.
+    /// Rows in a batch of this rank.
     pub batch_size: u64,
-    /// The treatment of the last rows.
-    pub tail: Tail,
-    /// Rows of the epoch, of all ranks together, that are done already.
+    /// Policy for the last rows.
+    pub tail: TailPolicy,
+    /// Rows of the epoch that all ranks together have already processed.
     pub start_row: u64,
 }
 
-/// Rows of one row group that belong together in a lane.
+/// Rows of a row group that belong together in a lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct PlanPart {
     /// Index of the file in the manifest.
     pub file: usize,
     /// Index of the row group in the file.
@@ -64,91 +64,92 @@ pub struct Part {
     pub rows: Range<u64>,
     /// Seed of the permutation of these rows; `None` leaves their order.
     pub shuffle: Option<u64>,
-    /// The first step that takes rows of it.
+    /// First step that takes rows of the part.
     pub first_step: u64,
-    /// The last step that takes rows of it.
+    /// Last step that takes rows of the part.
     pub last_step: u64,
-    /// Rows that this rank takes.
-    pub taken: u64,
+    /// Number of rows that this rank takes.
+    pub taken_rows: u64,
 }
 
-/// Rows of a rank that come from the same lanes, one of each slot in turn.
+/// Rows of a rank that come from the same lanes, one row of each in turn.
 #[derive(Debug)]
-struct Stage {
-    /// Rows of the rank.
+struct RankPhase {
+    /// Range of rows, counted in the rank's rows.
     rows: Range<u64>,
-    slots: Vec<Slot>,
+    lanes: Vec<RankLane>,
 }
 
-/// A lane as one rank sees it: of its rows `first, first + stride, ...`, counted from 0 on.
+/// One rank's rows of a lane: `first, first + stride, ...`, renumbered from 0.
 #[derive(Debug)]
-struct Slot {
-    /// Ascending.
-    stretches: Vec<Weave>,
+struct RankLane {
+    /// Segments in ascending order of rows.
+    segments: Vec<RankSegment>,
 }
 
-/// Rows of a slot that come in turn from the same parts, one of each.
+/// Rows of a rank's lane that come in turn from the same parts, one row of each.
 #[derive(Debug)]
-struct Weave {
-    /// Rows of the slot.
+struct RankSegment {
+    /// Range of rows, counted in the rank's rows of the lane.
     rows: Range<u64>,
-    /// The open parts, in turn, and the first row of each.
+    /// Open parts in turn, and the first row taken of each.
     open: Vec<(usize, u64)>,
-    /// From one row of a part to the next.
+    /// Distance between two rows taken of a part.
     stride: u64,
 }
 
-/// By lane and run, the part that it has become.
+/// Number of the part of each block, by lane and block; `None` before the part exists.
 type Numbers = Vec<Vec<Option<usize>>>;
 
 /// One rank's part of one epoch.
 #[derive(Debug)]
-pub struct Plan {
-    parts: Vec<Part>,
-    /// In the order of their rows.
-    stages: Vec<Stage>,
+pub struct EpochPlan {
+    parts: Vec<PlanPart>,
+    /// Phases in the order of their rows.
+    phases: Vec<RankPhase>,
     steps: u64,
     batch_size: u64,
-    /// Rows of this rank, without padding.
+    /// Number of rows of this rank, without padding.
     rows: u64,
-    tail: Tail,
+    tail: TailPolicy,
     padding: Option<usize>,
 }
 
-impl Request {
-    /// Returns the rows of this rank, of an epoch over `rows` rows.
-    fn own(&self, rows: u64) -> u64 {
+impl EpochRequest {
+    /// Returns the number of rows of this rank in an epoch over `rows` rows.
+    fn rank_rows(&self, rows: u64) -> u64 {
         let left = rows.saturating_sub(self.start_row).saturating_sub(u64::from(self.rank.0));
         left.div_ceil(u64::from(self.size).max(1))
     }
 
-    /// Steps of an epoch over `rows` rows, the same on every rank but with [`Tail::Join`].
-    pub fn steps(&self, rows: u64) -> u64 {
+    /// Returns the number of steps of an epoch over `rows` rows; it is the same on every rank,
+    /// except with [`TailPolicy::Join`].
+    pub fn step_count(&self, rows: u64) -> u64 {
         let global = (u64::from(self.size) * self.batch_size).max(1);
         let left = rows.saturating_sub(self.start_row);
         match self.tail {
-            Tail::Keep | Tail::Pad => left.div_ceil(global),
-            Tail::Drop => left / global,
-            Tail::Join => self.own(rows).div_ceil(self.batch_size.max(1)),
+            TailPolicy::Keep | TailPolicy::Pad => left.div_ceil(global),
+            TailPolicy::Drop => left / global,
+            TailPolicy::Join => self.rank_rows(rows).div_ceil(self.batch_size.max(1)),
         }
     }
 }
 
-impl Plan {
-    /// Plans an epoch of the data set behind `lanes`.
+impl EpochPlan {
+    /// Plans an epoch of the data set with these lanes.
     ///
     /// # Errors
-    /// A rank past the size, or a size or batch size of 0.
-    pub fn new(lanes: &Lanes, request: &Request) -> Result<Self> {
-        check(request)?;
+    /// A rank outside of the world, or a size or batch size of 0.
+    pub fn new(lanes: &LaneLayout, request: &EpochRequest) -> Result<Self> {
+        check_request(request)?;
         let (rank, size) = (u64::from(request.rank.0), u64::from(request.size));
-        let order = lanes.order(request.seed, request.epoch, request.shuffle);
-        let total = lanes.rows();
-        let steps = request.steps(total);
-        let rows = request.own(total).min(steps * request.batch_size);
+        let order = lanes.epoch_order(request.seed, request.epoch, request.shuffle);
+        let total = lanes.total_rows();
+        let steps = request.step_count(total);
+        let rows = request.rank_rows(total).min(steps * request.batch_size);
         let mut plan = Self {
             parts: Vec::new(),
-            stages: Vec::new(),
+            phases: Vec::new(),
             steps,
             batch_size: request.batch_size,
             rows,
@@ -158,17 +159,17 @@ impl Plan {
         let mut numbers: Numbers =
             order.lanes.iter().map(|lane| vec![None; lane.runs.len()]).collect();
         for phase in 0..order.phases.len() {
-            plan.add_stage(&order, phase, (request.start_row + rank, size), &mut numbers);
+            plan.add_phase(&order, phase, (request.start_row + rank, size), &mut numbers);
         }
-        plan.add_padding(lanes);
+        plan.add_padding_part(lanes);
         Ok(plan)
     }
 
-    /// Adds the rows of a phase; those of this rank are at the positions `first, first + size,
+    /// Adds the rows of a phase. The rows of this rank have the positions `first, first + size,
     /// ...`.
-    fn add_stage(
+    fn add_phase(
         &mut self,
-        order: &Order,
+        order: &EpochOrder,
         number: usize,
         (first, size): (u64, u64),
         numbers: &mut Numbers,
@@ -176,37 +177,43 @@ impl Plan {
         let Some(phase) = order.phases.get(number) else { return };
         let own = |position: u64| position.saturating_sub(first).div_ceil(size).min(self.rows);
         let rows = own(phase.start)..own(phase.end);
-        // They walk over lanes / gcd lanes in turn, and in each lane by size / gcd rows.
+        // The rank's rows visit lanes / gcd lanes in turn, and within each lane every (size /
+        // gcd)-th row.
         let gcd = gcd(size, phase.lanes);
         let (turn, stride) = (phase.lanes / gcd, size / gcd);
         let mut slots = Vec::new();
         for slot in 0..turn.min(rows.end.saturating_sub(rows.start)) {
             let position = first + (rows.start + slot) * size - phase.start;
             let (lane, row) = (position % phase.lanes, position / phase.lanes);
-            let row = order.done(lane, number) + row;
-            slots.push(self.slot(order, (lane, row, stride), (&rows, slot, turn), numbers));
+            let row = order.rows_before_phase(lane, number) + row;
+            slots.push(self.plan_rank_lane(
+                order,
+                (lane, row, stride),
+                (&rows, slot, turn),
+                numbers,
+            ));
         }
-        self.stages.push(Stage { rows, slots });
+        self.phases.push(RankPhase { rows, lanes: slots });
     }
 
-    /// Slot number `slot` of `turn` of the rank's rows `rows`: rows `first, first + stride, ...` of
-    /// a lane.
-    fn slot(
+    /// Plans the rows of a rank in one lane: rows `first, first + stride, ...` of the lane. They
+    /// are every `turn`-th of the rank's rows `rows`, starting with number `slot`.
+    fn plan_rank_lane(
         &mut self,
-        order: &Order,
+        order: &EpochOrder,
         (lane, first, stride): (u64, u64, u64),
         (rows, slot, turn): (&Range<u64>, u64, u64),
         numbers: &mut Numbers,
-    ) -> Slot {
+    ) -> RankLane {
         let mut stretches = Vec::new();
         let (Some(lane), Some(numbers)) =
-            (order.lanes.get(index(lane)), numbers.get_mut(index(lane)))
+            (order.lanes.get(to_index(lane)), numbers.get_mut(to_index(lane)))
         else {
-            return Slot { stretches };
+            return RankLane { segments: stretches };
         };
         let taken = (rows.end - rows.start - slot).div_ceil(turn);
-        let begin = lane.stretches.partition_point(|stretch| stretch.rows.end <= first);
-        for stretch in lane.stretches.iter().skip(begin) {
+        let begin = lane.segments.partition_point(|stretch| stretch.rows.end <= first);
+        for stretch in lane.segments.iter().skip(begin) {
             let low = stretch.rows.start.saturating_sub(first).div_ceil(stride);
             let high = stretch.rows.end.saturating_sub(first).div_ceil(stride).min(taken);
             if low >= taken {
@@ -215,14 +222,15 @@ impl Plan {
             if low >= high {
                 continue;
             }
-            // Of `many` runs in turn, every stride-th row sees many / gcd, again and again.
+            // The rows of `many` blocks alternate, so every stride-th row visits many / gcd of the
+            // blocks in turn.
             let many = stretch.open.len() as u64;
             let common = gcd(stride, many);
             let start = first + low * stride - stretch.rows.start;
             let mut open = Vec::new();
             for turned in 0..(many / common).min(high - low) {
                 let place = start + turned * stride;
-                let Some((run, done)) = stretch.open.get(index(place % many)) else { continue };
+                let Some((run, done)) = stretch.open.get(to_index(place % many)) else { continue };
                 let count = (high - low - turned).div_ceil(many / common);
                 let last = low + turned + (count - 1) * (many / common);
                 let steps = |row: u64| (rows.start + slot + row * turn) / self.batch_size;
@@ -233,16 +241,16 @@ impl Plan {
                     (Some(part), _) => {
                         part.first_step = part.first_step.min(first_step);
                         part.last_step = part.last_step.max(last_step);
-                        part.taken += count;
+                        part.taken_rows += count;
                     }
-                    (None, Some(run)) => self.parts.push(Part {
+                    (None, Some(run)) => self.parts.push(PlanPart {
                         file: run.file,
                         group: run.group,
                         rows: run.rows.clone(),
                         shuffle: run.shuffle,
                         first_step,
                         last_step,
-                        taken: count,
+                        taken_rows: count,
                     }),
                     (None, None) => continue,
                 }
@@ -251,52 +259,53 @@ impl Plan {
                 }
                 open.push((number, done + place / many));
             }
-            stretches.push(Weave { rows: low..high, open, stride: stride / common });
+            stretches.push(RankSegment { rows: low..high, open, stride: stride / common });
         }
-        Slot { stretches }
+        RankLane { segments: stretches }
     }
 
-    /// A last step without any row of this rank still needs a row to repeat: the very first of the
-    /// data set.
-    fn add_padding(&mut self, lanes: &Lanes) {
-        let empty_end = self.tail == Tail::Pad
+    /// Adds the first row of the data set for a last step in which this rank has no row to repeat.
+    fn add_padding_part(&mut self, lanes: &LaneLayout) {
+        let empty_end = self.tail == TailPolicy::Pad
             && self.steps > 0
             && self.rows <= (self.steps - 1) * self.batch_size;
         if let (true, Some((file, group))) = (empty_end, lanes.first_group()) {
             self.padding = Some(self.parts.len());
             let step = self.steps - 1;
-            self.parts.push(Part {
+            self.parts.push(PlanPart {
                 file,
                 group,
                 rows: 0..1,
                 shuffle: None,
                 first_step: step,
                 last_step: step,
-                taken: 1,
+                taken_rows: 1,
             });
         }
     }
 
-    /// Returns the parts to read, in no particular order; [`Piece::part`] is an index into them.
-    pub fn parts(&self) -> &[Part] {
+    /// Returns the parts to read, in no particular order; [`PartSlice::part`] is an index into this
+    /// list.
+    pub fn parts(&self) -> &[PlanPart] {
         &self.parts
     }
 
-    /// Batches of this rank, as many as of every other.
-    pub fn steps(&self) -> u64 {
+    /// Returns the number of batches of this rank.
+    pub fn step_count(&self) -> u64 {
         self.steps
     }
 
-    /// Returns the rows of this rank in the whole epoch, without padding.
-    pub fn rows(&self) -> u64 {
+    /// Returns the number of rows of this rank in the whole epoch, without padding.
+    pub fn row_count(&self) -> u64 {
         self.rows
     }
 
-    /// Returns the least that has to be held at a time, when `bytes` tells what a part takes: the
-    /// rows of a step may be copied part by part, in the order of [`Plan::queue`], and parts that
-    /// are not needed any more make room for others.
-    pub fn least_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
-        // By step: what ends in it, what it alone needs, what begins in it and continues.
+    /// Returns the smallest number of bytes that must be held at a time, if `bytes` returns the
+    /// bytes of a part. The rows of a step may be copied part by part, in the order of
+    /// [`EpochPlan::load_order`], and parts that are no longer needed are released for others.
+    pub fn min_held_bytes(&self, bytes: impl Fn(&PlanPart) -> u64) -> u64 {
+        // Kinds of parts in a step: last used in it, used only in it, first used in it and needed
+        // later.
         let (ends, alone, begins) = (0_u8, 1, 2);
         let mut events: Vec<(u64, u8, u64)> = Vec::with_capacity(2 * self.parts.len());
         for part in &self.parts {
@@ -322,9 +331,9 @@ impl Plan {
         most
     }
 
-    /// Parts in the order in which they are needed; of those that are needed at a time, those first
-    /// that are done first.
-    pub fn queue(&self) -> Vec<usize> {
+    /// Returns the parts in the order in which they are needed. If several are needed at the same
+    /// step, parts that end earlier come first.
+    pub fn load_order(&self) -> Vec<usize> {
         let mut queue: Vec<usize> = (0..self.parts.len()).collect();
         queue.sort_by_key(|part| {
             self.parts.get(*part).map(|part| (part.first_step, part.last_step))
@@ -333,7 +342,7 @@ impl Plan {
     }
 }
 
-fn check(request: &Request) -> Result<()> {
+fn check_request(request: &EpochRequest) -> Result<()> {
     let (rank, size, batch_size) =
         (u64::from(request.rank.0), u64::from(request.size), request.batch_size);
     if rank < size && batch_size > 0 && batch_size < 1 << 31 {
@@ -347,7 +356,7 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Returns a count as an index.
-pub(crate) fn index(count: u64) -> usize {
+/// Converts a count to an index.
+pub(crate) fn to_index(count: u64) -> usize {
     usize::try_from(count).unwrap_or(usize::MAX)
 }

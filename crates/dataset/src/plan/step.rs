@@ -1,74 +1,79 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The parts of one batch.
+//! Plans the parts of one batch.
 
-use crate::plan::{Plan, Stage, Tail, index};
+use crate::plan::{EpochPlan, RankPhase, TailPolicy, to_index};
 
-/// Rows of one part, in the part's own order (after its permutation).
+/// Rows of one part, in the part's order (after its permutation).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// Index of the part in [`Plan::parts`].
+pub struct PartSlice {
+    /// Index of the part in [`EpochPlan::parts`].
     pub part: usize,
     /// First row.
     pub first: usize,
-    /// Their number.
+    /// Number of rows.
     pub count: usize,
-    /// From one to the next.
+    /// Distance between two rows in the part.
     pub stride: usize,
     /// Position of the first row in the batch.
-    pub at: usize,
-    /// From one to the next in the batch.
-    pub skip: usize,
+    pub batch_start: usize,
+    /// Distance between two rows in the batch.
+    pub batch_stride: usize,
 }
 
 /// One batch of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Step {
-    /// Sources of its rows, by [`Piece::at`]; together they fill the first `valid` rows of the
-    /// batch.
-    pub pieces: Vec<Piece>,
-    /// Rows that are no padding.
+pub struct BatchPlan {
+    /// Sources of the rows, by [`PartSlice::batch_start`]. Together they fill the first `valid`
+    /// rows of the batch.
+    pub pieces: Vec<PartSlice>,
+    /// Number of rows that are not padding.
     pub valid: usize,
-    /// Rows of the batch; those past `valid` repeat the last one.
+    /// Number of rows of the batch. Rows after the first `valid` ones repeat the last valid row.
     pub rows: usize,
-    /// The part whose only row is repeated, when there is no valid row.
+    /// Part with the row that is repeated, if there is no valid row.
     pub padding: Option<usize>,
 }
 
-impl Plan {
-    /// Returns the batch of step `step`; empty past the end.
-    pub fn step(&self, step: u64) -> Step {
-        if step >= self.steps() {
-            return Step::default();
+impl EpochPlan {
+    /// Returns the batch of step `step`; empty after the last step.
+    pub fn plan_batch(&self, step: u64) -> BatchPlan {
+        if step >= self.step_count() {
+            return BatchPlan::default();
         }
         let low = (step * self.batch_size).min(self.rows);
         let high = ((step + 1) * self.batch_size).min(self.rows);
         let mut pieces = Vec::new();
         for stage in
-            self.stages.iter().filter(|stage| stage.rows.start < high && low < stage.rows.end)
+            self.phases.iter().filter(|stage| stage.rows.start < high && low < stage.rows.end)
         {
-            stage.pieces(low.max(stage.rows.start), high.min(stage.rows.end), low, &mut pieces);
+            stage.push_part_slices(
+                low.max(stage.rows.start),
+                high.min(stage.rows.end),
+                low,
+                &mut pieces,
+            );
         }
-        pieces.sort_unstable_by_key(|piece| piece.at);
-        let valid = index(high - low);
-        let padded = self.tail == Tail::Pad;
-        let rows = if padded { index(self.batch_size) } else { valid };
-        Step { pieces, valid, rows, padding: if valid == 0 { self.padding } else { None } }
+        pieces.sort_unstable_by_key(|piece| piece.batch_start);
+        let valid = to_index(high - low);
+        let padded = self.tail == TailPolicy::Pad;
+        let rows = if padded { to_index(self.batch_size) } else { valid };
+        BatchPlan { pieces, valid, rows, padding: if valid == 0 { self.padding } else { None } }
     }
 }
 
-impl Stage {
-    /// Adds the rows `low..high` of a rank, which are all of this stage; the batch begins with row
+impl RankPhase {
+    /// Adds the rank's rows `low..high`, which are all in this phase. The batch begins with row
     /// `first`.
-    fn pieces(&self, low: u64, high: u64, first: u64, pieces: &mut Vec<Piece>) {
-        let turn = self.slots.len() as u64;
+    fn push_part_slices(&self, low: u64, high: u64, first: u64, pieces: &mut Vec<PartSlice>) {
+        let turn = self.lanes.len() as u64;
         let start = self.rows.start;
-        for (slot, lane) in (start..).zip(&self.slots) {
+        for (slot, lane) in (start..).zip(&self.lanes) {
             let (from, to) =
                 (low.saturating_sub(slot).div_ceil(turn), high.saturating_sub(slot).div_ceil(turn));
-            let begin = lane.stretches.partition_point(|weave| weave.rows.end <= from);
-            for weave in lane.stretches.iter().skip(begin).take_while(|weave| weave.rows.start < to)
+            let begin = lane.segments.partition_point(|weave| weave.rows.end <= from);
+            for weave in lane.segments.iter().skip(begin).take_while(|weave| weave.rows.start < to)
             {
                 let many = weave.open.len() as u64;
                 for (number, (part, row)) in (0..many).zip(&weave.open) {
@@ -79,13 +84,13 @@ impl Stage {
                     if next >= end {
                         continue;
                     }
-                    pieces.push(Piece {
+                    pieces.push(PartSlice {
                         part: *part,
-                        first: index(row + done * weave.stride),
-                        count: index((end - next).div_ceil(many)),
-                        stride: index(weave.stride),
-                        at: index(slot + next * turn - first),
-                        skip: index(many * turn),
+                        first: to_index(row + done * weave.stride),
+                        count: to_index((end - next).div_ceil(many)),
+                        stride: to_index(weave.stride),
+                        batch_start: to_index(slot + next * turn - first),
+                        batch_stride: to_index(many * turn),
                     });
                 }
             }

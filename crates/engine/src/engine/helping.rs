@@ -1,88 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Submission, and a short time of help: an operation that completes in that time needs no other
-//! thread.
+//! Submission with a short time of help: the submitting thread drives for a moment. If the
+//! operation completes in that time, no other thread is needed.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Engine;
 use crate::callbacks::Callback;
-use crate::{Completion, Handle, Request, Result};
+use crate::{CollectiveRequest, RequestCompletion, RequestHandle, Result};
 
-/// Longest help: several times what small operations take, and too short to matter to the owner of
-/// the thread.
-const MOMENT: Duration = Duration::from_micros(150);
-/// After so many useless attempts in a row, help is given only now and then.
-const VAIN: u32 = 3;
-/// One call in so many is then helped.
-const SOMETIMES: u32 = 16;
+/// Longest help: several times the duration of a small operation, and too short to delay the
+/// calling thread noticeably.
+const HELP_BUDGET: Duration = Duration::from_micros(150);
+/// Number of consecutive failed attempts after which help becomes rare.
+const MAX_FAILED_HELPS: u32 = 3;
+/// Help is then given in one of this many calls.
+const RETRY_HELP_EVERY: u32 = 16;
 
-/// Whether help has been worth it.
+/// Record of whether help has completed operations in time.
 #[derive(Debug, Default)]
-pub(super) struct Zeal {
-    vain: AtomicU32,
+pub(super) struct HelpBackoff {
+    failed_helps: AtomicU32,
 }
 
-impl Zeal {
-    /// Returns the time to help this time.
-    fn moment(&self) -> Duration {
-        let vain = self.vain.load(Ordering::Relaxed);
-        if vain < VAIN || vain.is_multiple_of(SOMETIMES) { MOMENT } else { Duration::ZERO }
+impl HelpBackoff {
+    /// Returns the time to help in this call.
+    fn next_budget(&self) -> Duration {
+        let vain = self.failed_helps.load(Ordering::Relaxed);
+        if vain < MAX_FAILED_HELPS || vain.is_multiple_of(RETRY_HELP_EVERY) {
+            HELP_BUDGET
+        } else {
+            Duration::ZERO
+        }
     }
 
-    fn learn(&self, over: bool) {
+    fn record_outcome(&self, over: bool) {
         if over {
-            self.vain.store(0, Ordering::Relaxed);
+            self.failed_helps.store(0, Ordering::Relaxed);
         } else {
-            self.vain.fetch_add(1, Ordering::Relaxed);
+            self.failed_helps.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
 impl Engine {
-    /// Submits requests, several as one group, and drives on this thread for a moment. Results that
-    /// came by then are returned. Longer operations are left to the engine's own threads, and to
-    /// the callbacks that `later` makes, one for each request. After several useless attempts, help
-    /// is given less often.
+    /// Submits requests, several as one group, and drives the engine on this thread for a moment.
+    /// Returns the results if all are complete by then. Otherwise returns `None`: the engine's own
+    /// threads complete the operations, and the results go to the callbacks that `later` creates,
+    /// one for each request. After several failed attempts, help is given less often.
     ///
     /// # Errors
     /// Like [`Engine::submit_group`]; `later` is not called then.
-    pub fn submit_helping(
+    pub fn submit_and_help(
         &self,
-        mut requests: Vec<Request>,
+        mut requests: Vec<CollectiveRequest>,
         later: impl FnOnce() -> Vec<Callback>,
-    ) -> Result<Option<Vec<Result<Completion>>>> {
+    ) -> Result<Option<Vec<Result<RequestCompletion>>>> {
         self.check_process()?;
-        self.inner.callbacks.start()?;
+        self.inner.callbacks.ensure_thread()?;
         let handles = match requests.pop() {
-            Some(request) if requests.is_empty() => vec![self.admit(request, None)?],
+            Some(request) if requests.is_empty() => vec![self.admit_request(request, None)?],
             last => {
                 requests.extend(last);
                 self.admit_group(requests, Vec::new())?
             }
         };
-        let moment = self.zeal.moment();
+        let moment = self.help_backoff.next_budget();
         let results = if moment.is_zero() {
-            self.inner.announce();
-            self.zeal.learn(false);
+            self.inner.announce_submission();
+            self.help_backoff.record_outcome(false);
             Vec::new()
         } else {
-            self.inner.announce_quietly();
-            let results = self.results_by(&handles, Instant::now() + moment);
-            self.zeal.learn(results.len() == handles.len());
+            self.inner.announce_before_wait();
+            let results = self.wait_for_results_until(&handles, Instant::now() + moment);
+            self.help_backoff.record_outcome(results.len() == handles.len());
             results
         };
         if results.len() == handles.len() {
             return Ok(Some(results));
         }
-        self.hand_over(&handles, results, later());
+        self.attach_callbacks(&handles, results, later());
         Ok(None)
     }
 
-    /// Results in order, until the first that has not come by `end`.
-    fn results_by(&self, handles: &[Handle], end: Instant) -> Vec<Result<Completion>> {
+    /// Returns results in order, up to the first that is not complete by `end`.
+    fn wait_for_results_until(
+        &self,
+        handles: &[RequestHandle],
+        end: Instant,
+    ) -> Vec<Result<RequestCompletion>> {
         let mut results = Vec::with_capacity(handles.len());
         for handle in handles {
             match self.wait(*handle, end.saturating_duration_since(Instant::now())).transpose() {
@@ -93,25 +101,27 @@ impl Engine {
         results
     }
 
-    /// Results go to the first callbacks; the others get what comes.
-    pub(super) fn hand_over(
+    /// Passes `results` to the first callbacks, and attaches the others to the remaining handles.
+    pub(super) fn attach_callbacks(
         &self,
-        handles: &[Handle],
-        results: Vec<Result<Completion>>,
+        handles: &[RequestHandle],
+        results: Vec<Result<RequestCompletion>>,
         callbacks: Vec<Callback>,
     ) {
         let mut callbacks = callbacks.into_iter();
         let left = &handles[results.len()..];
-        // Results first: they are fewer, and no callback is taken that has none.
+        // Zip from `results`, which may be shorter: zipping from `callbacks` would consume one
+        // callback too many.
         let paired = results.into_iter().zip(callbacks.by_ref());
         let mut calls: Vec<_> = paired.map(|(result, callback)| (callback, result)).collect();
         let mut desk = self.inner.desk.lock();
         for (handle, callback) in left.iter().zip(callbacks) {
-            desk.hand_over(*handle, callback, &mut calls);
+            desk.attach_callback(*handle, callback, &mut calls);
         }
         drop(desk);
-        self.inner.callbacks.send(&mut calls);
-        // Left where the engine has ended meanwhile, and its thread for callbacks with it.
+        self.inner.callbacks.enqueue_calls(&mut calls);
+        // If the engine has ended meanwhile, the callback thread has ended too: run the remaining
+        // calls here.
         calls.into_iter().for_each(|(callback, result)| callback(result));
     }
 }
@@ -122,14 +132,14 @@ mod tests {
 
     #[test]
     fn useless_help_becomes_rare_and_is_complete_again_once_it_pays() {
-        let zeal = Zeal::default();
+        let zeal = HelpBackoff::default();
         let given = || {
-            let moment = zeal.moment();
-            zeal.learn(false);
+            let moment = zeal.next_budget();
+            zeal.record_outcome(false);
             !moment.is_zero()
         };
         assert_eq!((0..32).filter(|_| given()).count(), 4, "the first three, and the sixteenth");
-        zeal.learn(true);
-        assert_eq!(zeal.moment(), MOMENT);
+        zeal.record_outcome(true);
+        assert_eq!(zeal.next_budget(), HELP_BUDGET);
     }
 }

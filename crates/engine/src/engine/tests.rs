@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-use farandole_collectives::{Communicator, HostCommunicator, Operation, Token};
-use farandole_world::{Fault, HostHash};
+use farandole_collectives::{CollectiveOperation, Communicator, HostCommunicator, OperationToken};
+use farandole_world::{FaultOrigin, HostHash};
 
 use super::*;
-use crate::{Cause, ProgressHost, SetOptions, Settings, Silent};
+use crate::{EngineSettings, ProcessSetOptions, ProgressHost, SilentObserver, StopCause};
 
 struct Awake;
 
 impl ProgressHost for Awake {
-    fn prepare(&self) {}
+    fn prepare_park(&self) {}
     fn park(&self, _limit: Duration) {
         std::thread::yield_now();
     }
-    fn cancel(&self) {}
+    fn cancel_park(&self) {}
     fn unpark(&self) {}
-    fn check(&self) -> farandole_transport::Result<()> {
+    fn check_peers(&self) -> farandole_transport::Result<()> {
         Ok(())
     }
-    fn beat(&self) {}
+    fn send_heartbeat(&self) {}
 }
 
 fn options(id: u32) -> EngineOptions {
     EngineOptions {
-        world: World::alone(HostHash("host".to_owned())),
-        settings: Settings {
+        world: World::single_rank(HostHash("host".to_owned())),
+        settings: EngineSettings {
             collective_timeout: Duration::from_secs(20),
             fusion_threshold: 0,
             group_fusion: true,
             cache_capacity: 0,
-            hearsay: Duration::from_millis(500),
+            loss_report_allowance: Duration::from_millis(500),
             spin: Duration::ZERO,
             stall_check: None,
             stall_shutdown: None,
@@ -40,7 +40,7 @@ fn options(id: u32) -> EngineOptions {
             tune: None,
         },
         host: Arc::new(Awake),
-        sets: vec![SetOptions {
+        sets: vec![ProcessSetOptions {
             id: ProcessSetId(id),
             members: vec![Rank(0)],
             control: Vec::new(),
@@ -49,25 +49,25 @@ fn options(id: u32) -> EngineOptions {
         foreign: Vec::new(),
         devices: Vec::new(),
         fabric: None,
-        observer: Arc::new(Silent),
+        observer: Arc::new(SilentObserver),
     }
 }
 
 #[test]
 fn a_forked_child_gets_an_error_that_says_how_to_start_workers() {
     let mut engine = Engine::start(options(0)).unwrap();
-    let barrier = || Request::barrier("b", ProcessSetId::GLOBAL);
+    let barrier = || CollectiveRequest::barrier("b", ProcessSetId::GLOBAL);
     let handle = engine.submit(barrier()).unwrap();
     let pid = std::mem::replace(&mut engine.pid, 1);
     for error in [
         engine.submit(barrier()).unwrap_err(),
         engine.submit_group(vec![barrier()]).unwrap_err(),
-        engine.submit_with(barrier(), Box::new(drop)).unwrap_err(),
+        engine.submit_with_callback(barrier(), Box::new(drop)).unwrap_err(),
         engine.poll(handle).unwrap_err(),
         engine.wait(handle, Duration::ZERO).unwrap_err(),
     ] {
         assert!(error.to_string().ends_with("with the spawn or forkserver method"), "{error}");
-        assert_eq!(error.fault(), Fault::Usage);
+        assert_eq!(error.fault(), FaultOrigin::Usage);
     }
     engine.shutdown();
     engine.pid = pid;
@@ -84,15 +84,15 @@ fn each_request_of_a_group_has_its_callback() {
     };
     let requests = || {
         vec![
-            Request::barrier("a", ProcessSetId::GLOBAL),
-            Request::barrier("b", ProcessSetId::GLOBAL),
+            CollectiveRequest::barrier("a", ProcessSetId::GLOBAL),
+            CollectiveRequest::barrier("b", ProcessSetId::GLOBAL),
         ]
     };
     assert!(matches!(
-        engine.submit_group_with(requests(), vec![done(0)]),
+        engine.submit_group_with_callbacks(requests(), vec![done(0)]),
         Err(Error::Group { members: 2, .. })
     ));
-    engine.submit_group_with(requests(), vec![done(1), done(2)]).unwrap();
+    engine.submit_group_with_callbacks(requests(), vec![done(1), done(2)]).unwrap();
     let mut seen: Vec<_> =
         (0..2).map(|_| results.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
     seen.sort_unstable();
@@ -102,11 +102,12 @@ fn each_request_of_a_group_has_its_callback() {
 #[test]
 fn a_callback_that_is_handed_over_after_the_end_is_called_all_the_same() {
     let engine = Engine::start(options(0)).unwrap();
-    let handle = engine.submit_attended(Request::barrier("a", ProcessSetId::GLOBAL)).unwrap();
+    let handle =
+        engine.submit_before_wait(CollectiveRequest::barrier("a", ProcessSetId::GLOBAL)).unwrap();
     engine.shutdown();
     let (sender, results) = std::sync::mpsc::channel();
     let done: Callback = Box::new(move |result| sender.send(result.is_ok()).unwrap());
-    engine.hand_over(&[handle], Vec::new(), vec![done]);
+    engine.attach_callbacks(&[handle], Vec::new(), vec![done]);
     assert!(results.try_recv().is_ok());
 }
 
@@ -130,54 +131,63 @@ struct Panicking {
 }
 
 impl Communicator for Panicking {
-    fn size(&self) -> usize {
+    fn member_count(&self) -> usize {
         1
     }
-    fn member(&self) -> usize {
+    fn member_index(&self) -> usize {
         0
     }
-    fn submit(&mut self, _: Token, _: Operation) -> farandole_collectives::Result<()> {
+    fn submit_operation(
+        &mut self,
+        _: OperationToken,
+        _: CollectiveOperation,
+    ) -> farandole_collectives::Result<()> {
         assert!(!self.at_once, "as the test wants it");
         self.pending = 1;
         Ok(())
     }
-    fn progress(&mut self, _: &mut Vec<Token>) -> farandole_collectives::Result<bool> {
+    fn make_progress(
+        &mut self,
+        _: &mut Vec<OperationToken>,
+    ) -> farandole_collectives::Result<bool> {
         assert_eq!(self.pending, 0, "as the test wants it");
         Ok(false)
     }
-    fn abandon(&mut self) {
+    fn abandon_operations(&mut self) {
         self.pending = 0;
     }
-    fn pending(&self) -> usize {
+    fn pending_count(&self) -> usize {
         self.pending
     }
 }
 
-fn barrier() -> Request {
-    Request::barrier("b", ProcessSetId::GLOBAL)
+fn barrier() -> CollectiveRequest {
+    CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)
 }
 
-fn ended(engine: &Engine, result: Result<Completion>) {
+fn ended(engine: &Engine, result: Result<RequestCompletion>) {
     let error = result.unwrap_err();
     assert!(error.to_string().contains("the engine panicked, and said where on stderr"), "{error}");
-    assert_eq!(error.fault(), Fault::Bug);
+    assert_eq!(error.fault(), FaultOrigin::Bug);
     assert!(engine.submit(barrier()).is_err(), "it is over");
 }
 
 #[test]
 fn operations_that_a_panic_interrupted_end_too() {
     let engine = Engine::start(options(0)).unwrap();
-    let mut driver = engine.inner.summon();
-    let handle = engine.submit_attended(barrier()).unwrap();
+    let mut driver = engine.inner.preempt_driver();
+    let handle = engine.submit_before_wait(barrier()).unwrap();
     let (sender, results) = std::sync::mpsc::channel();
-    let called = Request::barrier("called", ProcessSetId::GLOBAL);
-    engine.submit_with(called, Box::new(move |result| sender.send(result).unwrap())).unwrap();
+    let called = CollectiveRequest::barrier("called", ProcessSetId::GLOBAL);
+    engine
+        .submit_with_callback(called, Box::new(move |result| sender.send(result).unwrap()))
+        .unwrap();
     let mut lost = std::collections::VecDeque::new();
-    engine.inner.desk.lock().drain(&mut lost);
+    engine.inner.desk.lock().drain_queue(&mut lost);
     assert_eq!(lost.len(), 2);
     drop(lost);
-    engine.inner.stop(&mut driver, Cause::Panicked);
-    engine.inner.leave(driver);
+    engine.inner.stop_engine(&mut driver, StopCause::Panicked);
+    engine.inner.release_driver(driver);
     ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());
     ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
 }
@@ -192,13 +202,13 @@ fn a_panic_ends_the_engine_on_any_driving_thread() {
     for at_once in [false, true] {
         // A thread that waits also drives.
         let engine = start(at_once);
-        let handle = engine.submit_attended(barrier()).unwrap();
+        let handle = engine.submit_before_wait(barrier()).unwrap();
         ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());
         // Nobody waits.
         let engine = start(at_once);
         let (sender, results) = std::sync::mpsc::channel();
         engine
-            .submit_with(barrier(), Box::new(move |result| sender.send(result).unwrap()))
+            .submit_with_callback(barrier(), Box::new(move |result| sender.send(result).unwrap()))
             .unwrap();
         ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
     }

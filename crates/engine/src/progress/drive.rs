@@ -1,51 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The work of the holder of the progress lock.
+//! The drive loop: the work of the thread that holds the progress lock.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::patience::Patience;
-use super::{BEAT, Driver, Inner, Until};
-use crate::Cause;
+use super::spin_budget::SpinBudget;
+use super::{DriveGoal, DriverState, EngineShared, HEARTBEAT_INTERVAL};
+use crate::StopCause;
 use crate::callbacks::Call;
-use crate::desk::Submission;
-use crate::set::{Finished, ProcessSet, Step, answer_questions};
+use crate::set::{FinishedRequest, ProcessSet, Step, answer_questions};
+use crate::submission_table::CheckedSubmission;
 
-/// Interval at which the clock is compared with deadlines while driving.
-const TICK: Duration = Duration::from_millis(20);
-/// Shortest and longest sleep between looks at a device, whose end wakes no thread. A sleep takes
-/// an eighth of the time waited so far.
-const GLANCES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_micros(500));
-/// Longest sleep while a lost peer may yet turn out to have left in order.
-const DOUBT: Duration = Duration::from_millis(5);
+/// Interval at which the driver checks deadlines.
+const CLOCK_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// Shortest and longest sleep between two polls of a device, because the end of device work wakes
+/// no thread. A sleep takes an eighth of the time waited so far.
+const DEVICE_POLL_INTERVALS: (Duration, Duration) =
+    (Duration::from_micros(50), Duration::from_micros(500));
+/// Longest sleep while it is open whether a lost peer has departed in order.
+const SUSPECT_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-impl Inner {
-    pub(super) fn drive(&self, driver: &mut Driver, until: Until) {
+impl EngineShared {
+    pub(super) fn drive_until(&self, driver: &mut DriverState, until: DriveGoal) {
         let mut spin = match until {
-            Until::Done(..) => driver.patience.limit(),
-            // The framework computes meanwhile: leave it the core.
-            Until::Idle => self.settings.spin / 32,
-            Until::Something => Duration::ZERO,
+            DriveGoal::Done(..) => driver.spin_budget.spin_limit(),
+            // The framework computes meanwhile: leave the core to it.
+            DriveGoal::Idle => self.settings.spin / 32,
+            DriveGoal::AnyEvent => Duration::ZERO,
         };
         let mut still_since: Option<Instant> = None;
-        // It has slept since then, and does not spin again: the next looks are at a device.
+        // Whether the driver has slept since nothing moved. It then only polls a device and does
+        // not spin again.
         let mut slept = false;
-        let mut posted = driver.posted.wrapping_sub(1);
+        let mut posted = driver.results_posted.wrapping_sub(1);
         loop {
             let now = Instant::now();
-            let moved = self.step(driver, now);
+            let moved = self.drive_step(driver, now);
             let over = match until {
-                Until::Done(handle, deadline) => {
-                    let news = std::mem::replace(&mut posted, driver.posted) != driver.posted;
+                DriveGoal::Done(handle, deadline) => {
+                    let news = std::mem::replace(&mut posted, driver.results_posted)
+                        != driver.results_posted;
                     now >= deadline || (news && !self.desk.lock().is_pending(handle))
                 }
-                Until::Idle | Until::Something => {
+                DriveGoal::Idle | DriveGoal::AnyEvent => {
                     self.signals.is_wanted()
                         || self.background.is_stopping()
-                        || (matches!(until, Until::Idle) && !driver.is_busy())
+                        || (matches!(until, DriveGoal::Idle) && !driver.is_busy())
                 }
             };
             if over || driver.stopped || self.signals.is_summoned() {
@@ -54,41 +57,41 @@ impl Inner {
             if moved {
                 if let Some(since) = still_since.take()
                     && !slept
-                    && matches!(until, Until::Done(..))
+                    && matches!(until, DriveGoal::Done(..))
                 {
-                    // Longer only if the thread had no core.
-                    driver.patience.paid(now.duration_since(since).min(spin));
-                    spin = driver.patience.limit();
+                    // Capped, because a longer time means that the thread had no core.
+                    driver.spin_budget.record_success(now.duration_since(since).min(spin));
+                    spin = driver.spin_budget.spin_limit();
                 }
                 slept = false;
                 continue;
             }
             let spun = now.duration_since(*still_since.get_or_insert(now));
             if !slept && spun < spin {
-                self.pause(spun);
+                self.spin_or_yield(spun);
                 continue;
             }
-            if !slept && matches!(until, Until::Done(..)) {
-                driver.patience.ran_out();
-                spin = driver.patience.limit();
+            if !slept && matches!(until, DriveGoal::Done(..)) {
+                driver.spin_budget.record_timeout();
+                spin = driver.spin_budget.spin_limit();
             }
             let glances = driver.sets.iter().any(ProcessSet::waits_for_device);
             let beat = now
                 + if glances {
-                    (spun / 8).clamp(GLANCES.0, GLANCES.1)
-                } else if driver.sets.iter().any(ProcessSet::is_in_doubt) {
-                    DOUBT
+                    (spun / 8).clamp(DEVICE_POLL_INTERVALS.0, DEVICE_POLL_INTERVALS.1)
+                } else if driver.sets.iter().any(ProcessSet::has_suspect) {
+                    SUSPECT_POLL_INTERVAL
                 } else {
-                    BEAT
+                    HEARTBEAT_INTERVAL
                 };
             let limit = match until {
-                Until::Done(_, deadline) => deadline.min(beat),
-                Until::Idle | Until::Something => beat,
+                DriveGoal::Done(_, deadline) => deadline.min(beat),
+                DriveGoal::Idle | DriveGoal::AnyEvent => beat,
             };
-            self.park(driver, until, limit);
-            if matches!(until, Until::Something) {
-                // One look at what came; more is for the next round.
-                self.step(driver, Instant::now());
+            self.park_driver(driver, until, limit);
+            if matches!(until, DriveGoal::AnyEvent) {
+                // One step for the new data; the rest is for the next round.
+                self.drive_step(driver, Instant::now());
                 return;
             }
             slept = glances;
@@ -98,190 +101,194 @@ impl Inner {
         }
     }
 
-    fn park(&self, driver: &mut Driver, until: Until, limit: Instant) {
-        self.signals.parks(|| self.host.prepare());
+    fn park_driver(&self, driver: &mut DriverState, until: DriveGoal, limit: Instant) {
+        self.signals.mark_parked(|| self.host.prepare_park());
         let called = self.signals.is_queued()
             || self.signals.is_summoned()
-            || (!matches!(until, Until::Done(..)) && self.signals.is_wanted())
+            || (!matches!(until, DriveGoal::Done(..)) && self.signals.is_wanted())
             || self.background.is_stopping();
         let now = Instant::now();
-        if called || self.step(driver, now) || driver.stopped {
-            self.host.cancel();
+        if called || self.drive_step(driver, now) || driver.stopped {
+            self.host.cancel_park();
         } else {
             self.host.park(limit.saturating_duration_since(now));
-            self.host.cancel();
+            self.host.cancel_park();
             driver.woken = true;
         }
-        self.signals.is_up();
+        self.signals.mark_awake();
     }
 
-    /// After an orderly stop: keeps links open until no peer needs them, but not past `deadline`.
-    pub(crate) fn farewell(&self, driver: &mut Driver, deadline: Instant) {
+    /// Keeps links open after an orderly stop until no peer needs them, at most until `deadline`.
+    pub(crate) fn drain_links(&self, driver: &mut DriverState, deadline: Instant) {
         let start = Instant::now();
         loop {
             let now = Instant::now();
-            // Every set takes its step, also those after one that is not done.
-            let open =
-                driver.sets.iter_mut().filter_map(|set| (!set.farewell(now)).then_some(())).count();
+            // Every set takes its step, also sets after one that is still open.
+            let open = driver
+                .sets
+                .iter_mut()
+                .filter_map(|set| (!set.drain_links(now)).then_some(()))
+                .count();
             if open == 0 || now >= deadline {
                 return;
             }
             let spun = now.duration_since(start);
             if spun < self.settings.spin {
-                self.pause(spun);
+                self.spin_or_yield(spun);
                 continue;
             }
-            // Short enough that a farewell that came just before is not waited for.
-            self.host.prepare();
-            self.host.park(DOUBT);
-            self.host.cancel();
+            // The sleep is short because a departure message that came just before `prepare_park`
+            // does not end it.
+            self.host.prepare_park();
+            self.host.park(SUSPECT_POLL_INTERVAL);
+            self.host.cancel_park();
         }
     }
 
-    pub(super) fn pause(&self, spun: Duration) {
-        if self.crowded || Patience::yields(spun) {
+    pub(super) fn spin_or_yield(&self, spun: Duration) {
+        if self.oversubscribed || SpinBudget::should_yield(spun) {
             std::thread::yield_now();
         } else {
             std::hint::spin_loop();
         }
     }
 
-    /// Takes what was submitted, polls every set once, posts what completed; true when anything
-    /// moved.
-    pub(crate) fn step(&self, driver: &mut Driver, now: Instant) -> bool {
+    /// Takes submissions, polls every set once and posts results. Returns whether anything moved.
+    pub(crate) fn drive_step(&self, driver: &mut DriverState, now: Instant) -> bool {
         if driver.stopped {
             return false;
         }
-        match guarded(|| self.try_step(driver, now)) {
+        match convert_panic(|| self.try_drive_step(driver, now)) {
             Ok(moved) => moved,
             Err(cause) => {
-                self.stop(driver, cause);
+                self.stop_engine(driver, cause);
                 true
             }
         }
     }
 
-    /// Takes what was submitted and announces it, which is quick; true when there was anything.
-    fn take_in(&self, driver: &mut Driver) -> Step<bool> {
-        if !self.signals.takes() {
+    /// Takes submissions and announces them, which is quick. Returns whether there were any.
+    fn enqueue_submissions(&self, driver: &mut DriverState) -> Step<bool> {
+        if !self.signals.take_queued() {
             return Ok(false);
         }
-        self.desk.lock().drain(&mut driver.intake);
+        self.desk.lock().drain_queue(&mut driver.intake);
         let moved = !driver.intake.is_empty();
-        while let Some(Submission { set, entry, signature }) = driver.intake.pop_front() {
-            // Sets are never taken away while something is on its way to them.
+        while let Some(CheckedSubmission { set, entry, signature }) = driver.intake.pop_front() {
+            // A set is never removed while submissions to it are queued.
             if let Some(set) = driver.sets.iter_mut().find(|other| other.key == set) {
-                set.enqueue(entry, signature, &mut driver.finished)?;
+                set.enqueue_entry(entry, signature, &mut driver.finished)?;
             }
-            self.post_all(driver, set);
+            self.post_finished(driver, set);
         }
         driver.sets.iter_mut().try_for_each(|set| set.send_announcement().map(drop))?;
         Ok(moved)
     }
 
-    /// As a step, but for callers that must be back soon: moves no data.
-    pub(super) fn hand_in(&self, driver: &mut Driver) {
+    /// Announces submissions like a step, but moves no data: the callers must return soon.
+    pub(super) fn enqueue_or_stop(&self, driver: &mut DriverState) {
         if !driver.stopped
-            && let Err(cause) = guarded(|| self.take_in(driver))
+            && let Err(cause) = convert_panic(|| self.enqueue_submissions(driver))
         {
-            self.stop(driver, cause);
+            self.stop_engine(driver, cause);
         }
     }
 
-    fn try_step(&self, driver: &mut Driver, now: Instant) -> Step<bool> {
-        let mut moved = self.take_in(driver)?;
-        let due = driver.woken || now.saturating_duration_since(driver.ticked) >= TICK;
+    fn try_drive_step(&self, driver: &mut DriverState, now: Instant) -> Step<bool> {
+        let mut moved = self.enqueue_submissions(driver)?;
+        let due =
+            driver.woken || now.saturating_duration_since(driver.last_tick) >= CLOCK_CHECK_INTERVAL;
         for index in 0..driver.sets.len() {
             let set = &mut driver.sets[index];
             moved |= set.poll(now, &mut driver.finished)?;
             if due {
-                set.tick(now)?;
+                set.check_clocks(now)?;
             }
             let key = set.key;
-            if let Some(cause) = set.left() {
-                self.desk.lock().leave(key, cause);
+            if let Some(cause) = set.departure_cause() {
+                self.desk.lock().close_set(key, cause);
             }
-            self.post_all(driver, key);
+            self.post_finished(driver, key);
         }
-        let past = &mut driver.past;
+        let past = &mut driver.removed_set_statistics;
         driver.sets.retain_mut(|set| {
-            let over = set.is_over(now);
+            let over = set.is_retired_and_drained(now);
             if over {
-                *past = past.plus(set.statistics);
+                *past = past.sum_with(set.statistics);
             }
             !over
         });
         if due {
             answer_questions(&mut driver.sets, now)?;
-            driver.ticked = now;
+            driver.last_tick = now;
             driver.woken = false;
-            if let Err(error) = self.host.check() {
-                driver.sets.iter_mut().for_each(|set| set.suspect(error.clone(), now));
+            if let Err(error) = self.host.check_peers() {
+                driver.sets.iter_mut().for_each(|set| set.suspect_peer(error.clone(), now));
             }
         }
         Ok(moved)
     }
 
-    /// Posts what a set has finished, if anything.
-    pub(super) fn post_all(&self, driver: &mut Driver, key: usize) {
+    /// Posts the finished requests of a set, if any.
+    pub(super) fn post_finished(&self, driver: &mut DriverState, key: usize) {
         if !driver.finished.is_empty() {
-            self.post(key, &mut driver.finished, &mut driver.calls);
-            driver.posted += 1;
+            self.post_results(key, &mut driver.finished, &mut driver.calls);
+            driver.results_posted += 1;
         }
     }
 
-    fn post(&self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
+    fn post_results(&self, set: usize, finished: &mut Vec<FinishedRequest>, calls: &mut Vec<Call>) {
         let mut desk = self.desk.lock();
-        desk.post(set, finished, calls);
+        desk.post_results(set, finished, calls);
         if self.signals.has_waiters() {
             self.changed.notify_all();
         }
         drop(desk);
-        self.callbacks.send(calls);
+        self.callbacks.enqueue_calls(calls);
     }
 
-    /// Ends everything: no buffer is touched any more, peers get the reason, every pending request
-    /// fails.
-    pub(crate) fn stop(&self, driver: &mut Driver, cause: Cause) {
+    /// Stops the engine: buffers are not accessed any more, peers get the cause, and every pending
+    /// request fails.
+    pub(crate) fn stop_engine(&self, driver: &mut DriverState, cause: StopCause) {
         if driver.stopped {
             return;
         }
         driver.stopped = true;
-        let orderly = matches!(cause, Cause::ShutDown);
+        let orderly = matches!(cause, StopCause::ShutDown);
         tracing::debug!(rank = self.world.rank.0, %cause, "the engine stops");
         let cause = Arc::new(cause);
-        self.desk.lock().stop(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
-        let Driver { sets, finished, calls, .. } = driver;
+        self.desk.lock().stop_all(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
+        let DriverState { sets, finished, calls, .. } = driver;
         if !orderly {
-            // Peers of all sets first: what a panic has left half done may panic once more.
-            sets.iter_mut().for_each(|set| unwound(|| set.abort(&cause)));
+            // Notify the peers of all sets first: after a panic, `fail_set` may panic again.
+            sets.iter_mut().for_each(|set| ignore_panic(|| set.broadcast_abort(&cause)));
         }
         for set in sets {
             if orderly {
-                set.depart(&cause, finished);
+                set.begin_departure(&cause, finished);
             } else {
-                unwound(|| set.fail(&cause, finished));
+                ignore_panic(|| set.fail_set(&cause, finished));
             }
-            self.post(set.key, finished, calls);
+            self.post_results(set.key, finished, calls);
         }
-        driver.posted += 1;
+        driver.results_posted += 1;
         let mut desk = self.desk.lock();
         if !orderly {
-            desk.end(&cause, &mut driver.calls);
+            desk.fail_unfinished(&cause, &mut driver.calls);
         }
         self.changed.notify_all();
         drop(desk);
-        self.callbacks.send(&mut driver.calls);
+        self.callbacks.enqueue_calls(&mut driver.calls);
     }
 }
 
-/// Goes on after a panic, which has been told.
-fn unwound(work: impl FnOnce()) {
+/// Continues after a panic; the panic hook has logged it.
+fn ignore_panic(work: impl FnOnce()) {
     drop(catch_unwind(AssertUnwindSafe(work)));
 }
 
-/// A panic is a bug and ends the engine, on any driving thread: peers would wait for one that works
-/// only in part.
-fn guarded(step: impl FnOnce() -> Step<bool>) -> Step<bool> {
-    catch_unwind(AssertUnwindSafe(step)).unwrap_or(Err(Cause::Panicked))
+/// Turns a panic into a stop of the engine, on any driving thread. A panic is a bug, and peers
+/// would wait for an engine that works only in part.
+fn convert_panic(step: impl FnOnce() -> Step<bool>) -> Step<bool> {
+    catch_unwind(AssertUnwindSafe(step)).unwrap_or(Err(StopCause::Panicked))
 }

@@ -1,63 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Signals between the threads of an engine, without a lock.
+//! Signals between the threads of an engine, exchanged without a lock.
 //!
-//! No wake-up is lost (EN-5). There are three pairs of a side that leaves something and a side that
-//! looks for it. In each pair, both sides write, fence (SeqCst), and then read what the other
-//! wrote, so that at least one of them sees the other:
+//! No wake-up is lost (EN-5). There are three pairs of a side that stores something and a side that
+//! checks for it. In each pair, both sides write, fence (SeqCst), and then read the value of the
+//! other side, so at least one side sees the other:
 //!
 //! - *Submission against unlocking.* A submitter sets `queued` and then tries the lock; the driver
 //!   unlocks and then reads `queued`. Either the submitter gets the lock, or the driver sees the
 //!   queue and has it driven.
 //! - *Submission against sleep.* A submitter sets `queued` (a waiter `wanted`) and then reads
-//!   `parked`; the driver sets `parked`, prepares its parker, and then reads `queued` and `wanted`
-//!   and polls every link once more before it sleeps. Peers do the same with the parker's own flag.
-//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the desk lock, tries
-//!   the progress lock once more, and sleeps on the condition, which gives up the desk lock; the
-//!   driver unlocks, then reads `waiters`, and notifies under the desk lock. Results are posted
-//!   under the desk lock as well.
+//!   `parked`. The driver sets `parked`, prepares its parker, reads `queued` and `wanted`, and
+//!   polls every link once more before it sleeps. Peers do the same with the parker's own flag.
+//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the `desk` lock, tries
+//!   the progress lock once more, and sleeps on the condition, which releases the `desk` lock. The
+//!   driver unlocks, reads `waiters`, and notifies under the `desk` lock. Results are posted under
+//!   the `desk` lock as well.
 //!
 //! Loom tries every order of each pair (`make loom`).
 
 use crate::sync::{AtomicBool, AtomicUsize, Ordering, fence};
 
 #[derive(Debug, Default)]
-pub(super) struct Signals {
-    /// The desk's queue is not empty.
+pub(super) struct DriverSignals {
+    /// Whether the queue of the submission table is not empty.
     queued: AtomicBool,
-    /// Threads that want to drive for themselves: the background thread makes way.
+    /// Number of threads that want to drive for themselves: the background thread yields to them.
     wanted: AtomicUsize,
-    /// Threads that want the lock for a short time: all others make way.
+    /// Number of threads that want the progress lock for a short time: all other threads yield.
     summoned: AtomicUsize,
-    /// Threads asleep on the desk's condition.
+    /// Number of threads that sleep on the condition of the `desk` lock.
     waiters: AtomicUsize,
-    /// The driver sleeps or is about to.
+    /// Whether the driver sleeps or is about to sleep.
     parked: AtomicBool,
-    /// Something was in progress when the last driver left.
+    /// Whether work was in progress when the last driver released the lock.
     busy: AtomicBool,
 }
 
-impl Signals {
-    /// Submitter: something lies on the desk. Try the lock next, and if it is taken, look for a
-    /// [sleeper](Self::has_sleeper).
-    pub(super) fn submitted(&self) {
+impl DriverSignals {
+    /// Signals that the queue is not empty; for a submitter. Next, try the progress lock; if it is
+    /// taken, check for a [parked driver](Self::has_parked_driver).
+    pub(super) fn mark_submitted(&self) {
         self.queued.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// Like [`submitted`](Self::submitted), by a thread that waits for it next.
-    pub(super) fn submitted_quietly(&self) {
+    /// Like [`mark_submitted`](Self::mark_submitted), without the fence; for a thread that waits
+    /// for the result next.
+    pub(super) fn mark_submitted_unfenced(&self) {
         self.queued.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether something lies on the desk.
+    /// Returns whether the queue is not empty.
     pub(super) fn is_queued(&self) -> bool {
         self.queued.load(Ordering::SeqCst)
     }
 
-    /// Driver, before it empties the desk: whether something lies there.
-    pub(super) fn takes(&self) -> bool {
+    /// Clears `queued` and returns whether the queue was not empty; for the driver, before it
+    /// drains the queue.
+    pub(super) fn take_queued(&self) -> bool {
         if !self.is_queued() {
             return false;
         }
@@ -65,11 +67,11 @@ impl Signals {
         true
     }
 
-    pub(super) fn wants(&self) {
+    pub(super) fn increment_wanted(&self) {
         self.wanted.fetch_add(1, Ordering::SeqCst);
     }
 
-    pub(super) fn wants_no_more(&self) {
+    pub(super) fn decrement_wanted(&self) {
         self.wanted.fetch_sub(1, Ordering::SeqCst);
     }
 
@@ -77,11 +79,11 @@ impl Signals {
         self.wanted.load(Ordering::SeqCst) > 0
     }
 
-    pub(super) fn summons(&self) {
+    pub(super) fn increment_summoned(&self) {
         self.summoned.fetch_add(1, Ordering::SeqCst);
     }
 
-    pub(super) fn has_come(&self) {
+    pub(super) fn decrement_summoned(&self) {
         self.summoned.fetch_sub(1, Ordering::SeqCst);
     }
 
@@ -89,52 +91,56 @@ impl Signals {
         self.summoned.load(Ordering::SeqCst) > 0
     }
 
-    /// Driver: about to sleep. Look at everything once more after this.
-    pub(super) fn parks(&self, prepare: impl FnOnce()) {
+    /// Signals that the driver is about to sleep. It must check everything once more after this
+    /// call.
+    pub(super) fn mark_parked(&self, prepare: impl FnOnce()) {
         self.parked.store(true, Ordering::SeqCst);
         prepare();
         fence(Ordering::SeqCst);
     }
 
-    /// Driver: awake again, or after all.
-    pub(super) fn is_up(&self) {
+    /// Signals that the driver is awake, after a sleep or instead of one.
+    pub(super) fn mark_awake(&self) {
         self.parked.store(false, Ordering::SeqCst);
     }
 
-    /// Returns whether the driver has to be woken for what was left before.
-    pub(super) fn has_sleeper(&self) -> bool {
+    /// Returns whether the driver is parked and must be woken for a submission made before this
+    /// call.
+    pub(super) fn has_parked_driver(&self) -> bool {
         self.parked.load(Ordering::SeqCst)
     }
 
-    /// Waiter, under the desk lock: about to sleep on its condition. Try the progress lock once
-    /// more after this.
-    pub(super) fn waits(&self) {
+    /// Signals that a waiter is about to sleep on the condition. Call it under the `desk` lock, and
+    /// try the progress lock once more after it.
+    pub(super) fn register_waiter(&self) {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    pub(super) fn waits_no_more(&self) {
+    pub(super) fn unregister_waiter(&self) {
         self.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Returns whether a thread has to be notified of results, under the desk lock.
+    /// Returns whether a thread must be notified of results. Call it under the `desk` lock.
     pub(super) fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::SeqCst) > 0
     }
 
-    /// Driver, before it unlocks: whether something is in progress.
-    pub(super) fn leaves(&self, busy: bool) {
+    /// Stores whether work is in progress; for the driver, before it unlocks.
+    pub(super) fn store_busy(&self, busy: bool) {
         self.busy.store(busy, Ordering::SeqCst);
     }
 
-    /// Driver, after it unlocked: whether a thread has to be notified that the lock is free.
-    pub(super) fn unlocked(&self) -> bool {
+    /// Returns whether a thread must be notified that the lock is free; for the driver, after it
+    /// unlocked.
+    pub(super) fn should_notify_waiters(&self) -> bool {
         fence(Ordering::SeqCst);
         self.has_waiters()
     }
 
-    /// After unlocking: whether there is work and no thread that will drive.
-    pub(super) fn is_left(&self) -> bool {
+    /// Returns whether work is left that no waiting thread will drive; to be called after
+    /// unlocking.
+    pub(super) fn needs_driver(&self) -> bool {
         (self.busy.load(Ordering::SeqCst) || self.is_queued()) && !self.is_wanted()
     }
 }
@@ -145,142 +151,142 @@ mod tests {
     use std::sync::Arc;
     use std::time::Instant;
 
-    use farandole_collectives::Memory;
+    use farandole_collectives::HostMemory;
     use loom::sync::{Condvar, Mutex};
     use loom::thread;
 
     use super::*;
-    use crate::desk::{Desk, Submission};
-    use crate::set::{Finished, simulation::request};
-    use crate::{Completion, Handle};
+    use crate::set::{FinishedRequest, simulation::allreduce_request};
+    use crate::submission_table::{CheckedSubmission, SubmissionTable};
+    use crate::{RequestCompletion, RequestHandle};
 
-    const SET: usize = 0;
+    const MODEL_SET_KEY: usize = 0;
 
-    /// The parts of an engine for this model: the desk and the signals are the real ones, under
+    /// The parts of an engine for this model: the real submission table and the real signals, under
     /// loom's locks.
     #[derive(Default)]
-    struct Model {
-        signals: Signals,
-        /// Submissions that were driven.
+    struct ProgressModel {
+        signals: DriverSignals,
+        /// Number of submissions that were driven.
         progress: Mutex<usize>,
-        desk: Mutex<Desk>,
+        desk: Mutex<SubmissionTable>,
         changed: Condvar,
-        /// The parker: a wake is kept until it is answered.
+        /// The parker's flag: a wake-up stays set until the driver has consumed it.
         woken: Mutex<bool>,
         wake: Condvar,
-        /// The background thread was called.
+        /// Whether the background thread was called.
         called: Mutex<bool>,
     }
 
-    impl Model {
-        fn put(&self) -> Handle {
-            let input = Memory::new(4);
-            let (entry, signature) = request(&Arc::from("t"), &input, Instant::now());
+    impl ProgressModel {
+        fn put_submission(&self) -> RequestHandle {
+            let input = HostMemory::new(4);
+            let (entry, signature) = allreduce_request(&Arc::from("t"), &input, Instant::now());
             let mut desk = self.desk.lock().unwrap();
-            desk.open(SET).unwrap();
-            desk.admit(Submission { set: SET, entry, signature }, None)
+            desk.check_open(MODEL_SET_KEY).unwrap();
+            desk.admit_submission(CheckedSubmission { set: MODEL_SET_KEY, entry, signature }, None)
         }
 
-        /// Drives: takes what lies on the desk, and posts the results.
-        fn step(&self, driven: &mut usize) {
-            if self.signals.takes() {
+        /// Drives: drains the queue and posts the results.
+        fn drive_step(&self, driven: &mut usize) {
+            if self.signals.take_queued() {
                 let (mut intake, mut calls) = (VecDeque::new(), Vec::new());
-                self.desk.lock().unwrap().drain(&mut intake);
+                self.desk.lock().unwrap().drain_queue(&mut intake);
                 *driven += intake.len();
-                let done = |Submission { entry, .. }: Submission| Finished {
+                let done = |CheckedSubmission { entry, .. }: CheckedSubmission| FinishedRequest {
                     handle: entry.handle,
                     name: entry.name,
-                    result: Ok(Completion::default()),
+                    result: Ok(RequestCompletion::default()),
                 };
                 let mut finished = intake.into_iter().map(done).collect();
                 let mut desk = self.desk.lock().unwrap();
-                desk.post(SET, &mut finished, &mut calls);
+                desk.post_results(MODEL_SET_KEY, &mut finished, &mut calls);
                 if self.signals.has_waiters() {
                     self.changed.notify_all();
                 }
             }
         }
 
-        fn leave(&self, driven: loom::sync::MutexGuard<'_, usize>) {
-            self.signals.leaves(false);
+        fn release_driver(&self, driven: loom::sync::MutexGuard<'_, usize>) {
+            self.signals.store_busy(false);
             drop(driven);
-            if self.signals.unlocked() {
+            if self.signals.should_notify_waiters() {
                 let desk = self.desk.lock().unwrap();
                 self.changed.notify_all();
                 drop(desk);
             }
-            if self.signals.is_left() {
+            if self.signals.needs_driver() {
                 *self.called.lock().unwrap() = true;
             }
         }
 
-        fn wake(&self) {
-            if self.signals.has_sleeper() {
+        fn wake_driver(&self) {
+            if self.signals.has_parked_driver() {
                 *self.woken.lock().unwrap() = true;
                 self.wake.notify_all();
             }
         }
 
-        /// Like `Inner::announce`.
-        fn announce(&self) {
-            self.put();
-            self.signals.submitted();
+        /// Like `EngineShared::announce_submission`.
+        fn announce_submission(&self) {
+            self.put_submission();
+            self.signals.mark_submitted();
             match self.progress.try_lock() {
                 Ok(mut driven) => {
-                    self.step(&mut driven);
-                    self.leave(driven);
+                    self.drive_step(&mut driven);
+                    self.release_driver(driven);
                 }
-                Err(_) => self.wake(),
+                Err(_) => self.wake_driver(),
             }
         }
 
-        /// Like `Inner::wait`; whether the result is there.
-        fn wait(&self) -> bool {
-            let handle = self.put();
-            self.signals.submitted_quietly();
-            self.signals.wants();
+        /// Like `EngineShared::wait`; returns whether the result is there.
+        fn wait_for_result(&self) -> bool {
+            let handle = self.put_submission();
+            self.signals.mark_submitted_unfenced();
+            self.signals.increment_wanted();
             loop {
                 if let Ok(mut driven) = self.progress.try_lock() {
-                    self.step(&mut driven);
-                    self.leave(driven);
+                    self.drive_step(&mut driven);
+                    self.release_driver(driven);
                     break;
                 }
-                self.wake();
+                self.wake_driver();
                 let desk = self.desk.lock().unwrap();
                 if !desk.is_pending(handle) {
                     break;
                 }
-                self.signals.waits();
+                self.signals.register_waiter();
                 let free = self.progress.try_lock();
                 if let Ok(mut driven) = free {
-                    self.signals.waits_no_more();
+                    self.signals.unregister_waiter();
                     drop(desk);
-                    self.step(&mut driven);
-                    self.leave(driven);
+                    self.drive_step(&mut driven);
+                    self.release_driver(driven);
                     break;
                 }
                 drop(free);
                 // Without a time limit here: loom reports a thread that is never notified.
                 drop(self.changed.wait(desk).unwrap());
-                self.signals.waits_no_more();
+                self.signals.unregister_waiter();
             }
-            self.signals.wants_no_more();
-            self.desk.lock().unwrap().take(handle).unwrap().is_some()
+            self.signals.decrement_wanted();
+            self.desk.lock().unwrap().take_result(handle).unwrap().is_some()
         }
     }
 
     #[test]
     fn loom_en_5_a_submission_is_taken_or_the_background_is_called() {
         loom::model(|| {
-            let model = Arc::new(Model::default());
+            let model = Arc::new(ProgressModel::default());
             let other = Arc::clone(&model);
             let driver = thread::spawn(move || {
                 if let Ok(mut driven) = other.progress.try_lock() {
-                    other.step(&mut driven);
-                    other.leave(driven);
+                    other.drive_step(&mut driven);
+                    other.release_driver(driven);
                 }
             });
-            model.announce();
+            model.announce_submission();
             driver.join().unwrap();
             let (driven, called) = (*model.progress.lock().unwrap(), *model.called.lock().unwrap());
             assert!(driven == 1 || called, "driven: {driven}, called: {called}");
@@ -290,13 +296,13 @@ mod tests {
     #[test]
     fn loom_en_5_a_submission_wakes_a_driver_that_sleeps() {
         loom::model(|| {
-            let model = Arc::new(Model::default());
+            let model = Arc::new(ProgressModel::default());
             let other = Arc::clone(&model);
             // Takes the lock before all submissions.
             let mut driven = model.progress.lock().unwrap();
-            let submitter = thread::spawn(move || other.announce());
+            let submitter = thread::spawn(move || other.announce_submission());
             while *driven == 0 {
-                model.signals.parks(|| ());
+                model.signals.mark_parked(|| ());
                 if !model.signals.is_queued() {
                     let mut woken = model.woken.lock().unwrap();
                     while !*woken {
@@ -304,10 +310,10 @@ mod tests {
                     }
                     *woken = false;
                 }
-                model.signals.is_up();
-                model.step(&mut driven);
+                model.signals.mark_awake();
+                model.drive_step(&mut driven);
             }
-            model.leave(driven);
+            model.release_driver(driven);
             submitter.join().unwrap();
         });
     }
@@ -315,15 +321,15 @@ mod tests {
     #[test]
     fn loom_en_5_a_waiter_gets_its_result_or_the_lock() {
         loom::model(|| {
-            let model = Arc::new(Model::default());
+            let model = Arc::new(ProgressModel::default());
             let other = Arc::clone(&model);
             let driver = thread::spawn(move || {
                 if let Ok(mut driven) = other.progress.try_lock() {
-                    other.step(&mut driven);
-                    other.leave(driven);
+                    other.drive_step(&mut driven);
+                    other.release_driver(driven);
                 }
             });
-            assert!(model.wait());
+            assert!(model.wait_for_result());
             driver.join().unwrap();
             assert_eq!(*model.progress.lock().unwrap(), 1);
         });

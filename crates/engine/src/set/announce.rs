@@ -1,111 +1,128 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Upward: a tensor is passed on when the whole subtree has announced it, merged into one item
-//! where all agree.
+//! Announcements, upward: a node announces a tensor when its whole subtree has announced it. If all
+//! members agree, they are merged into one item.
 //!
-//! Frame: lists seen, then items until the end: `0 slot version`, `3 slot version absent` where
-//! members below have joined, `1 name count variant...` (see [`Variant`]), `2 member gather` for a
-//! member that joins, or `4` when all below have and nothing more comes of them.
+//! Frame: number of lists seen, then items until the end. `0 slot version` is a cached request. `3
+//! slot version absent` is a cached request without the members below that have joined. `1 name
+//! count variant...` is a full request (see [`RequestVariant`]). `2 member gather` is a member that
+//! joins. `4` means that all members below have joined and announce nothing more.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Entry, ProcessSet, Step, Stop, kind};
+use super::{FrameFailure, PendingEntry, ProcessSet, Step, kind};
+use crate::announcement_tally::{Announcement, AnnouncementTally, RequestVariant};
 use crate::cache::CacheId;
-use crate::signature::Signature;
-use crate::tally::{Tally, Variant, Wish};
-use crate::wire::{Malformed, Reader, Writer};
+use crate::signature::RequestSignature;
+use crate::wire::{FrameReader, FrameWriter, MalformedFrame};
 
 impl ProcessSet {
-    /// This member's announcement for a request of its own.
-    pub(super) fn wish_of(&mut self, entry: &Entry, signature: Signature) -> Wish {
+    /// Returns the announcement of this member's request.
+    pub(super) fn own_announcement(
+        &mut self,
+        entry: &PendingEntry,
+        signature: RequestSignature,
+    ) -> Announcement {
         let me = self.tree.me;
-        if let Some((id, agreed)) = self.cache.find(&entry.name)
-            && agreed.signature.covers(&signature)
-            && agreed.brought_by(me) == entry.rows
+        if let Some((id, agreed)) = self.cache.find_by_name(&entry.name)
+            && agreed.signature.covers_request(&signature)
+            && agreed.request_rows(me) == entry.rows
         {
             self.statistics.cache_hits += 1;
-            return Wish::Known(id, Arc::clone(agreed), Vec::new());
+            return Announcement::Cached(id, Arc::clone(agreed), Vec::new());
         }
-        let rows = if signature.call.counts() > 0 { entry.rows.clone() } else { Vec::new() };
-        Wish::Told(vec![Variant { signature, members: vec![me], rows }])
+        let rows = if signature.call.row_counts_per_member() > 0 {
+            entry.rows.clone()
+        } else {
+            Vec::new()
+        };
+        Announcement::Explicit(vec![RequestVariant { signature, members: vec![me], rows }])
     }
 
-    /// One source wants a tensor. When all sources do, it goes up, or at the coordinator, is
-    /// decided.
-    pub(super) fn announced(
+    /// Records the announcement of one source. When all sources have announced the tensor, it goes
+    /// up, or is decided if this is the coordinator.
+    pub(super) fn record_announcement(
         &mut self,
         source: u32,
         name: &Arc<str>,
-        wish: Wish,
+        wish: Announcement,
         members: &[u32],
         since: Instant,
     ) -> Step {
-        if self.options.tracer.is_on() {
+        if self.options.tracer.is_enabled() {
             self.trace_arrival(name, &wish, members);
         }
         let children = self.tree.children.len();
         if children == 0 {
-            return self.complete(name, wish, &[source]);
+            return self.complete_announcement(name, wish, &[source]);
         }
         let (me, below) = ([self.tree.me], &self.tree.below);
-        let tally = self.pending.entry(Arc::clone(name)).or_insert_with(|| Tally::new(since));
-        tally.add(source, wish, members, |source| match (source as usize).checked_sub(1) {
-            None => me.to_vec(),
-            Some(child) => below[child].clone(),
+        let tally =
+            self.pending.entry(Arc::clone(name)).or_insert_with(|| AnnouncementTally::new(since));
+        tally.add_announcement(source, wish, members, |source| {
+            match (source as usize).checked_sub(1) {
+                None => me.to_vec(),
+                Some(child) => below[child].clone(),
+            }
         });
-        if tally.sources.len() + self.joins.gone(&tally.sources) <= children {
+        if tally.sources.len() + self.joins.count_finished_sources(&tally.sources) <= children {
             return Ok(());
         }
         self.complete_pending(name)
     }
 
-    /// All ranks that will submit this tensor have submitted it.
+    /// Completes a tensor after all ranks that will submit it have submitted it.
     pub(super) fn complete_pending(&mut self, name: &Arc<str>) -> Step {
         let Some(mut tally) = self.pending.remove(name) else { return Ok(()) };
         let sources = std::mem::take(&mut tally.sources);
-        self.complete(name, tally.wish(), &sources)
+        self.complete_announcement(name, tally.into_announcement(), &sources)
     }
 
-    fn complete(&mut self, name: &Arc<str>, mut wish: Wish, sources: &[u32]) -> Step {
-        if let Wish::Known(_, _, absent) = &mut wish
-            && self.joins.any()
+    fn complete_announcement(
+        &mut self,
+        name: &Arc<str>,
+        mut wish: Announcement,
+        sources: &[u32],
+    ) -> Step {
+        if let Announcement::Cached(_, _, absent) = &mut wish
+            && self.joins.has_joined_members()
         {
             let children = u32::try_from(self.tree.children.len()).unwrap_or(u32::MAX);
             let silent = (0..=children).filter(|source| !sources.contains(source));
-            absent.extend(silent.flat_map(|source| self.stands_for(source)));
+            absent.extend(silent.flat_map(|source| self.members_of_source(source)));
         }
         if self.is_coordinator() {
-            return self.decide(name, wish);
+            return self.decide_tensor(name, wish);
         }
         let wish = match wish {
-            Wish::Known(id, ..) if !self.cache.holds(id) => {
-                Wish::Told(wish.told(&self.tree.subtree))
+            Announcement::Cached(id, ..) if !self.cache.contains_id(id) => {
+                Announcement::Explicit(wish.into_variants(&self.tree.subtree))
             }
             wish => wish,
         };
-        let (mut writer, subtree) = self.upward();
-        wish.encode(name, subtree, &mut writer);
+        let (mut writer, subtree) = self.upward_frame();
+        wish.encode_to(name, subtree, &mut writer);
         Ok(())
     }
 
-    /// The announcement under construction, and its receiver.
-    pub(super) fn upward(&mut self) -> (Writer<'_>, &[u32]) {
-        let mut writer = Writer(&mut self.upward);
+    /// Returns the announcement frame under construction and the members that it speaks for.
+    pub(super) fn upward_frame(&mut self) -> (FrameWriter<'_>, &[u32]) {
+        let mut writer = FrameWriter(&mut self.upward);
         if writer.0.is_empty() {
-            writer.number(self.lists);
+            writer.write_varint(self.lists);
         }
         (writer, &self.tree.subtree)
     }
 
-    /// Everything that became complete since the last poll travels in one frame.
+    /// Sends all tensors that became complete since the last poll, in one frame.
     pub(crate) fn send_announcement(&mut self) -> Step<bool> {
         if self.upward.is_empty() {
             return Ok(false);
         }
         let frame = std::mem::take(&mut self.upward);
-        self.send(0, kind::ANNOUNCE, &frame)?;
+        self.send_frame(0, kind::TENSOR_ANNOUNCEMENT, &frame)?;
         self.upward = frame;
         self.upward.clear();
         Ok(true)
@@ -116,67 +133,73 @@ impl ProcessSet {
         from: usize,
         frame: &[u8],
         now: Instant,
-    ) -> Result<(), Stop> {
-        let child = from.checked_sub(self.first_child()).ok_or(Malformed::Tag(kind::ANNOUNCE))?;
-        let source = u32::try_from(child + 1).map_err(|_| Malformed::Overlong)?;
-        let mut reader = Reader(frame);
-        self.neighbours[from].seen = reader.number()?;
-        // A copy: a join among the items asks the tree for the members behind the child.
+    ) -> Result<(), FrameFailure> {
+        let child = from
+            .checked_sub(self.first_child())
+            .ok_or(MalformedFrame::Tag(kind::TENSOR_ANNOUNCEMENT))?;
+        let source = u32::try_from(child + 1).map_err(|_| MalformedFrame::Overlong)?;
+        let mut reader = FrameReader(frame);
+        self.neighbours[from].seen = reader.read_varint()?;
+        // Copied, because a join among the items reads the tree as well.
         let below = self.tree.below[child].clone();
-        self.items(source, &mut reader, &below, now)?;
+        self.read_announced_items(source, &mut reader, &below, now)?;
         let children = &self.neighbours[self.first_child()..];
         let seen = children.iter().map(|child| child.seen).min().unwrap_or(u64::MAX);
-        self.cache.forget_until(seen);
+        self.cache.forget_dropped_until(seen);
         Ok(())
     }
 
-    fn items(
+    fn read_announced_items(
         &mut self,
         source: u32,
-        reader: &mut Reader<'_>,
+        reader: &mut FrameReader<'_>,
         below: &[u32],
         now: Instant,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), FrameFailure> {
         while !reader.is_empty() {
-            let (name, wish) = match reader.byte()? {
+            let (name, wish) = match reader.read_byte()? {
                 tag @ (0 | 3) => {
-                    let id = CacheId { slot: reader.small()?, version: reader.small()? };
-                    let absent =
-                        if tag == 3 { some_of(reader.numbers()?, below)? } else { Vec::new() };
-                    let agreed = self.cache.resolve(id).ok_or(Malformed::Cache(id.slot.into()))?;
-                    (Arc::clone(&agreed.name), Wish::Known(id, Arc::clone(agreed), absent))
+                    let id = CacheId { slot: reader.read_u32()?, version: reader.read_u32()? };
+                    let absent = if tag == 3 {
+                        check_members(reader.read_varints()?, below)?
+                    } else {
+                        Vec::new()
+                    };
+                    let agreed =
+                        self.cache.resolve_id(id).ok_or(MalformedFrame::Cache(id.slot.into()))?;
+                    (Arc::clone(&agreed.name), Announcement::Cached(id, Arc::clone(agreed), absent))
                 }
                 2 => {
-                    let member = some_of(vec![reader.number()?], below)?;
-                    let gather = reader.byte()? != 0;
-                    member.into_iter().for_each(|member| self.joined(member, gather));
+                    let member = check_members(vec![reader.read_varint()?], below)?;
+                    let gather = reader.read_byte()? != 0;
+                    member.into_iter().for_each(|member| self.record_joined_member(member, gather));
                     continue;
                 }
                 4 => {
-                    self.gone(source)?;
+                    self.record_finished_source(source)?;
                     continue;
                 }
                 1 => {
-                    let name = Arc::from(reader.text()?);
-                    let variants = reader.count()?;
+                    let name = Arc::from(reader.read_text()?);
+                    let variants = reader.read_count()?;
                     let variants = (0..variants)
-                        .map(|_| Variant::decode(reader, below))
+                        .map(|_| RequestVariant::decode_from(reader, below))
                         .collect::<Result<Vec<_>, _>>()?;
-                    (name, Wish::Told(variants))
+                    (name, Announcement::Explicit(variants))
                 }
-                other => return Err(Malformed::Tag(other).into()),
+                other => return Err(MalformedFrame::Tag(other).into()),
             };
             if self.pending.get(&name).is_some_and(|tally| tally.sources.contains(&source)) {
-                return Err(Malformed::Twice.into());
+                return Err(MalformedFrame::DuplicateAnnouncement.into());
             }
-            self.announced(source, &name, wish, below, now)?;
+            self.record_announcement(source, &name, wish, below, now)?;
         }
         Ok(())
     }
 }
 
-/// Members that must be among those below the sender.
-fn some_of(numbers: Vec<u64>, below: &[u32]) -> Result<Vec<u32>, Malformed> {
+/// Converts member numbers, which must be among the members below the sender.
+fn check_members(numbers: Vec<u64>, below: &[u32]) -> Result<Vec<u32>, MalformedFrame> {
     let known = |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
-    numbers.into_iter().map(|number| known(number).ok_or(Malformed::Member(number))).collect()
+    numbers.into_iter().map(|number| known(number).ok_or(MalformedFrame::Member(number))).collect()
 }

@@ -1,91 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A batch: tensors that go through a communicator as one operation, and what is done to device
-//! memory before and after.
+//! A fused batch: tensors that a communicator handles as one operation, and the copies from and to
+//! device memory before and after it.
 //!
-//! Data on a device goes through the host as one block of staging memory, in pieces: while one is
-//! reduced, the next is copied in and the last one out. A result is handed over when its way back
-//! is queued: the framework's stream waits for that, not the host.
+//! Data on a device goes through the host in one block of staging memory, split into pieces: while
+//! one piece is reduced, the next one is copied in and the previous one is copied out. A result is
+//! completed when its copy to the device is queued: the framework's stream waits for the copy, the
+//! host does not.
 
 use std::sync::Arc;
 
 use farandole_collectives::{
-    Buffer, Communicator, Error as CollectiveError, Event, Memory, Operation, Place, ReduceOp,
-    Room, Segment,
+    Buffer, CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, HostMemory,
+    MemoryKind, ReduceOp, ResultMemory, TensorSegment,
 };
 use farandole_world::Rank;
 
-use super::join::NOBODY;
-use super::share_of;
-use super::trace::Span;
-use super::{Entry, Finished, Shared, Step};
-use crate::cache::Agreed;
-use crate::signature::{Call, Signature, Site};
-use crate::{Cause, Completion, Error};
+use super::join::NO_HANDLE;
+use super::row_share;
+use super::trace::BatchSpan;
+use super::{FinishedRequest, PendingEntry, ProcessSetContext, Step};
+use crate::cache::CachedResponse;
+use crate::signature::{CollectiveCall, MemorySite, RequestSignature};
+use crate::{Error, RequestCompletion, StopCause};
 
-/// Bytes of device memory that go through the host at a time: long enough for a link to the device,
-/// and short enough to stay in the cache.
-pub(super) const PIECE: usize = 4 << 20;
+/// Size in bytes of a piece of device memory in staging memory: large enough for the link to the
+/// device, and small enough to stay in the processor cache.
+pub(super) const STAGING_PIECE_BYTES: usize = 4 << 20;
 
 /// A tensor in a batch, or a part of one.
-pub(super) struct Part {
-    /// With the last part of a tensor.
-    entry: Option<Entry>,
-    agreed: Arc<Agreed>,
+pub(super) struct BatchPart {
+    /// The request, in the last part of its tensor only.
+    entry: Option<PendingEntry>,
+    agreed: Arc<CachedResponse>,
     input: Buffer,
     output: Option<Buffer>,
-    /// Work on the device that comes before.
-    ready: Option<Arc<dyn Event>>,
+    /// Work on the device that must end before the input is read.
+    ready: Option<Arc<dyn DeviceEvent>>,
     /// The memory that the communicator reads and writes.
-    segment: Option<Segment>,
-    /// Memory of the engine's that the communicator writes.
-    allocated: Option<Memory>,
-    /// Memory of a device that the communicator writes.
-    room: Option<Arc<dyn Room>>,
-    /// The output the request brought does not fit what the ranks agreed on.
+    segment: Option<TensorSegment>,
+    /// Memory that the engine allocated and the communicator writes.
+    allocated: Option<HostMemory>,
+    /// Device memory that the engine allocated and the communicator writes.
+    room: Option<Arc<dyn ResultMemory>>,
+    /// Error if the output of the request does not have the size that the ranks agreed on.
     misfit: Option<Error>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
-    /// Inputs are not ready, or not copied.
+pub(super) enum BatchState {
+    /// Inputs are not ready or not copied yet.
     Loading,
-    /// The communicator has it.
+    /// The communicator executes it.
     Running,
     Done,
 }
 
 /// The communicator of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Route {
-    /// Not decided: its turn has not come.
-    Open,
+pub(super) enum BatchRoute {
+    /// Not decided yet: earlier batches have not started.
+    Undecided,
     /// The communicator of hosts.
     Host,
     /// The communicator among devices.
     Device,
 }
 
-pub(super) struct Batch {
+pub(super) struct FusedBatch {
     pub(super) list: u64,
-    parts: Vec<Part>,
-    pub(super) state: State,
-    pub(super) route: Route,
-    /// It continues where the one before has ended: both are pieces of one operation.
+    parts: Vec<BatchPart>,
+    pub(super) state: BatchState,
+    pub(super) route: BatchRoute,
+    /// Whether this is a further piece of the operation of the previous batch.
     pub(super) follows: bool,
-    /// Copies of inputs were begun.
+    /// Whether the copies of inputs have begun.
     loading: bool,
-    copies: Vec<Arc<dyn Event>>,
-    /// Staging memory that all parts are in.
-    block: Option<Memory>,
-    /// While there is a listener.
-    pub(super) span: Option<Span>,
+    copies: Vec<Arc<dyn DeviceEvent>>,
+    /// Staging memory that holds all parts.
+    block: Option<HostMemory>,
+    /// Span on the timeline; only while tracing is on.
+    pub(super) span: Option<BatchSpan>,
 }
 
-impl Batch {
-    pub(super) fn new(list: u64, entries: Vec<(Entry, Arc<Agreed>)>, span: Option<Span>) -> Self {
-        let part = |(mut entry, agreed): (Entry, Arc<Agreed>)| Part {
+impl FusedBatch {
+    pub(super) fn new(
+        list: u64,
+        entries: Vec<(PendingEntry, Arc<CachedResponse>)>,
+        span: Option<BatchSpan>,
+    ) -> Self {
+        let part = |(mut entry, agreed): (PendingEntry, Arc<CachedResponse>)| BatchPart {
             input: entry.input.clone(),
             output: entry.output.clone(),
             ready: entry.ready.take(),
@@ -96,15 +101,15 @@ impl Batch {
             room: None,
             misfit: None,
         };
-        Self::of(list, entries.into_iter().map(part).collect(), span)
+        Self::from_parts(list, entries.into_iter().map(part).collect(), span)
     }
 
-    fn of(list: u64, parts: Vec<Part>, span: Option<Span>) -> Self {
+    fn from_parts(list: u64, parts: Vec<BatchPart>, span: Option<BatchSpan>) -> Self {
         Self {
             list,
             parts,
-            state: State::Loading,
-            route: Route::Open,
+            state: BatchState::Loading,
+            route: BatchRoute::Undecided,
             follows: false,
             loading: false,
             copies: Vec::new(),
@@ -113,78 +118,78 @@ impl Batch {
         }
     }
 
-    /// Requests of which something is left.
-    pub(super) fn entries(&self) -> impl Iterator<Item = &Entry> {
+    /// Returns the requests that are not complete.
+    pub(super) fn pending_entries(&self) -> impl Iterator<Item = &PendingEntry> {
         self.parts.iter().filter_map(|part| part.entry.as_ref())
     }
 
-    /// Takes the requests out.
-    pub(super) fn into_entries(self) -> impl Iterator<Item = Entry> {
+    /// Returns the requests of the batch.
+    pub(super) fn into_entries(self) -> impl Iterator<Item = PendingEntry> {
         self.parts.into_iter().filter_map(|part| part.entry)
     }
 
-    fn signature(&self) -> Option<&Signature> {
+    fn first_signature(&self) -> Option<&RequestSignature> {
         self.parts.first().map(|part| &part.agreed.signature)
     }
 
-    /// An alltoall whose rows are not known, and the rows that this member sends.
-    pub(super) fn undealt(&self) -> Option<(&Arc<Agreed>, &[u64])> {
-        let part = self.parts.first().filter(|part| part.agreed.is_undealt())?;
+    /// Returns an alltoall whose rows are not known, and the rows that this member sends.
+    pub(super) fn missing_splits(&self) -> Option<(&Arc<CachedResponse>, &[u64])> {
+        let part = self.parts.first().filter(|part| part.agreed.lacks_splits())?;
         Some((&part.agreed, &part.entry.as_ref()?.rows))
     }
 
-    /// Returns whether some rank's tensors are on a device.
-    pub(super) fn is_staged(&self) -> bool {
-        self.signature().is_some_and(|signature| signature.site != Site::Host)
+    /// Returns whether any rank's tensors are on a device.
+    pub(super) fn needs_staging(&self) -> bool {
+        self.first_signature().is_some_and(|signature| signature.site != MemorySite::Host)
     }
 
-    /// Returns whether all ranks' tensors are on devices, what they read and what they write.
-    fn is_on_devices(&self) -> bool {
-        self.signature().is_some_and(|signature| signature.site == Site::Device)
+    /// Returns whether the inputs and outputs of all ranks are on devices.
+    fn is_all_on_devices(&self) -> bool {
+        self.first_signature().is_some_and(|signature| signature.site == MemorySite::Device)
     }
 
-    /// Returns whether a communicator among devices could run it.
-    pub(super) fn is_for_devices(&self) -> bool {
-        self.signature()
-            .is_some_and(|signature| !signature.call.is_meeting() && self.is_on_devices())
+    /// Returns whether a communicator among devices could execute the batch.
+    pub(super) fn suits_device_communicator(&self) -> bool {
+        self.first_signature()
+            .is_some_and(|signature| !signature.call.moves_no_data() && self.is_all_on_devices())
     }
 
-    /// Returns whether it is a device that it waits for.
+    /// Returns whether the batch waits for a device.
     pub(super) fn waits_for_device(&self) -> bool {
-        let under_way = self.state == State::Loading || self.route == Route::Device;
-        under_way && self.state != State::Done && self.is_staged()
+        let under_way = self.state == BatchState::Loading || self.route == BatchRoute::Device;
+        under_way && self.state != BatchState::Done && self.needs_staging()
     }
 
-    /// Returns whether it holds staging memory.
-    pub(super) fn holds_memory(&self) -> bool {
-        self.block.is_some() && self.state != State::Done
+    /// Returns whether the batch holds staging memory.
+    pub(super) fn holds_staging_memory(&self) -> bool {
+        self.block.is_some() && self.state != BatchState::Done
     }
 
-    /// Returns whether its tensors are reduced or spread element by element, so that it may be cut
+    /// Returns whether the operation works element by element, so that the batch may be split
     /// anywhere.
     fn is_elementwise(&self) -> bool {
-        self.signature().is_some_and(|signature| match signature.call {
-            Call::Allreduce { op, .. } => op != ReduceOp::Adasum,
-            Call::Broadcast { .. } => true,
+        self.first_signature().is_some_and(|signature| match signature.call {
+            CollectiveCall::Allreduce { op, .. } => op != ReduceOp::Adasum,
+            CollectiveCall::Broadcast { .. } => true,
             _ => false,
         })
     }
 
-    /// The same in pieces of about so many bytes; itself where it is small, or whole. All members
-    /// cut alike.
-    pub(super) fn cut(mut self, bytes: usize) -> Vec<Self> {
+    /// Splits the batch into pieces of about this many bytes. Returns the batch itself if it is
+    /// small or cannot be split. All members split alike.
+    pub(super) fn split_into_pieces(mut self, bytes: usize) -> Vec<Self> {
         let total: usize = self.parts.iter().map(|part| part.input.len()).sum();
-        if !self.is_on_devices() || !self.is_elementwise() || total <= bytes {
+        if !self.is_all_on_devices() || !self.is_elementwise() || total <= bytes {
             return vec![self];
         }
         let (list, span) = (self.list, self.span.take());
         let mut pieces: Vec<Self> = Vec::with_capacity(total.div_ceil(bytes));
         let mut room = 0;
         for part in std::mem::take(&mut self.parts) {
-            for part in part.cut(&mut room, bytes) {
+            for part in part.split_into_pieces(&mut room, bytes) {
                 let (starts, part) = part;
                 if starts || pieces.is_empty() {
-                    let mut piece = Self::of(list, Vec::new(), None);
+                    let mut piece = Self::from_parts(list, Vec::new(), None);
                     piece.follows = !pieces.is_empty();
                     pieces.push(piece);
                 }
@@ -199,9 +204,12 @@ impl Batch {
         pieces
     }
 
-    /// Returns whether all inputs are where the communicator can read them; starts the copies that
-    /// are missing.
-    pub(super) fn load(&mut self, shared: &Shared, place: (usize, usize)) -> Step<bool> {
+    /// Starts missing copies of inputs. Returns whether the communicator can read all inputs.
+    pub(super) fn load_inputs(
+        &mut self,
+        shared: &ProcessSetContext,
+        place: (usize, usize),
+    ) -> Step<bool> {
         for part in &mut self.parts {
             if let Some(event) = &part.ready {
                 if !event.is_ready()? {
@@ -212,7 +220,7 @@ impl Batch {
         }
         if !self.loading {
             self.loading = true;
-            self.begin(shared, place)?;
+            self.begin_input_copies(shared, place)?;
         }
         while let Some(copy) = self.copies.last() {
             if !copy.is_ready()? {
@@ -223,52 +231,57 @@ impl Batch {
         Ok(true)
     }
 
-    /// Returns whether copies are in progress, and not the framework's own work.
+    /// Returns whether copies of inputs have begun; before that, the batch waits for the
+    /// framework's work.
     pub(super) fn is_copying(&self) -> bool {
         self.loading
     }
 
-    fn begin(
+    fn begin_input_copies(
         &mut self,
-        shared: &Shared,
+        shared: &ProcessSetContext,
         (me, members): (usize, usize),
     ) -> Result<(), CollectiveError> {
-        if !self.is_on_devices() || !self.is_elementwise() {
+        if !self.is_all_on_devices() || !self.is_elementwise() {
             for part in &mut self.parts {
-                self.copies.extend(part.load(shared, me, members)?);
+                self.copies.extend(part.load_input(shared, me, members)?);
             }
             return Ok(());
         }
         let total: usize = self.parts.iter().map(|part| part.input.len()).sum();
-        let Some(device) =
-            self.parts.first().map(|part| shared.devices.of(&part.input)).transpose()?.flatten()
+        let Some(device) = self
+            .parts
+            .first()
+            .map(|part| shared.devices.device_of_buffer(&part.input))
+            .transpose()?
+            .flatten()
         else {
             return Err(CollectiveError::Shape {
                 reason: "a tensor on a device is on the host".to_owned(),
             });
         };
-        let block = device.staging(total)?;
-        if total > 0 && self.sender().is_none_or(|root| root == shared.world.rank) {
-            let pairs = self.pairs(&block, |part| Some(part.input.clone()));
+        let block = device.allocate_staging(total)?;
+        if total > 0 && self.broadcast_root().is_none_or(|root| root == shared.world.rank) {
+            let pairs = self.staging_pairs(&block, |part| Some(part.input.clone()));
             let pairs: Vec<_> =
                 pairs.into_iter().map(|(memory, tensor)| (tensor, memory)).collect();
-            self.copies.push(device.copy_all(&pairs)?);
+            self.copies.push(device.copy_all_async(&pairs)?);
         }
-        let segment = block.buffer().slice(0, total);
+        let segment = block.as_buffer().slice(0, total);
         if let Some(part) = self.parts.first_mut() {
-            part.segment = Some(Segment { input: segment.clone(), output: segment });
+            part.segment = Some(TensorSegment { input: segment.clone(), output: segment });
         }
         self.block = Some(block);
         Ok(())
     }
 
-    /// Places in the block, and the tensors that belong there.
-    fn pairs(
+    /// Returns slices of the block, each with the tensor that belongs there.
+    fn staging_pairs(
         &self,
-        block: &Memory,
-        tensor: impl Fn(&Part) -> Option<Buffer>,
+        block: &HostMemory,
+        tensor: impl Fn(&BatchPart) -> Option<Buffer>,
     ) -> Vec<(Buffer, Buffer)> {
-        let (all, mut at) = (block.buffer(), 0);
+        let (all, mut at) = (block.as_buffer(), 0);
         let mut pairs = Vec::with_capacity(self.parts.len());
         for part in &self.parts {
             let place = all.slice(at, part.input.len());
@@ -280,106 +293,115 @@ impl Batch {
         pairs
     }
 
-    /// Starts the copies of results to where they belong: what comes after them, if there are any.
-    pub(super) fn store(
+    /// Starts the copies of results to their outputs. Returns the event of the last copy, if there
+    /// are any.
+    pub(super) fn begin_result_copies(
         &mut self,
-        shared: &Shared,
-    ) -> Result<Option<Arc<dyn Event>>, CollectiveError> {
+        shared: &ProcessSetContext,
+    ) -> Result<Option<Arc<dyn DeviceEvent>>, CollectiveError> {
         let Some(block) = self.block.take() else {
-            let pairs: Vec<_> = self.parts.iter().filter_map(Part::stored).collect();
+            let pairs: Vec<_> = self.parts.iter().filter_map(BatchPart::copy_back_pair).collect();
             let mut last = None;
-            // All to a device at once: with several events, those without a receiver would have to
-            // be waited for.
-            for pairs in pairs.chunk_by(|(_, one), (_, other)| one.place() == other.place()) {
+            // All copies to a device at once, with one event: several events would each need a
+            // caller that waits for it.
+            for pairs in
+                pairs.chunk_by(|(_, one), (_, other)| one.memory_kind() == other.memory_kind())
+            {
                 if let Some((_, tensor)) = pairs.first()
-                    && let Some(device) = shared.devices.of(tensor)?
+                    && let Some(device) = shared.devices.device_of_buffer(tensor)?
                 {
-                    last = Some(device.copy_all(pairs)?);
+                    last = Some(device.copy_all_async(pairs)?);
                 }
             }
             return Ok(last);
         };
-        let own = self.sender() == Some(shared.world.rank);
-        // What a root has sent from its output is there.
-        let sent = |part: &Part, output: &Buffer| own && output.address() == part.input.address();
-        let pairs =
-            self.pairs(&block, |part| part.output.clone().filter(|output| !sent(part, output)));
+        let own = self.broadcast_root() == Some(shared.world.rank);
+        // If the root sent from its own output, the output already holds the result.
+        let sent =
+            |part: &BatchPart, output: &Buffer| own && output.address() == part.input.address();
+        let pairs = self
+            .staging_pairs(&block, |part| part.output.clone().filter(|output| !sent(part, output)));
         let Some((_, tensor)) = pairs.first() else { return Ok(None) };
-        let Some(device) = shared.devices.of(tensor)? else { return Ok(None) };
-        device.copy_all(&pairs).map(Some)
+        let Some(device) = shared.devices.device_of_buffer(tensor)? else { return Ok(None) };
+        device.copy_all_async(&pairs).map(Some)
     }
 
-    /// For a communicator among devices: the operation on the tensors themselves, and what it comes
-    /// after.
+    /// Returns the device operation on the tensors and the events that must complete first.
     ///
     /// # Errors
-    /// `Device` if there is no room for a result without memory of the caller.
-    pub(super) fn launch(
+    /// `Device` if memory for a result without an output cannot be allocated.
+    pub(super) fn prepare_device_operation(
         &mut self,
         members: &[Rank],
         me: usize,
         communicator: &mut dyn Communicator,
-    ) -> Result<(Operation, Vec<Arc<dyn Event>>), CollectiveError> {
-        let mut events: Vec<Arc<dyn Event>> = Vec::new();
+    ) -> Result<(CollectiveOperation, Vec<Arc<dyn DeviceEvent>>), CollectiveError> {
+        let mut events: Vec<Arc<dyn DeviceEvent>> = Vec::new();
         for part in &mut self.parts {
             if let Some(event) = part.ready.take()
                 && !events.iter().any(|other| Arc::ptr_eq(other, &event))
             {
                 events.push(event);
             }
-            let output = part.prepare_room(me, members.len(), communicator)?;
-            part.segment = Some(Segment { input: part.input.clone(), output });
+            let output = part.prepare_device_output(me, members.len(), communicator)?;
+            part.segment = Some(TensorSegment { input: part.input.clone(), output });
         }
-        Ok((self.operation(members), events))
+        Ok((self.take_operation(members), events))
     }
 
-    /// The operation, without tensors.
-    pub(super) fn outline(&self, members: &[Rank]) -> Operation {
-        self.operation_on(Vec::new(), members)
+    /// Returns the operation without tensors.
+    pub(super) fn operation_outline(&self, members: &[Rank]) -> CollectiveOperation {
+        self.operation_on_segments(Vec::new(), members)
     }
 
-    pub(super) fn operation(&mut self, members: &[Rank]) -> Operation {
+    pub(super) fn take_operation(&mut self, members: &[Rank]) -> CollectiveOperation {
         let segments = self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
-        self.operation_on(segments, members)
+        self.operation_on_segments(segments, members)
     }
 
-    fn operation_on(&self, mut segments: Vec<Segment>, members: &[Rank]) -> Operation {
-        let Some(first) = self.parts.first() else { return Operation::Barrier };
+    fn operation_on_segments(
+        &self,
+        mut segments: Vec<TensorSegment>,
+        members: &[Rank],
+    ) -> CollectiveOperation {
+        let Some(first) = self.parts.first() else { return CollectiveOperation::Barrier };
         let signature = &first.agreed.signature;
         match signature.call {
-            Call::Allreduce { op, prescale, postscale } => Operation::Allreduce {
-                dtype: signature.dtype,
-                op,
-                prescale: f64::from_bits(prescale),
-                postscale: f64::from_bits(postscale),
-                segments,
-            },
-            Call::Broadcast { root } => {
+            CollectiveCall::Allreduce { op, prescale, postscale } => {
+                CollectiveOperation::Allreduce {
+                    dtype: signature.dtype,
+                    op,
+                    prescale: f64::from_bits(prescale),
+                    postscale: f64::from_bits(postscale),
+                    segments,
+                }
+            }
+            CollectiveCall::Broadcast { root } => {
                 let root = members.iter().position(|rank| rank.0 == root).unwrap_or_default();
-                Operation::Broadcast { root, segments }
+                CollectiveOperation::Broadcast { root, segments }
             }
-            Call::Allgather => {
+            CollectiveCall::Allgather => {
                 let bytes = self.parts.iter().map(|part| bytes_by_member(&part.agreed)).collect();
-                Operation::Allgather { segments, bytes }
+                CollectiveOperation::Allgather { segments, bytes }
             }
-            Call::Alltoall { .. } => {
-                let nothing = || Memory::new(0).buffer();
-                let outline = || Segment { input: nothing(), output: nothing() };
+            CollectiveCall::Alltoall { .. } => {
+                let nothing = || HostMemory::new(0).as_buffer();
+                let outline = || TensorSegment { input: nothing(), output: nothing() };
                 let segment = segments.pop().unwrap_or_else(outline);
                 let agreed = &first.agreed;
                 let blocks =
-                    |rows: &[u64]| rows.iter().map(|rows| bytes_of(agreed, *rows)).collect();
-                let (sends, receives) = (blocks(agreed.sends()), blocks(agreed.receives()));
-                Operation::Alltoall { segment, sends, receives }
+                    |rows: &[u64]| rows.iter().map(|rows| rows_to_bytes(agreed, *rows)).collect();
+                let (sends, receives) = (blocks(agreed.send_rows()), blocks(agreed.receive_rows()));
+                CollectiveOperation::Alltoall { segment, sends, receives }
             }
-            Call::Reducescatter { op, prescale, postscale } => {
-                let parts = |part: &Part| {
+            CollectiveCall::Reducescatter { op, prescale, postscale } => {
+                let parts = |part: &BatchPart| {
                     let rows = (0..members.len())
-                        .map(|member| own_rows(&part.agreed, member, members.len()));
+                        .map(|member| member_rows(&part.agreed, member, members.len()));
                     let unit = part.agreed.signature.row_bytes();
                     rows.map(|rows| to_usize(rows.saturating_mul(unit))).collect()
                 };
-                Operation::Reducescatter {
+                CollectiveOperation::Reducescatter {
                     dtype: signature.dtype,
                     op,
                     prescale: f64::from_bits(prescale),
@@ -388,51 +410,57 @@ impl Batch {
                     segments,
                 }
             }
-            Call::Barrier | Call::Change(_) | Call::Join { .. } => Operation::Barrier,
+            CollectiveCall::Barrier | CollectiveCall::Change(_) | CollectiveCall::Join { .. } => {
+                CollectiveOperation::Barrier
+            }
         }
     }
 
-    /// The sender, in a broadcast.
-    fn sender(&self) -> Option<Rank> {
-        match self.signature().map(|signature| signature.call) {
-            Some(Call::Broadcast { root }) => Some(Rank(root)),
+    /// Returns the root of a broadcast.
+    fn broadcast_root(&self) -> Option<Rank> {
+        match self.first_signature().map(|signature| signature.call) {
+            Some(CollectiveCall::Broadcast { root }) => Some(Rank(root)),
             _ => None,
         }
     }
 
-    /// A communicator has it.
-    pub(super) fn run(&mut self) {
-        self.state = State::Running;
+    /// Marks the batch as executed by a communicator.
+    pub(super) fn mark_running(&mut self) {
+        self.state = BatchState::Running;
         if let Some(span) = &mut self.span {
-            span.transfer();
+            span.enter_transfer();
         }
     }
 
-    pub(super) fn enter(&mut self, activity: &'static str) {
+    pub(super) fn enter_activity(&mut self, activity: &'static str) {
         if let Some(span) = &mut self.span {
-            span.enter(activity);
+            span.enter_activity(activity);
         }
     }
 
-    /// Hands the results over, which are there when `reached` is.
-    pub(super) fn complete(
+    /// Completes the requests; their results are valid after the event `reached`.
+    pub(super) fn complete_requests(
         &mut self,
-        reached: Option<&Arc<dyn Event>>,
-        finished: &mut Vec<Finished>,
+        reached: Option<&Arc<dyn DeviceEvent>>,
+        finished: &mut Vec<FinishedRequest>,
     ) {
-        self.state = State::Done;
+        self.state = BatchState::Done;
         self.block = None;
-        let completed = self.parts.drain(..).filter_map(|part| part.completed(reached));
-        finished.extend(completed.filter(|done| done.handle != NOBODY));
+        let completed = self.parts.drain(..).filter_map(|part| part.into_finished(reached));
+        finished.extend(completed.filter(|done| done.handle != NO_HANDLE));
         if let Some(span) = self.span.take() {
-            span.complete();
+            span.mark_successful();
         }
     }
 
-    pub(super) fn refuse(&mut self, cause: &Arc<CollectiveError>, finished: &mut Vec<Finished>) {
-        self.state = State::Done;
+    pub(super) fn refuse_unsupported(
+        &mut self,
+        cause: &Arc<CollectiveError>,
+        finished: &mut Vec<FinishedRequest>,
+    ) {
+        self.state = BatchState::Done;
         self.block = None;
-        for Entry { handle, name, operation, .. } in
+        for PendingEntry { handle, name, operation, .. } in
             self.parts.drain(..).filter_map(|part| part.entry)
         {
             let error = Error::Unsupported {
@@ -440,14 +468,14 @@ impl Batch {
                 tensor: Arc::clone(&name),
                 cause: Arc::clone(cause),
             };
-            finished.push(Finished { handle, name, result: Err(error) });
+            finished.push(FinishedRequest { handle, name, result: Err(error) });
         }
     }
 
-    pub(super) fn fail(self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
+    pub(super) fn fail_requests(self, cause: &Arc<StopCause>, finished: &mut Vec<FinishedRequest>) {
         for entry in self.into_entries() {
-            let result = Err(entry.failed(cause));
-            finished.push(Finished { handle: entry.handle, name: entry.name, result });
+            let result = Err(entry.failure_error(cause));
+            finished.push(FinishedRequest { handle: entry.handle, name: entry.name, result });
         }
     }
 }
@@ -456,25 +484,25 @@ fn to_usize(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-fn bytes_of(agreed: &Agreed, rows: u64) -> usize {
+fn rows_to_bytes(agreed: &CachedResponse, rows: u64) -> usize {
     to_usize(rows.saturating_mul(agreed.signature.unit_bytes()))
 }
 
-fn bytes_by_member(agreed: &Agreed) -> Vec<usize> {
-    agreed.rows.iter().map(|rows| bytes_of(agreed, *rows)).collect()
+fn bytes_by_member(agreed: &CachedResponse) -> Vec<usize> {
+    agreed.rows.iter().map(|rows| rows_to_bytes(agreed, *rows)).collect()
 }
 
-/// Rows of a reducescatter's result that `member` of so many gets.
-fn own_rows(agreed: &Agreed, member: usize, members: usize) -> u64 {
+/// Returns the number of rows of a reducescatter's result for `member`.
+fn member_rows(agreed: &CachedResponse, member: usize, members: usize) -> u64 {
     let rows = agreed.signature.shape.first().copied().unwrap_or_default();
-    share_of(rows, member, members)
+    row_share(rows, member, members)
 }
 
-impl Part {
-    /// The parts that go into what has `room` left and into new pieces, and whether each begins
-    /// one.
-    fn cut(self, room: &mut usize, bytes: usize) -> Vec<(bool, Self)> {
-        let size = self.agreed.signature.dtype.size().max(1);
+impl BatchPart {
+    /// Splits the part. The first piece fills the `room` left in the current batch; every further
+    /// one starts a new batch. Returns the pieces, each with whether it starts a new batch.
+    fn split_into_pieces(self, room: &mut usize, bytes: usize) -> Vec<(bool, Self)> {
+        let size = self.agreed.signature.dtype.element_size().max(1);
         let whole = (bytes / size).max(1) * size;
         let (total, mut at) = (self.input.len(), 0);
         let mut all = Vec::new();
@@ -494,7 +522,7 @@ impl Part {
                     agreed: Arc::clone(&agreed),
                     input: input.slice(at, taken),
                     output: output.as_ref().map(|output| output.slice(at, taken)),
-                    // Pieces are copied in ahead of their turn: each must know when it may be.
+                    // Every piece has the event, because pieces are copied in ahead of their turn.
                     ready: ready.clone(),
                     segment: None,
                     allocated: None,
@@ -509,51 +537,55 @@ impl Part {
         }
     }
 
-    /// Prepares the segment; the copy of a device's input is in progress afterwards.
-    fn load(
+    /// Prepares the segment and starts the copy of an input on a device. Returns the event of the
+    /// copy.
+    fn load_input(
         &mut self,
-        shared: &Shared,
+        shared: &ProcessSetContext,
         me: usize,
         members: usize,
-    ) -> Result<Option<Arc<dyn Event>>, CollectiveError> {
+    ) -> Result<Option<Arc<dyn DeviceEvent>>, CollectiveError> {
         let call = self.agreed.signature.call;
-        if call.is_meeting() {
+        if call.moves_no_data() {
             return Ok(None);
         }
-        let (input, copy) = match shared.devices.of(&self.input)? {
+        let (input, copy) = match shared.devices.device_of_buffer(&self.input)? {
             None => (self.input.clone(), None),
             Some(device) => {
-                let staging = device.staging(self.input.len())?.buffer().slice(0, self.input.len());
+                let staging = device
+                    .allocate_staging(self.input.len())?
+                    .as_buffer()
+                    .slice(0, self.input.len());
                 let copy = match self.input.is_empty() {
                     true => None,
-                    false => Some(device.copy(&self.input, &staging)?),
+                    false => Some(device.copy_async(&self.input, &staging)?),
                 };
                 (staging, copy)
             }
         };
-        let output = self.prepare(shared, self.result_bytes(me, members))?;
-        self.segment = Some(Segment { input, output });
+        let output = self.prepare_host_output(shared, self.result_bytes(me, members))?;
+        self.segment = Some(TensorSegment { input, output });
         Ok(copy)
     }
 
     fn result_bytes(&self, me: usize, members: usize) -> usize {
         match self.agreed.signature.call {
-            Call::Allgather => bytes_by_member(&self.agreed).iter().sum(),
-            Call::Alltoall { .. } => bytes_of(
+            CollectiveCall::Allgather => bytes_by_member(&self.agreed).iter().sum(),
+            CollectiveCall::Alltoall { .. } => rows_to_bytes(
                 &self.agreed,
-                self.agreed.receives().iter().fold(0, |sum, rows| rows.saturating_add(sum)),
+                self.agreed.receive_rows().iter().fold(0, |sum, rows| rows.saturating_add(sum)),
             ),
-            Call::Reducescatter { .. } => {
-                let rows = own_rows(&self.agreed, me, members);
+            CollectiveCall::Reducescatter { .. } => {
+                let rows = member_rows(&self.agreed, me, members);
                 to_usize(rows.saturating_mul(self.agreed.signature.row_bytes()))
             }
             _ => self.input.len(),
         }
     }
 
-    /// Notes an output of the request's that does not fit the result; others get theirs all the
-    /// same.
-    fn note_misfit(&mut self, bytes: usize) {
+    /// Stores an error if the output of the request does not fit the result. Other requests of the
+    /// batch still complete.
+    fn note_output_misfit(&mut self, bytes: usize) {
         if let Some(output) = self.output.as_ref().filter(|output| output.len() != bytes) {
             self.misfit = Some(Error::BufferSize {
                 which: "output",
@@ -564,67 +596,73 @@ impl Part {
         }
     }
 
-    /// Returns the memory that a communicator among devices writes: the request's own memory if it
-    /// brought some that fits.
-    fn prepare_room(
+    /// Returns the memory that a communicator among devices writes: the request's output if there
+    /// is one and it fits.
+    fn prepare_device_output(
         &mut self,
         me: usize,
         members: usize,
         communicator: &mut dyn Communicator,
     ) -> Result<Buffer, CollectiveError> {
         let bytes = self.result_bytes(me, members);
-        self.note_misfit(bytes);
+        self.note_output_misfit(bytes);
         match &self.output {
             Some(output) if self.misfit.is_none() => Ok(output.clone()),
-            _ if bytes == 0 => Ok(self.allocated.insert(Memory::new(0)).buffer()),
+            _ if bytes == 0 => Ok(self.allocated.insert(HostMemory::new(0)).as_buffer()),
             _ => {
-                let room = communicator.room(bytes)?;
-                Ok(self.room.insert(room).buffer())
+                let room = communicator.allocate_result(bytes)?;
+                Ok(self.room.insert(room).as_buffer())
             }
         }
     }
 
-    /// Returns the memory that the communicator of hosts writes: the request's own memory if it is
-    /// on the host and fits.
-    fn prepare(&mut self, shared: &Shared, bytes: usize) -> Result<Buffer, CollectiveError> {
-        self.note_misfit(bytes);
+    /// Returns the memory that the communicator of hosts writes: the request's output if it is on
+    /// the host and fits.
+    fn prepare_host_output(
+        &mut self,
+        shared: &ProcessSetContext,
+        bytes: usize,
+    ) -> Result<Buffer, CollectiveError> {
+        self.note_output_misfit(bytes);
         let memory = match &self.output {
-            Some(_) if self.misfit.is_some() => Memory::new(bytes),
-            Some(output) => match shared.devices.of(output)? {
+            Some(_) if self.misfit.is_some() => HostMemory::new(bytes),
+            Some(output) => match shared.devices.device_of_buffer(output)? {
                 None => return Ok(output.clone()),
-                Some(device) => device.staging(bytes)?,
+                Some(device) => device.allocate_staging(bytes)?,
             },
-            None => Memory::new(bytes),
+            None => HostMemory::new(bytes),
         };
-        let buffer = memory.buffer().slice(0, bytes);
+        let buffer = memory.as_buffer().slice(0, bytes);
         self.allocated = Some(memory);
         Ok(buffer)
     }
 
-    /// The memory to copy back to a device, and its target.
-    fn stored(&self) -> Option<(Buffer, Buffer)> {
+    /// Returns the memory to copy back to a device and the target of the copy.
+    fn copy_back_pair(&self) -> Option<(Buffer, Buffer)> {
         let (Some(output), Some(memory), None) = (&self.output, &self.allocated, &self.misfit)
         else {
             return None;
         };
-        let there = output.place() != Place::Host && !output.is_empty();
-        there.then(|| (memory.buffer().slice(0, output.len()), output.clone()))
+        let there = output.memory_kind() != MemoryKind::Host && !output.is_empty();
+        there.then(|| (memory.as_buffer().slice(0, output.len()), output.clone()))
     }
 
-    fn completed(self, reached: Option<&Arc<dyn Event>>) -> Option<Finished> {
-        let Entry { handle, name, .. } = self.entry?;
+    fn into_finished(self, reached: Option<&Arc<dyn DeviceEvent>>) -> Option<FinishedRequest> {
+        let PendingEntry { handle, name, .. } = self.entry?;
         let rows = match self.agreed.signature.call {
-            Call::Allgather => self.agreed.rows.clone(),
-            Call::Alltoall { .. } => self.agreed.receives().to_vec(),
+            CollectiveCall::Allgather => self.agreed.rows.clone(),
+            CollectiveCall::Alltoall { .. } => self.agreed.receive_rows().to_vec(),
             _ => Vec::new(),
         };
         let result = match self.misfit {
             Some(error) => Err(error),
             None => {
-                let written =
-                    self.output.as_ref().is_some_and(|output| output.place() != Place::Host);
+                let written = self
+                    .output
+                    .as_ref()
+                    .is_some_and(|output| output.memory_kind() != MemoryKind::Host);
                 let on_device = written || self.room.is_some();
-                Ok(Completion {
+                Ok(RequestCompletion {
                     output: self.allocated.filter(|_| self.output.is_none()),
                     room: self.room.filter(|_| self.output.is_none()),
                     rows,
@@ -633,6 +671,6 @@ impl Part {
                 })
             }
         };
-        Some(Finished { handle, name, result })
+        Some(FinishedRequest { handle, name, result })
     }
 }

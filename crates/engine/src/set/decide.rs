@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The coordinator: checks tensors that all ranks have announced, keeps groups together, and fuses.
+//! The coordinator: checks tensors that all ranks have announced, keeps groups together, and fuses
+//! tensors.
 //!
-//! Nothing is held back for a fuller operation: what becomes ready while a list is executed makes
-//! the next one. That is all the plan a training loop needs. Two ranks that submit 100 tensors at
-//! once take 1.2 to 1.7 lists a step, whether of 4 KiB or 64 KiB each; holding every list until
-//! nothing new has come for 20 us took 1.1 to 1.7, and 69 us instead of 52 us for a synchronous
-//! operation of 4 bytes. Tensors that come 50 us apart, as out of a backward pass, go in 6 to 11
-//! lists, each of what came during the one before, and there a fuller list only leaves the links
-//! idle.
+//! The coordinator does not delay tensors to fuse more of them: tensors that become ready while a
+//! list is executed form the next list. This is enough for a training loop. Two ranks that submit
+//! 100 tensors at once need 1.2 to 1.7 lists a step, with tensors of 4 KiB or 64 KiB. If every list
+//! was delayed until no new tensor had come for 20 us, they needed 1.1 to 1.7 lists, and a
+//! synchronous operation of 4 bytes took 69 us instead of 52 us. Tensors that come 50 us apart, as
+//! from a backward pass, need 6 to 11 lists, each with the tensors that came during the previous
+//! list; there a fuller list only leaves the links idle.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,58 +18,58 @@ use std::time::Instant;
 
 use farandole_collectives::{DataType, ReduceOp};
 
-use super::{Finished, ProcessSet, Step, kind};
-use crate::Cause;
-use crate::cache::{Agreed, CacheId};
+use super::{FinishedRequest, ProcessSet, Step, kind};
+use crate::StopCause;
+use crate::announcement_tally::{Announcement, RequestVariant, resolve_variants};
+use crate::cache::{CacheId, CachedResponse};
 use crate::hash::Map;
-use crate::set::list::{self, Item};
-use crate::signature::{Call, Signature, Site};
-use crate::tally::{Variant, Wish, verdict};
-use crate::tune::Tuner;
+use crate::set::response_list::{self, ResponseItem};
+use crate::signature::{CollectiveCall, MemorySite, RequestSignature};
+use crate::tune::Autotuner;
 
-/// A tensor all ranks want.
+/// A tensor that all ranks have announced.
 #[derive(Debug)]
-pub(super) struct Ready {
-    pub(super) agreed: Arc<Agreed>,
-    /// Its id in the caches of all ranks, if all have it.
+pub(super) struct ReadyTensor {
+    pub(super) agreed: Arc<CachedResponse>,
+    /// Its id in the cache, if it is in the caches of all ranks.
     pub(super) known: Option<CacheId>,
 }
 
-/// The ranks differ: all ranks' requests of this name, and the whole group that it is in (0: none),
-/// fail.
+/// Refusal of a tensor because the requests of the ranks differ. All requests of this name fail,
+/// and all members of its group (0: no group).
 #[derive(Debug)]
-pub(super) struct Refusal {
+pub(super) struct TensorRefusal {
     pub(super) name: Arc<str>,
     pub(super) group: u64,
     pub(super) text: String,
 }
 
-/// The decisions that wait for the next list.
+/// A decision that waits for the next list.
 #[derive(Debug)]
-enum Decision {
-    Run(Ready),
-    Refuse(Refusal),
-    /// All have joined; the last member was this.
+enum CoordinatorDecision {
+    Run(ReadyTensor),
+    Refuse(TensorRefusal),
+    /// All members have joined; this one was the last.
     Joined(u32),
 }
 
-/// A step of the next list.
+/// An item of the next list.
 #[derive(Debug)]
-pub(super) enum Planned {
-    /// One operation over these.
-    Run(Vec<Ready>),
-    Refuse(Refusal),
+pub(super) enum PlannedItem {
+    /// One operation on these tensors.
+    Run(Vec<ReadyTensor>),
+    Refuse(TensorRefusal),
     Joined(u32),
 }
 
 #[derive(Default)]
-pub(super) struct Coordinator {
-    decisions: Vec<Decision>,
-    /// Members of groups that are not complete.
-    groups: Map<u64, Vec<Ready>>,
+pub(super) struct SetCoordinator {
+    decisions: Vec<CoordinatorDecision>,
+    /// Ready tensors of incomplete groups.
+    groups: Map<u64, Vec<ReadyTensor>>,
 }
 
-impl Coordinator {
+impl SetCoordinator {
     pub(super) fn is_empty(&self) -> bool {
         self.decisions.is_empty()
     }
@@ -77,266 +78,286 @@ impl Coordinator {
         *self = Self::default();
     }
 
-    pub(super) fn all_joined(&mut self, last: u32) {
-        self.decisions.push(Decision::Joined(last));
+    pub(super) fn push_all_joined(&mut self, last: u32) {
+        self.decisions.push(CoordinatorDecision::Joined(last));
     }
 
-    fn agree(&mut self, ready: Ready) {
+    fn accept_tensor(&mut self, ready: ReadyTensor) {
         let (group, size) = (ready.agreed.signature.group, ready.agreed.signature.group_size);
         if size == 0 {
-            self.decisions.push(Decision::Run(ready));
+            self.decisions.push(CoordinatorDecision::Run(ready));
             return;
         }
         let members = self.groups.entry(group).or_default();
         members.push(ready);
         if members.len() >= size as usize {
             let members = self.groups.remove(&group).unwrap_or_default();
-            self.decisions.extend(members.into_iter().map(Decision::Run));
+            self.decisions.extend(members.into_iter().map(CoordinatorDecision::Run));
         }
     }
 }
 
 impl ProcessSet {
-    /// All ranks have submitted `name`: checks that their requests agree.
+    /// Decides a tensor that all ranks have submitted: checks that their requests agree.
     ///
     /// # Errors
-    /// `Disagreement` when they put it into different groups. Other members of these groups may
-    /// have been submitted in any other way, or may not come at all, so there is no limit for a
-    /// wait.
-    pub(super) fn decide(&mut self, name: &Arc<str>, wish: Wish) -> Step {
-        self.watch.forget(name);
-        self.inquiries.forget(name);
+    /// `Disagreement` if ranks put the tensor into different groups. The engine must stop: the
+    /// other members of these groups may never become complete, so a wait for them has no limit.
+    pub(super) fn decide_tensor(&mut self, name: &Arc<str>, wish: Announcement) -> Step {
+        self.watch.forget_tensor(name);
+        self.inquiries.forget_tensor(name);
         let variants = match wish {
-            Wish::Known(id, agreed, absent) if absent.is_empty() => {
-                let known = self.cache.holds(id).then_some(id);
-                self.coordinator.agree(Ready { agreed, known });
+            Announcement::Cached(id, agreed, absent) if absent.is_empty() => {
+                let known = self.cache.contains_id(id).then_some(id);
+                self.coordinator.accept_tensor(ReadyTensor { agreed, known });
                 return Ok(());
             }
-            Wish::Known(id, agreed, absent) => {
-                self.agree_without(agreed, Some(id), &absent);
+            Announcement::Cached(id, agreed, absent) => {
+                self.accept_without_absent(agreed, Some(id), &absent);
                 return Ok(());
             }
-            Wish::Told(variants) => variants,
+            Announcement::Explicit(variants) => variants,
         };
-        let absent = if self.joins.any() { self.absent_of(&variants) } else { Vec::new() };
+        let absent = if self.joins.has_joined_members() {
+            self.absent_members(&variants)
+        } else {
+            Vec::new()
+        };
         let group = variants.first().map_or(0, |variant| variant.signature.group);
         let divided = variants.iter().any(|variant| variant.signature.group != group);
-        match verdict(name, variants, &self.members) {
+        match resolve_variants(name, variants, &self.members) {
             Ok(agreed) if absent.is_empty() => {
-                self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None });
+                self.coordinator
+                    .accept_tensor(ReadyTensor { agreed: Arc::new(agreed), known: None });
             }
-            Ok(agreed) => self.agree_without(Arc::new(agreed), None, &absent),
-            Err(text) if divided => return Err(Cause::Disagreement { text }),
-            Err(text) => self.decide_against(name, group, text),
+            Ok(agreed) => self.accept_without_absent(Arc::new(agreed), None, &absent),
+            Err(text) if divided => return Err(StopCause::Disagreement { text }),
+            Err(text) => self.refuse_tensor(name, group, text),
         }
         Ok(())
     }
 
-    /// Members none of these is from.
-    fn absent_of(&self, variants: &[Variant]) -> Vec<u32> {
+    /// Returns the members without a request among these variants.
+    fn absent_members(&self, variants: &[RequestVariant]) -> Vec<u32> {
         let came = |member: &u32| variants.iter().any(|variant| variant.members.contains(member));
         (0u32..).take(self.members.len()).filter(|member| !came(member)).collect()
     }
 
-    /// All agree but members that have joined: can it be done with those standing in?
-    fn agree_without(&mut self, agreed: Arc<Agreed>, known: Option<CacheId>, absent: &[u32]) {
-        if let Err(why) = self.joins.suffices(&agreed.signature.call, absent, &self.members) {
-            let operation = agreed.signature.call.name();
+    /// Accepts a tensor that all members except joined ones agree on, or refuses it if the
+    /// operation cannot run without them.
+    fn accept_without_absent(
+        &mut self,
+        agreed: Arc<CachedResponse>,
+        known: Option<CacheId>,
+        absent: &[u32],
+    ) {
+        if let Err(why) =
+            self.joins.check_substitution(&agreed.signature.call, absent, &self.members)
+        {
+            let operation = agreed.signature.call.operation_name();
             let text = format!(
                 "{operation} of {} is not possible while ranks have joined: {why}",
                 agreed.name
             );
-            return self.decide_against(&agreed.name, agreed.signature.group, text);
+            return self.refuse_tensor(&agreed.name, agreed.signature.group, text);
         }
-        // A rank that has joined brings host memory.
-        let known =
-            known.filter(|id| self.cache.holds(*id) && agreed.signature.site != Site::Device);
+        // A joined rank substitutes host memory.
+        let known = known.filter(|id| {
+            self.cache.contains_id(*id) && agreed.signature.site != MemorySite::Device
+        });
         let agreed = match agreed.signature.site {
-            Site::Device => Arc::new(Agreed::new(
+            MemorySite::Device => Arc::new(CachedResponse::new(
                 Arc::clone(&agreed.name),
-                Signature { site: Site::Mixed, ..agreed.signature.clone() },
+                RequestSignature { site: MemorySite::Mixed, ..agreed.signature.clone() },
                 agreed.rows.clone(),
             )),
             _ => agreed,
         };
-        if agreed.signature.call != Call::Allgather
-            || absent.iter().all(|member| agreed.counts_of(*member) == [0])
+        if agreed.signature.call != CollectiveCall::Allgather
+            || absent.iter().all(|member| agreed.member_row_counts(*member) == [0])
         {
-            return self.coordinator.agree(Ready { agreed, known });
+            return self.coordinator.accept_tensor(ReadyTensor { agreed, known });
         }
-        // What was agreed on before had rows of members that bring none now.
+        // The cached response has rows of members that now contribute none.
         let mut rows = agreed.rows.clone();
         absent
             .iter()
             .filter_map(|member| rows.get_mut(*member as usize).map(|rows| *rows = 0))
             .for_each(drop);
-        let agreed = Agreed::new(Arc::clone(&agreed.name), agreed.signature.clone(), rows);
-        self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None });
+        let agreed = CachedResponse::new(Arc::clone(&agreed.name), agreed.signature.clone(), rows);
+        self.coordinator.accept_tensor(ReadyTensor { agreed: Arc::new(agreed), known: None });
     }
 
-    fn decide_against(&mut self, name: &Arc<str>, group: u64, text: String) {
+    fn refuse_tensor(&mut self, name: &Arc<str>, group: u64, text: String) {
         self.coordinator.groups.remove(&group);
         self.forget_group(group);
-        let refusal = Refusal { name: Arc::clone(name), group, text };
-        self.coordinator.decisions.push(Decision::Refuse(refusal));
+        let refusal = TensorRefusal { name: Arc::clone(name), group, text };
+        self.coordinator.decisions.push(CoordinatorDecision::Refuse(refusal));
     }
 
-    /// All ranks put the same tensors into a refused group, and announced them together: drop their
-    /// tallies.
+    /// Drops the tallies of a refused group. All ranks put the same tensors into the group and
+    /// announced them together.
     pub(super) fn forget_group(&mut self, group: u64) {
         if group == 0 {
             return;
         }
         let (watch, inquiries) = (&mut self.watch, &mut self.inquiries);
         self.pending.retain(|name, tally| {
-            let other = !tally.is_in(group);
+            let other = !tally.is_in_group(group);
             if !other {
-                watch.forget(name);
-                inquiries.forget(name);
+                watch.forget_tensor(name);
+                inquiries.forget_tensor(name);
             }
             other
         });
     }
 
-    /// Sends the next list when there is one and the last ones are done: what becomes ready
-    /// meanwhile is fused.
-    pub(super) fn emit(&mut self, finished: &mut Vec<Finished>) -> Step<bool> {
-        if self.coordinator.is_empty() || self.leaving.is_some() {
+    /// Sends the next list if there are decisions and enough earlier lists are complete. Tensors
+    /// that become ready meanwhile are fused.
+    pub(super) fn emit_next_list(&mut self, finished: &mut Vec<FinishedRequest>) -> Step<bool> {
+        if self.coordinator.is_empty() || self.departure.is_some() {
             return Ok(false);
         }
-        if self.execution.lists() >= lists_at_a_time(self.tree.hosts) {
+        if self.execution.unfinished_lists() >= max_concurrent_lists(self.tree.hosts) {
             return Ok(false);
         }
         let decisions = std::mem::take(&mut self.coordinator.decisions);
         let settings = &self.options.settings;
-        let threshold = self.tuner.as_ref().map_or(settings.fusion_threshold, Tuner::threshold);
+        let threshold =
+            self.tuner.as_ref().map_or(settings.fusion_threshold, Autotuner::current_threshold);
         if let Some(tuner) = &mut self.tuner {
-            observe(tuner, &decisions);
+            observe_allreduces(tuner, &decisions);
         }
-        let plan = fuse(decisions, threshold, settings.group_fusion);
+        let plan = fuse_decisions(decisions, threshold, settings.group_fusion);
         let mut frame = std::mem::take(&mut self.scratch);
         frame.clear();
         let number = self.lists + 1;
-        let items: Vec<Item> = list::encode(number, plan, &mut self.cache, &mut frame);
-        self.send_down(kind::LIST, &frame)?;
+        let items: Vec<ResponseItem> =
+            response_list::encode_list(number, plan, &mut self.cache, &mut frame);
+        self.send_to_children(kind::RESPONSE_LIST, &frame)?;
         self.scratch = frame;
-        self.apply(number, items, finished)?;
+        self.apply_list(number, items, finished)?;
         Ok(true)
     }
 }
 
-/// Lists that may be executed at a time: one lets tensors meet, a second one hides the way down a
-/// tree of hosts.
-pub(crate) fn lists_at_a_time(hosts: usize) -> u64 {
+/// Returns the largest number of lists in execution at a time. With one list, tensors accumulate
+/// and are fused. A second list hides the latency of the way down a tree of hosts.
+pub(crate) fn max_concurrent_lists(hosts: usize) -> u64 {
     if hosts > 1 { 2 } else { 1 }
 }
 
-/// Tensors of one kind with these bytes, in order of readiness: the places of those that share an
-/// operation.
-pub(crate) fn operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
+/// Fuses tensors of one kind with these sizes in bytes, in order of readiness. Returns one list per
+/// operation, with the indices of its tensors.
+pub(crate) fn plan_operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
     let one = 1f64.to_bits();
-    let signature = |bytes: u64| Signature {
-        call: Call::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one },
+    let signature = |bytes: u64| RequestSignature {
+        call: CollectiveCall::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one },
         dtype: DataType::U8,
         shape: vec![bytes],
-        site: Site::Host,
+        site: MemorySite::Host,
         group: 0,
         group_size: 0,
     };
     let decision = |(place, bytes): (usize, &u64)| {
-        let agreed = Agreed::new(place.to_string().into(), signature(*bytes), Vec::new());
-        Decision::Run(Ready { agreed: Arc::new(agreed), known: None })
+        let agreed = CachedResponse::new(place.to_string().into(), signature(*bytes), Vec::new());
+        CoordinatorDecision::Run(ReadyTensor { agreed: Arc::new(agreed), known: None })
     };
     let decisions = bytes.iter().enumerate().map(decision).collect();
-    let places = |planned: Planned| match planned {
-        Planned::Run(tensors) => {
+    let places = |planned: PlannedItem| match planned {
+        PlannedItem::Run(tensors) => {
             tensors.iter().filter_map(|ready| ready.agreed.name.parse::<usize>().ok()).collect()
         }
-        Planned::Refuse(_) | Planned::Joined(_) => Vec::new(),
+        PlannedItem::Refuse(_) | PlannedItem::Joined(_) => Vec::new(),
     };
-    fuse(decisions, threshold, true).into_iter().map(places).collect()
+    fuse_decisions(decisions, threshold, true).into_iter().map(places).collect()
 }
 
-/// Shows autotune what goes out.
-fn observe(tuner: &mut Tuner, decisions: &[Decision]) {
+/// Reports the allreduces of the next list to the autotuner.
+fn observe_allreduces(tuner: &mut Autotuner, decisions: &[CoordinatorDecision]) {
     let now = Instant::now();
     for decision in decisions {
-        if let Decision::Run(ready) = decision
-            && matches!(ready.agreed.signature.call, Call::Allreduce { .. })
+        if let CoordinatorDecision::Run(ready) = decision
+            && matches!(ready.agreed.signature.call, CollectiveCall::Allreduce { .. })
         {
-            tuner.observe(&ready.agreed.name, bytes(&ready.agreed), now);
+            tuner.observe_allreduce(&ready.agreed.name, tensor_bytes(&ready.agreed), now);
         }
     }
 }
 
-/// Bytes an operation moves for this tensor.
-fn bytes(agreed: &Agreed) -> u64 {
+/// Returns the number of bytes of this tensor in its operation.
+fn tensor_bytes(agreed: &CachedResponse) -> u64 {
     let unit = agreed.signature.unit_bytes();
-    if agreed.signature.call.counts() == 0 {
+    if agreed.signature.call.row_counts_per_member() == 0 {
         return unit;
     }
     agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
 }
 
-/// Returns whether two tensors may share an operation. Without `across`, groups keep to themselves.
-fn fit(one: &Signature, two: &Signature, across: bool) -> bool {
-    !one.call.is_meeting()
-        && !matches!(one.call, Call::Alltoall { .. })
+/// Returns whether two tensors may share an operation. Without `across`, tensors of a group are
+/// fused only with tensors of the same group.
+fn can_fuse(one: &RequestSignature, two: &RequestSignature, across: bool) -> bool {
+    !one.call.moves_no_data()
+        && !matches!(one.call, CollectiveCall::Alltoall { .. })
         && one.call == two.call
         && one.dtype == two.dtype
         && one.site == two.site
         && (across || (one.group, one.group_size) == (two.group, two.group_size))
 }
 
-/// Operations of one kind that are looked at for room before a new one is begun.
-const LOOK_BACK: usize = 4;
+/// Number of open operations of one kind that are searched for room before a new one is opened.
+const MAX_OPEN_OPERATIONS_PER_KIND: usize = 4;
 
-/// Joins tensors in order of readiness: each goes into the first operation of its kind that has
-/// room, among the last few. So a tensor too large for an operation does not keep later ones from
-/// it.
-fn fuse(decisions: Vec<Decision>, threshold: u64, across: bool) -> Vec<Planned> {
-    let mut plan: Vec<Planned> = Vec::with_capacity(decisions.len());
-    // Operations with room: of each kind, the places in the plan with their bytes.
+/// Fuses tensors in order of readiness: each tensor goes into the first of the last few operations
+/// of its kind that has room. So a tensor that does not fit does not keep later ones out of this
+/// operation.
+fn fuse_decisions(
+    decisions: Vec<CoordinatorDecision>,
+    threshold: u64,
+    across: bool,
+) -> Vec<PlannedItem> {
+    let mut plan: Vec<PlannedItem> = Vec::with_capacity(decisions.len());
+    // For each kind, the operations with room: their indices in the plan, with their bytes.
     let mut kinds: Vec<VecDeque<(usize, u64)>> = Vec::new();
     for decision in decisions {
         let ready = match decision {
-            Decision::Run(ready) => ready,
-            Decision::Refuse(refusal) => {
-                plan.push(Planned::Refuse(refusal));
+            CoordinatorDecision::Run(ready) => ready,
+            CoordinatorDecision::Refuse(refusal) => {
+                plan.push(PlannedItem::Refuse(refusal));
                 continue;
             }
-            Decision::Joined(last) => {
-                plan.push(Planned::Joined(last));
+            CoordinatorDecision::Joined(last) => {
+                plan.push(PlannedItem::Joined(last));
                 continue;
             }
         };
-        let (bytes, next) = (bytes(&ready.agreed), plan.len());
+        let (bytes, next) = (tensor_bytes(&ready.agreed), plan.len());
         let kind = kinds.iter_mut().find(|open| {
             match open.front().and_then(|(index, _)| plan.get(*index)) {
-                Some(Planned::Run(operation)) => {
-                    fit(&operation[0].agreed.signature, &ready.agreed.signature, across)
+                Some(PlannedItem::Run(operation)) => {
+                    can_fuse(&operation[0].agreed.signature, &ready.agreed.signature, across)
                 }
                 _ => false,
             }
         });
         let Some(open) = kind else {
             kinds.push(VecDeque::from([(next, bytes)]));
-            plan.push(Planned::Run(vec![ready]));
+            plan.push(PlannedItem::Run(vec![ready]));
             continue;
         };
         let room = open.iter_mut().find(|(_, sum)| sum.saturating_add(bytes) <= threshold);
         if let Some((index, sum)) = room
-            && let Planned::Run(operation) = &mut plan[*index]
+            && let PlannedItem::Run(operation) = &mut plan[*index]
         {
             *sum += bytes;
             operation.push(ready);
             continue;
         }
         open.push_back((next, bytes));
-        if open.len() > LOOK_BACK {
+        if open.len() > MAX_OPEN_OPERATIONS_PER_KIND {
             open.pop_front();
         }
-        plan.push(Planned::Run(vec![ready]));
+        plan.push(PlannedItem::Run(vec![ready]));
     }
     plan
 }
@@ -348,25 +369,27 @@ mod tests {
     use super::*;
     use crate::signature::tests::plain;
 
-    fn ready(name: &str, signature: Signature) -> Decision {
-        Decision::Run(Ready {
-            agreed: Arc::new(Agreed::new(name.into(), signature, Vec::new())),
+    fn ready(name: &str, signature: RequestSignature) -> CoordinatorDecision {
+        CoordinatorDecision::Run(ReadyTensor {
+            agreed: Arc::new(CachedResponse::new(name.into(), signature, Vec::new())),
             known: None,
         })
     }
 
-    fn names(plan: &[Planned]) -> Vec<String> {
-        let name = |step: &Planned| match step {
-            Planned::Run(operation) => operation.iter().map(|ready| &*ready.agreed.name).collect(),
-            Planned::Refuse(refusal) => refusal.text.clone(),
-            Planned::Joined(last) => last.to_string(),
+    fn names(plan: &[PlannedItem]) -> Vec<String> {
+        let name = |step: &PlannedItem| match step {
+            PlannedItem::Run(operation) => {
+                operation.iter().map(|ready| &*ready.agreed.name).collect()
+            }
+            PlannedItem::Refuse(refusal) => refusal.text.clone(),
+            PlannedItem::Joined(last) => last.to_string(),
         };
         plan.iter().map(name).collect()
     }
 
     #[test]
     fn tensors_of_one_kind_share_operations_up_to_the_threshold() {
-        let double = Signature { dtype: DataType::F64, ..plain(&[2]) };
+        let double = RequestSignature { dtype: DataType::F64, ..plain(&[2]) };
         let decisions = vec![
             ready("a", plain(&[2])),
             ready("b", double.clone()),
@@ -374,47 +397,47 @@ mod tests {
             ready("d", plain(&[2])),
             ready("e", double),
         ];
-        assert_eq!(names(&fuse(decisions, 16, true)), ["ac", "b", "d", "e"]);
+        assert_eq!(names(&fuse_decisions(decisions, 16, true)), ["ac", "b", "d", "e"]);
     }
 
     #[test]
     fn a_threshold_of_zero_fuses_nothing() {
         let decisions = vec![ready("a", plain(&[2])), ready("b", plain(&[2]))];
-        assert_eq!(names(&fuse(decisions, 0, true)), ["a", "b"]);
+        assert_eq!(names(&fuse_decisions(decisions, 0, true)), ["a", "b"]);
     }
 
     #[test]
     fn a_tensor_above_the_threshold_runs_alone() {
         let decisions =
             vec![ready("a", plain(&[100])), ready("b", plain(&[1])), ready("c", plain(&[1]))];
-        assert_eq!(names(&fuse(decisions, 16, true)), ["a", "bc"]);
+        assert_eq!(names(&fuse_decisions(decisions, 16, true)), ["a", "bc"]);
     }
 
     #[test]
     fn a_tensor_that_does_not_fit_keeps_no_later_one_from_room_before_it() {
         let sizes = [("a", 2), ("b", 3), ("c", 2), ("d", 1)];
         let decisions = sizes.map(|(name, size)| ready(name, plain(&[size]))).into();
-        assert_eq!(names(&fuse(decisions, 16, true)), ["ac", "bd"]);
+        assert_eq!(names(&fuse_decisions(decisions, 16, true)), ["ac", "bd"]);
     }
 
     #[test]
     fn groups_keep_to_themselves_where_that_is_asked_for() {
-        let grouped = |group| Signature { group, group_size: 2, ..plain(&[1]) };
+        let grouped = |group| RequestSignature { group, group_size: 2, ..plain(&[1]) };
         let decisions = || {
             let tensors =
                 [("a", grouped(7)), ("x", plain(&[1])), ("b", grouped(7)), ("c", grouped(8))];
             tensors.map(|(name, signature)| ready(name, signature)).into()
         };
-        assert_eq!(names(&fuse(decisions(), 64, false)), ["ab", "x", "c"]);
-        assert_eq!(names(&fuse(decisions(), 64, true)), ["axbc"]);
+        assert_eq!(names(&fuse_decisions(decisions(), 64, false)), ["ab", "x", "c"]);
+        assert_eq!(names(&fuse_decisions(decisions(), 64, true)), ["axbc"]);
     }
 
     #[test]
     fn barriers_and_all_to_alls_run_alone() {
-        let of = |call| Signature { call, ..plain(&[0, 1]) };
-        for call in [Call::Barrier, Call::Alltoall { members: 2 }] {
+        let of = |call| RequestSignature { call, ..plain(&[0, 1]) };
+        for call in [CollectiveCall::Barrier, CollectiveCall::Alltoall { members: 2 }] {
             let decisions = vec![ready("a", of(call)), ready("b", of(call))];
-            assert_eq!(names(&fuse(decisions, 64, true)), ["a", "b"]);
+            assert_eq!(names(&fuse_decisions(decisions, 64, true)), ["a", "b"]);
         }
     }
 }

@@ -1,148 +1,156 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Batches on their way through communicators: that of hosts, or one among the members' devices.
-//! Batches start strictly in list order.
+//! Execution of batches by the communicator of hosts or the communicator among the members'
+//! devices. Batches start strictly in list order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{Communicator, Error as CollectiveError, Event, Token};
+use farandole_collectives::{Communicator, DeviceEvent, Error as CollectiveError, OperationToken};
 use farandole_world::Rank;
 
-use super::batch::{Batch, PIECE, Route, State};
-use super::deal::{DEAL, Dealing};
-use super::reach::{MEETING, Reach};
-use super::trace::Span;
-use super::{Entry, Finished, ProcessSet, Shared, Step};
-use crate::Cause;
-use crate::cache::Agreed;
+use super::batch::{BatchRoute, BatchState, FusedBatch, STAGING_PIECE_BYTES};
+use super::device_communicator::{DeviceCommunicator, NEGOTIATION_TOKEN};
+use super::splits_exchange::{SPLITS_TOKEN, SplitsExchange};
+use super::trace::BatchSpan;
+use super::{FinishedRequest, PendingEntry, ProcessSet, ProcessSetContext, Step};
+use crate::StopCause;
+use crate::cache::CachedResponse;
 use crate::timeline::{MEMCPY_IN_HOST_BUFFER, MEMCPY_OUT_HOST_BUFFER, WAIT_FOR_DATA};
 
-/// Pieces that are copied in ahead of their turn.
-const AHEAD: usize = 2;
-/// Pieces of device memory in staging memory at a time.
-const PIECES: usize = 8;
+/// Largest number of pieces that are copied in ahead of their turn.
+const MAX_PRELOADED_PIECES: usize = 2;
+/// Largest number of pieces that are in staging memory at a time.
+const MAX_STAGED_PIECES: usize = 8;
 
 /// The batches of a set.
-pub(super) struct Execution {
+pub(super) struct BatchExecution {
     communicator: Option<Box<dyn Communicator>>,
-    reach: Reach,
-    /// Numbers of rows that are in progress; later batches wait for them.
-    dealing: Option<Dealing>,
-    batches: VecDeque<Batch>,
-    /// Batches at the front that a communicator has, or had.
+    device_communicator: DeviceCommunicator,
+    /// Exchange of alltoall rows in progress; later batches wait for it.
+    splits_exchange: Option<SplitsExchange>,
+    batches: VecDeque<FusedBatch>,
+    /// Number of batches at the front that were submitted to a communicator.
     started: usize,
     /// Token of the first batch.
-    first: u64,
-    tokens: Vec<Token>,
-    launched: Vec<(Token, Arc<dyn Event>)>,
-    /// A communicator failed, or is not used any more.
+    first_token: u64,
+    tokens: Vec<OperationToken>,
+    launched: Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
+    /// Whether a communicator failed or is not used any more.
     pub(super) broken: bool,
 }
 
-impl Execution {
+impl BatchExecution {
     pub(super) fn new(communicator: Box<dyn Communicator>) -> Self {
         Self {
             communicator: Some(communicator),
-            reach: Reach::Unasked,
-            dealing: None,
+            device_communicator: DeviceCommunicator::NotNegotiated,
+            splits_exchange: None,
             batches: VecDeque::new(),
             started: 0,
-            first: 0,
+            first_token: 0,
             tokens: Vec::new(),
             launched: Vec::new(),
             broken: false,
         }
     }
 
-    /// Returns whether nothing is left of what ranks asked for.
+    /// Returns whether there are no batches.
     pub(super) fn is_idle(&self) -> bool {
         self.batches.is_empty()
     }
 
-    /// Returns whether a device has work in progress whose result a caller may have already.
-    pub(super) fn is_watched(&self) -> bool {
-        !self.broken && self.reach.is_watched()
+    /// Returns whether a device has work in progress. Its requests may be complete already.
+    pub(super) fn has_device_work(&self) -> bool {
+        !self.broken && self.device_communicator.has_pending_work()
     }
 
-    /// Returns whether this rank or a peer waits for the device, whose end wakes no thread.
+    /// Returns whether this rank or a peer waits for the device, whose end of work wakes no thread.
     pub(super) fn waits_for_device(&self) -> bool {
         !self.broken
-            && (self.reach.is_forming()
-                || self.reach.is_awaited()
-                || self.batches.iter().any(Batch::waits_for_device))
+            && (self.device_communicator.is_forming()
+                || self.device_communicator.has_waiting_peers()
+                || self.batches.iter().any(FusedBatch::waits_for_device))
     }
 
-    /// Lists of which something is left.
-    pub(super) fn lists(&self) -> u64 {
+    /// Returns the number of lists that are not complete.
+    pub(super) fn unfinished_lists(&self) -> u64 {
         match (self.batches.front(), self.batches.back()) {
             (Some(front), Some(back)) => back.list - front.list + 1,
             _ => 0,
         }
     }
 
-    /// The oldest list of which something is left.
+    /// Returns the oldest list that is not complete.
     pub(super) fn oldest_list(&self) -> Option<u64> {
         self.batches.front().map(|batch| batch.list)
     }
 
-    pub(super) fn push(
+    pub(super) fn push_batch(
         &mut self,
         list: u64,
-        entries: Vec<(Entry, Arc<Agreed>)>,
-        span: Option<Span>,
+        entries: Vec<(PendingEntry, Arc<CachedResponse>)>,
+        span: Option<BatchSpan>,
     ) {
-        self.batches.push_back(Batch::new(list, entries, span));
+        self.batches.push_back(FusedBatch::new(list, entries, span));
     }
 
-    /// Requests of which something is left.
-    pub(super) fn entries(&self) -> impl Iterator<Item = &Entry> {
-        self.batches.iter().flat_map(Batch::entries)
+    /// Returns the requests that are not complete.
+    pub(super) fn pending_entries(&self) -> impl Iterator<Item = &PendingEntry> {
+        self.batches.iter().flat_map(FusedBatch::pending_entries)
     }
 
-    /// The request that has waited longest.
-    pub(super) fn oldest(&self) -> Option<&Entry> {
-        self.entries().min_by_key(|entry| entry.since)
+    /// Returns the request that has waited longest.
+    pub(super) fn oldest_entry(&self) -> Option<&PendingEntry> {
+        self.pending_entries().min_by_key(|entry| entry.since)
     }
 
     /// Closes the communicators' links.
-    pub(super) fn end(&mut self) {
+    pub(super) fn close_communicators(&mut self) {
         self.communicator = None;
-        self.reach = Reach::Not;
+        self.device_communicator = DeviceCommunicator::Unavailable;
     }
 
-    /// Fails the batches. The communicators give them up, so their buffers are not touched any
-    /// more.
-    pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
-        self.reach.abandon(cause.is_orderly(), self.broken);
+    /// Fails the batches. The communicators abandon them, so that their buffers are not accessed
+    /// any more.
+    pub(super) fn fail_batches(
+        &mut self,
+        cause: &Arc<StopCause>,
+        finished: &mut Vec<FinishedRequest>,
+    ) {
+        self.device_communicator.drain_or_abandon(cause.is_orderly(), self.broken);
         self.broken = true;
         self.started = 0;
         if let Some(communicator) = &mut self.communicator {
-            communicator.abandon();
+            communicator.abandon_operations();
         }
-        self.dealing = None;
+        self.splits_exchange = None;
         for batch in self.batches.drain(..) {
-            batch.fail(cause, finished);
+            batch.fail_requests(cause, finished);
         }
     }
 }
 
 impl ProcessSet {
-    pub(super) fn execute(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step<bool> {
+    pub(super) fn execute_batches(
+        &mut self,
+        now: Instant,
+        finished: &mut Vec<FinishedRequest>,
+    ) -> Step<bool> {
         if self.execution.broken
-            || (self.execution.batches.is_empty() && !self.execution.is_watched())
+            || (self.execution.batches.is_empty() && !self.execution.has_device_work())
         {
             return Ok(false);
         }
-        let mut moved = self.execution.start(&self.options, &self.members, finished)?;
-        match self.execution.progress(&self.options, &self.members, finished) {
+        let mut moved = self.execution.start_batches(&self.options, &self.members, finished)?;
+        match self.execution.progress_batches(&self.options, &self.members, finished) {
             Ok(progressed) => moved |= progressed,
-            // Other ranks may soon say which rank is to blame.
+            // Wait for reports of other ranks, which may name the rank that failed.
             Err(
-                cause @ (Cause::Transport(_)
-                | Cause::Collective(
+                cause @ (StopCause::Transport(_)
+                | StopCause::Collective(
                     CollectiveError::Transport(_) | CollectiveError::Lost { .. },
                 )),
             ) => {
@@ -151,33 +159,33 @@ impl ProcessSet {
             }
             Err(cause) => return Err(cause),
         }
-        self.execution.forget();
+        self.execution.drop_finished();
         Ok(moved)
     }
 }
 
-impl Execution {
-    /// This member among so many.
-    fn place(&self) -> (usize, usize) {
-        self.communicator.as_ref().map_or((0, 1), |all| (all.member(), all.size()))
+impl BatchExecution {
+    /// Returns the index of this member and the number of members.
+    fn own_position(&self) -> (usize, usize) {
+        self.communicator.as_ref().map_or((0, 1), |all| (all.member_index(), all.member_count()))
     }
 
-    /// Hands batches to the communicators, in order, as far as their inputs are there.
-    fn start(
+    /// Submits batches to the communicators in order, up to the first whose inputs are not ready.
+    fn start_batches(
         &mut self,
-        shared: &Shared,
+        shared: &ProcessSetContext,
         members: &[Rank],
-        finished: &mut Vec<Finished>,
+        finished: &mut Vec<FinishedRequest>,
     ) -> Step<bool> {
         let before = self.started;
         while self.started < self.batches.len() {
-            if !self.knows_rows()? {
+            if !self.ensure_splits_known()? {
                 break;
             }
-            let started = match self.route(shared, members)? {
-                Route::Open => false,
-                Route::Host => self.start_on_hosts(shared, members, finished)?,
-                Route::Device => self.start_on_devices(members)?,
+            let started = match self.choose_route(shared, members)? {
+                BatchRoute::Undecided => false,
+                BatchRoute::Host => self.start_on_hosts(shared, members, finished)?,
+                BatchRoute::Device => self.start_on_devices(members)?,
             };
             if !started {
                 break;
@@ -187,51 +195,57 @@ impl Execution {
         Ok(self.started > before)
     }
 
-    /// Returns whether the rows of the next batch are known. If not, members begin to tell each
-    /// other.
-    fn knows_rows(&mut self) -> Step<bool> {
-        if self.dealing.is_some() {
+    /// Returns whether the rows of the next batch are known. If not, starts their exchange.
+    fn ensure_splits_known(&mut self) -> Step<bool> {
+        if self.splits_exchange.is_some() {
             return Ok(false);
         }
-        let undealt = self.batches.get(self.started).and_then(Batch::undealt);
+        let undealt = self.batches.get(self.started).and_then(FusedBatch::missing_splits);
         let (Some((agreed, sends)), Some(communicator)) = (undealt, &mut self.communicator) else {
             return Ok(true);
         };
-        self.dealing =
-            Some(Dealing::begin(Arc::clone(agreed), sends.to_vec(), &mut **communicator)?);
+        self.splits_exchange = Some(SplitsExchange::begin_exchange(
+            Arc::clone(agreed),
+            sends.to_vec(),
+            &mut **communicator,
+        )?);
         Ok(false)
     }
 
-    /// Chooses the route of the next batch, the same on every member. It stays open until the
-    /// choice is known.
-    fn route(&mut self, shared: &Shared, members: &[Rank]) -> Step<Route> {
-        let place = self.place();
-        let Some(batch) = self.batches.get(self.started) else { return Ok(Route::Open) };
-        if batch.route != Route::Open || self.communicator.is_none() {
+    /// Chooses the route of the next batch, the same on every member. Returns `Undecided` while the
+    /// communicator among devices is being negotiated.
+    fn choose_route(&mut self, shared: &ProcessSetContext, members: &[Rank]) -> Step<BatchRoute> {
+        let place = self.own_position();
+        let Some(batch) = self.batches.get(self.started) else { return Ok(BatchRoute::Undecided) };
+        if batch.route != BatchRoute::Undecided || self.communicator.is_none() {
             return Ok(batch.route);
         }
-        let mut route = Route::Host;
-        if batch.is_for_devices() {
-            match &mut self.reach {
-                Reach::Left(_) | Reach::Not => {}
-                Reach::Asking(_) | Reach::Naming(_) => return Ok(Route::Open),
-                Reach::Among(communicator) if communicator.is_forming() => return Ok(Route::Open),
-                Reach::Among(communicator) => {
-                    if communicator.carries(&batch.outline(members)) {
-                        route = Route::Device;
+        let mut route = BatchRoute::Host;
+        if batch.suits_device_communicator() {
+            match &mut self.device_communicator {
+                DeviceCommunicator::Draining(_) | DeviceCommunicator::Unavailable => {}
+                DeviceCommunicator::ExchangingCards(_) | DeviceCommunicator::ExchangingId(_) => {
+                    return Ok(BatchRoute::Undecided);
+                }
+                DeviceCommunicator::Ready(communicator) if communicator.is_forming() => {
+                    return Ok(BatchRoute::Undecided);
+                }
+                DeviceCommunicator::Ready(communicator) => {
+                    if communicator.can_execute(&batch.operation_outline(members)) {
+                        route = BatchRoute::Device;
                     }
                 }
-                Reach::Unasked => {
-                    let meeting = self.reach.ask(shared, place.1);
+                DeviceCommunicator::NotNegotiated => {
+                    let meeting = self.device_communicator.begin_negotiation(shared, place.1);
                     if let Some(communicator) = &mut self.communicator {
-                        communicator.submit(MEETING, meeting)?;
+                        communicator.submit_operation(NEGOTIATION_TOKEN, meeting)?;
                     }
-                    return Ok(Route::Open);
+                    return Ok(BatchRoute::Undecided);
                 }
             }
         }
-        if route == Route::Host && batch.is_staged() {
-            self.cut();
+        if route == BatchRoute::Host && batch.needs_staging() {
+            self.split_next_batch();
         }
         if let Some(batch) = self.batches.get_mut(self.started) {
             batch.route = route;
@@ -239,12 +253,12 @@ impl Execution {
         Ok(route)
     }
 
-    /// Puts the pieces of the next batch in its place.
-    fn cut(&mut self) {
+    /// Replaces the next batch by its pieces.
+    fn split_next_batch(&mut self) {
         let mut later = self.batches.split_off(self.started);
         if let Some(batch) = later.pop_front() {
-            for mut piece in batch.cut(PIECE) {
-                piece.route = Route::Host;
+            for mut piece in batch.split_into_pieces(STAGING_PIECE_BYTES) {
+                piece.route = BatchRoute::Host;
                 self.batches.push_back(piece);
             }
         }
@@ -253,27 +267,31 @@ impl Execution {
 
     fn start_on_hosts(
         &mut self,
-        shared: &Shared,
+        shared: &ProcessSetContext,
         members: &[Rank],
-        finished: &mut Vec<Finished>,
+        finished: &mut Vec<FinishedRequest>,
     ) -> Step<bool> {
-        let place = self.place();
-        let held = self.batches.iter().filter(|batch| batch.holds_memory()).count();
+        let place = self.own_position();
+        let held = self.batches.iter().filter(|batch| batch.holds_staging_memory()).count();
         let Some(batch) = self.batches.get_mut(self.started) else { return Ok(false) };
-        // Pieces before this one give theirs back without it.
-        if batch.follows && held >= PIECES && !batch.holds_memory() {
+        // Earlier pieces release their staging memory without this one.
+        if batch.follows && held >= MAX_STAGED_PIECES && !batch.holds_staging_memory() {
             return Ok(false);
         }
-        let loaded = batch.load(shared, place)?;
+        let loaded = batch.load_inputs(shared, place)?;
         if !loaded {
-            batch.enter(if batch.is_copying() { MEMCPY_IN_HOST_BUFFER } else { WAIT_FOR_DATA });
+            batch.enter_activity(if batch.is_copying() {
+                MEMCPY_IN_HOST_BUFFER
+            } else {
+                WAIT_FOR_DATA
+            });
         }
-        let room = PIECES.saturating_sub(held + 1).min(AHEAD);
+        let room = MAX_STAGED_PIECES.saturating_sub(held + 1).min(MAX_PRELOADED_PIECES);
         for next in self.batches.iter_mut().skip(self.started + 1).take(room) {
             if !next.follows {
                 break;
             }
-            next.load(shared, place)?;
+            next.load_inputs(shared, place)?;
         }
         let (Some(batch), Some(communicator)) =
             (self.batches.get_mut(self.started), &mut self.communicator)
@@ -283,11 +301,11 @@ impl Execution {
         if !loaded {
             return Ok(false);
         }
-        let token = Token(self.first + self.started as u64);
-        match communicator.submit(token, batch.operation(members)) {
-            Ok(()) => batch.run(),
+        let token = OperationToken(self.first_token + self.started as u64);
+        match communicator.submit_operation(token, batch.take_operation(members)) {
+            Ok(()) => batch.mark_running(),
             Err(cause @ CollectiveError::Unsupported { .. }) => {
-                batch.refuse(&Arc::new(cause), finished)
+                batch.refuse_unsupported(&Arc::new(cause), finished)
             }
             Err(error) => return Err(error.into()),
         }
@@ -295,96 +313,102 @@ impl Execution {
     }
 
     fn start_on_devices(&mut self, members: &[Rank]) -> Step<bool> {
-        let (me, _) = self.place();
-        let token = Token(self.first + self.started as u64);
+        let (me, _) = self.own_position();
+        let token = OperationToken(self.first_token + self.started as u64);
         let (Some(batch), Some(communicator)) =
-            (self.batches.get_mut(self.started), self.reach.communicator())
+            (self.batches.get_mut(self.started), self.device_communicator.ready_communicator())
         else {
             return Ok(false);
         };
-        let (operation, events) = batch.launch(members, me, &mut **communicator)?;
-        communicator.submit_after(token, operation, events)?;
-        batch.run();
+        let (operation, events) =
+            batch.prepare_device_operation(members, me, &mut **communicator)?;
+        communicator.submit_after_events(token, operation, events)?;
+        batch.mark_running();
         Ok(true)
     }
 
-    /// Moves what communicators have, and completes what they are done with.
-    fn progress(
+    /// Makes progress in the communicators, and completes the batches that they have finished.
+    fn progress_batches(
         &mut self,
-        shared: &Shared,
+        shared: &ProcessSetContext,
         members: &[Rank],
-        finished: &mut Vec<Finished>,
+        finished: &mut Vec<FinishedRequest>,
     ) -> Step<bool> {
-        let (me, _) = self.place();
+        let (me, _) = self.own_position();
         let mut moved = false;
-        if let Some(communicator) = self.communicator.as_mut().filter(|all| all.pending() > 0) {
-            moved |= communicator.progress(&mut self.tokens)?;
+        if let Some(communicator) = self.communicator.as_mut().filter(|all| all.pending_count() > 0)
+        {
+            moved |= communicator.make_progress(&mut self.tokens)?;
         }
         let mut tokens = std::mem::take(&mut self.tokens);
         for token in tokens.drain(..) {
-            if token == MEETING {
-                let next = self.reach.met(shared, members, me)?;
+            if token == NEGOTIATION_TOKEN {
+                let next = self.device_communicator.advance_negotiation(shared, members, me)?;
                 if let (Some(meeting), Some(communicator)) = (next, &mut self.communicator) {
-                    communicator.submit(MEETING, meeting)?;
+                    communicator.submit_operation(NEGOTIATION_TOKEN, meeting)?;
                 }
                 moved = true;
-            } else if token == DEAL {
-                if let Some(dealing) = self.dealing.take() {
-                    dealing.end();
+            } else if token == SPLITS_TOKEN {
+                if let Some(dealing) = self.splits_exchange.take() {
+                    dealing.finish_exchange();
                 }
                 moved = true;
-            } else if let Some(batch) = self.batch(token) {
-                if batch.is_staged() {
-                    batch.enter(MEMCPY_OUT_HOST_BUFFER);
+            } else if let Some(batch) = self.running_batch(token) {
+                if batch.needs_staging() {
+                    batch.enter_activity(MEMCPY_OUT_HOST_BUFFER);
                 }
-                let reached = batch.store(shared)?;
-                batch.complete(reached.as_ref(), finished);
+                let reached = batch.begin_result_copies(shared)?;
+                batch.complete_requests(reached.as_ref(), finished);
             }
         }
         self.tokens = tokens;
-        let Some(communicator) = self.reach.communicator().filter(|all| all.pending() > 0) else {
+        let Some(communicator) =
+            self.device_communicator.ready_communicator().filter(|all| all.pending_count() > 0)
+        else {
             return Ok(moved);
         };
         let mut over = Vec::new();
-        moved |= communicator.progress(&mut over)?;
-        if let Some(remark) = communicator.remark().filter(|_| me == 0) {
-            shared.observer.note(&remark);
+        moved |= communicator.make_progress(&mut over)?;
+        if let Some(remark) = communicator.take_notice().filter(|_| me == 0) {
+            shared.observer.on_notice(&remark);
         }
         let mut launched = std::mem::take(&mut self.launched);
-        communicator.launched(&mut launched);
+        communicator.take_launched(&mut launched);
         for (token, event) in launched.drain(..) {
-            if let Some(batch) = self.batch(token) {
-                batch.complete(Some(&event), finished);
+            if let Some(batch) = self.running_batch(token) {
+                batch.complete_requests(Some(&event), finished);
             }
         }
         self.launched = launched;
-        // What was launched and completed at once, or by a communicator that launches nothing.
+        // Operations that completed right after the launch, or in a communicator that reports no
+        // launches.
         for token in over {
-            if let Some(batch) = self.batch(token) {
-                batch.complete(None, finished);
+            if let Some(batch) = self.running_batch(token) {
+                batch.complete_requests(None, finished);
             }
         }
         Ok(moved)
     }
 
-    /// The batch of a token, if it is not over.
-    fn batch(&mut self, token: Token) -> Option<&mut Batch> {
-        let index = usize::try_from(token.0.checked_sub(self.first)?).ok()?;
-        self.batches.get_mut(index).filter(|batch| batch.state == State::Running)
+    /// Returns the running batch of a token.
+    fn running_batch(&mut self, token: OperationToken) -> Option<&mut FusedBatch> {
+        let index = usize::try_from(token.0.checked_sub(self.first_token)?).ok()?;
+        self.batches.get_mut(index).filter(|batch| batch.state == BatchState::Running)
     }
 
-    /// Drops what is over.
-    fn forget(&mut self) {
-        while self.batches.front().is_some_and(|batch| batch.state == State::Done) {
+    /// Drops finished batches at the front.
+    fn drop_finished(&mut self) {
+        while self.batches.front().is_some_and(|batch| batch.state == BatchState::Done) {
             self.batches.pop_front();
             self.started -= 1;
-            self.first += 1;
+            self.first_token += 1;
         }
     }
 }
 
-/// Rows dealt out evenly, what is left over to the first.
-pub(crate) fn share_of(rows: u64, member: usize, members: usize) -> u64 {
+/// Returns the number of rows of a member: an equal share, and one more for the first members if
+/// rows are left over.
+pub(crate) fn row_share(rows: u64, member: usize, members: usize) -> u64 {
     let (member, members) = (member as u64, members.max(1) as u64);
     rows / members + u64::from(member < rows % members)
 }

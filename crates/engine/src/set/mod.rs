@@ -1,105 +1,107 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One process set: negotiation, queue, cache and communicator, driven by polling. Knows no
-//! threads, locks or clocks.
+//! One process set: negotiation, queue, cache and communicator, driven by polling. It uses no
+//! threads and no locks, and gets the time from its caller.
 
 mod announce;
 mod batch;
-mod deal;
 mod decide;
+mod departure;
+mod device_communicator;
 mod execute;
-mod inquiry;
 mod join;
-mod leave;
-mod list;
-mod reach;
+mod response_list;
 #[cfg(any(test, feature = "_test-harness"))]
 pub(crate) mod simulation;
+mod splits_exchange;
+mod stall_inquiry;
+mod stall_watch;
 mod trace;
-mod watch;
 
 #[cfg(test)]
 mod tests;
 
-pub(crate) use decide::{lists_at_a_time, operations};
-pub(crate) use execute::share_of;
+pub(crate) use decide::{max_concurrent_lists, plan_operations};
+pub(crate) use execute::row_share;
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{Buffer, Event};
-use farandole_transport::{FrameReceiver, FrameSender, LinkKind, frames};
+use farandole_collectives::{Buffer, DeviceEvent};
+use farandole_transport::{FrameReceiver, FrameSender, LinkKind, into_frame_halves};
 use farandole_world::{ProcessSetId, Rank, World};
 
-use crate::cache::Cache;
-use crate::devices::Devices;
+use crate::announcement_tally::AnnouncementTally;
+use crate::cache::ResponseCache;
+use crate::devices::EngineDevices;
 use crate::hash::Map;
-use crate::signature::{Call, Signature};
-use crate::tally::Tally;
-use crate::timeline::Tracer;
-use crate::tree::Tree;
-use crate::tune::Tuner;
-use crate::wire::{Malformed, Reader};
-use crate::{Cause, Completion, Error, Handle, Observer, Result, SetOptions, Settings, Statistics};
+use crate::signature::{CollectiveCall, RequestSignature};
+use crate::timeline::OperationTracer;
+use crate::tree::ControlTree;
+use crate::tune::Autotuner;
+use crate::wire::{FrameReader, MalformedFrame};
+use crate::{
+    EngineObserver, EngineSettings, EngineStatistics, Error, ProcessSetOptions, RequestCompletion,
+    RequestHandle, Result, StopCause,
+};
 
-pub(crate) use inquiry::answer_questions;
+pub(crate) use stall_inquiry::answer_questions;
 
 /// Kinds of control frames.
 mod kind {
-    /// Upward: tensors a whole subtree has announced.
-    pub(super) const ANNOUNCE: u8 = 1;
-    /// Downward: what to execute next.
-    pub(super) const LIST: u8 = 2;
-    /// To all: a rank leaves in good order.
-    pub(super) const DEPARTURE: u8 = 3;
+    /// Upward: tensors that a whole subtree has announced.
+    pub(super) const TENSOR_ANNOUNCEMENT: u8 = 1;
+    /// Downward: the operations to execute next.
+    pub(super) const RESPONSE_LIST: u8 = 2;
+    /// To all: a rank departs in order.
+    pub(super) const RANK_DEPARTURE: u8 = 3;
     /// To all: a rank failed.
-    pub(super) const ABORT: u8 = 4;
-    /// Upward: the ranks that have submitted a tensor that waits too long.
-    pub(super) const CAME: u8 = 5;
-    /// Downward: the same, put together.
-    pub(super) const STALLED: u8 = 6;
-    /// Upward: the subtree executes nothing that a departed rank took part in.
-    pub(super) const DONE: u8 = 7;
-    /// Downward: none of them does.
-    pub(super) const CLEAR: u8 = 8;
-    /// Downward: members that are waited for shall say what they do.
-    pub(super) const QUERY: u8 = 9;
-    /// Upward: what one of them says.
-    pub(super) const ANSWER: u8 = 10;
-    /// To all: ranks submitted what cannot continue.
-    pub(super) const DISAGREEMENT: u8 = 11;
+    pub(super) const RANK_ABORT: u8 = 4;
+    /// Upward: the ranks that have submitted a tensor that has waited too long.
+    pub(super) const STALL_SUBMITTERS: u8 = 5;
+    /// Downward: the combined submitters of such a tensor.
+    pub(super) const STALL_STATUS: u8 = 6;
+    /// Upward: no member of the subtree executes an operation of a departed rank any more.
+    pub(super) const SUBTREE_DONE: u8 = 7;
+    /// Downward: no member of the set does, so links may close.
+    pub(super) const LINKS_CLEAR: u8 = 8;
+    /// Downward: asks missing members for their stacks and waits.
+    pub(super) const STALL_QUERY: u8 = 9;
+    /// Upward: the answer of one member.
+    pub(super) const STALL_ANSWER: u8 = 10;
+    /// To all: ranks put a tensor into different groups, so the engine must stop.
+    pub(super) const GROUP_DISAGREEMENT: u8 = 11;
 }
 
 /// A request of this rank, from its submission to its batch.
-pub(crate) struct Entry {
-    pub(crate) handle: Handle,
+pub(crate) struct PendingEntry {
+    pub(crate) handle: RequestHandle,
     pub(crate) name: Arc<str>,
     pub(crate) operation: &'static str,
-    /// The matter of a meeting, if its kind does not state it: the full text of a change of process
-    /// sets.
-    pub(crate) matter: Option<Box<str>>,
+    /// Full text of a change of process sets; `None` for operations whose kind says enough.
+    pub(crate) change_text: Option<Box<str>>,
     pub(crate) group: u64,
-    /// Row counts that this member brings: of its input, or of each block of it.
+    /// Row counts of this member: of its input, or of each block of the input.
     pub(crate) rows: Vec<u64>,
     pub(crate) input: Buffer,
     pub(crate) output: Option<Buffer>,
-    pub(crate) ready: Option<Arc<dyn Event>>,
+    pub(crate) ready: Option<Arc<dyn DeviceEvent>>,
     pub(crate) since: Instant,
-    /// Ranks the coordinator misses, once it said so.
+    /// Missing ranks, once the coordinator has reported them.
     pub(crate) missing: Option<Vec<Rank>>,
 }
 
-impl Entry {
-    fn what(&self) -> String {
-        what(self.operation, self.matter.as_deref(), &self.name)
+impl PendingEntry {
+    fn operation_text(&self) -> String {
+        operation_text(self.operation, self.change_text.as_deref(), &self.name)
     }
 
-    fn is_meeting(&self) -> bool {
-        MEETINGS.contains(&self.operation)
+    fn moves_no_data(&self) -> bool {
+        DATALESS_OPERATIONS.contains(&self.operation)
     }
 
-    fn failed(&self, cause: &Arc<Cause>) -> Error {
+    fn failure_error(&self, cause: &Arc<StopCause>) -> Error {
         Error::Failed {
             operation: self.operation,
             tensor: Arc::clone(&self.name),
@@ -108,11 +110,12 @@ impl Entry {
     }
 }
 
-/// Names of the operations that move no data: their submitters wait for them.
-const MEETINGS: [&str; 3] = ["barrier", "process set change", "join"];
+/// Names of the operations that move no data, so that their submitters only wait.
+const DATALESS_OPERATIONS: [&str; 3] = ["barrier", "process set change", "join"];
 
-/// `allreduce of gradient.3`, `an addition of process set [0, 1]`: as reports name an operation.
-pub(crate) fn what(operation: &str, matter: Option<&str>, name: &str) -> String {
+/// Returns the name of an operation in reports: `allreduce of gradient.3`, `an addition of process
+/// set [0, 1]`.
+pub(crate) fn operation_text(operation: &str, matter: Option<&str>, name: &str) -> String {
     match matter {
         Some(matter) => matter.to_owned(),
         None if operation == "join" => "join".to_owned(),
@@ -120,100 +123,106 @@ pub(crate) fn what(operation: &str, matter: Option<&str>, name: &str) -> String 
     }
 }
 
-/// The end of a request.
-pub(crate) struct Finished {
-    pub(crate) handle: Handle,
+/// A request with its result.
+pub(crate) struct FinishedRequest {
+    pub(crate) handle: RequestHandle,
     pub(crate) name: Arc<str>,
-    pub(crate) result: Result<Completion>,
+    pub(crate) result: Result<RequestCompletion>,
 }
 
-fn tuner(settings: &Settings) -> Option<Tuner> {
+fn create_autotuner(settings: &EngineSettings) -> Option<Autotuner> {
     let tune = settings.tune.clone()?;
-    Some(Tuner::new(tune, settings.fusion_threshold, settings.cache_capacity > 0))
+    Some(Autotuner::new(tune, settings.fusion_threshold, settings.cache_capacity > 0))
 }
 
 /// The control link to a neighbour in the tree.
-struct Neighbour {
+struct TreeNeighbour {
     sender: FrameSender,
     receiver: FrameReceiver,
     kind: LinkKind,
-    /// Nothing more comes from it, nor does it listen.
+    /// Whether the link is closed in both directions.
     closed: bool,
-    /// Child: lists it had seen when it last announced something.
+    /// For a child: number of lists that it had seen at its last announcement.
     seen: u64,
 }
 
-/// Everything of one process set on one rank.
+/// State of one process set on one rank.
 pub(crate) struct ProcessSet {
-    /// Names it inside the engine.
+    /// Identifies the set inside the engine.
     pub(crate) key: usize,
     pub(crate) members: Vec<Rank>,
-    options: Shared,
-    tree: Tree,
-    /// The parent first, when there is one; then the children in the tree's order.
-    neighbours: Vec<Neighbour>,
-    cache: Cache,
-    /// Announced, not yet in a list.
-    local: Map<Arc<str>, Entry>,
-    /// Announced by a part of the subtree.
-    pending: Map<Arc<str>, Tally>,
+    options: ProcessSetContext,
+    tree: ControlTree,
+    /// The parent first, if there is one; then the children in the tree's order.
+    neighbours: Vec<TreeNeighbour>,
+    cache: ResponseCache,
+    /// Requests of this rank that are announced and not yet in a list.
+    local: Map<Arc<str>, PendingEntry>,
+    /// Tensors that a part of the subtree has announced.
+    pending: Map<Arc<str>, AnnouncementTally>,
     /// The announcement under construction.
     upward: Vec<u8>,
-    /// Lists applied.
+    /// Number of lists applied.
     lists: u64,
-    coordinator: decide::Coordinator,
-    execution: execute::Execution,
-    watch: watch::Watch,
-    inquiries: inquiry::Inquiries,
-    /// At the coordinator of the global set, while autotune is on.
-    tuner: Option<Tuner>,
-    joins: join::Joins,
-    leaving: Option<leave::Leaving>,
-    /// Until when it lives on after it was removed.
+    coordinator: decide::SetCoordinator,
+    execution: execute::BatchExecution,
+    watch: stall_watch::StallWatch,
+    inquiries: stall_inquiry::StallInquiries,
+    /// Only at the coordinator of the global set, while autotune is on.
+    tuner: Option<Autotuner>,
+    joins: join::JoinState,
+    departure: Option<departure::Departure>,
+    /// Latest end of a removed set.
     retired: Option<Instant>,
-    /// A lost peer that may yet turn out to have left in order.
-    suspect: Option<(Instant, Cause)>,
+    /// Loss of a peer that may have departed in order, and the time of the loss.
+    suspect: Option<(Instant, StopCause)>,
     scratch: Vec<u8>,
-    pub(crate) statistics: Statistics,
+    pub(crate) statistics: EngineStatistics,
 }
 
 /// The state that all sets of an engine share.
 #[derive(Clone)]
-pub(crate) struct Shared {
+pub(crate) struct ProcessSetContext {
     pub(crate) world: Arc<World>,
-    pub(crate) settings: Arc<Settings>,
-    pub(crate) devices: Arc<Devices>,
-    pub(crate) observer: Arc<dyn Observer>,
-    pub(crate) tracer: Arc<Tracer>,
+    pub(crate) settings: Arc<EngineSettings>,
+    pub(crate) devices: Arc<EngineDevices>,
+    pub(crate) observer: Arc<dyn EngineObserver>,
+    pub(crate) tracer: Arc<OperationTracer>,
 }
 
-impl Shared {
-    fn host(&self, rank: Rank) -> String {
+impl ProcessSetContext {
+    fn host_name(&self, rank: Rank) -> String {
         self.world.seats.get(rank.index()).map_or_else(String::new, |seat| seat.host.0.clone())
     }
 }
 
 impl ProcessSet {
-    pub(crate) fn new(key: usize, options: SetOptions, shared: Shared) -> Result<Self> {
+    pub(crate) fn new(
+        key: usize,
+        options: ProcessSetOptions,
+        shared: ProcessSetContext,
+    ) -> Result<Self> {
         let refuse = |reason: String| Error::Start { reason };
-        let SetOptions { id, members, control, communicator } = options;
+        let ProcessSetOptions { id, members, control, communicator } = options;
         let me = shared.world.rank;
         if !members.is_sorted_by(|low, high| low < high) {
             return Err(refuse(format!(
                 "members of process set {id} are not ascending: {members:?}"
             )));
         }
-        let tree = Tree::new(&shared.world, &members, me)
+        let tree = ControlTree::new(&shared.world, &members, me)
             .ok_or_else(|| refuse(format!("rank {me} is not in process set {id}")))?;
-        if communicator.size() != members.len() || communicator.member() != tree.me as usize {
-            let (size, member) = (communicator.size(), communicator.member());
+        if communicator.member_count() != members.len()
+            || communicator.member_index() != tree.me as usize
+        {
+            let (size, member) = (communicator.member_count(), communicator.member_index());
             return Err(refuse(format!(
                 "process set {id} has another communicator: member {member} of {size}"
             )));
         }
         let mut links: Map<u64, _> = control
             .into_iter()
-            .map(|link| (u64::from(link.peer.0), (link.kind, frames(link))))
+            .map(|link| (u64::from(link.peer.0), (link.kind, into_frame_halves(link))))
             .collect();
         let mut neighbours = Vec::new();
         for member in tree.parent.iter().chain(&tree.children) {
@@ -221,17 +230,17 @@ impl ProcessSet {
             let (kind, (sender, receiver)) = links.remove(&peer.0.into()).ok_or_else(|| {
                 refuse(format!("process set {id} has no control link to rank {peer}"))
             })?;
-            neighbours.push(Neighbour { sender, receiver, kind, closed: false, seen: 0 });
+            neighbours.push(TreeNeighbour { sender, receiver, kind, closed: false, seen: 0 });
         }
         Ok(Self {
-            watch: watch::Watch::new(id, &shared.settings),
-            inquiries: inquiry::Inquiries::default(),
-            tuner: tuner(&shared.settings)
+            watch: stall_watch::StallWatch::new(id, &shared.settings),
+            inquiries: stall_inquiry::StallInquiries::default(),
+            tuner: create_autotuner(&shared.settings)
                 .filter(|_| id == ProcessSetId::GLOBAL && tree.parent.is_none()),
-            joins: join::Joins::default(),
-            coordinator: decide::Coordinator::default(),
-            execution: execute::Execution::new(communicator),
-            cache: Cache::new(shared.settings.cache_capacity),
+            joins: join::JoinState::default(),
+            coordinator: decide::SetCoordinator::default(),
+            execution: execute::BatchExecution::new(communicator),
+            cache: ResponseCache::new(shared.settings.cache_capacity),
             key,
             members,
             options: shared,
@@ -241,95 +250,95 @@ impl ProcessSet {
             pending: Map::default(),
             upward: Vec::new(),
             lists: 0,
-            leaving: None,
+            departure: None,
             retired: None,
             suspect: None,
             scratch: Vec::new(),
-            statistics: Statistics::default(),
+            statistics: EngineStatistics::default(),
         })
     }
 
-    /// Takes a request and announces it; the frame leaves with the next poll.
-    pub(crate) fn enqueue(
+    /// Queues a request and announces it; the frame is sent in the next poll.
+    pub(crate) fn enqueue_entry(
         &mut self,
-        entry: Entry,
-        signature: Signature,
-        finished: &mut Vec<Finished>,
+        entry: PendingEntry,
+        signature: RequestSignature,
+        finished: &mut Vec<FinishedRequest>,
     ) -> Step {
-        if let Some(leaving) = &self.leaving {
-            let result = Err(entry.failed(&leaving.cause));
-            finished.push(Finished { handle: entry.handle, name: entry.name, result });
+        if let Some(leaving) = &self.departure {
+            let result = Err(entry.failure_error(&leaving.cause));
+            finished.push(FinishedRequest { handle: entry.handle, name: entry.name, result });
             return Ok(());
         }
-        if let Call::Join { gather } = signature.call {
-            return self.join(entry, gather);
+        if let CollectiveCall::Join { gather } = signature.call {
+            return self.join_own_member(entry, gather);
         }
         let (name, since) = (Arc::clone(&entry.name), entry.since);
-        let wish = self.wish_of(&entry, signature);
+        let wish = self.own_announcement(&entry, signature);
         self.local.insert(Arc::clone(&name), entry);
         let me = [self.tree.me];
-        self.announced(0, &name, wish, &me, since)
+        self.record_announcement(0, &name, wish, &me, since)
     }
 
-    /// Moves everything that can move; true when anything did.
+    /// Makes all progress that is possible without waiting. Returns whether anything moved.
     ///
     /// # Errors
-    /// Why the engine must stop.
-    pub(crate) fn poll(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step<bool> {
-        let mut moved = self.receive(now, finished)?;
-        // A second round executes what the first one decided.
+    /// The cause for which the engine must stop.
+    pub(crate) fn poll(&mut self, now: Instant, finished: &mut Vec<FinishedRequest>) -> Step<bool> {
+        let mut moved = self.receive_frames(now, finished)?;
+        // The second round executes the decisions of the first.
         for _ in 0..2 {
-            moved |= self.emit(finished)?;
+            moved |= self.emit_next_list(finished)?;
             moved |= self.send_announcement()?;
-            let ran = self.execute(now, finished)?;
+            let ran = self.execute_batches(now, finished)?;
             moved |= ran;
             if !ran || self.coordinator.is_empty() {
                 break;
             }
         }
         for neighbour in &mut self.neighbours {
-            if neighbour.sender.queued() > 0 && !neighbour.closed {
-                neighbour.flush(&mut self.suspect, now);
+            if neighbour.sender.queued_bytes() > 0 && !neighbour.closed {
+                neighbour.flush_frames(&mut self.suspect, now);
             }
         }
-        self.settle(now, finished)?;
+        self.settle_departure(now, finished)?;
         Ok(moved)
     }
 
-    /// Returns whether something is in progress that a poll could move.
+    /// Returns whether work is in progress that a poll could advance.
     pub(crate) fn is_busy(&self) -> bool {
         !self.local.is_empty()
-            || self.joins.own().is_some()
+            || self.joins.own_join().is_some()
             || !self.execution.is_idle()
-            || self.execution.is_watched()
+            || self.execution.has_device_work()
             || self.suspect.is_some()
-            || self.is_unsettled()
+            || self.has_unsettled_departure()
             || self
                 .neighbours
                 .iter()
-                .any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
+                .any(|neighbour| !neighbour.closed && neighbour.sender.queued_bytes() > 0)
     }
 
-    /// Returns whether a device is waited for: its end wakes no thread.
+    /// Returns whether this set waits for a device, whose end of work wakes no thread.
     pub(crate) fn waits_for_device(&self) -> bool {
         self.execution.waits_for_device()
     }
 
-    fn receive(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step<bool> {
+    fn receive_frames(&mut self, now: Instant, finished: &mut Vec<FinishedRequest>) -> Step<bool> {
         let mut frame = std::mem::take(&mut self.scratch);
         let mut moved = false;
         for index in 0..self.neighbours.len() {
             while let Some(kind) =
-                self.neighbours[index].receive(&mut frame, &mut self.suspect, now)
+                self.neighbours[index].receive_frame(&mut frame, &mut self.suspect, now)
             {
                 moved = true;
                 self.statistics.frames_received += 1;
-                let read = self.dispatch(index, kind, &frame, now, finished);
-                let rank = self.neighbours[index].receiver.peer();
+                let read = self.dispatch_frame(index, kind, &frame, now, finished);
+                let rank = self.neighbours[index].receiver.peer_rank();
                 read.map_err(|stop| match stop {
-                    Stop::Cause(cause) => cause,
-                    Stop::Malformed(malformed) => {
-                        Cause::Protocol { rank, reason: malformed.to_string() }
+                    FrameFailure::Cause(cause) => cause,
+                    FrameFailure::Malformed(malformed) => {
+                        StopCause::Protocol { rank, reason: malformed.to_string() }
                     }
                 })?;
             }
@@ -338,32 +347,33 @@ impl ProcessSet {
         Ok(moved)
     }
 
-    fn dispatch(
+    fn dispatch_frame(
         &mut self,
         from: usize,
         kind: u8,
         frame: &[u8],
         now: Instant,
-        finished: &mut Vec<Finished>,
-    ) -> Result<(), Stop> {
+        finished: &mut Vec<FinishedRequest>,
+    ) -> Result<(), FrameFailure> {
         match kind {
-            kind::ANNOUNCE => self.on_announcement(from, frame, now),
-            kind::LIST => self.on_list(frame, finished),
-            kind::DEPARTURE => self.on_departure(from, frame, finished),
-            kind::ABORT => self.on_abort(frame),
-            kind::DISAGREEMENT => {
-                Err(Cause::Disagreement { text: Reader(frame).text()?.to_owned() }.into())
+            kind::TENSOR_ANNOUNCEMENT => self.on_announcement(from, frame, now),
+            kind::RESPONSE_LIST => self.on_list(frame, finished),
+            kind::RANK_DEPARTURE => self.on_departure(from, frame, finished),
+            kind::RANK_ABORT => self.on_abort(frame),
+            kind::GROUP_DISAGREEMENT => {
+                Err(StopCause::Disagreement { text: FrameReader(frame).read_text()?.to_owned() }
+                    .into())
             }
-            kind::CAME => self.on_came(frame, now),
-            kind::STALLED => self.on_stalled(frame),
-            kind::QUERY => self.on_query(frame, now),
-            kind::ANSWER => self.on_answer(frame),
-            kind::DONE => {
+            kind::STALL_SUBMITTERS => self.on_stall_submitters(frame, now),
+            kind::STALL_STATUS => self.on_stall_status(frame),
+            kind::STALL_QUERY => self.on_query(frame, now),
+            kind::STALL_ANSWER => self.on_answer(frame),
+            kind::SUBTREE_DONE => {
                 self.on_done();
                 Ok(())
             }
-            kind::CLEAR => Ok(self.on_clear()?),
-            other => Err(Malformed::Tag(other).into()),
+            kind::LINKS_CLEAR => Ok(self.on_clear()?),
+            other => Err(MalformedFrame::Tag(other).into()),
         }
     }
 
@@ -371,37 +381,38 @@ impl ProcessSet {
         self.tree.parent.is_none()
     }
 
-    /// Index of the first child among the neighbours.
+    /// Returns the index of the first child among the neighbours.
     fn first_child(&self) -> usize {
         usize::from(self.tree.parent.is_some())
     }
 
-    fn send(&mut self, to: usize, kind: u8, frame: &[u8]) -> Step {
+    fn send_frame(&mut self, to: usize, kind: u8, frame: &[u8]) -> Step {
         let neighbour = &mut self.neighbours[to];
         if neighbour.closed {
             return Ok(());
         }
         self.statistics.frames_sent += 1;
-        match neighbour.sender.queue(kind, frame) {
+        match neighbour.sender.queue_frame(kind, frame) {
             Ok(()) => Ok(()),
             Err(error @ farandole_transport::Error::Frame { .. }) => Err(error.into()),
-            // The peer is gone: reading from it tells whether it left in order.
+            // The peer is gone: the next receive shows whether it departed in order.
             Err(_) => Ok(()),
         }
     }
 
-    fn send_down(&mut self, kind: u8, frame: &[u8]) -> Step {
+    fn send_to_children(&mut self, kind: u8, frame: &[u8]) -> Step {
         (self.first_child()..self.neighbours.len())
-            .try_for_each(|child| self.send(child, kind, frame))
+            .try_for_each(|child| self.send_frame(child, kind, frame))
     }
 }
 
-impl Neighbour {
-    /// The kind of the next frame. A lost link is closed and its peer becomes a suspect.
-    fn receive(
+impl TreeNeighbour {
+    /// Receives the next frame and returns its kind. A lost link is closed, and its peer becomes a
+    /// suspect.
+    fn receive_frame(
         &mut self,
         frame: &mut Vec<u8>,
-        suspect: &mut Option<(Instant, Cause)>,
+        suspect: &mut Option<(Instant, StopCause)>,
         now: Instant,
     ) -> Option<u8> {
         if self.closed {
@@ -414,30 +425,30 @@ impl Neighbour {
         })
     }
 
-    fn flush(&mut self, suspect: &mut Option<(Instant, Cause)>, now: Instant) {
+    fn flush_frames(&mut self, suspect: &mut Option<(Instant, StopCause)>, now: Instant) {
         if let Err(error) = self.sender.flush() {
             suspect.get_or_insert((now, error.into()));
         }
     }
 }
 
-/// A step of a set: an error stops the engine.
-pub(crate) type Step<T = ()> = Result<T, Cause>;
+/// Result of a step of a set; an error stops the engine.
+pub(crate) type Step<T = ()> = Result<T, StopCause>;
 
-/// The reason why a frame could not be dealt with.
-enum Stop {
-    Cause(Cause),
-    Malformed(Malformed),
+/// The reason why a frame could not be handled.
+enum FrameFailure {
+    Cause(StopCause),
+    Malformed(MalformedFrame),
 }
 
-impl From<Cause> for Stop {
-    fn from(cause: Cause) -> Self {
+impl From<StopCause> for FrameFailure {
+    fn from(cause: StopCause) -> Self {
         Self::Cause(cause)
     }
 }
 
-impl From<Malformed> for Stop {
-    fn from(malformed: Malformed) -> Self {
+impl From<MalformedFrame> for FrameFailure {
+    fn from(malformed: MalformedFrame) -> Self {
         Self::Malformed(malformed)
     }
 }

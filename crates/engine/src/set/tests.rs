@@ -7,10 +7,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farandole_collectives::{Communicator, Memory, Operation, Token};
+use farandole_collectives::{CollectiveOperation, Communicator, HostMemory, OperationToken};
 use farandole_testkit::counted;
 use farandole_transport::{Link, loopback};
-use farandole_world::{Generation, HostHash, ProcessSetId, TaskId, TaskPlace, assign};
+use farandole_world::{Generation, HostHash, ProcessSetId, TaskId, TaskPlacement, assign_ranks};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -18,7 +18,7 @@ use super::*;
 use crate::signature::tests::plain;
 use crate::tree::control_peers;
 use crate::tree::tests::world;
-use crate::{Kind, Silent};
+use crate::{RequestKind, SilentObserver};
 
 /// Operations by number: what was submitted, and by how many. Moves no data.
 #[derive(Default)]
@@ -30,32 +30,35 @@ struct Meeting {
     member: usize,
     size: usize,
     log: Arc<Mutex<Log>>,
-    flying: VecDeque<(Token, usize)>,
+    flying: VecDeque<(OperationToken, usize)>,
     submitted: usize,
 }
 
 impl Communicator for Meeting {
-    fn size(&self) -> usize {
+    fn member_count(&self) -> usize {
         self.size
     }
 
-    fn member(&self) -> usize {
+    fn member_index(&self) -> usize {
         self.member
     }
 
-    fn submit(&mut self, token: Token, operation: Operation) -> farandole_collectives::Result<()> {
+    fn submit_operation(
+        &mut self,
+        token: OperationToken,
+        operation: CollectiveOperation,
+    ) -> farandole_collectives::Result<()> {
         let text = match &operation {
-            Operation::Allreduce { segments, .. } | Operation::Broadcast { segments, .. } => {
-                segments
-                    .iter()
-                    .map(|segment| segment.input.len().to_string())
-                    .collect::<Vec<_>>()
-                    .join("+")
-            }
-            Operation::Allgather { bytes, .. } => format!("{bytes:?}"),
-            Operation::Alltoall { sends, .. } => format!("alltoall of {}", sends.len()),
-            Operation::Reducescatter { bytes, .. } => format!("reducescatter {bytes:?}"),
-            Operation::Barrier => "barrier".to_owned(),
+            CollectiveOperation::Allreduce { segments, .. }
+            | CollectiveOperation::Broadcast { segments, .. } => segments
+                .iter()
+                .map(|segment| segment.input.len().to_string())
+                .collect::<Vec<_>>()
+                .join("+"),
+            CollectiveOperation::Allgather { bytes, .. } => format!("{bytes:?}"),
+            CollectiveOperation::Alltoall { sends, .. } => format!("alltoall of {}", sends.len()),
+            CollectiveOperation::Reducescatter { bytes, .. } => format!("reducescatter {bytes:?}"),
+            CollectiveOperation::Barrier => "barrier".to_owned(),
         };
         let mut log = self.log.lock();
         if log.0.len() == self.submitted {
@@ -69,7 +72,10 @@ impl Communicator for Meeting {
         Ok(())
     }
 
-    fn progress(&mut self, completed: &mut Vec<Token>) -> farandole_collectives::Result<bool> {
+    fn make_progress(
+        &mut self,
+        completed: &mut Vec<OperationToken>,
+    ) -> farandole_collectives::Result<bool> {
         let log = self.log.lock();
         let before = completed.len();
         while let Some((token, number)) = self.flying.front() {
@@ -82,7 +88,7 @@ impl Communicator for Meeting {
         Ok(completed.len() > before)
     }
 
-    fn pending(&self) -> usize {
+    fn pending_count(&self) -> usize {
         self.flying.len()
     }
 }
@@ -90,18 +96,18 @@ impl Communicator for Meeting {
 struct Simulation {
     sets: Vec<ProcessSet>,
     log: Arc<Mutex<Log>>,
-    finished: Vec<Vec<Finished>>,
+    finished: Vec<Vec<FinishedRequest>>,
     /// Bytes that went over control links.
     sent: Arc<AtomicUsize>,
     now: Instant,
 }
 
 impl Simulation {
-    fn new(hosts: &[u32], settings: Settings) -> Self {
+    fn new(hosts: &[u32], settings: EngineSettings) -> Self {
         Self::of(&world(hosts), LinkKind::Loopback, settings)
     }
 
-    fn of(world: &World, kind: LinkKind, settings: Settings) -> Self {
+    fn of(world: &World, kind: LinkKind, settings: EngineSettings) -> Self {
         let size = world.size();
         let members: Vec<Rank> = (0..).map(Rank).take(size).collect();
         let log = Arc::new(Mutex::new(Log::default()));
@@ -110,7 +116,7 @@ impl Simulation {
         for rank in &members {
             let seen = world.seen_from(*rank).unwrap();
             for peer in control_peers(&seen, &members).into_iter().filter(|peer| peer > rank) {
-                let (low, high) = loopback::pair(*rank, peer, 1 << 16).unwrap();
+                let (low, high) = loopback::link_pair(*rank, peer, 1 << 16).unwrap();
                 for (end, link) in [(rank, low), (&peer, high)] {
                     links[end.index()].push(Link { kind, ..counted(link, &sent) });
                 }
@@ -125,18 +131,18 @@ impl Simulation {
                 flying: VecDeque::new(),
                 submitted: 0,
             };
-            let options = SetOptions {
+            let options = ProcessSetOptions {
                 id: ProcessSetId::GLOBAL,
                 members: members.clone(),
                 control,
                 communicator: Box::new(meeting),
             };
-            let shared = Shared {
+            let shared = ProcessSetContext {
                 world: Arc::new(world.seen_from(members[member]).unwrap()),
                 settings: Arc::clone(&settings),
                 devices: Arc::default(),
-                observer: Arc::new(Silent),
-                tracer: Arc::new(crate::timeline::Tracer::new(false)),
+                observer: Arc::new(SilentObserver),
+                tracer: Arc::new(crate::timeline::OperationTracer::new(false)),
             };
             ProcessSet::new(0, options, shared).unwrap()
         };
@@ -145,29 +151,36 @@ impl Simulation {
         Self { sets, log, finished, sent, now: Instant::now() }
     }
 
-    fn submit(&mut self, rank: usize, name: &str, signature: Signature, rows: u64) {
-        let rows = if signature.call == Call::Allgather { vec![rows] } else { Vec::new() };
+    fn submit(&mut self, rank: usize, name: &str, signature: RequestSignature, rows: u64) {
+        let rows =
+            if signature.call == CollectiveCall::Allgather { vec![rows] } else { Vec::new() };
         self.submit_rows(rank, name, signature, rows);
     }
 
     /// Like `submit`, with the rows of an alltoall.
-    fn submit_rows(&mut self, rank: usize, name: &str, signature: Signature, rows: Vec<u64>) {
-        let count = if signature.call.is_by_rows() { rows.iter().sum() } else { 1 };
+    fn submit_rows(
+        &mut self,
+        rank: usize,
+        name: &str,
+        signature: RequestSignature,
+        rows: Vec<u64>,
+    ) {
+        let count = if signature.call.has_variable_rows() { rows.iter().sum() } else { 1 };
         let bytes = signature.unit_bytes() * count;
-        let entry = Entry {
-            handle: Handle(1),
+        let entry = PendingEntry {
+            handle: RequestHandle(1),
             name: name.into(),
-            operation: Kind::Barrier.name(),
-            matter: None,
+            operation: RequestKind::Barrier.operation_name(),
+            change_text: None,
             group: signature.group,
             rows,
-            input: Memory::new(usize::try_from(bytes).unwrap()).buffer(),
+            input: HostMemory::new(usize::try_from(bytes).unwrap()).as_buffer(),
             output: None,
             ready: None,
             since: self.now,
             missing: None,
         };
-        self.sets[rank].enqueue(entry, signature, &mut self.finished[rank]).unwrap();
+        self.sets[rank].enqueue_entry(entry, signature, &mut self.finished[rank]).unwrap();
     }
 
     fn poll(&mut self, rank: usize) -> bool {
@@ -186,18 +199,18 @@ impl Simulation {
             .collect()
     }
 
-    fn take(&mut self) -> Vec<Vec<Finished>> {
+    fn take(&mut self) -> Vec<Vec<FinishedRequest>> {
         self.finished.iter_mut().map(std::mem::take).collect()
     }
 }
 
-fn settings(capacity: usize) -> Settings {
-    Settings {
+fn settings(capacity: usize) -> EngineSettings {
+    EngineSettings {
         collective_timeout: std::time::Duration::from_secs(60),
         fusion_threshold: 1 << 20,
         group_fusion: true,
         cache_capacity: capacity,
-        hearsay: std::time::Duration::from_millis(500),
+        loss_report_allowance: std::time::Duration::from_millis(500),
         spin: std::time::Duration::ZERO,
         stall_check: None,
         stall_shutdown: None,
@@ -242,13 +255,13 @@ fn sixteen_hosts_of_four_agree_with_few_messages_at_the_coordinator() {
 fn alltoalls_with_changing_splits_tell_no_rank_what_others_exchange() {
     let mut world = Simulation::new(&[8; 8], settings(64));
     let ranks = world.sets.len() as u64;
-    let call = Call::Alltoall { members: 64 };
+    let call = CollectiveCall::Alltoall { members: 64 };
     for round in 0..4 {
         let before = world.sent.load(Ordering::Relaxed);
         // The splits of the first two rounds are the same.
         let splits = |rank: u64| (0..ranks).map(|to| (rank + to + round.max(1)) % 300).collect();
         for rank in 0..64 {
-            let signature = Signature { call, ..plain(&[0, 1]) };
+            let signature = RequestSignature { call, ..plain(&[0, 1]) };
             world.submit_rows(rank, "t", signature, splits(rank as u64));
         }
         world.settle();
@@ -289,10 +302,10 @@ fn a_rank_that_lags_behind_many_evictions_is_still_understood() {
 #[test]
 fn a_forbidden_message_of_a_peer_stops_the_set_and_names_its_rank() {
     let mut world = Simulation::new(&[2], settings(2));
-    world.sets[1].send(0, kind::ANNOUNCE, &[0, 0, 99, 0]).unwrap();
+    world.sets[1].send_frame(0, kind::TENSOR_ANNOUNCEMENT, &[0, 0, 99, 0]).unwrap();
     let error = world.sets[0].poll(world.now, &mut Vec::new()).unwrap_err();
     assert_eq!(error.to_string(), "bad control message from rank 1: an unknown cache entry: 99");
-    world.sets[0].send(0, kind::LIST, &[9]).unwrap();
+    world.sets[0].send_frame(0, kind::RESPONSE_LIST, &[9]).unwrap();
     let error = world.sets[1].poll(world.now, &mut Vec::new()).unwrap_err();
     assert_eq!(error.to_string(), "bad control message from rank 0: a list out of order: 9");
 }
@@ -323,7 +336,7 @@ proptest! {
                     let name = left[rank].len();
                     let name = left[rank].swap_remove(random(name));
                     let signature = match name {
-                        5 => Signature { call: Call::Allgather, ..plain(&[0]) },
+                        5 => RequestSignature { call: CollectiveCall::Allgather, ..plain(&[0]) },
                         4 => plain(&[round]),
                         // One rank differs in the third round.
                         3 => plain(&[if round == 2 && rank == 0 { 7 } else { 1 }]),
@@ -337,7 +350,7 @@ proptest! {
             world.settle();
             for finished in world.take() {
                 prop_assert_eq!(finished.len(), 6);
-                for Finished { name, result, .. } in finished {
+                for FinishedRequest { name, result, .. } in finished {
                     let refused = round == 2 && &*name == "t3" && size > 1;
                     prop_assert_eq!(result.is_err(), refused, "{} in round {}", name, round);
                 }
@@ -369,14 +382,14 @@ proptest! {
                 if random(2) == 0 || joined[rank] {
                     world.poll(rank);
                 } else if left[rank].is_empty() {
-                    let call = Call::Join { gather: true };
-                    world.submit(rank, "join", Signature { call, ..plain(&[0]) }, 0);
+                    let call = CollectiveCall::Join { gather: true };
+                    world.submit(rank, "join", RequestSignature { call, ..plain(&[0]) }, 0);
                     joined[rank] = true;
                 } else {
                     let at = random(left[rank].len());
                     let name = left[rank].swap_remove(at);
                     let signature = match name {
-                        5 => Signature { call: Call::Allgather, ..plain(&[0]) },
+                        5 => RequestSignature { call: CollectiveCall::Allgather, ..plain(&[0]) },
                         _ => plain(&[usize::try_from(name).unwrap() as u64]),
                     };
                     world.submit(rank, &format!("t{name}"), signature, 1 + rank as u64);
@@ -386,14 +399,14 @@ proptest! {
             let mut lasts = Vec::new();
             for (finished, work) in world.take().into_iter().zip(work) {
                 prop_assert_eq!(finished.len() as u64, work + 1);
-                for Finished { name, result, .. } in finished {
+                for FinishedRequest { name, result, .. } in finished {
                     let last = result.unwrap().last;
                     prop_assert_eq!(last.is_some(), &*name == "join");
                     lasts.extend(last);
                 }
             }
             prop_assert!(lasts.windows(2).all(|pair| pair[0] == pair[1]));
-            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty() && !set.joins.any()));
+            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty() && !set.joins.has_joined_members()));
         }
     }
 }
@@ -401,7 +414,8 @@ proptest! {
 #[test]
 fn a_rank_that_hears_only_that_a_link_ended_waits_for_the_reason_for_so_long_and_no_longer() {
     let hearsay = std::time::Duration::from_millis(200);
-    let mut world = Simulation::new(&[1, 1], Settings { hearsay, ..settings(64) });
+    let mut world =
+        Simulation::new(&[1, 1], EngineSettings { loss_report_allowance: hearsay, ..settings(64) });
     world.submit(1, "t", plain(&[1]), 0);
     world.settle();
     // Rank 0 is gone without a word.
@@ -423,18 +437,20 @@ fn the_loss_of_a_rank_is_judged_at_once_where_its_last_words_lie_in_shared_memor
         ("m", LinkKind::Tcp, false),
         ("n", LinkKind::Tcp, false),
     ] {
-        let places = [(0, "m"), (1, container)]
-            .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash(host.to_owned()) });
+        let places = [(0, "m"), (1, container)].map(|(task, host)| TaskPlacement {
+            task: TaskId(task),
+            host: HostHash(host.to_owned()),
+        });
         for (rank, other) in [(0, 1), (1, 0)] {
             let mut world =
-                Simulation::of(&assign(Generation(1), &places).unwrap(), kind, settings(64));
+                Simulation::of(&assign_ranks(Generation(1), &places).unwrap(), kind, settings(64));
             world.submit(rank, "t", plain(&[1]), 0);
             let lost = farandole_transport::Error::PeerLost {
                 rank: Rank(other),
                 host: container.to_owned(),
                 reason: "its process ended".to_owned(),
             };
-            world.sets[rank].suspect(lost, world.now);
+            world.sets[rank].suspect_peer(lost, world.now);
             let mut finished = Vec::new();
             let outcome = world.sets[rank].poll(world.now, &mut finished);
             assert_eq!(outcome.is_err(), near, "rank {rank} on {container}, {kind:?}");

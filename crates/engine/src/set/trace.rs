@@ -1,118 +1,129 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Events of a set for the timeline. Nothing here runs without a listener.
+//! Events of a set for the timeline and NVTX. Called only while one of them is on.
 
 use std::sync::Arc;
 
-use farandole_telemetry::{Produced, Range, Track};
+use farandole_telemetry::{NvtxRange, ProducedTensor, TimelineTrack};
 
-use super::{Entry, ProcessSet};
-use crate::cache::Agreed;
-use crate::signature::Call;
-use crate::tally::Wish;
-use crate::timeline::{QUEUE, Tracer, labels};
+use super::{PendingEntry, ProcessSet};
+use crate::announcement_tally::Announcement;
+use crate::cache::CachedResponse;
+use crate::signature::CollectiveCall;
+use crate::timeline::{OperationTracer, QUEUE_ACTIVITY, labels_for_call};
 
 impl ProcessSet {
-    fn track(&self, name: &Arc<str>) -> Track {
-        Track { set: self.watch.set.0, tensor: Arc::clone(name) }
+    fn timeline_track(&self, name: &Arc<str>) -> TimelineTrack {
+        TimelineTrack { set: self.watch.set.0, tensor: Arc::clone(name) }
     }
 
-    /// Members arrive in the negotiation of a tensor.
-    pub(super) fn trace_arrival(&self, name: &Arc<str>, wish: &Wish, members: &[u32]) {
+    /// Records that members have announced a tensor.
+    pub(super) fn trace_arrival(&self, name: &Arc<str>, wish: &Announcement, members: &[u32]) {
         let timeline = &self.options.tracer.timeline;
-        let track = self.track(name);
+        let track = self.timeline_track(name);
         let ranks = members.iter().filter_map(|member| self.members.get(*member as usize));
-        // Where each rank has a file, what others ask for is in theirs.
-        let only = timeline.only();
+        // If every rank writes its own file, each file has only the rank's own announcements.
+        let only = timeline.only_rank();
         let ranks: Vec<u32> =
             ranks.map(|rank| rank.0).filter(|rank| only.is_none_or(|only| only == *rank)).collect();
         let begins =
             if only.is_some() { !ranks.is_empty() } else { !self.pending.contains_key(name) };
-        if begins && let Some(call) = wish.call() {
-            timeline.begin(&track, labels(&call).negotiate);
+        if begins && let Some(call) = wish.first_call() {
+            timeline.begin_span(&track, labels_for_call(&call).negotiate);
         }
-        ranks.into_iter().for_each(|rank| timeline.arrived(&track, rank));
+        ranks.into_iter().for_each(|rank| timeline.record_arrival(&track, rank));
     }
 
-    /// The ranks do not agree on a tensor.
+    /// Ends the span of a tensor that the ranks do not agree on.
     pub(super) fn trace_refusal(&self, name: &Arc<str>) {
-        self.options.tracer.timeline.end_of(&self.track(name), None);
+        self.options.tracer.timeline.end_span(&self.timeline_track(name), None);
     }
 
-    /// A list says that these are one operation.
-    pub(super) fn trace_batch(&self, list: u64, entries: &[(Entry, Arc<Agreed>)]) -> Option<Span> {
+    /// Begins the spans of the tensors in a fused batch.
+    pub(super) fn trace_batch(
+        &self,
+        list: u64,
+        entries: &[(PendingEntry, Arc<CachedResponse>)],
+    ) -> Option<BatchSpan> {
         let tracer = Arc::clone(&self.options.tracer);
-        let labels = labels(&entries.first()?.1.signature.call);
+        let labels = labels_for_call(&entries.first()?.1.signature.call);
         let mut tracks = Vec::with_capacity(entries.len());
         for (entry, agreed) in entries {
-            let track = self.track(&entry.name);
-            tracer.timeline.end_of(&track, None);
-            tracer.timeline.begin_listed(&track, labels.operation, list);
-            tracer.timeline.begin(&track, QUEUE);
-            tracks.push((track, produced(agreed)));
+            let track = self.timeline_track(&entry.name);
+            tracer.timeline.end_span(&track, None);
+            tracer.timeline.begin_listed_span(&track, labels.operation, list);
+            tracer.timeline.begin_span(&track, QUEUE_ACTIVITY);
+            tracks.push((track, produced_tensor(agreed)));
         }
         let range = tracer.nvtx.as_ref().map(|nvtx| {
             let more = match entries.len() - 1 {
                 0 => String::new(),
                 more => format!(" and {more} more"),
             };
-            nvtx.start(&format!("{} {}{more}", labels.operation, entries[0].0.name))
+            nvtx.start_range(&format!("{} {}{more}", labels.operation, entries[0].0.name))
         });
-        Some(Span { tracer, tracks, inside: QUEUE, transfer: labels.transfer, range, good: false })
+        Some(BatchSpan {
+            tracer,
+            tracks,
+            activity: QUEUE_ACTIVITY,
+            transfer: labels.transfer,
+            range,
+            succeeded: false,
+        })
     }
 }
 
-fn produced(agreed: &Agreed) -> Produced {
+fn produced_tensor(agreed: &CachedResponse) -> ProducedTensor {
     let mut shape = agreed.signature.shape.clone();
-    if let (Call::Allgather, Some(first)) = (agreed.signature.call, shape.first_mut()) {
+    if let (CollectiveCall::Allgather, Some(first)) = (agreed.signature.call, shape.first_mut()) {
         *first = agreed.rows.iter().sum();
     }
-    Produced { dtype: agreed.signature.dtype.name(), shape }
+    ProducedTensor { dtype: agreed.signature.dtype.name(), shape }
 }
 
-/// A batch on the timeline, from its list to its end, whatever that is.
-pub(super) struct Span {
-    tracer: Arc<Tracer>,
-    tracks: Vec<(Track, Produced)>,
-    /// The activity in progress.
-    inside: &'static str,
+/// Span of a batch on the timeline, from its list to its completion or failure.
+pub(super) struct BatchSpan {
+    tracer: Arc<OperationTracer>,
+    tracks: Vec<(TimelineTrack, ProducedTensor)>,
+    /// Activity in progress.
+    activity: &'static str,
     transfer: &'static str,
-    range: Option<Range>,
-    good: bool,
+    range: Option<NvtxRange>,
+    succeeded: bool,
 }
 
-impl Span {
-    /// One activity ends, the next begins.
-    pub(super) fn enter(&mut self, activity: &'static str) {
-        if std::mem::replace(&mut self.inside, activity) == activity {
+impl BatchSpan {
+    /// Ends the current activity and begins the next.
+    pub(super) fn enter_activity(&mut self, activity: &'static str) {
+        if std::mem::replace(&mut self.activity, activity) == activity {
             return;
         }
         for (track, _) in &self.tracks {
-            self.tracer.timeline.end_of(track, None);
-            self.tracer.timeline.begin(track, activity);
+            self.tracer.timeline.end_span(track, None);
+            self.tracer.timeline.begin_span(track, activity);
         }
     }
 
-    /// The communicator has it.
-    pub(super) fn transfer(&mut self) {
-        self.enter(self.transfer);
+    /// Begins the transfer by the communicator.
+    pub(super) fn enter_transfer(&mut self) {
+        self.enter_activity(self.transfer);
     }
 
-    /// It ended well.
-    pub(super) fn complete(mut self) {
-        self.good = true;
+    /// Ends the span as successful.
+    pub(super) fn mark_successful(mut self) {
+        self.succeeded = true;
     }
 }
 
-impl Drop for Span {
+impl Drop for BatchSpan {
     fn drop(&mut self) {
         for (track, produced) in self.tracks.drain(..) {
-            self.tracer.timeline.end_of(&track, None);
-            self.tracer.timeline.end_of(&track, self.good.then_some(produced));
+            self.tracer.timeline.end_span(&track, None);
+            self.tracer.timeline.end_span(&track, self.succeeded.then_some(produced));
         }
         if let (Some(nvtx), Some(range)) = (&self.tracer.nvtx, self.range) {
-            nvtx.end(range);
+            nvtx.end_range(range);
         }
     }
 }

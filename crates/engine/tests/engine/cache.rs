@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-use farandole_engine::{Error, Kind, Statistics};
+use farandole_engine::{EngineStatistics, Error, RequestKind};
 use farandole_testkit::contents;
 
 use crate::cluster::{Cluster, call, call_sum, floats, request, sum, values};
 
-fn hits(cluster: &Cluster, rounds: usize, names: usize) -> Vec<Statistics> {
+fn hits(cluster: &Cluster, rounds: usize, names: usize) -> Vec<EngineStatistics> {
     cluster.run(|_, engine| {
         for _ in 0..rounds {
             for name in 0..names {
@@ -58,7 +58,7 @@ fn an_allgather_is_known_only_with_the_same_rows_of_all() {
         let gather = |rows: u64| {
             let input = vec![rank as f32; rows as usize];
             floats(&contents(
-                &call(&engine, request("t", Kind::Allgather, &[rows], &input))
+                &call(&engine, request("t", RequestKind::Allgather, &[rows], &input))
                     .unwrap()
                     .output
                     .unwrap(),

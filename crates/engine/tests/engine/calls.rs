@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 
 use farandole_collectives::{DataType, ReduceOp};
-use farandole_engine::{Error, Handle, Kind, Request};
+use farandole_engine::{CollectiveRequest, Error, RequestHandle, RequestKind};
 use farandole_testkit::contents;
-use farandole_world::{Fault, ProcessSetId, Rank};
+use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 
 use crate::cluster::{
     Cluster, LIMIT, SUM, bytes, call, call_sum, floats, memory, request, sum, values, wait,
@@ -36,7 +36,7 @@ fn a_hundred_asynchronous_operations_are_fused_and_all_complete() {
     let statistics = Cluster::new(&[2]).run(|rank, engine| {
         let submit =
             |k: usize| engine.submit(sum(&format!("t{k}"), &[rank as f32, k as f32])).unwrap();
-        let handles: Vec<Handle> = (0..100).map(submit).collect();
+        let handles: Vec<RequestHandle> = (0..100).map(submit).collect();
         for (k, handle) in handles.into_iter().enumerate() {
             assert_eq!(values(&engine, handle), [1.0, 2.0 * k as f32]);
         }
@@ -58,7 +58,7 @@ fn ranks_may_submit_in_different_orders() {
                     engine.submit(sum(&format!("t{}", order(k)), &[order(k) as f32])).unwrap(),
                 )
             };
-            let handles: Vec<(u32, Handle)> = (0..16).map(submit).collect();
+            let handles: Vec<(u32, RequestHandle)> = (0..16).map(submit).collect();
             for (k, handle) in handles {
                 assert_eq!(values(&engine, handle), [4.0 * k as f32]);
             }
@@ -70,7 +70,7 @@ fn ranks_may_submit_in_different_orders() {
 fn factors_and_operations_reach_the_communicator() {
     Cluster::new(&[2]).run(|rank, engine| {
         let of = |op, prescale, postscale| {
-            let kind = Kind::Allreduce { op, prescale, postscale };
+            let kind = RequestKind::Allreduce { op, prescale, postscale };
             let result =
                 call(&engine, request("t", kind, &[2], &[1.0 + rank as f32, 4.0])).unwrap();
             floats(&contents(&result.output.unwrap()))
@@ -86,12 +86,19 @@ fn results_are_written_where_the_caller_wants_them() {
     Cluster::new(&[3]).run(|rank, engine| {
         let (input, output) = (memory(&[rank as f32; 5]), memory(&[0.0; 5]));
         let base = sum("t", &[0.0; 5]);
-        let apart = Request { input: input.buffer(), output: Some(output.buffer()), ..base };
+        let apart = CollectiveRequest {
+            input: input.as_buffer(),
+            output: Some(output.as_buffer()),
+            ..base
+        };
         assert!(call(&engine, apart).unwrap().output.is_none());
         assert_eq!(contents(&output), bytes(&[3.0; 5]));
         let base = sum("t", &[0.0; 5]);
-        call(&engine, Request { input: input.buffer(), output: Some(input.buffer()), ..base })
-            .unwrap();
+        call(
+            &engine,
+            CollectiveRequest { input: input.as_buffer(), output: Some(input.as_buffer()), ..base },
+        )
+        .unwrap();
         assert_eq!(contents(&input), bytes(&[3.0; 5]));
     });
 }
@@ -102,9 +109,11 @@ fn allgather_takes_different_first_dimensions_also_none() {
         for round in 0..3u32 {
             let rows = |rank: u32| (rank + round) % 4;
             let input = vec![rank as f32; 2 * rows(rank) as usize];
-            let result =
-                call(&engine, request("t", Kind::Allgather, &[rows(rank).into(), 2], &input))
-                    .unwrap();
+            let result = call(
+                &engine,
+                request("t", RequestKind::Allgather, &[rows(rank).into(), 2], &input),
+            )
+            .unwrap();
             let expected: Vec<f32> =
                 (0..4).flat_map(|rank| vec![rank as f32; 2 * rows(rank) as usize]).collect();
             assert_eq!(floats(&contents(&result.output.unwrap())), expected);
@@ -117,9 +126,9 @@ fn allgather_takes_different_first_dimensions_also_none() {
 fn an_allgather_into_memory_of_another_size_fails_here_alone() {
     Cluster::new(&[2]).run(|rank, engine| {
         let output = memory(&[0.0; 3]);
-        let request = request("t", Kind::Allgather, &[1], &[rank as f32]);
-        let given = (rank == 1).then(|| output.buffer());
-        let result = call(&engine, Request { output: given, ..request });
+        let request = request("t", RequestKind::Allgather, &[1], &[rank as f32]);
+        let given = (rank == 1).then(|| output.as_buffer());
+        let result = call(&engine, CollectiveRequest { output: given, ..request });
         match rank {
             0 => assert_eq!(floats(&contents(&result.unwrap().output.unwrap())), [0.0, 1.0]),
             _ => assert!(matches!(result, Err(Error::BufferSize { expected: 8, actual: 12, .. }))),
@@ -132,7 +141,7 @@ fn an_allgather_into_memory_of_another_size_fails_here_alone() {
 fn broadcast_sends_the_roots_values_to_all() {
     Cluster::new(&[2, 1]).run(|rank, engine| {
         for root in 0..3 {
-            let kind = Kind::Broadcast { root: Rank(root) };
+            let kind = RequestKind::Broadcast { root: Rank(root) };
             let result = call(&engine, request("t", kind, &[2], &[rank as f32, 5.0])).unwrap();
             assert_eq!(floats(&contents(&result.output.unwrap())), [root as f32, 5.0]);
         }
@@ -145,7 +154,7 @@ fn a_barrier_holds_all_ranks_until_the_last_came() {
     Cluster::new(&[2, 2]).run(|_, engine| {
         for round in 1..=20 {
             came.fetch_add(1, Ordering::SeqCst);
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             assert!(came.load(Ordering::SeqCst) >= 4 * round);
         }
     });
@@ -155,11 +164,12 @@ fn a_barrier_holds_all_ranks_until_the_last_came() {
 fn every_element_type_passes() {
     Cluster::new(&[2]).run(|rank, engine| {
         for dtype in DataType::ALL {
-            let kind = Kind::Broadcast { root: Rank(1) };
+            let kind = RequestKind::Broadcast { root: Rank(1) };
             let base = request(dtype.name(), kind, &[4], &[]);
-            let input = farandole_testkit::filled(&vec![rank as u8; 4 * dtype.size()]).buffer();
-            let result = call(&engine, Request { dtype, input, ..base }).unwrap();
-            assert_eq!(contents(&result.output.unwrap()), vec![1; 4 * dtype.size()]);
+            let input =
+                farandole_testkit::filled(&vec![rank as u8; 4 * dtype.element_size()]).as_buffer();
+            let result = call(&engine, CollectiveRequest { dtype, input, ..base }).unwrap();
+            assert_eq!(contents(&result.output.unwrap()), vec![1; 4 * dtype.element_size()]);
         }
     });
 }
@@ -168,10 +178,11 @@ fn every_element_type_passes() {
 fn an_operation_that_is_not_defined_fails_on_all_and_the_engine_continues() {
     Cluster::new(&[2]).run(|_, engine| {
         let base = request("t", SUM, &[4], &[1.0]);
-        let kind = Kind::Allreduce { op: ReduceOp::Adasum, prescale: 1.0, postscale: 1.0 };
-        let error = call(&engine, Request { kind, dtype: DataType::Bool, ..base }).unwrap_err();
+        let kind = RequestKind::Allreduce { op: ReduceOp::Adasum, prescale: 1.0, postscale: 1.0 };
+        let error =
+            call(&engine, CollectiveRequest { kind, dtype: DataType::Bool, ..base }).unwrap_err();
         assert!(error.to_string().starts_with("allreduce of t failed: "), "{error}");
-        assert_eq!(error.fault(), Fault::Usage);
+        assert_eq!(error.fault(), FaultOrigin::Usage);
         assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
     });
 }
@@ -181,17 +192,18 @@ fn booleans_with_scale_factors_are_refused_at_once_and_the_engine_continues() {
     Cluster::new(&[2]).run(|_, engine| {
         for (prescale, postscale) in [(2.0, 1.0), (1.0, 0.5)] {
             let kinds = [
-                Kind::Allreduce { op: ReduceOp::Sum, prescale, postscale },
-                Kind::Reducescatter { op: ReduceOp::Sum, prescale, postscale },
+                RequestKind::Allreduce { op: ReduceOp::Sum, prescale, postscale },
+                RequestKind::Reducescatter { op: ReduceOp::Sum, prescale, postscale },
             ];
             for kind in kinds {
                 let base = request("t", kind, &[4], &[1.0]);
-                let error = call(&engine, Request { dtype: DataType::Bool, ..base }).unwrap_err();
+                let error =
+                    call(&engine, CollectiveRequest { dtype: DataType::Bool, ..base }).unwrap_err();
                 assert!(
                     error.to_string().ends_with(" of t takes no scale factors: bool"),
                     "{error}"
                 );
-                assert_eq!(error.fault(), Fault::Usage);
+                assert_eq!(error.fault(), FaultOrigin::Usage);
             }
         }
         assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
@@ -224,10 +236,13 @@ fn members_of_a_group_complete_together() {
 fn process_sets_work_by_themselves_and_names_are_theirs() {
     let cluster = Cluster { sets: vec![vec![1, 3], vec![0, 2, 3]], ..Cluster::new(&[2, 2]) };
     cluster.run(|rank, engine| {
-        let of = |set: u32| Request { process_set: ProcessSetId(set), ..sum("t", &[rank as f32]) };
+        let of = |set: u32| CollectiveRequest {
+            process_set: ProcessSetId(set),
+            ..sum("t", &[rank as f32])
+        };
         let mine: Vec<u32> =
-            (1..3).filter(|set| engine.members(ProcessSetId(*set)).is_ok()).collect();
-        let handles: Vec<(u32, Handle)> =
+            (1..3).filter(|set| engine.set_members(ProcessSetId(*set)).is_ok()).collect();
+        let handles: Vec<(u32, RequestHandle)> =
             mine.iter().map(|set| (*set, engine.submit(of(*set)).unwrap())).collect();
         assert_eq!(call_sum(&engine, "t", &[rank as f32]), [6.0]);
         for (set, handle) in handles {
@@ -242,42 +257,44 @@ fn process_sets_work_by_themselves_and_names_are_theirs() {
             ));
         }
         if rank == 3 {
-            let kind = Kind::Broadcast { root: Rank(0) };
-            let foreign =
-                Request { process_set: ProcessSetId(1), ..request("b", kind, &[1], &[0.0]) };
+            let kind = RequestKind::Broadcast { root: Rank(0) };
+            let foreign = CollectiveRequest {
+                process_set: ProcessSetId(1),
+                ..request("b", kind, &[1], &[0.0])
+            };
             let error = engine.submit(foreign).unwrap_err();
             assert_eq!(error.to_string(), "root rank 0 is not a member of process set 1");
         }
         if rank != 0 && rank != 2 {
-            let kind = Kind::Broadcast { root: Rank(3) };
-            let inside = Request {
+            let kind = RequestKind::Broadcast { root: Rank(3) };
+            let inside = CollectiveRequest {
                 process_set: ProcessSetId(1),
                 ..request("b", kind, &[1], &[rank as f32])
             };
             assert_eq!(floats(&contents(&call(&engine, inside).unwrap().output.unwrap())), [3.0]);
         }
-        call(&engine, Request::barrier("end", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("end", ProcessSetId::GLOBAL)).unwrap();
     });
 }
 
 #[test]
 fn wrong_requests_are_refused_at_once() {
     Cluster::new(&[1]).run(|_, engine| {
-        let scalar = request("t", Kind::Allgather, &[], &[1.0]);
+        let scalar = request("t", RequestKind::Allgather, &[], &[1.0]);
         assert!(matches!(engine.submit(scalar), Err(Error::Scalar { .. })));
-        let short = Request { shape: vec![3], ..sum("t", &[1.0]) };
+        let short = CollectiveRequest { shape: vec![3], ..sum("t", &[1.0]) };
         let error = engine.submit(short).unwrap_err();
         assert_eq!(error.to_string(), "input of t must have 12 bytes: 4");
         assert!(matches!(engine.submit_group(Vec::new()), Err(Error::Group { members: 0, .. })));
         let twice = vec![sum("t", &[1.0]), sum("t", &[1.0])];
         assert!(matches!(engine.submit_group(twice), Err(Error::DuplicateName { .. })));
         assert!(matches!(
-            engine.poll(Handle(77)),
-            Err(Error::UnknownHandle { handle: Handle(77) })
+            engine.poll(RequestHandle(77)),
+            Err(Error::UnknownHandle { handle: RequestHandle(77) })
         ));
         let handle = engine.submit(sum("t", &[1.0])).unwrap();
         wait(&engine, handle).unwrap();
-        assert_eq!(engine.wait(handle, LIMIT).unwrap_err().fault(), Fault::Usage);
+        assert_eq!(engine.wait(handle, LIMIT).unwrap_err().fault(), FaultOrigin::Usage);
     });
 }
 
@@ -291,10 +308,10 @@ fn a_name_is_free_again_when_its_operation_has_completed() {
                 error.to_string(),
                 "a tensor of this name is still in flight in process set 0: t"
             );
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             assert_eq!(values(&engine, handle), [2.0]);
         } else {
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
         }
         assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
@@ -307,12 +324,12 @@ fn callbacks_get_results_and_may_submit_again() {
         let engine = std::sync::Arc::new(engine);
         let (sender, results) = channel();
         let inner = std::sync::Arc::downgrade(&engine);
-        let done = move |result: Result<farandole_engine::Completion, Error>| {
+        let done = move |result: Result<farandole_engine::RequestCompletion, Error>| {
             let engine = inner.upgrade().unwrap();
             let handle = engine.submit(sum("second", &[2.0])).unwrap();
             sender.send((result.unwrap(), handle)).unwrap();
         };
-        engine.submit_with(sum("first", &[1.0]), Box::new(done)).unwrap();
+        engine.submit_with_callback(sum("first", &[1.0]), Box::new(done)).unwrap();
         let (first, second) = results.recv_timeout(LIMIT).unwrap();
         assert_eq!(floats(&contents(&first.output.unwrap())), [2.0]);
         assert_eq!(values(&engine, second), [4.0]);
@@ -323,19 +340,22 @@ fn callbacks_get_results_and_may_submit_again() {
 fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
     Cluster::new(&[2]).run(|rank, engine| {
         let error =
-            engine.submit_helping(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new).unwrap_err();
+            engine.submit_and_help(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new).unwrap_err();
         assert!(matches!(error, Error::DuplicateName { .. }));
-        assert!(engine.submit_helping(Vec::new(), Vec::new).is_err());
+        assert!(engine.submit_and_help(Vec::new(), Vec::new).is_err());
         // A lone request and groups, over and over: mostly the other rank is there in time, now and
         // then it cannot be.
         for round in 0..400 {
             let count = 1 + round % 3;
-            let requests: Vec<Request> = (0..count)
+            let requests: Vec<CollectiveRequest> = (0..count)
                 .map(|index| sum(&format!("{round}.{index}"), &[index as f32, rank as f32]))
                 .collect();
             if round % 50 == 49 && rank == 1 {
-                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL))
-                    .unwrap();
+                call(
+                    &engine,
+                    CollectiveRequest::barrier(format!("late {round}"), ProcessSetId::GLOBAL),
+                )
+                .unwrap();
             }
             let (sender, results) = channel();
             let callbacks = || {
@@ -345,11 +365,14 @@ fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
                 };
                 (0..count).map(callback).collect()
             };
-            let helped = engine.submit_helping(requests, callbacks).unwrap();
+            let helped = engine.submit_and_help(requests, callbacks).unwrap();
             if round % 50 == 49 && rank == 0 {
                 assert!(helped.is_none(), "the other rank waits for the barrier");
-                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL))
-                    .unwrap();
+                call(
+                    &engine,
+                    CollectiveRequest::barrier(format!("late {round}"), ProcessSetId::GLOBAL),
+                )
+                .unwrap();
             }
             let mut all: Vec<_> = match helped {
                 Some(results) => results.into_iter().enumerate().collect(),

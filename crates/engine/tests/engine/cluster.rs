@@ -6,14 +6,19 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{DataType, Device, Fabric, HostCommunicator, Memory, ReduceOp};
+use farandole_collectives::{
+    DataType, Device, DeviceFabric, HostCommunicator, HostMemory, ReduceOp,
+};
 use farandole_engine::{
-    Completion, Engine, EngineOptions, Handle, Kind, Observer, ProgressHost, Request, Result,
-    SetOptions, Settings, Silent, control_peers,
+    CollectiveRequest, Engine, EngineObserver, EngineOptions, EngineSettings, ProcessSetOptions,
+    ProgressHost, RequestCompletion, RequestHandle, RequestKind, Result, SilentObserver,
+    control_peers,
 };
 use farandole_testkit::{contents, filled};
 use farandole_transport::{Link, MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker, loopback};
-use farandole_world::{Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlace, World, assign};
+use farandole_world::{
+    Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlacement, World, assign_ranks,
+};
 
 /// Longest time for actions that should take milliseconds.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
@@ -27,29 +32,29 @@ struct Host {
 }
 
 impl ProgressHost for Host {
-    fn prepare(&self) {
-        self.parker.prepare();
+    fn prepare_park(&self) {
+        self.parker.prepare_park();
     }
 
     fn park(&self, limit: Duration) {
         self.parker.park(Instant::now() + limit.min(self.longest)).unwrap();
     }
 
-    fn cancel(&self) {
-        self.parker.cancel();
+    fn cancel_park(&self) {
+        self.parker.cancel_park();
     }
 
     fn unpark(&self) {
-        self.unparker.wake();
+        self.unparker.wake_all();
     }
 
-    fn check(&self) -> farandole_transport::Result<()> {
-        self.mesh.as_ref().map_or(Ok(()), Mesh::check)
+    fn check_peers(&self) -> farandole_transport::Result<()> {
+        self.mesh.as_ref().map_or(Ok(()), Mesh::check_peers)
     }
 
-    fn beat(&self) {
+    fn send_heartbeat(&self) {
         if let Some(mesh) = &self.mesh {
-            mesh.beat();
+            mesh.record_heartbeat();
         }
     }
 }
@@ -61,10 +66,10 @@ pub(crate) type Cut = fn(Rank, Link) -> Link;
 pub(crate) struct Cluster {
     /// Ranks of each host.
     pub(crate) hosts: Vec<u32>,
-    pub(crate) settings: Settings,
+    pub(crate) settings: EngineSettings,
     pub(crate) devices: Vec<Arc<dyn Device>>,
-    pub(crate) fabric: Option<Arc<dyn Fabric>>,
-    pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) fabric: Option<Arc<dyn DeviceFabric>>,
+    pub(crate) observer: Arc<dyn EngineObserver>,
     /// Process sets besides the world.
     pub(crate) sets: Vec<Vec<u32>>,
     /// Changes data links.
@@ -73,13 +78,13 @@ pub(crate) struct Cluster {
     pub(crate) real: bool,
 }
 
-pub(crate) fn settings() -> Settings {
-    Settings {
+pub(crate) fn settings() -> EngineSettings {
+    EngineSettings {
         collective_timeout: LIMIT,
         fusion_threshold: 1 << 20,
         group_fusion: true,
         cache_capacity: 64,
-        hearsay: Duration::from_millis(500),
+        loss_report_allowance: Duration::from_millis(500),
         spin: Duration::from_micros(200),
         stall_check: None,
         stall_shutdown: None,
@@ -97,14 +102,14 @@ impl Cluster {
             settings: settings(),
             devices: Vec::new(),
             fabric: None,
-            observer: Arc::new(Silent),
+            observer: Arc::new(SilentObserver),
             sets: Vec::new(),
             cut: |_, link| link,
             real: false,
         }
     }
 
-    pub(crate) fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
+    pub(crate) fn with(self, change: impl FnOnce(&mut EngineSettings)) -> Self {
         let mut settings = self.settings.clone();
         change(&mut settings);
         Self { settings, ..self }
@@ -113,14 +118,14 @@ impl Cluster {
     fn world(&self) -> World {
         let places =
             self.hosts.iter().enumerate().flat_map(|(host, ranks)| vec![host; *ranks as usize]);
-        let places: Vec<TaskPlace> = (0u32..)
+        let places: Vec<TaskPlacement> = (0u32..)
             .zip(places)
-            .map(|(task, host)| TaskPlace {
+            .map(|(task, host)| TaskPlacement {
                 task: TaskId(task),
                 host: HostHash(format!("host{host}")),
             })
             .collect();
-        assign(Generation(0), &places).unwrap()
+        assign_ranks(Generation(0), &places).unwrap()
     }
 
     /// Runs `body` on every rank, in a thread each; returns what they return in rank order.
@@ -131,7 +136,8 @@ impl Cluster {
         let mut meshes: Vec<Vec<Vec<Link>>> = (0..size).map(|_| Vec::new()).collect();
         if !self.real {
             for _ in 0..2 * sets.len() {
-                for (rank, links) in loopback::mesh(size, 1 << 16).unwrap().into_iter().enumerate()
+                for (rank, links) in
+                    loopback::link_mesh(size, 1 << 16).unwrap().into_iter().enumerate()
                 {
                     meshes[rank].push(links);
                 }
@@ -171,13 +177,13 @@ impl Cluster {
     ) -> Engine {
         let (rank, size) = (world.rank, world.size() as u32);
         let mesh = self.real.then(|| {
-            let options = MeshOptions::new(rank, size, world.seat().host.clone(), [7; 32]);
+            let options = MeshOptions::new(rank, size, world.own_placement().host.clone(), [7; 32]);
             Mesh::join(options, meeting).unwrap()
         });
         let parker =
             mesh.as_ref().map_or_else(|| Parker::new().unwrap(), |mesh| mesh.parker().clone());
         let mut open = |channel: usize, peers: Vec<Rank>| match &mesh {
-            Some(mesh) => mesh.open(channel as u32, &peers, 1 << 16).unwrap(),
+            Some(mesh) => mesh.open_links(channel as u32, &peers, 1 << 16).unwrap(),
             None => {
                 let all = std::mem::take(&mut links[channel]);
                 all.into_iter().filter(|link| peers.contains(&link.peer)).collect()
@@ -190,7 +196,7 @@ impl Cluster {
             let control = open(2 * id, control_peers(&world, members));
             let data =
                 open(2 * id + 1, others).into_iter().map(|link| (self.cut)(rank, link)).collect();
-            options.push(SetOptions {
+            options.push(ProcessSetOptions {
                 id: ProcessSetId(id as u32),
                 members: members.clone(),
                 control,
@@ -215,7 +221,8 @@ impl Cluster {
     }
 }
 
-pub(crate) const SUM: Kind = Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+pub(crate) const SUM: RequestKind =
+    RequestKind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
 
 pub(crate) fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
@@ -229,25 +236,30 @@ pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 /// A request over memory of its own, the output left to the engine.
-pub(crate) fn request(name: &str, kind: Kind, shape: &[u64], values: &[f32]) -> Request {
-    Request {
+pub(crate) fn request(
+    name: &str,
+    kind: RequestKind,
+    shape: &[u64],
+    values: &[f32],
+) -> CollectiveRequest {
+    CollectiveRequest {
         name: name.to_owned(),
         kind,
         dtype: DataType::F32,
         shape: shape.to_vec(),
-        input: filled(&bytes(values)).buffer(),
+        input: filled(&bytes(values)).as_buffer(),
         output: None,
         process_set: ProcessSetId::GLOBAL,
         ready: None,
     }
 }
 
-pub(crate) fn sum(name: &str, values: &[f32]) -> Request {
+pub(crate) fn sum(name: &str, values: &[f32]) -> CollectiveRequest {
     request(name, SUM, &[values.len() as u64], values)
 }
 
 /// Waits to the end, also that of the device's work.
-pub(crate) fn wait(engine: &Engine, handle: Handle) -> Result<Completion> {
+pub(crate) fn wait(engine: &Engine, handle: RequestHandle) -> Result<RequestCompletion> {
     let completion =
         engine.wait(handle, LIMIT)?.unwrap_or_else(|| panic!("{handle} takes too long"));
     let deadline = Instant::now() + LIMIT;
@@ -259,12 +271,12 @@ pub(crate) fn wait(engine: &Engine, handle: Handle) -> Result<Completion> {
 }
 
 /// Waits for the floats in the engine's output.
-pub(crate) fn values(engine: &Engine, handle: Handle) -> Vec<f32> {
+pub(crate) fn values(engine: &Engine, handle: RequestHandle) -> Vec<f32> {
     floats(&contents(&wait(engine, handle).unwrap().output.unwrap()))
 }
 
-pub(crate) fn call(engine: &Engine, request: Request) -> Result<Completion> {
-    wait(engine, engine.submit_attended(request)?)
+pub(crate) fn call(engine: &Engine, request: CollectiveRequest) -> Result<RequestCompletion> {
+    wait(engine, engine.submit_before_wait(request)?)
 }
 
 pub(crate) fn call_sum(engine: &Engine, name: &str, values: &[f32]) -> Vec<f32> {
@@ -272,6 +284,6 @@ pub(crate) fn call_sum(engine: &Engine, name: &str, values: &[f32]) -> Vec<f32> 
 }
 
 /// Memory of our own to read a result from.
-pub(crate) fn memory(values: &[f32]) -> Memory {
+pub(crate) fn memory(values: &[f32]) -> HostMemory {
     filled(&bytes(values))
 }

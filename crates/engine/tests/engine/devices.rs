@@ -6,17 +6,17 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use farandole_collectives::{Device as _, Event, Memory, ReduceOp, Result, Stream};
-use farandole_engine::{Completion, Engine, Error, Kind, Request};
+use farandole_collectives::{Device as _, DeviceEvent, DeviceStream, HostMemory, ReduceOp, Result};
+use farandole_engine::{CollectiveRequest, Engine, Error, RequestCompletion, RequestKind};
 use farandole_testkit::{HostDevice, contents, fill};
-use farandole_world::{Fault, Rank};
+use farandole_world::{FaultOrigin, Rank};
 
 use crate::cluster::{Cluster, LIMIT, bytes, call, call_sum, floats, request, sum, wait};
 
 /// Ready after so many questions.
 pub(crate) struct Later(pub(crate) AtomicU32);
 
-impl Event for Later {
+impl DeviceEvent for Later {
     fn is_ready(&self) -> Result<bool> {
         Ok(self
             .0
@@ -24,11 +24,11 @@ impl Event for Later {
             .is_err())
     }
 
-    fn ordinal(&self) -> u32 {
+    fn device_ordinal(&self) -> u32 {
         0
     }
 
-    fn hold(&self, _: Stream) -> Result<()> {
+    fn make_stream_wait(&self, _: DeviceStream) -> Result<()> {
         Ok(())
     }
 }
@@ -42,14 +42,14 @@ fn on_device(
     engine: &Engine,
     device: &HostDevice,
     name: &str,
-    kind: Kind,
+    kind: RequestKind,
     values: &[f32],
     room: usize,
 ) -> Vec<f32> {
     let (_input, from) = device.upload(&bytes(values));
     let (output, to) = device.upload(&bytes(&vec![-1.0; room]));
     let base = request(name, kind, &[values.len() as u64], values);
-    call(engine, Request { input: from, output: Some(to), ..base }).unwrap();
+    call(engine, CollectiveRequest { input: from, output: Some(to), ..base }).unwrap();
     floats(&contents(&output))
 }
 
@@ -59,16 +59,18 @@ fn device_memory_is_staged_through_the_host_after_its_event() {
     cluster(&device).run(|rank, engine| {
         let (_input, from) = device.upload(&bytes(&[rank as f32; 100]));
         let (output, to) = device.upload(&bytes(&[0.0; 100]));
-        let ready: Option<Arc<dyn Event>> = Some(Arc::new(Later(AtomicU32::new(50))));
+        let ready: Option<Arc<dyn DeviceEvent>> = Some(Arc::new(Later(AtomicU32::new(50))));
         let base = sum("t", &[0.0; 100]);
-        let result =
-            call(&engine, Request { input: from.clone(), output: Some(to), ready, ..base })
-                .unwrap();
+        let result = call(
+            &engine,
+            CollectiveRequest { input: from.clone(), output: Some(to), ready, ..base },
+        )
+        .unwrap();
         assert!(result.output.is_none());
         assert_eq!(contents(&output), bytes(&[1.0; 100]));
-        let kind = Kind::Broadcast { root: Rank(1) };
+        let kind = RequestKind::Broadcast { root: Rank(1) };
         let base = request("b", kind, &[100], &[0.0; 100]);
-        let result = call(&engine, Request { input: from, ..base }).unwrap();
+        let result = call(&engine, CollectiveRequest { input: from, ..base }).unwrap();
         assert_eq!(floats(&contents(&result.output.unwrap())), [1.0; 100]);
     });
     assert_eq!(device.finished(), 6);
@@ -77,11 +79,11 @@ fn device_memory_is_staged_through_the_host_after_its_event() {
 /// The framework's work on a tensor: its values are there after so many questions, and not before.
 struct Work {
     left: AtomicU32,
-    tensor: Memory,
+    tensor: HostMemory,
     values: Vec<u8>,
 }
 
-impl Event for Work {
+impl DeviceEvent for Work {
     fn is_ready(&self) -> Result<bool> {
         let asked = self
             .left
@@ -92,11 +94,11 @@ impl Event for Work {
         Ok(asked.is_err())
     }
 
-    fn ordinal(&self) -> u32 {
+    fn device_ordinal(&self) -> u32 {
         0
     }
 
-    fn hold(&self, _: Stream) -> Result<()> {
+    fn make_stream_wait(&self, _: DeviceStream) -> Result<()> {
         Ok(())
     }
 }
@@ -110,9 +112,9 @@ fn no_piece_of_a_long_tensor_is_copied_before_its_values_are_there() {
         let (output, to) = device.upload(&bytes(&vec![0.0; length]));
         let values = bytes(&vec![rank as f32 + 1.0; length]);
         let work = Work { left: AtomicU32::new(200), tensor: tensor.clone(), values };
-        let ready: Option<Arc<dyn Event>> = Some(Arc::new(work));
+        let ready: Option<Arc<dyn DeviceEvent>> = Some(Arc::new(work));
         let base = request("t", crate::cluster::SUM, &[length as u64], &[]);
-        call(&engine, Request { input: from, output: Some(to), ready, ..base }).unwrap();
+        call(&engine, CollectiveRequest { input: from, output: Some(to), ready, ..base }).unwrap();
         let wrong = floats(&contents(&output)).into_iter().position(|value| value != 3.0);
         assert_eq!(wrong, None, "rank {rank}");
     });
@@ -125,14 +127,18 @@ fn a_result_is_handed_over_while_it_is_copied_and_a_stream_waits_for_it() {
         let (_input, from) = device.upload(&bytes(&[1.0]));
         let (output, to) = device.upload(&bytes(&[0.0]));
         let handle = engine
-            .submit_attended(Request { input: from, output: Some(to), ..sum("t", &[1.0]) })
+            .submit_before_wait(CollectiveRequest {
+                input: from,
+                output: Some(to),
+                ..sum("t", &[1.0])
+            })
             .unwrap();
-        let Completion { reached, .. } = engine.wait(handle, LIMIT).unwrap().unwrap();
+        let RequestCompletion { reached, .. } = engine.wait(handle, LIMIT).unwrap().unwrap();
         let reached = reached.unwrap();
-        assert_eq!(reached.ordinal(), 0);
+        assert_eq!(reached.device_ordinal(), 0);
         // SAFETY: this device knows no streams.
         #[expect(unsafe_code, reason = "a stream by its handle")]
-        reached.hold(unsafe { Stream::from_raw(9) }).unwrap();
+        reached.make_stream_wait(unsafe { DeviceStream::from_raw(9) }).unwrap();
         while !reached.is_ready().unwrap() {}
         assert_eq!(floats(&contents(&output)), [2.0]);
     });
@@ -144,11 +150,12 @@ fn every_operation_takes_device_memory() {
     let device = HostDevice::new(0, 2);
     cluster(&device).run(|rank, engine| {
         let mine = [rank as f32, 2.0, 3.0];
-        let max = Kind::Allreduce { op: ReduceOp::Max, prescale: 2.0, postscale: 1.0 };
+        let max = RequestKind::Allreduce { op: ReduceOp::Max, prescale: 2.0, postscale: 1.0 };
         assert_eq!(on_device(&engine, &device, "max", max, &mine, 3), [2.0, 4.0, 6.0]);
-        let adasum = Kind::Allreduce { op: ReduceOp::Adasum, prescale: 1.0, postscale: 1.0 };
+        let adasum = RequestKind::Allreduce { op: ReduceOp::Adasum, prescale: 1.0, postscale: 1.0 };
         assert_eq!(on_device(&engine, &device, "adasum", adasum, &[2.0, 2.0], 2), [2.0, 2.0]);
-        let scatter = Kind::Reducescatter { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+        let scatter =
+            RequestKind::Reducescatter { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
         let expected: &[f32] = if rank == 0 { &[1.0, 4.0] } else { &[6.0] };
         assert_eq!(
             on_device(&engine, &device, "scatter", scatter, &mine, expected.len()),
@@ -156,27 +163,31 @@ fn every_operation_takes_device_memory() {
         );
         let from = |values: &[f32]| device.upload(&bytes(values));
         let (_input, input) = from(&mine[..=rank as usize]);
-        let base =
-            request("gather", Kind::Allgather, &[u64::from(rank) + 1], &mine[..=rank as usize]);
-        let result = call(&engine, Request { input, ..base }).unwrap();
+        let base = request(
+            "gather",
+            RequestKind::Allgather,
+            &[u64::from(rank) + 1],
+            &mine[..=rank as usize],
+        );
+        let result = call(&engine, CollectiveRequest { input, ..base }).unwrap();
         assert_eq!(result.rows, [1, 2]);
         assert_eq!(floats(&contents(&result.output.unwrap())), [0.0, 1.0, 2.0]);
         let splits = Some(vec![1, 2]);
         let (_input, input) = from(&mine);
-        let base = request("exchange", Kind::Alltoall { splits }, &[3], &mine);
-        let result = call(&engine, Request { input, ..base }).unwrap();
+        let base = request("exchange", RequestKind::Alltoall { splits }, &[3], &mine);
+        let result = call(&engine, CollectiveRequest { input, ..base }).unwrap();
         let expected: &[f32] = if rank == 0 { &[0.0, 1.0] } else { &[2.0, 3.0, 2.0, 3.0] };
         assert_eq!(floats(&contents(&result.output.unwrap())), expected);
         for root in [0, 1] {
-            let kind = Kind::Broadcast { root: Rank(root) };
+            let kind = RequestKind::Broadcast { root: Rank(root) };
             assert_eq!(on_device(&engine, &device, "b", kind, &mine, 3), [root as f32, 2.0, 3.0]);
         }
         assert_eq!(on_device(&engine, &device, "none", max_of_nothing(), &[], 0), [0.0; 0]);
     });
 }
 
-fn max_of_nothing() -> Kind {
-    Kind::Allreduce { op: ReduceOp::Max, prescale: 1.0, postscale: 1.0 }
+fn max_of_nothing() -> RequestKind {
+    RequestKind::Allreduce { op: ReduceOp::Max, prescale: 1.0, postscale: 1.0 }
 }
 
 #[test]
@@ -198,7 +209,7 @@ fn tensors_longer_than_a_piece_go_in_several_and_come_out_whole() {
                 device.upload(&bytes(&vec![0.0; *length]))
             };
             kept.push((input, output));
-            Request {
+            CollectiveRequest {
                 input: from,
                 output: Some(to),
                 ..request(&format!("t{tensor}"), crate::cluster::SUM, &[*length as u64], &values)
@@ -212,7 +223,7 @@ fn tensors_longer_than_a_piece_go_in_several_and_come_out_whole() {
                 .find(|at| result[*at] != 2.0 * value(tensor, *at) + 1.0 - 2.0 * rank as f32);
             assert_eq!(wrong, None, "tensor {tensor}");
         }
-        let kind = Kind::Broadcast { root: Rank(1) };
+        let kind = RequestKind::Broadcast { root: Rank(1) };
         let values = vec![rank as f32; 2_100_000];
         assert!(
             on_device(&engine, &device, "b", kind, &values, values.len())
@@ -265,7 +276,7 @@ fn a_device_that_comes_later_is_taken_up_once() {
     Cluster::new(&[2]).run(|_, engine| {
         assert!(!engine.has_device(3));
         engine.add_device(Arc::new(device.clone()));
-        engine.add_device(Arc::new(HostDevice::new(device.ordinal(), 0)));
+        engine.add_device(Arc::new(HostDevice::new(device.device_ordinal(), 0)));
         assert!(engine.has_device(3));
         assert_eq!(on_device(&engine, &device, "t", crate::cluster::SUM, &[1.0], 1), [2.0]);
     });
@@ -287,7 +298,7 @@ fn a_joined_rank_takes_part_in_sums_of_device_memory() {
                 [8.0; 9]
             );
         }
-        call(&engine, Request::join("join", false)).unwrap();
+        call(&engine, CollectiveRequest::join("join", false)).unwrap();
     });
 }
 
@@ -297,18 +308,20 @@ fn a_device_that_fails_stops_all_ranks_with_its_name() {
     device.fail_after(0);
     let faults = cluster(&device).run(|rank, engine| {
         let (_input, from) = device.upload(&bytes(&[1.0]));
-        let error = call(&engine, Request { input: from, ..sum("t", &[1.0]) }).unwrap_err();
+        let error =
+            call(&engine, CollectiveRequest { input: from, ..sum("t", &[1.0]) }).unwrap_err();
         assert!(error.to_string().contains("device 4 failed"), "rank {rank}: {error}");
         error.fault()
     });
-    assert!(faults.contains(&Fault::Environment));
+    assert!(faults.contains(&FaultOrigin::Environment));
 }
 
 #[test]
 fn an_unknown_device_is_refused() {
     Cluster::new(&[1]).run(|_, engine| {
         let (_input, from) = HostDevice::new(3, 0).upload(&bytes(&[1.0]));
-        let error = engine.submit(Request { input: from, ..sum("t", &[1.0]) }).unwrap_err();
+        let error =
+            engine.submit(CollectiveRequest { input: from, ..sum("t", &[1.0]) }).unwrap_err();
         assert!(matches!(error, Error::UnknownDevice { ordinal: 3, .. }));
     });
 }

@@ -4,9 +4,9 @@
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use farandole_engine::{Cause, Error, Observer, Request, StallReport};
+use farandole_engine::{CollectiveRequest, EngineObserver, Error, StallReport, StopCause};
 use farandole_testkit::cut_after;
-use farandole_world::{Fault, ProcessSetId, Rank};
+use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, wait};
 
@@ -20,7 +20,7 @@ fn a_shutdown_with_nothing_pending_is_quiet_everywhere() {
                     assert_eq!(call_sum(&engine, &format!("t{k}"), &[1.0]), [4.0]);
                 }
                 engine.shutdown();
-                assert!(matches!(*engine.stopped().unwrap(), Cause::ShutDown));
+                assert!(matches!(*engine.stop_cause().unwrap(), StopCause::ShutDown));
             });
         }
     }
@@ -54,7 +54,7 @@ fn a_wait_for_a_rank_that_shuts_down_fails_with_its_name_and_the_tensor() {
         submitted.wait();
         let error = wait(&engine, handle).unwrap_err();
         assert_eq!(error.to_string(), "allreduce of weights failed: rank 2 on host1 shut down");
-        assert_eq!(error.fault(), Fault::Membership);
+        assert_eq!(error.fault(), FaultOrigin::Membership);
         let again = engine.submit(sum("weights", &[1.0])).unwrap_err();
         assert_eq!(again.to_string(), "the engine has stopped: rank 2 on host1 shut down");
     });
@@ -80,7 +80,7 @@ fn submissions_after_the_own_shutdown_are_refused() {
         engine.shutdown();
         engine.shutdown();
         let error = engine.submit(sum("t", &[1.0])).unwrap_err();
-        assert_eq!(error.fault(), Fault::Usage);
+        assert_eq!(error.fault(), FaultOrigin::Usage);
         assert!(matches!(error, Error::Stopped { .. }));
     });
 }
@@ -89,13 +89,13 @@ fn submissions_after_the_own_shutdown_are_refused() {
 fn a_shutdown_interrupts_threads_that_wait() {
     Cluster::new(&[2]).run(|rank, engine| {
         if rank == 1 {
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             return;
         }
-        let handle = engine.submit_attended(sum("t", &[1.0])).unwrap();
+        let handle = engine.submit_before_wait(sum("t", &[1.0])).unwrap();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| wait(&engine, handle).unwrap_err());
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             engine.shutdown();
             drop(waiter.join().unwrap());
         });
@@ -118,7 +118,7 @@ fn a_cut_link_fails_all_ranks_naming_a_rank_the_operation_and_the_tensor() {
         let text = error.to_string();
         assert!(text.contains("lost rank 1") || text.contains("lost rank 2"), "{text}");
         assert!(text.starts_with("allreduce of t"), "{text}");
-        assert_eq!(error.fault(), Fault::Peer);
+        assert_eq!(error.fault(), FaultOrigin::Peer);
         let later = engine.submit(sum("later", &[1.0])).unwrap_err();
         assert!(later.to_string().starts_with("the engine has stopped: "), "{later}");
     });
@@ -143,8 +143,8 @@ fn a_rank_that_vanishes_while_others_wait_is_named() {
 /// A listener to stalls that panics.
 struct Panics;
 
-impl Observer for Panics {
-    fn stalled(&self, _: &StallReport) {
+impl EngineObserver for Panics {
+    fn on_stall(&self, _: &StallReport) {
         panic!("this is part of a test");
     }
 }
@@ -156,7 +156,7 @@ fn a_panic_of_the_engines_own_thread_ends_operations_without_waiters_on_all_rank
     cluster.run(|rank, engine| {
         let end = Instant::now() + LIMIT;
         if rank == 1 {
-            while engine.stopped().is_none() {
+            while engine.stop_cause().is_none() {
                 assert!(Instant::now() < end, "nobody told this rank");
                 std::thread::yield_now();
             }
@@ -172,6 +172,6 @@ fn a_panic_of_the_engines_own_thread_ends_operations_without_waiters_on_all_rank
             error.to_string().contains("the engine panicked, and said where on stderr"),
             "{error}"
         );
-        assert_eq!(error.fault(), Fault::Bug);
+        assert_eq!(error.fault(), FaultOrigin::Bug);
     });
 }

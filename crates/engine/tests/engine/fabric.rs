@@ -10,10 +10,13 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Memory, Operation, Place,
-    ReduceOp, Result, Room, Segment, Stream, Token,
+    Buffer, CollectiveOperation, Communicator, DeviceEvent, DeviceFabric, DeviceStream,
+    HostCommunicator, HostMemory, MAX_CAPABILITIES_BYTES, MemoryKind, OperationToken, ReduceOp,
+    Result, ResultMemory, TensorSegment,
 };
-use farandole_engine::{Completion, Engine, Error, Kind, Observer, Request, StallReport};
+use farandole_engine::{
+    CollectiveRequest, Engine, EngineObserver, Error, RequestCompletion, RequestKind, StallReport,
+};
 use farandole_testkit::{HostDevice, contents};
 use farandole_transport::{Link, loopback};
 use farandole_world::Rank;
@@ -45,7 +48,7 @@ struct Loops {
 
 impl Loops {
     fn new(size: usize, allowed: bool) -> Self {
-        let links = Mutex::new(loopback::mesh(size, 1 << 16).unwrap());
+        let links = Mutex::new(loopback::link_mesh(size, 1 << 16).unwrap());
         let (operations, events) = (Arc::default(), Arc::default());
         let (names, ends, left) = (AtomicUsize::default(), Arc::default(), Arc::default());
         let (nameless, refused, owed) = (false, false, 0);
@@ -53,28 +56,30 @@ impl Loops {
     }
 }
 
-impl Fabric for Loops {
-    fn card(&self, device: u32) -> Vec<u8> {
+impl DeviceFabric for Loops {
+    fn device_capabilities(&self, device: u32) -> Vec<u8> {
         vec![7, u8::try_from(device).unwrap()]
     }
 
-    fn obstacle(&self, cards: &[&[u8]], ranks: &[Rank], _: usize) -> Option<String> {
+    fn formation_obstacle(&self, cards: &[&[u8]], ranks: &[Rank], _: usize) -> Option<String> {
         assert_eq!(cards.len(), ranks.len());
-        assert!(cards.iter().all(|card| card.len() == CARD && card[..2] == [7, 0]));
+        assert!(
+            cards.iter().all(|card| card.len() == MAX_CAPABILITIES_BYTES && card[..2] == [7, 0])
+        );
         (!self.allowed).then(|| "nobody may".to_owned())
     }
 
-    fn remark(&self, _: &[&[u8]], ranks: &[Rank], place: usize) -> Option<String> {
+    fn formation_notice(&self, _: &[&[u8]], ranks: &[Rank], place: usize) -> Option<String> {
         self.refused.then(|| format!("{} ranks, told by {place}", ranks.len()))
     }
 
-    fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+    fn create_communicator_name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
         self.names.fetch_add(1, Ordering::Relaxed);
         assert_eq!(cards.len(), 2);
         if self.nameless { Err("nobody has a name".to_owned()) } else { Ok(b"loops".to_vec()) }
     }
 
-    fn form(
+    fn form_communicator(
         &self,
         _: u32,
         name: &[u8],
@@ -121,33 +126,38 @@ struct Among {
 
 impl Drop for Among {
     fn drop(&mut self) {
-        self.ends.lock().push(format!("{} ends", self.inner.member()));
+        self.ends.lock().push(format!("{} ends", self.inner.member_index()));
     }
 }
 
 /// Memory of the device as what it is.
 fn here(buffer: &Buffer) -> Buffer {
-    assert!(buffer.place() == Place::Device(0) || buffer.is_empty());
+    assert!(buffer.memory_kind() == MemoryKind::Device(0) || buffer.is_empty());
     // SAFETY: that of the buffer; a device of testkit has host memory.
-    unsafe { Buffer::from_raw(buffer.address(), buffer.len(), Place::Host) }
+    unsafe { Buffer::from_raw(buffer.address(), buffer.len(), MemoryKind::Host) }
 }
 
 impl Among {
-    fn place(segment: &mut Segment) {
-        *segment = Segment { input: here(&segment.input), output: here(&segment.output) };
+    fn place(segment: &mut TensorSegment) {
+        *segment = TensorSegment { input: here(&segment.input), output: here(&segment.output) };
     }
 }
 
 /// Memory of the device, which is the host's.
-struct Kept(Memory);
+struct Kept(HostMemory);
 
-impl Room for Kept {
-    fn buffer(&self) -> Buffer {
+impl ResultMemory for Kept {
+    fn as_buffer(&self) -> Buffer {
         // SAFETY: its users keep this.
-        unsafe { Buffer::from_raw(self.0.address(), self.0.len(), Place::Device(0)) }
+        unsafe { Buffer::from_raw(self.0.address(), self.0.len(), MemoryKind::Device(0)) }
     }
 
-    fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, _: Stream) -> Result<()> {
+    fn fetch_on_stream(
+        &self,
+        to: &Buffer,
+        reached: Option<&Arc<dyn DeviceEvent>>,
+        _: DeviceStream,
+    ) -> Result<()> {
         assert!(to.len() == self.0.len() && reached.is_none());
         // SAFETY: both have so many bytes, which no other code touches.
         unsafe { std::ptr::copy(self.0.address(), to.address(), to.len()) };
@@ -156,63 +166,72 @@ impl Room for Kept {
 }
 
 impl Communicator for Among {
-    fn size(&self) -> usize {
-        self.inner.size()
+    fn member_count(&self) -> usize {
+        self.inner.member_count()
     }
 
-    fn member(&self) -> usize {
-        self.inner.member()
+    fn member_index(&self) -> usize {
+        self.inner.member_index()
     }
 
-    fn carries(&self, operation: &Operation) -> bool {
+    fn can_execute(&self, operation: &CollectiveOperation) -> bool {
         assert!(!self.is_forming(), "it does not know yet");
-        let gathers = matches!(operation, Operation::Allgather { .. } | Operation::Alltoall { .. });
+        let gathers = matches!(
+            operation,
+            CollectiveOperation::Allgather { .. } | CollectiveOperation::Alltoall { .. }
+        );
         !self.refused
-            && (gathers || matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. }))
+            && (gathers
+                || matches!(operation, CollectiveOperation::Allreduce { op: ReduceOp::Sum, .. }))
     }
 
-    fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
-        Ok(Arc::new(Kept(Memory::new(bytes))))
+    fn allocate_result(&mut self, bytes: usize) -> Result<Arc<dyn ResultMemory>> {
+        Ok(Arc::new(Kept(HostMemory::new(bytes))))
     }
 
-    fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
-        self.submit_after(token, operation, Vec::new())
-    }
-
-    fn submit_after(
+    fn submit_operation(
         &mut self,
-        token: Token,
-        mut operation: Operation,
-        events: Vec<Arc<dyn Event>>,
+        token: OperationToken,
+        operation: CollectiveOperation,
+    ) -> Result<()> {
+        self.submit_after_events(token, operation, Vec::new())
+    }
+
+    fn submit_after_events(
+        &mut self,
+        token: OperationToken,
+        mut operation: CollectiveOperation,
+        events: Vec<Arc<dyn DeviceEvent>>,
     ) -> Result<()> {
         self.operations.fetch_add(1, Ordering::Relaxed);
         self.events.fetch_add(events.len(), Ordering::Relaxed);
         match &mut operation {
-            Operation::Allreduce { segments, .. } | Operation::Allgather { segments, .. } => {
+            CollectiveOperation::Allreduce { segments, .. }
+            | CollectiveOperation::Allgather { segments, .. } => {
                 segments.iter_mut().for_each(Self::place);
             }
-            Operation::Alltoall { segment, .. } => Self::place(segment),
+            CollectiveOperation::Alltoall { segment, .. } => Self::place(segment),
             _ => {}
         }
-        self.inner.submit(token, operation)
+        self.inner.submit_operation(token, operation)
     }
 
     fn is_forming(&self) -> bool {
         self.forming > 0
     }
 
-    fn remark(&mut self) -> Option<String> {
+    fn take_notice(&mut self) -> Option<String> {
         if self.is_forming() { None } else { self.remark.take() }
     }
 
-    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
+    fn make_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
         self.forming = self.forming.saturating_sub(1);
         if self.owes > 0 {
             self.owes -= 1;
             self.left.fetch_sub(1, Ordering::Relaxed);
         }
         let before = completed.len();
-        let moved = self.inner.progress(completed)?;
+        let moved = self.inner.make_progress(completed)?;
         if completed.len() > before {
             self.owes += self.owed;
             self.left.fetch_add(self.owed, Ordering::Relaxed);
@@ -220,34 +239,34 @@ impl Communicator for Among {
         Ok(moved)
     }
 
-    fn is_awaited(&self) -> bool {
+    fn has_waiting_peers(&self) -> bool {
         self.owes > 0
     }
 
-    fn drain(&mut self, _: Duration) {
+    fn drain_launched(&mut self, _: Duration) {
         // The device of the second member takes longer.
-        if self.inner.member() == 1 {
+        if self.inner.member_index() == 1 {
             std::thread::sleep(Duration::from_millis(50));
         }
-        self.ends.lock().push(format!("{} is done", self.inner.member()));
+        self.ends.lock().push(format!("{} is done", self.inner.member_index()));
     }
 
-    fn abandon(&mut self) {
-        self.inner.abandon();
+    fn abandon_operations(&mut self) {
+        self.inner.abandon_operations();
     }
 
-    fn pending(&self) -> usize {
-        self.inner.pending() + usize::from(self.is_forming()) + self.owes.min(1)
+    fn pending_count(&self) -> usize {
+        self.inner.pending_count() + usize::from(self.is_forming()) + self.owes.min(1)
     }
 }
 
 #[derive(Default)]
 struct Notes(Mutex<Vec<String>>);
 
-impl Observer for Notes {
-    fn stalled(&self, _: &StallReport) {}
+impl EngineObserver for Notes {
+    fn on_stall(&self, _: &StallReport) {}
 
-    fn note(&self, text: &str) {
+    fn on_notice(&self, text: &str) {
         self.0.lock().push(text.to_owned());
     }
 }
@@ -262,16 +281,19 @@ fn work(fabric: &Arc<Loops>, observer: &Arc<Notes>) -> u64 {
         ..Cluster::new(&[2])
     };
     cluster.run(|rank, engine| {
-        let max = Kind::Allreduce { op: ReduceOp::Max, prescale: 1.0, postscale: 1.0 };
+        let max = RequestKind::Allreduce { op: ReduceOp::Max, prescale: 1.0, postscale: 1.0 };
         for round in 0..3 {
             let mine = [rank as f32, round as f32];
-            let one = |name: &str, kind: &Kind| {
+            let one = |name: &str, kind: &RequestKind| {
                 let (input, from) = device.upload(&bytes(&mine));
                 let (output, to) = device.upload(&bytes(&[-1.0, -1.0]));
                 let base = request(name, kind.clone(), &[2], &mine);
                 // Whatever it comes after is passed on, or waited for.
-                let ready: Option<Arc<dyn Event>> = Some(Arc::new(Later(AtomicU32::new(3))));
-                ((input, output), Request { input: from, output: Some(to), ready, ..base })
+                let ready: Option<Arc<dyn DeviceEvent>> = Some(Arc::new(Later(AtomicU32::new(3))));
+                (
+                    (input, output),
+                    CollectiveRequest { input: from, output: Some(to), ready, ..base },
+                )
             };
             let (kept, sum) = one("sum", &SUM);
             call(&engine, sum).unwrap();
@@ -345,7 +367,8 @@ fn after_a_sum(fabric: &Arc<Loops>, then: impl Fn(&Engine) + Sync) {
     cluster.run(|_, engine| {
         let (_kept, buffer) = device.upload(&bytes(&[1.0]));
         let base = request("last", SUM, &[1], &[1.0]);
-        call(&engine, Request { input: buffer.clone(), output: Some(buffer), ..base }).unwrap();
+        call(&engine, CollectiveRequest { input: buffer.clone(), output: Some(buffer), ..base })
+            .unwrap();
         then(&engine);
     });
 }
@@ -364,12 +387,12 @@ fn progress_that_peers_wait_for_is_published_soon_also_if_this_rank_calls_nothin
 }
 
 /// Returns a result without memory of the caller.
-fn fetched(device: &HostDevice, result: Completion) -> Vec<f32> {
+fn fetched(device: &HostDevice, result: RequestCompletion) -> Vec<f32> {
     assert!(result.output.is_none(), "it is on the device");
     let room = result.room.unwrap();
-    let (memory, to) = device.upload(&vec![0; room.buffer().len()]);
+    let (memory, to) = device.upload(&vec![0; room.as_buffer().len()]);
     // SAFETY: this device knows no streams.
-    room.fetch(&to, None, unsafe { Stream::from_raw(9) }).unwrap();
+    room.fetch_on_stream(&to, None, unsafe { DeviceStream::from_raw(9) }).unwrap();
     floats(&contents(&memory))
 }
 
@@ -392,21 +415,26 @@ fn gathers_and_exchanges_among_devices_leave_their_results_there() {
     };
     cluster.run(|rank, engine| {
         let mine = [rank as f32, 2.0, 3.0];
-        let given = |name: &str, kind: Kind, values: &[f32]| {
+        let given = |name: &str, kind: RequestKind, values: &[f32]| {
             let (memory, input) = device.upload(&bytes(values));
-            (memory, Request { input, ..request(name, kind, &[values.len() as u64], values) })
+            (
+                memory,
+                CollectiveRequest { input, ..request(name, kind, &[values.len() as u64], values) },
+            )
         };
-        let (_kept, gather) = given("gather", Kind::Allgather, &mine[..=rank as usize]);
+        let (_kept, gather) = given("gather", RequestKind::Allgather, &mine[..=rank as usize]);
         let result = call(&engine, gather).unwrap();
         assert_eq!(result.rows, [1, 2]);
         assert_eq!(fetched(&device, result), [0.0, 1.0, 2.0]);
         let (_kept, exchange) =
-            given("exchange", Kind::Alltoall { splits: Some(vec![1, 2]) }, &mine);
+            given("exchange", RequestKind::Alltoall { splits: Some(vec![1, 2]) }, &mine);
         let result = call(&engine, exchange).unwrap();
         let expected: &[f32] = if rank == 0 { &[0.0, 1.0] } else { &[2.0, 3.0, 2.0, 3.0] };
         assert_eq!(fetched(&device, result), expected);
-        let ((_a, a), (_b, b)) =
-            (given("a", Kind::Allgather, &mine), given("b", Kind::Allgather, &mine[1..]));
+        let ((_a, a), (_b, b)) = (
+            given("a", RequestKind::Allgather, &mine),
+            given("b", RequestKind::Allgather, &mine[1..]),
+        );
         let results = engine
             .submit_group(vec![a, b])
             .unwrap()
@@ -414,14 +442,15 @@ fn gathers_and_exchanges_among_devices_leave_their_results_there() {
             .map(|handle| wait(&engine, handle));
         let results: Vec<_> = results.map(|result| fetched(&device, result.unwrap())).collect();
         assert_eq!(results, [vec![0.0, 2.0, 3.0, 1.0, 2.0, 3.0], vec![2.0, 3.0, 2.0, 3.0]]);
-        let (_kept, nothing) = given("nothing", Kind::Allgather, &[]);
+        let (_kept, nothing) = given("nothing", RequestKind::Allgather, &[]);
         let result = call(&engine, nothing).unwrap();
         assert_eq!((result.rows, result.output.unwrap().len()), (vec![0, 0], 0));
         // One that brings memory for its result, and one whose memory is too small for it.
-        let (_kept, gather) = given("brought", Kind::Allgather, &mine[..1]);
+        let (_kept, gather) = given("brought", RequestKind::Allgather, &mine[..1]);
         let (memory, output) = device.upload(&bytes(&[0.0; 2]));
         let room = 8 - 4 * rank as usize;
-        let result = call(&engine, Request { output: Some(output.slice(0, room)), ..gather });
+        let result =
+            call(&engine, CollectiveRequest { output: Some(output.slice(0, room)), ..gather });
         match rank {
             0 => assert!(result.is_ok() && floats(&contents(&memory)) == [0.0, 1.0]),
             _ => assert!(matches!(result, Err(Error::BufferSize { expected: 8, actual: 4, .. }))),

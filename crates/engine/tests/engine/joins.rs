@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_collectives::ReduceOp;
-use farandole_engine::{Engine, Error, Kind, Request};
+use farandole_engine::{CollectiveRequest, Engine, Error, RequestKind};
 use farandole_testkit::contents;
-use farandole_world::{Fault, Rank};
+use farandole_world::{FaultOrigin, Rank};
 
 use crate::cluster::{Cluster, call, call_sum, floats, request, sum, values, wait};
 
 fn join(engine: &Engine, gather: bool) -> Rank {
-    call(engine, Request::join("join", gather)).unwrap().last.unwrap()
+    call(engine, CollectiveRequest::join("join", gather)).unwrap().last.unwrap()
 }
 
 fn reduce(
@@ -24,7 +24,7 @@ fn reduce(
     prescale: f64,
     value: f32,
 ) -> Result<f32, Error> {
-    let kind = Kind::Allreduce { op, prescale, postscale: 1.0 };
+    let kind = RequestKind::Allreduce { op, prescale, postscale: 1.0 };
     call(engine, request(name, kind, &[1], &[value]))
         .map(|done| floats(&contents(&done.output.unwrap()))[0])
 }
@@ -74,7 +74,7 @@ fn tensors_submitted_before_a_join_count() {
     Cluster::new(&[2, 2]).run(|rank, engine| {
         let handle = engine.submit(sum("t", &[1.0])).unwrap();
         if rank == 1 {
-            let joined = engine.submit(Request::join("join", false)).unwrap();
+            let joined = engine.submit(CollectiveRequest::join("join", false)).unwrap();
             assert_eq!(values(&engine, handle), [4.0]);
             assert!(wait(&engine, joined).unwrap().last.is_some());
         } else {
@@ -107,7 +107,7 @@ fn groups_and_fused_tensors_are_completed_without_those_that_joined() {
 fn gathers_and_broadcasts_need_the_consent_of_those_that_joined() {
     for consent in [false, true] {
         Cluster::new(&[2, 1]).run(|rank, engine| {
-            let rows = |rank: u32| request("rows", Kind::Allgather, &[1], &[rank as f32]);
+            let rows = |rank: u32| request("rows", RequestKind::Allgather, &[1], &[rank as f32]);
             assert_eq!(
                 floats(&contents(&call(&engine, rows(rank)).unwrap().output.unwrap())),
                 [0.0, 1.0, 2.0]
@@ -118,8 +118,9 @@ fn gathers_and_broadcasts_need_the_consent_of_those_that_joined() {
             }
             for _ in 0..2 {
                 let gathered = call(&engine, rows(rank));
-                let from =
-                    |root| request("b", Kind::Broadcast { root: Rank(root) }, &[1], &[rank as f32]);
+                let from = |root| {
+                    request("b", RequestKind::Broadcast { root: Rank(root) }, &[1], &[rank as f32])
+                };
                 let sent = call(&engine, from(2));
                 if consent {
                     let gathered = gathered.unwrap();
@@ -147,15 +148,16 @@ fn gathers_and_broadcasts_need_the_consent_of_those_that_joined() {
 fn an_operation_that_needs_all_ranks_fails_for_its_callers_and_the_engine_continues() {
     Cluster::new(&[1, 2]).run(|rank, engine| {
         if rank != 2 {
-            let scatter = Kind::Reducescatter { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+            let scatter =
+                RequestKind::Reducescatter { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
             for (name, kind) in [
-                ("barrier", Kind::Barrier),
+                ("barrier", RequestKind::Barrier),
                 ("scatter", scatter),
-                ("exchange", Kind::Alltoall { splits: Some(vec![1, 1, 1]) }),
+                ("exchange", RequestKind::Alltoall { splits: Some(vec![1, 1, 1]) }),
             ] {
                 let base = request(name, kind.clone(), &[3], &[0.0; 3]);
-                let asked = if kind == Kind::Barrier {
-                    Request::barrier(name, base.process_set)
+                let asked = if kind == RequestKind::Barrier {
+                    CollectiveRequest::barrier(name, base.process_set)
                 } else {
                     base
                 };
@@ -169,7 +171,7 @@ fn an_operation_that_needs_all_ranks_fails_for_its_callers_and_the_engine_contin
                     .to_string()
                     .ends_with("a product with a prescale factor needs all ranks, 2 have joined")
             );
-            let group = vec![sum("a", &[1.0]), request("b", Kind::Allgather, &[1], &[1.0])];
+            let group = vec![sum("a", &[1.0]), request("b", RequestKind::Allgather, &[1], &[1.0])];
             let handles = engine.submit_group(group).unwrap();
             handles.into_iter().for_each(|handle| assert!(wait(&engine, handle).is_err()));
             assert_eq!(call_sum(&engine, "a", &[1.0]), [2.0]);
@@ -182,15 +184,15 @@ fn an_operation_that_needs_all_ranks_fails_for_its_callers_and_the_engine_contin
 fn a_joined_rank_submits_nothing_else() {
     Cluster::new(&[2]).run(|rank, engine| {
         if rank == 0 {
-            let joined = engine.submit(Request::join("join", false)).unwrap();
+            let joined = engine.submit(CollectiveRequest::join("join", false)).unwrap();
             let error = engine.submit(sum("t", &[1.0])).unwrap_err();
             assert_eq!(
                 error.to_string(),
                 "this rank has joined in process set 0: t must wait until all ranks have"
             );
-            assert_eq!(error.fault(), Fault::Usage);
+            assert_eq!(error.fault(), FaultOrigin::Usage);
             assert!(engine.submit_group(vec![sum("t", &[1.0])]).is_err());
-            assert!(engine.submit(Request::join("again", false)).is_err());
+            assert!(engine.submit(CollectiveRequest::join("again", false)).is_err());
             wait(&engine, joined).unwrap();
         } else {
             join(&engine, false);
@@ -206,7 +208,7 @@ fn the_end_of_a_rank_ends_the_joins_of_others() {
             drop(engine);
             String::new()
         }
-        _ => call(&engine, Request::join("join", false)).unwrap_err().to_string(),
+        _ => call(&engine, CollectiveRequest::join("join", false)).unwrap_err().to_string(),
     });
     assert!(
         errors[1..].iter().all(|text| text.ends_with("rank 0 on host0 shut down")),
@@ -220,8 +222,9 @@ fn a_join_that_nothing_comes_of_times_out() {
     let cluster = Cluster::new(&[2]).with(|settings| settings.collective_timeout = limit);
     let barrier = Arc::new(std::sync::Barrier::new(2));
     let errors = cluster.run(|rank, engine| {
-        let error = (rank == 0)
-            .then(|| call(&engine, Request::join("join", false)).unwrap_err().to_string());
+        let error = (rank == 0).then(|| {
+            call(&engine, CollectiveRequest::join("join", false)).unwrap_err().to_string()
+        });
         barrier.wait();
         error
     });

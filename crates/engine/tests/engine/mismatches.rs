@@ -2,13 +2,13 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use farandole_collectives::{DataType, ReduceOp};
-use farandole_engine::{Error, Kind, Request};
-use farandole_world::{Fault, Rank};
+use farandole_engine::{CollectiveRequest, Error, RequestKind};
+use farandole_world::{FaultOrigin, Rank};
 
 use crate::cluster::{Cluster, SUM, call, call_sum, request, sum, wait};
 
 /// All ranks of two hosts submit what `of` says; each gets the same text.
-fn text(of: impl Fn(u32) -> Request + Sync) -> String {
+fn text(of: impl Fn(u32) -> CollectiveRequest + Sync) -> String {
     let texts = Cluster::new(&[2, 1]).run(|rank, engine| {
         let error = call(&engine, of(rank)).unwrap_err();
         assert!(matches!(error, Error::Mismatch { .. }), "{error:?}");
@@ -24,7 +24,7 @@ fn text(of: impl Fn(u32) -> Request + Sync) -> String {
 fn data_types() {
     let text = text(|rank| {
         let dtype = if rank == 2 { DataType::I32 } else { DataType::F32 };
-        Request { dtype, ..sum("t", &[1.0, 2.0]) }
+        CollectiveRequest { dtype, ..sum("t", &[1.0, 2.0]) }
     });
     assert_eq!(
         text,
@@ -36,7 +36,7 @@ fn data_types() {
 #[test]
 fn operations() {
     let text = text(|rank| {
-        let kind = if rank == 1 { Kind::Broadcast { root: Rank(0) } } else { SUM };
+        let kind = if rank == 1 { RequestKind::Broadcast { root: Rank(0) } } else { SUM };
         request("t", kind, &[1], &[1.0])
     });
     assert!(text.starts_with("Mismatched operations: tensor t: "), "{text}");
@@ -57,7 +57,7 @@ fn shapes() {
     let gathered = text(|rank| {
         request(
             "t",
-            Kind::Allgather,
+            RequestKind::Allgather,
             &[1, u64::from(rank / 2) + 1],
             &vec![1.0; 1 + rank as usize / 2],
         )
@@ -69,7 +69,7 @@ fn shapes() {
 #[test]
 fn factors_reductions_and_roots() {
     let factors = text(|rank| {
-        let kind = Kind::Allreduce {
+        let kind = RequestKind::Allreduce {
             op: ReduceOp::Sum,
             prescale: 1.0 + f64::from(rank / 2),
             postscale: 1.0,
@@ -79,10 +79,11 @@ fn factors_reductions_and_roots() {
     assert!(factors.starts_with("Mismatched prescale and/or postscale factors: "), "{factors}");
     let reductions = text(|rank| {
         let op = if rank == 0 { ReduceOp::Min } else { ReduceOp::Max };
-        request("t", Kind::Allreduce { op, prescale: 1.0, postscale: 1.0 }, &[1], &[1.0])
+        request("t", RequestKind::Allreduce { op, prescale: 1.0, postscale: 1.0 }, &[1], &[1.0])
     });
     assert!(reductions.starts_with("Mismatched reduction operation: "), "{reductions}");
-    let roots = text(|rank| request("t", Kind::Broadcast { root: Rank(rank) }, &[1], &[1.0]));
+    let roots =
+        text(|rank| request("t", RequestKind::Broadcast { root: Rank(rank) }, &[1], &[1.0]));
     assert!(roots.starts_with("Mismatched BROADCAST root ranks: "), "{roots}");
 }
 
@@ -113,7 +114,7 @@ fn ranks_that_group_differently_are_all_told_at_once_in_whatever_they_wait_for()
                     .collect::<Vec<_>>()
             });
             for (fault, text) in texts.into_iter().flatten() {
-                assert_eq!(fault, Fault::Usage, "{text}");
+                assert_eq!(fault, FaultOrigin::Usage, "{text}");
                 assert!(text.contains("Mismatched groups: tensor "), "{text}");
                 assert!(
                     text.contains(" submitted allreduce Sum of float32 [1] on the host"),

@@ -4,9 +4,9 @@
 //! Operations that deal out rows.
 
 use farandole_collectives::ReduceOp;
-use farandole_engine::{Error, Kind, Request};
+use farandole_engine::{CollectiveRequest, Error, RequestKind};
 use farandole_testkit::contents;
-use farandole_world::{Fault, ProcessSetId};
+use farandole_world::{FaultOrigin, ProcessSetId};
 
 use crate::cluster::{Cluster, call, call_sum, floats, memory, request, values};
 
@@ -15,13 +15,13 @@ fn rows(from: u32, to: u32, round: u32) -> u64 {
     ((from * 3 + to * 5 + round) % 4).into()
 }
 
-fn exchange(rank: u32, size: u32, round: u32) -> Request {
+fn exchange(rank: u32, size: u32, round: u32) -> CollectiveRequest {
     let splits: Vec<u64> = (0..size).map(|to| rows(rank, to, round)).collect();
     let input: Vec<f32> = (0..size)
         .flat_map(|to| vec![(rank * 10 + to) as f32; 2 * rows(rank, to, round) as usize])
         .collect();
     let total = splits.iter().sum();
-    request("t", Kind::Alltoall { splits: Some(splits) }, &[total, 2], &input)
+    request("t", RequestKind::Alltoall { splits: Some(splits) }, &[total, 2], &input)
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn every_member_gets_what_the_others_dealt_to_it_whether_known_or_new() {
 #[test]
 fn without_splits_every_member_gets_as_many_rows() {
     Cluster::new(&[2]).run(|rank, engine| {
-        let even = request("t", Kind::Alltoall { splits: None }, &[4], &[rank as f32; 4]);
+        let even = request("t", RequestKind::Alltoall { splits: None }, &[4], &[rank as f32; 4]);
         let result = call(&engine, even).unwrap();
         assert_eq!(result.rows, [2, 2]);
         assert_eq!(floats(&contents(&result.output.unwrap())), [0.0, 0.0, 1.0, 1.0]);
@@ -60,7 +60,9 @@ fn splits_that_do_not_fit_are_refused_at_once() {
     Cluster::new(&[2]).run(|_, engine| {
         let of = |splits: Option<Vec<u64>>, shape: &[u64]| {
             let values = vec![0.0; shape.iter().product::<u64>() as usize];
-            engine.submit(request("t", Kind::Alltoall { splits }, shape, &values)).unwrap_err()
+            engine
+                .submit(request("t", RequestKind::Alltoall { splits }, shape, &values))
+                .unwrap_err()
         };
         for (splits, shape, message) in [
             (None, &[3][..], "splits of t: 3 rows cannot be split evenly among 2 ranks"),
@@ -78,9 +80,9 @@ fn splits_that_do_not_fit_are_refused_at_once() {
             (None, &[], "alltoall needs at least one dimension: t"),
         ] {
             let error = of(splits, shape);
-            assert_eq!((error.to_string().as_str(), error.fault()), (message, Fault::Usage));
+            assert_eq!((error.to_string().as_str(), error.fault()), (message, FaultOrigin::Usage));
         }
-        call(&engine, Request::barrier("end", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("end", ProcessSetId::GLOBAL)).unwrap();
     });
 }
 
@@ -90,7 +92,7 @@ fn trailing_dimensions_must_agree() {
         let columns = u64::from(rank) + 1;
         let odd = request(
             "t",
-            Kind::Alltoall { splits: None },
+            RequestKind::Alltoall { splits: None },
             &[2, columns],
             &vec![0.0; 2 * columns as usize],
         );
@@ -100,8 +102,8 @@ fn trailing_dimensions_must_agree() {
     });
 }
 
-fn scatter(name: &str, op: ReduceOp, rows: u64, value: f32) -> Request {
-    let kind = Kind::Reducescatter { op, prescale: 1.0, postscale: 0.5 };
+fn scatter(name: &str, op: ReduceOp, rows: u64, value: f32) -> CollectiveRequest {
+    let kind = RequestKind::Reducescatter { op, prescale: 1.0, postscale: 0.5 };
     let input: Vec<f32> = (0..2 * rows).map(|k| k as f32 + value).collect();
     request(name, kind, &[rows, 2], &input)
 }
@@ -125,7 +127,10 @@ fn every_member_gets_its_own_rows_of_the_sum_and_the_first_those_left_over() {
                     expected,
                     "{rows} rows on {rank}"
                 );
-                assert_eq!(engine.own_rows(rows, ProcessSetId::GLOBAL).unwrap(), own(rank.into()));
+                assert_eq!(
+                    engine.reducescatter_rows(rows, ProcessSetId::GLOBAL).unwrap(),
+                    own(rank.into())
+                );
             }
             assert_eq!(engine.statistics().cache_hits, 1);
         });
@@ -153,13 +158,17 @@ fn a_reduce_scatter_that_cannot_be_is_refused_at_once() {
         let max = engine.submit(scatter("t", ReduceOp::Max, 2, 0.0)).unwrap_err();
         assert_eq!(max.to_string(), "reducescatter of t takes Average or Sum: Max");
         let base = scatter("t", ReduceOp::Sum, 1, 0.0);
-        let scalar = Request { shape: Vec::new(), input: memory(&[1.0]).buffer(), ..base };
+        let scalar =
+            CollectiveRequest { shape: Vec::new(), input: memory(&[1.0]).as_buffer(), ..base };
         assert!(matches!(
             engine.submit(scalar),
             Err(Error::Scalar { operation: "reducescatter", .. })
         ));
         let output = memory(&[0.0; 4]);
-        let long = Request { output: Some(output.buffer()), ..scatter("t", ReduceOp::Sum, 3, 0.0) };
+        let long = CollectiveRequest {
+            output: Some(output.as_buffer()),
+            ..scatter("t", ReduceOp::Sum, 3, 0.0)
+        };
         match rank {
             0 => assert!(engine.submit(long).is_ok()),
             _ => assert!(matches!(engine.submit(long), Err(Error::BufferSize { expected: 8, .. }))),

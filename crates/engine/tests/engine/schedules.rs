@@ -3,7 +3,7 @@
 
 //! Random programs: every rank submits the same operations, in orders and ways of its own.
 
-use farandole_engine::{Engine, Handle, Kind, Request};
+use farandole_engine::{CollectiveRequest, Engine, RequestHandle, RequestKind};
 use farandole_testkit::contents;
 use farandole_world::Rank;
 use rand::rngs::StdRng;
@@ -54,14 +54,16 @@ fn window(random: &mut StdRng, size: u32) -> Vec<Planned> {
 }
 
 impl Planned {
-    fn requests(&self, rank: u32) -> Vec<Request> {
+    fn requests(&self, rank: u32) -> Vec<CollectiveRequest> {
         let fill = |length: usize| vec![rank as f32 + 1.0; length];
         let one =
             |kind, length: usize| vec![request(&self.name, kind, &[length as u64], &fill(length))];
         match &self.what {
             What::Sum(length) => one(SUM, *length),
-            What::Broadcast { root, length } => one(Kind::Broadcast { root: Rank(*root) }, *length),
-            What::Gather { seed } => one(Kind::Allgather, rows(*seed, rank)),
+            What::Broadcast { root, length } => {
+                one(RequestKind::Broadcast { root: Rank(*root) }, *length)
+            }
+            What::Gather { seed } => one(RequestKind::Allgather, rows(*seed, rank)),
             What::Group { lengths } => (0..)
                 .zip(lengths)
                 .map(|(k, length): (u32, _)| {
@@ -72,7 +74,7 @@ impl Planned {
         }
     }
 
-    fn check(&self, engine: &Engine, size: u32, handles: Vec<Handle>) {
+    fn check(&self, engine: &Engine, size: u32, handles: Vec<RequestHandle>) {
         let total: f32 = (1..=size).map(|value| value as f32).sum();
         let expected: Vec<Vec<f32>> = match &self.what {
             What::Sum(length) => vec![vec![total; *length]],
@@ -111,13 +113,13 @@ fn run(seed: u64, hosts: &[u32], windows: usize) {
             let plan = window(&mut common, size);
             let mut order: Vec<usize> = (0..plan.len()).collect();
             order.shuffle(&mut own);
-            let mut flying: Vec<(usize, Vec<Handle>)> = Vec::new();
+            let mut flying: Vec<(usize, Vec<RequestHandle>)> = Vec::new();
             for index in order {
                 let mut requests = plan[index].requests(rank);
                 let handles = match (&plan[index].what, requests.len()) {
                     (What::Group { .. }, _) => engine.submit_group(requests).unwrap(),
                     _ if own.random_bool(0.5) => vec![engine.submit(requests.remove(0)).unwrap()],
-                    _ => vec![engine.submit_attended(requests.remove(0)).unwrap()],
+                    _ => vec![engine.submit_before_wait(requests.remove(0)).unwrap()],
                 };
                 flying.push((index, handles));
                 if own.random_bool(0.1) {

@@ -6,21 +6,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Event, Stream};
-use farandole_engine::{Answer, Change, Error, Observer, Request, Stack, StallReport};
-use farandole_world::{Fault, ProcessSetId, Rank};
+use farandole_collectives::{DeviceEvent, DeviceStream};
+use farandole_engine::{
+    CollectiveRequest, EngineObserver, Error, ProcessSetChange, StackAnswer, StallReport,
+    ThreadStacks,
+};
+use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values, wait};
 
 struct Hears(Sender<StallReport>);
 
-impl Observer for Hears {
-    fn stalled(&self, report: &StallReport) {
+impl EngineObserver for Hears {
+    fn on_stall(&self, report: &StallReport) {
         self.0.send(report.clone()).unwrap();
     }
 
-    fn describe(&self, answer: Answer) {
-        answer.give("in f\n".to_owned());
+    fn describe_threads(&self, answer: StackAnswer) {
+        answer.send_text("in f\n".to_owned());
     }
 }
 
@@ -39,7 +42,7 @@ fn a_stall_is_reported_with_present_and_missing_ranks_and_may_still_end_well() {
             let report = stalls.lock().recv_timeout(LIMIT).unwrap();
             let [stall] = &*report.stalls else { panic!("{report:?}") };
             assert_eq!((&*stall.tensor, &*stall.missing), ("late", &[Rank(3)][..]));
-            assert_eq!(stall.came, [Rank(0), Rank(1), Rank(2), Rank(4)]);
+            assert_eq!(stall.submitters, [Rank(0), Rank(1), Rank(2), Rank(4)]);
             assert!(!stall.fatal && stall.waiting >= Duration::from_millis(100));
         }
         let handle = engine.submit(sum("late", &[1.0])).unwrap();
@@ -69,7 +72,7 @@ fn a_deadline_names_the_operation_the_tensor_and_the_ranks_that_did_not_come() {
     cluster.run(|rank, engine| {
         if rank == 1 {
             // Hears of it at its next call.
-            while engine.stopped().is_none() {
+            while engine.stop_cause().is_none() {
                 std::thread::yield_now();
             }
             let error = engine.submit(sum("t", &[1.0])).unwrap_err();
@@ -80,7 +83,7 @@ fn a_deadline_names_the_operation_the_tensor_and_the_ranks_that_did_not_come() {
         let text = error.to_string();
         assert!(text.contains("allreduce of t timed out after "), "{text}");
         assert!(text.contains("the limit being 600ms: ranks that did not come: 1"), "{text}");
-        assert_eq!(error.fault(), Fault::Peer);
+        assert_eq!(error.fault(), FaultOrigin::Peer);
     });
 }
 
@@ -116,11 +119,11 @@ fn missing_ranks_report_the_operation_and_the_place_in_which_they_wait() {
                 report.take(9).find(|report| has(report, "his") && has(report, "theirs")).unwrap();
             let asked = report.absentees.iter().find(|asked| asked.rank == Rank(2)).unwrap();
             assert_eq!(&*asked.host, "host1");
-            assert_eq!(asked.waits.as_ref().unwrap()[0].what, "allreduce of his");
-            assert_eq!(asked.stack, Stack::Text("in f\n".to_owned()));
+            assert_eq!(asked.waits.as_ref().unwrap()[0].operation, "allreduce of his");
+            assert_eq!(asked.stack, ThreadStacks::Text("in f\n".to_owned()));
             assert!(report.to_string().contains("\n2: [theirs"), "{report}");
         }
-        call(&engine, Request::barrier("told", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("told", ProcessSetId::GLOBAL)).unwrap();
         let second = engine.submit(sum(if rank == 2 { "theirs" } else { "his" }, &[1.0])).unwrap();
         assert_eq!(values(&engine, first), [4.0]);
         assert_eq!(values(&engine, second), [4.0]);
@@ -128,10 +131,10 @@ fn missing_ranks_report_the_operation_and_the_place_in_which_they_wait() {
 }
 
 /// Rank 0 waits in a barrier, the others in a change of process sets.
-fn one_of_two_meetings(rank: u32) -> Request {
+fn one_of_two_meetings(rank: u32) -> CollectiveRequest {
     match rank {
-        0 => Request::barrier("meet", ProcessSetId::GLOBAL),
-        _ => Request::change("set", Change::Add(vec![Rank(0)])),
+        0 => CollectiveRequest::barrier("meet", ProcessSetId::GLOBAL),
+        _ => CollectiveRequest::set_change("set", ProcessSetChange::Add(vec![Rank(0)])),
     }
 }
 
@@ -148,10 +151,12 @@ fn ranks_that_wait_in_different_meetings_get_a_report_and_may_still_meet() {
             let first = engine.submit(one_of_two_meetings(rank)).unwrap();
             if rank == 0 {
                 let reports = std::iter::repeat_with(|| stalls.lock().recv_timeout(LIMIT).unwrap());
-                let both =
-                    |report: &StallReport| report.parted.is_some() && report.stalls.len() == 2;
+                let both = |report: &StallReport| {
+                    report.deadlocked_for.is_some() && report.stalls.len() == 2
+                };
                 let report = reports.take(20).find(both).unwrap();
-                let whats: Vec<&str> = report.stalls.iter().map(|stall| &*stall.what).collect();
+                let whats: Vec<&str> =
+                    report.stalls.iter().map(|stall| &*stall.operation).collect();
                 assert!(whats.contains(&"barrier of meet"), "{whats:?}");
                 assert!(whats.contains(&"an addition of process set [0]"), "{whats:?}");
                 assert!(
@@ -188,7 +193,7 @@ fn ranks_that_stay_in_different_meetings_all_get_the_meeting_of_each_rank() {
                 text.contains(&format!("ranks 1-{last} in an addition of process set [0]")),
                 "{text}"
             );
-            assert_eq!(error.fault(), Fault::Usage);
+            assert_eq!(error.fault(), FaultOrigin::Usage);
         });
     }
 }
@@ -205,10 +210,10 @@ fn a_meeting_that_some_are_late_for_or_compute_before_is_no_parting_of_ways() {
         let early = (rank == 1).then(|| engine.submit(sum("early", &[1.0])).unwrap());
         if rank == 1 {
             for report in (0..4).map(|_| stalls.lock().recv_timeout(LIMIT).unwrap()) {
-                assert!(report.parted.is_none(), "{report}");
+                assert!(report.deadlocked_for.is_none(), "{report}");
             }
         }
-        call(&engine, Request::barrier("meet", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("meet", ProcessSetId::GLOBAL)).unwrap();
         let early = early.unwrap_or_else(|| engine.submit(sum("early", &[1.0])).unwrap());
         assert_eq!(values(&engine, early), [2.0]);
     });
@@ -225,13 +230,13 @@ fn joined_ranks_wait_for_the_others_and_the_report_says_so() {
             if rank == 0 {
                 let report = stalls.lock().recv_timeout(LIMIT).unwrap();
                 let [stall] = &*report.stalls else { panic!("{report:?}") };
-                assert_eq!((&*stall.what, &*stall.missing), ("join", &[Rank(0)][..]));
-                assert!(report.parted.is_none(), "{report}");
+                assert_eq!((&*stall.operation, &*stall.missing), ("join", &[Rank(0)][..]));
+                assert!(report.deadlocked_for.is_none(), "{report}");
                 assert_eq!(call_sum(&engine, "meanwhile", &[1.0]), [1.0]);
                 stalls.lock().try_iter().for_each(drop);
             }
-            call(&engine, Request::join("join.noname", false)).unwrap();
-            call(&engine, Request::barrier("over", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::join("join.noname", false)).unwrap();
+            call(&engine, CollectiveRequest::barrier("over", ProcessSetId::GLOBAL)).unwrap();
         });
     }
 }
@@ -239,16 +244,16 @@ fn joined_ranks_wait_for_the_others_and_the_report_says_so() {
 /// Ready when the flag says so.
 struct Gate(Arc<AtomicBool>);
 
-impl Event for Gate {
+impl DeviceEvent for Gate {
     fn is_ready(&self) -> farandole_collectives::Result<bool> {
         Ok(self.0.load(Ordering::Relaxed))
     }
 
-    fn ordinal(&self) -> u32 {
+    fn device_ordinal(&self) -> u32 {
         0
     }
 
-    fn hold(&self, _: Stream) -> farandole_collectives::Result<()> {
+    fn make_stream_wait(&self, _: DeviceStream) -> farandole_collectives::Result<()> {
         Ok(())
     }
 }
@@ -262,9 +267,9 @@ fn an_operation_that_all_have_submitted_is_no_stall_although_it_waits_long() {
     });
     let (stalls, open) = (parking_lot::Mutex::new(stalls), Arc::new(AtomicBool::new(false)));
     cluster.run(|rank, engine| {
-        call(&engine, Request::barrier("all are here", ProcessSetId::GLOBAL)).unwrap();
-        let ready: Option<Arc<dyn Event>> = Some(Arc::new(Gate(Arc::clone(&open))));
-        let slow = engine.submit(Request { ready, ..sum("slow", &[1.0]) }).unwrap();
+        call(&engine, CollectiveRequest::barrier("all are here", ProcessSetId::GLOBAL)).unwrap();
+        let ready: Option<Arc<dyn DeviceEvent>> = Some(Arc::new(Gate(Arc::clone(&open))));
+        let slow = engine.submit(CollectiveRequest { ready, ..sum("slow", &[1.0]) }).unwrap();
         let end = Instant::now() + LIMIT;
         while engine.statistics().lists < 2 {
             assert!(Instant::now() < end, "it is not executed");
@@ -299,7 +304,7 @@ fn the_rest_of_a_refused_group_is_not_waited_for_any_more() {
         {
             assert!(matches!(wait(&engine, handle), Err(Error::Mismatch { .. })));
         }
-        call(&engine, Request::barrier("told", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("told", ProcessSetId::GLOBAL)).unwrap();
         if rank == 1 {
             let stalls = stalls.lock();
             stalls.try_iter().for_each(drop);
@@ -307,15 +312,15 @@ fn the_rest_of_a_refused_group_is_not_waited_for_any_more() {
             let mut named = stalls.try_iter().flat_map(|report| report.stalls);
             assert!(!named.any(|stall| &*stall.tensor == "rest"));
         }
-        call(&engine, Request::barrier("over", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("over", ProcessSetId::GLOBAL)).unwrap();
     });
 }
 
 #[test]
 fn a_rank_without_an_answer_does_not_delay_the_report() {
     struct Mute(Sender<StallReport>);
-    impl Observer for Mute {
-        fn stalled(&self, report: &StallReport) {
+    impl EngineObserver for Mute {
+        fn on_stall(&self, report: &StallReport) {
             self.0.send(report.clone()).unwrap();
         }
     }
@@ -326,7 +331,7 @@ fn a_rank_without_an_answer_does_not_delay_the_report() {
     cluster.run(|rank, engine| {
         if rank == 1 {
             let report = stalls.lock().recv_timeout(LIMIT).unwrap();
-            assert_eq!(report.absentees[0].stack, Stack::Unknown);
+            assert_eq!(report.absentees[0].stack, ThreadStacks::Unknown);
         }
         assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
     });
@@ -336,15 +341,15 @@ fn a_rank_without_an_answer_does_not_delay_the_report() {
 fn a_wait_that_times_out_leaves_the_handle_valid() {
     Cluster::new(&[2]).run(|rank, engine| {
         if rank == 1 {
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
             return;
         }
-        let handle = engine.submit_attended(sum("t", &[1.0])).unwrap();
+        let handle = engine.submit_before_wait(sum("t", &[1.0])).unwrap();
         for _ in 0..3 {
             assert!(engine.wait(handle, Duration::from_millis(5)).unwrap().is_none());
         }
-        call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
         assert!(wait(&engine, handle).is_ok());
     });
 }

@@ -4,7 +4,7 @@
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use farandole_engine::Request;
+use farandole_engine::CollectiveRequest;
 use farandole_world::ProcessSetId;
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values};
@@ -61,7 +61,10 @@ fn asynchronous_operations_complete_without_a_waiter() {
                         sender.send(result.is_ok()).unwrap()
                     };
                     engine
-                        .submit_with(sum(&format!("{round}.{k}"), &[1.0; 300]), Box::new(done))
+                        .submit_with_callback(
+                            sum(&format!("{round}.{k}"), &[1.0; 300]),
+                            Box::new(done),
+                        )
                         .unwrap();
                 }
                 assert!((0..10).all(|_| done.recv_timeout(LIMIT).unwrap()));
@@ -74,13 +77,13 @@ fn asynchronous_operations_complete_without_a_waiter() {
 fn an_attended_request_is_taken_up_even_if_its_caller_forgets_it() {
     Cluster { real: true, ..Cluster::new(&[2]) }.run(|rank, engine| {
         if rank == 0 {
-            let handle = engine.submit_attended(sum("t", &[1.0])).unwrap();
+            let handle = engine.submit_before_wait(sum("t", &[1.0])).unwrap();
             // Rank 1 completes it together with the background thread.
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
             assert_eq!(values(&engine, handle), [2.0]);
         } else {
             assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
-            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
         }
     });
 }
@@ -121,7 +124,7 @@ fn idle_child() {
         for k in 0..10 {
             call_sum(&engine, &format!("t{k}"), &[1.0]);
         }
-        call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
         let before = cpu("farandole-progress");
         let (_keep, never) = channel::<()>();
         never.recv_timeout(Duration::from_secs(2)).unwrap_err();
@@ -133,7 +136,7 @@ fn idle_child() {
         if rank == 0 {
             println!("two idle background threads took {spent:?} in 2 s");
         }
-        call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+        call(&engine, CollectiveRequest::barrier("b", ProcessSetId::GLOBAL)).unwrap();
     });
 }
 

@@ -5,15 +5,15 @@ use std::ffi::{CStr, CString};
 use std::sync::mpsc::{Receiver as Results, Sender, channel};
 use std::time::Duration;
 
-use farandole_door::{Operation, Outcome};
+use farandole_door::{OperationCode, SubmissionOutcome};
 
 use super::*;
-use crate::names;
+use crate::operation_numbers;
 
-type Told = (Code, String, Vec<f32>);
+type Told = (EngineStatusCode, String, Vec<f32>);
 
 /// Sends code, message and the first output through the channel in `context`.
-unsafe extern "C" fn tell(context: *mut c_void, outcome: *const Outcome) {
+unsafe extern "C" fn tell(context: *mut c_void, outcome: *const SubmissionOutcome) {
     // SAFETY: the context is the boxed sender of `call`, the outcome is the door's.
     let (sender, outcome) = unsafe { (Box::from_raw(context.cast::<Sender<Told>>()), &*outcome) };
     // SAFETY: terminated by the door.
@@ -30,13 +30,13 @@ unsafe extern "C" fn tell(context: *mut c_void, outcome: *const Outcome) {
             .to_vec();
         }
         // SAFETY: once for every output.
-        unsafe { (door().free)(output.owner) };
+        unsafe { (engine_table().free)(output.owner) };
     }
-    sender.send((Code::from_number(outcome.code), message, values)).unwrap();
+    sender.send((EngineStatusCode::from_number(outcome.code), message, values)).unwrap();
 }
 
-fn a_call(operation: Operation) -> Call {
-    Call {
+fn a_call(operation: OperationCode) -> SubmissionHeader {
+    SubmissionHeader {
         operation: operation as u32,
         reduction: 1,
         prescale: 2.0,
@@ -50,7 +50,7 @@ fn a_call(operation: Operation) -> Call {
 
 /// Submits one float tensor under each name; refusals come back at once.
 fn call(
-    call: &Call,
+    call: &SubmissionHeader,
     names: &[&str],
     input: &[f32],
     output: Option<&mut [f32]>,
@@ -61,7 +61,7 @@ fn call(
     let output = output.map_or(std::ptr::null_mut(), |output| output.as_mut_ptr().cast());
     let requests: Vec<_> = names
         .iter()
-        .map(|name| farandole_door::Request {
+        .map(|name| farandole_door::TensorRequest {
             name: name.as_ptr().cast(),
             name_length: name.len(),
             dtype: 7,
@@ -78,7 +78,7 @@ fn call(
     let mut message = [0u8; 256];
     // SAFETY: everything outlives the results, which every caller waits for.
     let code = unsafe {
-        (door().submit)(
+        (engine_table().submit)(
             call,
             requests.as_ptr(),
             requests.len(),
@@ -104,13 +104,18 @@ fn outcome(results: Results<Told>) -> Told {
 /// One test, for the session is the process's only global.
 #[test]
 fn operations_go_through_the_door_and_refusals_come_back() {
-    assert_eq!(door().bytes as usize, size_of::<Door>());
+    assert_eq!(engine_table().bytes as usize, size_of::<EngineTable>());
     let mut message = [0u8; 20];
-    let mut found = Place::default();
+    let mut found = ProcessSetPlacement::default();
     // SAFETY: both point at room enough.
-    let code =
-        unsafe { (door().place)(0, &raw mut found, message.as_mut_ptr().cast(), message.len()) };
-    assert_eq!(Code::from_number(code), Code::Mismatch, "there is no session yet");
+    let code = unsafe {
+        (engine_table().place)(0, &raw mut found, message.as_mut_ptr().cast(), message.len())
+    };
+    assert_eq!(
+        EngineStatusCode::from_number(code),
+        EngineStatusCode::Mismatch,
+        "there is no session yet"
+    );
     assert_eq!(
         message.iter().position(|byte| *byte == 0),
         Some(19),
@@ -119,41 +124,53 @@ fn operations_go_through_the_door_and_refusals_come_back() {
 
     session::init(&mut || false).unwrap();
     // SAFETY: as above.
-    unsafe { (door().place)(0, &raw mut found, message.as_mut_ptr().cast(), message.len()) };
-    assert_eq!(found, Place { set_size: 1, set_rank: 0, rank: 0, local_size: 1, local_rank: 0 });
+    unsafe {
+        (engine_table().place)(0, &raw mut found, message.as_mut_ptr().cast(), message.len())
+    };
+    assert_eq!(
+        found,
+        ProcessSetPlacement { set_size: 1, set_rank: 0, rank: 0, local_size: 1, local_rank: 0 }
+    );
 
     let input = [1.0, 2.5];
     for attended in [0, 1, 2] {
         let mut output = [0.0; 2];
-        let sum = Call { attended, ..a_call(Operation::Allreduce) };
+        let sum = SubmissionHeader { attended, ..a_call(OperationCode::Allreduce) };
         let (code, message, _) = outcome(call(&sum, &["a"], &input, Some(&mut output)).unwrap());
-        assert_eq!((code, &*message, output), (Code::Good, "", [2.0, 5.0]));
-        let gather = Call { attended, ..a_call(Operation::Allgather) };
+        assert_eq!((code, &*message, output), (EngineStatusCode::Success, "", [2.0, 5.0]));
+        let gather = SubmissionHeader { attended, ..a_call(OperationCode::Allgather) };
         assert_eq!(outcome(call(&gather, &["a", "b"], &input, None).unwrap()).2, input);
     }
-    let numbered = Call { numbered: 1, ..a_call(Operation::Broadcast) };
+    let numbered = SubmissionHeader { numbered: 1, ..a_call(OperationCode::Broadcast) };
     let first = call(&numbered, &["same"], &input, None).unwrap();
     let second = call(&numbered, &["same"], &input, None).unwrap();
-    assert_eq!((outcome(first).0, outcome(second).2), (Code::Good, input.to_vec()));
+    assert_eq!((outcome(first).0, outcome(second).2), (EngineStatusCode::Success, input.to_vec()));
 
     // All ranks have joined: they count again, by other names than before.
-    let named = || names::next(&session::current().unwrap(), ProcessSetId::GLOBAL, Arc::new([]));
-    assert_eq!((crate::joins(), named(), named()), (0, ".2".to_owned(), ".3".to_owned()));
+    let named = || {
+        operation_numbers::next_suffix(
+            &session::current_session().unwrap(),
+            ProcessSetId::GLOBAL,
+            Arc::new([]),
+        )
+    };
+    assert_eq!((crate::join_count(), named(), named()), (0, ".2".to_owned(), ".3".to_owned()));
     assert_eq!(
-        outcome(call(&a_call(Operation::Join), &["j"], &input, None).unwrap()).0,
-        Code::Good
+        outcome(call(&a_call(OperationCode::Join), &["j"], &input, None).unwrap()).0,
+        EngineStatusCode::Success
     );
-    assert_eq!((crate::joins(), named(), named()), (1, ".1.0".to_owned(), ".1.1".to_owned()));
-    crate::joined();
-    assert_eq!((crate::joins(), named()), (2, ".2.0".to_owned()));
+    assert_eq!((crate::join_count(), named(), named()), (1, ".1.0".to_owned(), ".1.1".to_owned()));
+    crate::record_join();
+    assert_eq!((crate::join_count(), named()), (2, ".2.0".to_owned()));
 
-    let unknown = Call { process_set: 9, ..a_call(Operation::Allreduce) };
+    let unknown = SubmissionHeader { process_set: 9, ..a_call(OperationCode::Allreduce) };
     let (code, text) = call(&unknown, &["a"], &input, None).unwrap_err();
-    assert_eq!((code, &*text), (Code::Usage as u32, "no such process set: 9"));
-    let (code, text) = call(&a_call(Operation::Allreduce), &["a", "a"], &input, None).unwrap_err();
-    assert_eq!(code, Code::Usage as u32);
+    assert_eq!((code, &*text), (EngineStatusCode::Usage as u32, "no such process set: 9"));
+    let (code, text) =
+        call(&a_call(OperationCode::Allreduce), &["a", "a"], &input, None).unwrap_err();
+    assert_eq!(code, EngineStatusCode::Usage as u32);
     assert!(text.contains("still in flight"), "{text}");
-    assert!(call(&Call { operation: 77, ..unknown }, &["a"], &input, None).is_err());
+    assert!(call(&SubmissionHeader { operation: 77, ..unknown }, &["a"], &input, None).is_err());
     session::shutdown();
-    assert_eq!(crate::joins(), 0);
+    assert_eq!(crate::join_count(), 0);
 }

@@ -9,30 +9,30 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::hosts::{HostSlots, parse_hostfile};
 
-/// Tells a search that its result is not needed any more.
+/// A flag that asks a running discovery to stop, because its result is not needed any more.
 #[derive(Clone, Debug, Default)]
-pub struct Stop(Arc<AtomicBool>);
+pub struct DiscoveryStopFlag(Arc<AtomicBool>);
 
-impl Stop {
-    /// Ends the search that looks at it.
-    pub(crate) fn stop(&self) {
+impl DiscoveryStopFlag {
+    /// Stops the discovery that checks this flag.
+    pub(crate) fn request_stop(&self) {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Returns whether the search may end without an answer.
+    /// Returns whether the discovery may end without an answer.
     pub fn is_stopped(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// Finds the present hosts. It is called every second, on its own thread.
-pub trait Discovery: Send {
-    /// Returns the hosts there are now with their slots, in the order of ranks.
+/// A source of the present hosts. It is called every second, on a separate thread.
+pub trait DiscoverySource: Send {
+    /// Returns the present hosts with their slots, in the order of ranks.
     ///
     /// # Errors
-    /// The reason why they could not be found, in a sentence that names the source. The first time
-    /// this ends the job, later the hosts found last stay.
-    fn find(&mut self, stop: &Stop) -> Result<Vec<HostSlots>, String>;
+    /// The reason why the hosts could not be found, in a sentence that names the source. The first
+    /// failed call ends the job; after later failures, the hosts found last remain in use.
+    fn find_hosts(&mut self, stop: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String>;
 
     /// Returns whether the answer never changes.
     fn is_fixed(&self) -> bool {
@@ -42,10 +42,10 @@ pub trait Discovery: Send {
 
 /// Hosts that are known and do not change.
 #[derive(Clone, Debug)]
-pub struct Fixed(pub Vec<HostSlots>);
+pub struct StaticHostList(pub Vec<HostSlots>);
 
-impl Discovery for Fixed {
-    fn find(&mut self, _: &Stop) -> Result<Vec<HostSlots>, String> {
+impl DiscoverySource for StaticHostList {
+    fn find_hosts(&mut self, _: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String> {
         Ok(self.0.clone())
     }
 
@@ -54,12 +54,12 @@ impl Discovery for Fixed {
     }
 }
 
-/// A file of hosts that something else rewrites, as Kubernetes does for an MPIJob.
+/// A host file that another program rewrites, such as Kubernetes for an MPIJob.
 #[derive(Clone, Debug)]
 pub struct HostFile(pub PathBuf);
 
-impl Discovery for HostFile {
-    fn find(&mut self, _: &Stop) -> Result<Vec<HostSlots>, String> {
+impl DiscoverySource for HostFile {
+    fn find_hosts(&mut self, _: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String> {
         let name = self.0.display().to_string();
         let text = std::fs::read_to_string(&self.0)
             .map_err(|error| format!("cannot read the host file {name}: {error}"))?;
@@ -76,11 +76,14 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut discovery = HostFile(file.path().to_owned());
         std::fs::write(file.path(), "a slots=2\n").unwrap();
-        assert_eq!(discovery.find(&Stop::default()).unwrap(), [HostSlots::new("a", 2)]);
+        assert_eq!(
+            discovery.find_hosts(&DiscoveryStopFlag::default()).unwrap(),
+            [HostSlots::new("a", 2)]
+        );
         std::fs::write(file.path(), "a slots=2\nb slots=1\n").unwrap();
-        assert_eq!(discovery.find(&Stop::default()).unwrap().len(), 2);
+        assert_eq!(discovery.find_hosts(&DiscoveryStopFlag::default()).unwrap().len(), 2);
         std::fs::write(file.path(), "").unwrap();
-        let error = discovery.find(&Stop::default()).unwrap_err();
+        let error = discovery.find_hosts(&DiscoveryStopFlag::default()).unwrap_err();
         assert!(error.ends_with("names no host") && !discovery.is_fixed(), "{error}");
     }
 }

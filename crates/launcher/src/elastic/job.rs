@@ -9,73 +9,74 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Elastic, Event, Journal, Options, Registrar, Resumed};
-use farandole_telemetry::Sink;
+use farandole_registrar::{
+    ElasticOptions, JobEvent, MembershipJournal, Registrar, RegistrarOptions, ResumedJob,
+};
+use farandole_telemetry::RecordSink;
 use farandole_world::{TaskId, World};
 
-use super::discovery::Discovery;
-use super::tally::Tally;
-use super::watch::{Found, Watch};
-use crate::agent::Output;
-use crate::crew::{Crew, Elsewhere, News, Wish};
+use super::discovery::DiscoverySource;
+use super::host_watcher::{DiscoveredHosts, HostWatcher};
+use super::outcomes::ElasticJobOutcomes;
+use crate::agent::OutputTarget;
+use crate::agent_pool::{AgentPool, AgentPoolEvent, RemoteHost, StopLevel};
 use crate::error::{Error, Result};
-use crate::report::Report;
-use crate::work::Work;
+use crate::report::JobReport;
+use crate::worker_program::WorkerProgram;
 
 /// Interval at which the caller is asked whether to stop.
-const SLICE: Duration = Duration::from_millis(20);
-/// Longest time in which a host whose agent fell silent must return with its last messages.
-const SILENT: Duration = Duration::from_secs(2);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Longest wait for the last messages of a host whose agent fell silent.
+const SILENT_HOST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time in which a host must end its workers.
-const ENDING: Duration = Duration::from_secs(20);
+const JOB_END_TIMEOUT: Duration = Duration::from_secs(20);
 /// Longest time in which a dismissed worker must end while the job continues: its script may have
 /// to write files.
-const LEAVING: Duration = Duration::from_secs(120);
+const DISMISSED_WORKER_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The program to run while workers come and go.
+/// The program to run, and the limits on its number of workers.
 #[derive(Clone, Debug)]
 pub struct ElasticJob {
     /// Number of workers, and the limits of the job.
-    pub elastic: Elastic,
+    pub rules: ElasticOptions,
     /// The program of each worker.
-    pub work: Work,
-    /// The file from which another process continues the job after this one was killed, if there is
-    /// one.
+    pub program: WorkerProgram,
+    /// The file from which another process can continue the job after this one was killed, if any.
     pub journal: Option<PathBuf>,
 }
 
-/// Something that a user wants to know of.
+/// An event of an elastic job for the user.
 #[derive(Clone, Copy, Debug)]
-pub enum Happening<'a> {
-    /// A world is at work.
+pub enum ElasticJobUpdate<'a> {
+    /// A world has started to work.
     World {
         /// The world.
         world: &'a World,
-        /// The host of each worker, as it was discovered, by task.
+        /// The host of each worker under its discovered name, by task.
         hosts: &'a BTreeMap<u32, String>,
     },
-    /// A job of an earlier launcher is continued.
+    /// This process continues the job of an earlier launcher.
     Resumed {
-        /// Its workers.
+        /// Number of workers.
         workers: usize,
     },
-    /// A worker, or a host, is out, or could not be used; in a sentence.
+    /// A worker or a host was lost or could not be used; a sentence says which.
     Loss(&'a str),
 }
 
-/// Hears of them.
-type Heard<'a> = dyn Fn(Happening<'_>) + 'a;
+/// Receives the updates of a job.
+type Heard<'a> = dyn Fn(ElasticJobUpdate<'_>) + 'a;
 
 impl ElasticJob {
-    /// Returns the rules of the configuration for a first world of `num_proc`. With spares and
-    /// without a maximum, `num_proc` is the maximum.
+    /// Returns the rules of the configuration for a first world of `num_proc` workers. With spares
+    /// and without a maximum, the maximum is `num_proc`.
     ///
     /// # Errors
-    /// `Usage` for numbers that contradict each other, by their flags.
-    pub fn rules(num_proc: u32, config: &Config) -> Result<Elastic> {
+    /// `Usage` for numbers that contradict each other; the text names their flags.
+    pub fn rules_from_config(num_proc: u32, config: &Config) -> Result<ElasticOptions> {
         let spares = u32::try_from(config.spares).unwrap_or(u32::MAX);
         let unbounded = if spares > 0 { num_proc } else { u32::MAX };
-        let rules = Elastic {
+        let rules = ElasticOptions {
             first: num_proc,
             least: config.min_num_proc.unwrap_or(num_proc),
             most: config.max_num_proc.unwrap_or(unbounded),
@@ -84,7 +85,7 @@ impl ElasticJob {
             reset_limit: config.reset_limit,
             cooldown: (config.blacklist_cooldown_range.least, config.blacklist_cooldown_range.most),
         };
-        let Elastic { first, least, most, .. } = rules;
+        let ElasticOptions { first, least, most, .. } = rules;
         let wrong = |reason| Err(Error::Usage { reason });
         if least == 0 || first == 0 {
             return wrong(
@@ -101,66 +102,69 @@ impl ElasticJob {
     }
 
     /// Runs the command on the hosts that `discovery` finds, until it has returned on every rank of
-    /// one world, or the job has failed, or `wish` says so. Lines of the workers go to `sink`.
+    /// one world, or the job has failed, or `wish` asks to stop. Lines of the workers go to `sink`.
     ///
     /// # Errors
-    /// `Discovery` when hosts cannot be found at first; `Usage` for an empty command, or fewer
-    /// slots on hosts that do not change than processes; `Registrar`, `System`.
+    /// `Discovery` when the first discovery fails; `Usage` for an empty command, or if hosts that
+    /// do not change have fewer slots than processes; `Registrar`, `System`.
     pub fn run(
         &self,
-        discovery: Box<dyn Discovery>,
-        sink: &Arc<dyn Sink>,
-        wish: &dyn Fn() -> Wish,
+        discovery: Box<dyn DiscoverySource>,
+        sink: &Arc<dyn RecordSink>,
+        wish: &dyn Fn() -> StopLevel,
         heard: &Heard<'_>,
-    ) -> Result<Report> {
-        self.work.check()?;
-        // Before anything is started: another launcher may use it.
-        let purpose = self.work.command.join(" ");
-        let journal = self.journal.as_ref().map(|path| Journal::open(path, &purpose));
-        let journal = journal.transpose().map_err(of_registrar)?;
+    ) -> Result<JobReport> {
+        self.program.check_command()?;
+        // Opened first: this fails if another launcher uses the journal.
+        let purpose = self.program.command.join(" ");
+        let journal =
+            self.journal.as_ref().map(|path| MembershipJournal::open_or_create(path, &purpose));
+        let journal = journal.transpose().map_err(job_start_error)?;
         let lasting = journal.is_some();
         let fixed = discovery.is_fixed();
-        let watch = Watch::start(discovery)?;
-        let Some(found) = first(&watch, wish)? else { return Ok(Tally::default().report(true)) };
-        let mut options = Options::from_config(self.elastic.first, &self.work.config);
+        let watch = HostWatcher::spawn_thread(discovery)?;
+        let Some(found) = wait_for_first_hosts(&watch, wish)? else {
+            return Ok(ElasticJobOutcomes::default().into_report(true));
+        };
+        let mut options = RegistrarOptions::from_config(self.rules.first, &self.program.config);
         if fixed {
             self.check_slots(&found)?;
-            if found.only_here() {
-                // No other process needs to connect to it.
+            if found.all_are_local() {
+                // No other host needs to connect to it.
                 options.host = Some("127.0.0.1".to_owned());
                 options.bind = String::new();
             }
         }
-        let registrar =
-            Registrar::start_kept(options, &self.elastic, journal).map_err(of_registrar)?;
-        let mut conduct = Conduct {
+        let registrar = Registrar::start_with_journal(options, &self.rules, journal)
+            .map_err(job_start_error)?;
+        let mut conduct = ElasticJobRun {
             registrar: &registrar,
             sink,
-            heard,
-            crew: Crew::new(&self.work, registrar.ticket().clone(), true),
-            found: Found::default(),
+            observe: heard,
+            agent_pool: AgentPool::new(&self.program, registrar.ticket().clone(), true),
+            discovered: DiscoveredHosts::default(),
             hosts: BTreeMap::new(),
-            lasting,
-            adopted: BTreeSet::new(),
-            hearing: ENDING.max(self.work.config.peer_timeout),
-            tally: Tally::default(),
-            ending: BTreeMap::new(),
-            silent: BTreeMap::new(),
+            detached_agents: lasting,
+            adopted_tasks: BTreeSet::new(),
+            report_timeout: JOB_END_TIMEOUT.max(self.program.config.peer_timeout),
+            outcomes: ElasticJobOutcomes::default(),
+            ending_since: BTreeMap::new(),
+            silent_since: BTreeMap::new(),
             over_at: None,
-            wish: Wish::GoOn,
+            stop_level: StopLevel::Continue,
         };
-        conduct.adopt();
-        let ended = conduct.run(found, &watch, wish);
+        conduct.adopt_workers();
+        let ended = conduct.run_until_done(found, &watch, wish);
         drop(conduct);
         drop(watch);
         registrar.close();
         ended
     }
 
-    /// Hosts that do not change must have room for all processes at the beginning.
-    fn check_slots(&self, found: &Found) -> Result<()> {
+    /// Checks that hosts that do not change have slots for all processes of the first world.
+    fn check_slots(&self, found: &DiscoveredHosts) -> Result<()> {
         let slots: u64 = found.hosts.iter().map(|host| u64::from(host.slots)).sum();
-        let first = self.elastic.first;
+        let first = self.rules.first;
         if u64::from(first) <= slots {
             return Ok(());
         }
@@ -172,90 +176,101 @@ impl ElasticJob {
     }
 }
 
-fn of_registrar(source: farandole_registrar::Error) -> Error {
-    Error::Begin { source: Box::new(source) }
+fn job_start_error(source: farandole_registrar::Error) -> Error {
+    Error::JobStart { source: Box::new(source) }
 }
 
-/// Returns the hosts there are at first; `None` when the caller no longer wants to know.
-fn first(watch: &Watch, wish: &dyn Fn() -> Wish) -> Result<Option<Found>> {
+/// Returns the first discovered hosts; `None` when the caller wants to stop.
+fn wait_for_first_hosts(
+    watch: &HostWatcher,
+    wish: &dyn Fn() -> StopLevel,
+) -> Result<Option<DiscoveredHosts>> {
     loop {
-        match watch.next(SLICE) {
+        match watch.next_change(STOP_POLL_INTERVAL) {
             Some(Ok(found)) => return Ok(Some(found)),
             Some(Err(reason)) => return Err(Error::Discovery { reason }),
-            None if wish() > Wish::GoOn => return Ok(None),
+            None if wish() > StopLevel::Continue => return Ok(None),
             None => {}
         }
     }
 }
 
 /// A running job.
-struct Conduct<'a> {
+struct ElasticJobRun<'a> {
     registrar: &'a Registrar,
-    sink: &'a Arc<dyn Sink>,
-    heard: &'a Heard<'a>,
-    crew: Crew<'a>,
-    found: Found,
+    sink: &'a Arc<dyn RecordSink>,
+    observe: &'a Heard<'a>,
+    agent_pool: AgentPool<'a>,
+    discovered: DiscoveredHosts,
     /// Host of each worker.
     hosts: BTreeMap<u32, String>,
     /// Whether agents of this host are separate processes, which continue without this one.
-    lasting: bool,
-    /// Workers of an earlier launcher whose ends are not known.
-    adopted: BTreeSet<u32>,
-    /// Longest time in which agents must hear that the job is over and report their workers' ends.
-    hearing: Duration,
-    tally: Tally,
-    /// Workers that were told to end, and when.
-    ending: BTreeMap<u32, Instant>,
+    detached_agents: bool,
+    /// Workers of an earlier launcher whose ends were not reported.
+    adopted_tasks: BTreeSet<u32>,
+    /// Longest time in which agents must learn that the job is over and report their workers' ends.
+    report_timeout: Duration,
+    outcomes: ElasticJobOutcomes,
+    /// Workers that were asked to end, and when.
+    ending_since: BTreeMap<u32, Instant>,
     /// Workers whose agents were lost, and when.
-    silent: BTreeMap<u32, Instant>,
+    silent_since: BTreeMap<u32, Instant>,
     over_at: Option<Instant>,
-    wish: Wish,
+    stop_level: StopLevel,
 }
 
-impl Conduct<'_> {
+impl ElasticJobRun<'_> {
     /// Takes over the workers and the world of an earlier launcher.
-    fn adopt(&mut self) {
-        let Some(Resumed { workers, world }) = self.registrar.resumed().cloned() else { return };
-        (self.heard)(Happening::Resumed { workers: workers.len() });
-        self.adopted = workers.keys().map(|task| task.0).collect();
+    fn adopt_workers(&mut self) {
+        let Some(ResumedJob { workers, world }) = self.registrar.resumed_job().cloned() else {
+            return;
+        };
+        (self.observe)(ElasticJobUpdate::Resumed { workers: workers.len() });
+        self.adopted_tasks = workers.keys().map(|task| task.0).collect();
         self.hosts.extend(workers.into_iter().map(|(task, host)| (task.0, host)));
         if let Some(world) = world {
-            self.tally.assigned(world);
+            self.outcomes.set_world(world);
         }
     }
 
     fn is_done(&self) -> bool {
-        self.crew.is_done() && self.adopted.is_empty()
+        self.agent_pool.is_done() && self.adopted_tasks.is_empty()
     }
 
-    fn run(&mut self, found: Found, watch: &Watch, wish: &dyn Fn() -> Wish) -> Result<Report> {
-        self.tell_hosts(found)?;
-        while !(self.is_done() && (self.over_at.is_some() || self.wish > Wish::GoOn)) {
-            self.events(Instant::now() + SLICE);
-            while let Some(Ok(found)) = watch.next(Duration::ZERO) {
-                self.tell_hosts(found)?;
+    fn run_until_done(
+        &mut self,
+        found: DiscoveredHosts,
+        watch: &HostWatcher,
+        wish: &dyn Fn() -> StopLevel,
+    ) -> Result<JobReport> {
+        self.publish_hosts(found)?;
+        while !(self.is_done() && (self.over_at.is_some() || self.stop_level > StopLevel::Continue))
+        {
+            self.handle_registrar_events(Instant::now() + STOP_POLL_INTERVAL);
+            while let Some(Ok(found)) = watch.next_change(Duration::ZERO) {
+                self.publish_hosts(found)?;
             }
-            self.hear();
-            self.follow(wish());
-            self.give_up();
+            self.handle_agent_events();
+            self.apply_stop_level(wish());
+            self.abandon_silent_hosts();
         }
-        // What the workers of other hosts wrote last came before their ends did.
-        self.events(Instant::now());
-        Ok(std::mem::take(&mut self.tally).report(self.wish > Wish::GoOn))
+        // The last lines of workers on other hosts arrived before the reports of their ends.
+        self.handle_registrar_events(Instant::now());
+        Ok(std::mem::take(&mut self.outcomes).into_report(self.stop_level > StopLevel::Continue))
     }
 
-    fn tell_hosts(&mut self, found: Found) -> Result<()> {
+    fn publish_hosts(&mut self, found: DiscoveredHosts) -> Result<()> {
         let hosts: Vec<(String, u32)> =
             found.hosts.iter().map(|host| (host.host.clone(), host.slots)).collect();
         tracing::info!(?hosts, "these hosts were found");
-        self.found = found;
-        self.registrar.hosts(&hosts).map_err(of_registrar)
+        self.discovered = found;
+        self.registrar.update_hosts(&hosts).map_err(job_start_error)
     }
 
-    /// Takes what the registrar has decided and heard.
-    fn events(&mut self, deadline: Instant) {
-        // Made in this process, so it is not a fork's.
-        let Ok(drained) = self.registrar.events(deadline) else { return };
+    /// Handles the decisions and reports of the registrar.
+    fn handle_registrar_events(&mut self, deadline: Instant) {
+        // Fails only in a forked process; this process started the registrar.
+        let Ok(drained) = self.registrar.drain_events(deadline) else { return };
         if drained.dropped > 0 {
             tracing::warn!(
                 lines = drained.dropped,
@@ -265,157 +280,166 @@ impl Conduct<'_> {
         let mut starting: Vec<(String, Vec<u32>)> = Vec::new();
         for event in drained.records {
             match event {
-                Event::Record(record) => self.sink.accept(record),
-                Event::Start { task, host } => match starting.last_mut() {
+                JobEvent::Record(record) => self.sink.accept_record(record),
+                JobEvent::Start { task, host } => match starting.last_mut() {
                     Some((last, tasks)) if *last == host => tasks.push(task.0),
                     _ => starting.push((host, vec![task.0])),
                 },
-                Event::Stop { task, reason } => self.end(task.0, &reason),
-                Event::Dismissed { task, reason } => {
+                JobEvent::Stop { task, reason } => self.stop_worker(task.0, &reason),
+                JobEvent::Dismissed { task, reason } => {
                     tracing::info!(task = task.0, reason, "a worker may go");
-                    self.ending.insert(task.0, Instant::now());
+                    self.ending_since.insert(task.0, Instant::now());
                 }
-                Event::Assigned { world } => {
-                    (self.heard)(Happening::World { world: &world, hosts: &self.hosts });
-                    self.tally.assigned(world);
+                JobEvent::Assigned { world } => {
+                    (self.observe)(ElasticJobUpdate::World { world: &world, hosts: &self.hosts });
+                    self.outcomes.set_world(world);
                 }
-                Event::Exited { task, exit, .. } => {
-                    self.silent.remove(&task.0);
-                    self.adopted.remove(&task.0);
-                    self.tally.exited(task.0, &exit);
+                JobEvent::Exited { task, exit, .. } => {
+                    self.silent_since.remove(&task.0);
+                    self.adopted_tasks.remove(&task.0);
+                    self.outcomes.record_exit(task.0, &exit);
                 }
-                Event::Result { task, data, .. } => self.tally.returned(task.0, data),
-                Event::Lost { task, rank, reason } => {
-                    self.lost(task.0, rank.map(|rank| rank.0), &reason)
+                JobEvent::Result { task, data, .. } => self.outcomes.record_result(task.0, data),
+                JobEvent::Lost { task, rank, reason } => {
+                    self.handle_lost_worker(task.0, rank.map(|rank| rank.0), &reason)
                 }
-                Event::Finished { .. } => {
-                    self.tally.finished();
-                    self.over();
+                JobEvent::Finished { .. } => {
+                    self.outcomes.mark_finished();
+                    self.end_remaining_workers();
                 }
-                Event::Aborted { verdict, rank } => {
-                    self.tally.aborted(verdict, rank);
-                    self.over();
+                JobEvent::Aborted { verdict, rank } => {
+                    self.outcomes.mark_aborted(verdict, rank);
+                    self.end_remaining_workers();
                 }
                 _ => {}
             }
         }
         for (host, tasks) in starting {
-            self.start(host, tasks);
+            self.start_workers(host, tasks);
         }
     }
 
-    fn start(&mut self, host: String, tasks: Vec<u32>) {
-        if self.over_at.is_some() || self.wish > Wish::GoOn {
+    fn start_workers(&mut self, host: String, tasks: Vec<u32>) {
+        if self.over_at.is_some() || self.stop_level > StopLevel::Continue {
             return;
         }
         self.hosts.extend(tasks.iter().map(|task| (*task, host.clone())));
-        let here = self.found.is_here(&host);
-        if !here || self.lasting {
+        let here = self.discovered.is_local_host(&host);
+        if !here || self.detached_agents {
             let started = if here {
-                self.crew.start_apart(host, tasks.clone())
+                self.agent_pool.start_detached_agents(host, tasks.clone())
             } else {
-                self.crew.start_there(host, tasks.clone())
+                self.agent_pool.start_remote_agents(host, tasks.clone())
             };
             if let Err(error) = started {
-                self.not_started(tasks, &error);
+                self.report_not_started(tasks, &error);
             }
             return;
         }
         for task in tasks {
-            if let Err(error) = self.crew.start_here(task, Output::Registrar) {
-                self.not_started([task], &error);
+            if let Err(error) = self.agent_pool.start_local_agent(task, OutputTarget::Registrar) {
+                self.report_not_started([task], &error);
             }
         }
     }
 
-    /// Lets the registrar know that these have no worker, or no longer one that anybody can reach.
-    fn not_started(&mut self, tasks: impl IntoIterator<Item = u32>, error: &Error) {
-        let reason = error.told();
+    /// Reports to the registrar that these tasks have no worker, or none that can be reached.
+    fn report_not_started(&mut self, tasks: impl IntoIterator<Item = u32>, error: &Error) {
+        let reason = error.message_with_causes();
         for task in tasks {
-            if !self.ending.contains_key(&task) {
-                // Made in this process, so it is not a fork's.
-                drop(self.registrar.not_started(TaskId(task), &reason));
+            if !self.ending_since.contains_key(&task) {
+                // Fails only in a forked process; this process started the registrar.
+                drop(self.registrar.report_not_started(TaskId(task), &reason));
             }
         }
     }
 
-    fn end(&mut self, task: u32, reason: &str) {
-        self.ending.insert(task, Instant::now());
-        // Agents on other hosts get it from the registrar.
-        if let Some(agent) = self.crew.agents.get(&task) {
-            agent.cancel(reason);
+    fn stop_worker(&mut self, task: u32, reason: &str) {
+        self.ending_since.insert(task, Instant::now());
+        // Agents on other hosts get this order from the registrar.
+        if let Some(agent) = self.agent_pool.agents.get(&task) {
+            agent.cancel_worker(reason);
         }
     }
 
-    fn lost(&mut self, task: u32, rank: Option<u32>, reason: &str) {
-        if !self.tally.has_ended(task) {
-            self.silent.insert(task, Instant::now());
+    fn handle_lost_worker(&mut self, task: u32, rank: Option<u32>, reason: &str) {
+        if !self.outcomes.has_ended(task) {
+            self.silent_since.insert(task, Instant::now());
         }
         let host = self.hosts.get(&task).map_or("an unknown host", String::as_str);
         let who = match rank {
             Some(rank) => format!("rank {rank} on {host}"),
             None => format!("a worker on {host}"),
         };
-        (self.heard)(Happening::Loss(&format!("{who} {reason}")));
+        (self.observe)(ElasticJobUpdate::Loss(&format!("{who} {reason}")));
     }
 
     /// Ends all workers that still run.
-    fn over(&mut self) {
+    fn end_remaining_workers(&mut self) {
         self.over_at.get_or_insert_with(Instant::now);
-        for (task, agent) in &self.crew.agents {
-            if !self.tally.has_ended(*task) {
-                agent.cancel("the job is over");
+        for (task, agent) in &self.agent_pool.agents {
+            if !self.outcomes.has_ended(*task) {
+                agent.cancel_worker("the job is over");
             }
         }
     }
 
-    fn hear(&mut self) {
-        let over = self.over_at.is_some() || self.wish > Wish::GoOn;
-        for news in self.crew.news() {
+    fn handle_agent_events(&mut self) {
+        let over = self.over_at.is_some() || self.stop_level > StopLevel::Continue;
+        for news in self.agent_pool.take_events() {
             match news {
-                News::Ended { task, outcome: Ok(outcome) } => self.tally.ended(task, outcome),
-                News::Ended { task, outcome: Err(error) } if over => {
+                AgentPoolEvent::WorkerEnded { task, outcome: Ok(outcome) } => {
+                    self.outcomes.record_outcome(task, outcome)
+                }
+                AgentPoolEvent::WorkerEnded { task, outcome: Err(error) } if over => {
                     tracing::info!(task, %error, "a worker ended without its last words");
                 }
-                News::Gone { error, .. } if over => {
+                AgentPoolEvent::HostLost { error, .. } if over => {
                     tracing::info!(%error, "a host ended without its last words");
                 }
-                News::Ended { task, outcome: Err(error) } => self.not_started([task], &error),
-                News::Gone { tasks, error, .. } => self.not_started(tasks, &error),
+                AgentPoolEvent::WorkerEnded { task, outcome: Err(error) } => {
+                    self.report_not_started([task], &error)
+                }
+                AgentPoolEvent::HostLost { tasks, error, .. } => {
+                    self.report_not_started(tasks, &error)
+                }
             }
         }
     }
 
-    /// Ends connections to hosts that will send nothing any more.
-    fn give_up(&mut self) {
+    /// Closes connections to hosts that will send nothing more.
+    fn abandon_silent_hosts(&mut self) {
         let now = Instant::now();
         let passed =
             |since: Option<&Instant>, limit| since.is_some_and(|since| now >= *since + limit);
-        let late = passed(self.over_at.as_ref(), ENDING);
-        let (silent, ending) = (&self.silent, &self.ending);
+        let late = passed(self.over_at.as_ref(), JOB_END_TIMEOUT);
+        let (silent, ending) = (&self.silent_since, &self.ending_since);
         let over = self.over_at.is_some();
-        let limit = if over { ENDING } else { LEAVING };
-        let gone = |task: &u32| passed(silent.get(task), SILENT) || passed(ending.get(task), limit);
-        let unheard = passed(self.over_at.as_ref(), self.hearing);
-        self.adopted.retain(|task| !unheard && !gone(task));
-        let given_up = |host: &Elsewhere| late || host.open.iter().all(&gone);
-        for (host, tasks) in self.crew.hang_up(given_up) {
+        let limit = if over { JOB_END_TIMEOUT } else { DISMISSED_WORKER_TIMEOUT };
+        let gone = |task: &u32| {
+            passed(silent.get(task), SILENT_HOST_TIMEOUT) || passed(ending.get(task), limit)
+        };
+        let unheard = passed(self.over_at.as_ref(), self.report_timeout);
+        self.adopted_tasks.retain(|task| !unheard && !gone(task));
+        let given_up = |host: &RemoteHost| late || host.open_tasks.iter().all(&gone);
+        for (host, tasks) in self.agent_pool.close_connections(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");
         }
     }
 
-    fn follow(&mut self, wish: Wish) {
-        if wish <= self.wish {
+    fn apply_stop_level(&mut self, wish: StopLevel) {
+        if wish <= self.stop_level {
             return;
         }
-        self.wish = wish;
-        // The job is not wanted any more, also if this process is killed while the workers end.
+        self.stop_level = wish;
+        // End the journal first: if this process is killed while the workers end, the job is not
+        // continued.
         self.registrar.end_journal();
-        self.crew.follow(wish);
-        // Agents of an earlier launcher have no connection but the one to the registrar.
-        if wish > Wish::Interrupt || !self.adopted.is_empty() {
-            // Made in this process, so it is not a fork's.
-            drop(self.registrar.abort("interrupted"));
+        self.agent_pool.apply_stop_level(wish);
+        // Agents of an earlier launcher are connected only to the registrar.
+        if wish > StopLevel::Interrupt || !self.adopted_tasks.is_empty() {
+            // Fails only in a forked process; this process started the registrar.
+            drop(self.registrar.abort_job("interrupted"));
         }
     }
 }

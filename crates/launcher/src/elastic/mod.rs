@@ -3,35 +3,39 @@
 
 //! Elastic jobs: workers come and go while the job runs.
 //!
-//! Owns the search for hosts and the execution of what the registrar decides: it starts and ends
-//! agents, and tells the registrar which hosts there are and which could not be reached. It does
-//! not decide which workers are members, which wait and which are out: the registrar does.
+//! Owns the host discovery, and carries out the registrar's decisions: it starts and ends agents,
+//! and reports to the registrar the present hosts and the hosts that could not be reached. The
+//! registrar decides which workers are members, which wait and which are out.
 //!
 //! ```text
-//! Discovery --every second--> Watch --hosts that changed--> Registrar
-//!                                                             | Start, Stop, Assigned, Finished, Aborted
-//!                                                             v
-//! agents of this host, connections to others <------------- ElasticJob
+//! DiscoverySource --every second--> HostWatcher --changed hosts--> Registrar
+//!                                                                     | Start, Stop, Assigned,
+//!                                                                     | Finished, Aborted
+//!                                                                     v
+//! agents of this host, connections to other hosts <-------------- ElasticJob
 //! ```
 //!
 //! Invariants:
-//! - `EL-1`: a search that fails changes nothing: the hosts found last stay, and it is made again.
-//! - `EL-2`: a search ends: a program is killed with all that it started after its time.
-//! - `EL-3`: what the registrar wants started is started, or it hears why not.
+//! - `EL-1`: a failed discovery changes nothing: the hosts found last remain, and discovery is
+//!   repeated.
+//! - `EL-2`: a discovery ends: after its time limit, a script is killed with all processes that it
+//!   started.
+//! - `EL-3`: each worker that the registrar wants is started, or the registrar gets the reason why
+//!   not.
 //! - `EL-4`: workers end with this process. With a journal, they continue without it for as long as
 //!   they wait for a registrar.
 
-mod choice;
 mod discovery;
+mod discovery_choice;
+mod host_watcher;
 mod job;
-mod program;
+mod outcomes;
+mod program_query;
 mod script;
 mod slurm;
-mod tally;
-mod watch;
 
-pub use choice::chosen;
-pub use discovery::{Discovery, Fixed, HostFile, Stop};
-pub use job::{ElasticJob, Happening};
-pub use script::Script;
-pub use slurm::Slurm;
+pub use discovery::{DiscoverySource, DiscoveryStopFlag, HostFile, StaticHostList};
+pub use discovery_choice::choose_discovery;
+pub use job::{ElasticJob, ElasticJobUpdate};
+pub use script::DiscoveryScript;
+pub use slurm::SlurmNodes;

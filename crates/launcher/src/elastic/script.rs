@@ -6,51 +6,54 @@
 use std::process::Command;
 use std::time::Duration;
 
-use super::discovery::{Discovery, Stop};
-use super::program::answer;
-use crate::hosts::{HostSlots, host_of};
+use super::discovery::{DiscoverySource, DiscoveryStopFlag};
+use super::program_query::query_program;
+use crate::hosts::{HostSlots, split_host_slots};
 
-/// A program that prints a host a line.
+/// A program that prints one host per line.
 #[derive(Clone, Debug)]
-pub struct Script {
+pub struct DiscoveryScript {
     /// The command for the shell.
     pub command: String,
     /// Slots of a host that is printed without a number.
     pub slots_per_host: Option<u32>,
-    /// Longest time of one run of the script.
+    /// Longest time for one run of the script.
     pub limit: Duration,
 }
 
-impl Discovery for Script {
-    fn find(&mut self, stop: &Stop) -> Result<Vec<HostSlots>, String> {
+impl DiscoverySource for DiscoveryScript {
+    fn find_hosts(&mut self, stop: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String> {
         let mut shell = Command::new("/bin/sh");
         shell.args(["-c", &self.command]);
-        let answer = answer(shell, self.limit, stop)
+        let answer = query_program(shell, self.limit, stop)
             .map_err(|why| format!("Failed to execute discovery script: {} {why}", self.command))?;
-        if answer.code != Some(0) {
+        if answer.exit_code != Some(0) {
             let code = answer
-                .code
+                .exit_code
                 .map_or_else(|| "none, it was killed".to_owned(), |code| code.to_string());
-            let words =
-                if answer.words.is_empty() { String::new() } else { format!(": {}", answer.words) };
+            let words = if answer.stderr_line.is_empty() {
+                String::new()
+            } else {
+                format!(": {}", answer.stderr_line)
+            };
             return Err(format!(
                 "Failed to execute discovery script: {}. Exit code: {code}{words}",
                 self.command
             ));
         }
-        self.read(&answer.stdout)
+        self.parse_output(&answer.stdout)
     }
 }
 
-impl Script {
-    /// Reads what the program printed. A host that is printed twice counts once, with the slots
-    /// given last.
-    fn read(&self, text: &str) -> Result<Vec<HostSlots>, String> {
+impl DiscoveryScript {
+    /// Parses the output of the program. A host that is printed twice counts once, with the slots
+    /// of its last line.
+    fn parse_output(&self, text: &str) -> Result<Vec<HostSlots>, String> {
         let mut hosts: Vec<HostSlots> = Vec::new();
         for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
             let wrong =
                 |why: &str| format!("the discovery script {} printed {why}: {line}", self.command);
-            let (host, slots) = host_of(line)
+            let (host, slots) = split_host_slots(line)
                 .ok_or_else(|| wrong("a line that is not a host such as node1 or node1:4"))?;
             let slots = slots.or(self.slots_per_host).ok_or_else(|| {
                 wrong("a host without slots, and --slots-per-host does not say how many it has")
@@ -70,12 +73,16 @@ mod tests {
 
     use super::*;
 
-    fn script(command: &str) -> Script {
-        Script { command: command.to_owned(), slots_per_host: None, limit: Duration::from_secs(20) }
+    fn script(command: &str) -> DiscoveryScript {
+        DiscoveryScript {
+            command: command.to_owned(),
+            slots_per_host: None,
+            limit: Duration::from_secs(20),
+        }
     }
 
-    fn found(script: &mut Script) -> Result<String, String> {
-        let hosts = script.find(&Stop::default())?;
+    fn found(script: &mut DiscoveryScript) -> Result<String, String> {
+        let hosts = script.find_hosts(&DiscoveryStopFlag::default())?;
         Ok(hosts.iter().map(|host| format!("{}:{} ", host.host, host.slots)).collect())
     }
 
@@ -83,7 +90,8 @@ mod tests {
     fn lines_are_hosts_in_their_order_and_twice_counts_once() {
         let mut one = script(r"printf 'b:2\n\n a:1 \nb:2\n[::1]:3\n'");
         assert_eq!(found(&mut one).unwrap(), "b:2 a:1 ::1:3 ");
-        let mut two = Script { slots_per_host: Some(4), ..script("echo a; echo b:1; echo ::1") };
+        let mut two =
+            DiscoveryScript { slots_per_host: Some(4), ..script("echo a; echo b:1; echo ::1") };
         assert_eq!(found(&mut two).unwrap(), "a:4 b:1 ::1:4 ");
         assert_eq!(found(&mut script("true")).unwrap(), "");
     }
@@ -116,9 +124,11 @@ mod tests {
 
     #[test]
     fn a_script_that_hangs_is_killed_with_all_that_it_started() {
-        // EL-2. The pipe ends only when no process holds it.
-        let mut hanging =
-            Script { limit: Duration::from_millis(300), ..script("sleep 600 & sleep 600") };
+        // EL-2. The pipe ends only when all processes that hold it have ended.
+        let mut hanging = DiscoveryScript {
+            limit: Duration::from_millis(300),
+            ..script("sleep 600 & sleep 600")
+        };
         let began = Instant::now();
         let error = found(&mut hanging).unwrap_err();
         assert!(error.contains("did not end within 0.3 s and was killed"), "{error}");
@@ -130,10 +140,10 @@ mod tests {
 
     #[test]
     fn a_script_without_a_waiter_is_killed() {
-        let stop = Stop::default();
-        stop.stop();
+        let stop = DiscoveryStopFlag::default();
+        stop.request_stop();
         let began = Instant::now();
-        assert!(script("sleep 600").find(&stop).unwrap_err().contains("no longer needed"));
+        assert!(script("sleep 600").find_hosts(&stop).unwrap_err().contains("no longer needed"));
         assert!(began.elapsed() < Duration::from_secs(10));
     }
 }

@@ -1,57 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The nodes of a Slurm job that are up: a job that was submitted with `--no-kill` outlives nodes
-//! that fail, and they may come back.
+//! The usable nodes of a Slurm job. A job that was submitted with `--no-kill` survives failed
+//! nodes, and such nodes may come back.
 
 use std::process::Command;
 use std::time::Duration;
 
-use super::discovery::{Discovery, Stop};
-use super::program::answer;
+use super::discovery::{DiscoverySource, DiscoveryStopFlag};
+use super::program_query::query_program;
 use crate::hosts::HostSlots;
 
-/// States in which a node runs nothing, and their marks: `*` behind a state is a node that does not
-/// answer.
-const UNUSABLE: [&str; 8] =
+/// States in which a node runs nothing. A `*` behind a state marks a node that does not respond.
+const UNUSABLE_NODE_STATES: [&str; 8] =
     ["DOWN", "ERROR", "FAIL", "FAILING", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT", "UNKNOWN"];
 
 /// The nodes of this process's job, as Slurm's controller sees them.
 #[derive(Clone, Debug)]
-pub struct Slurm {
+pub struct SlurmNodes {
     /// The job's nodes and their slots.
     pub nodes: Vec<HostSlots>,
     /// Longest time for an answer of the controller.
     pub limit: Duration,
 }
 
-impl Discovery for Slurm {
-    fn find(&mut self, stop: &Stop) -> Result<Vec<HostSlots>, String> {
+impl DiscoverySource for SlurmNodes {
+    fn find_hosts(&mut self, stop: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String> {
         let names: Vec<&str> = self.nodes.iter().map(|node| node.host.as_str()).collect();
         let mut scontrol = Command::new("scontrol");
         scontrol.args(["--oneliner", "show", "node", &names.join(",")]);
-        let answer = answer(scontrol, self.limit, stop).map_err(|why| format!("scontrol {why}"))?;
-        if answer.code != Some(0) {
+        let answer =
+            query_program(scontrol, self.limit, stop).map_err(|why| format!("scontrol {why}"))?;
+        if answer.exit_code != Some(0) {
             return Err(format!(
                 "scontrol cannot tell the state of the job's nodes: {}",
-                answer.words
+                answer.stderr_line
             ));
         }
-        Ok(usable(&self.nodes, &answer.stdout))
+        Ok(usable_nodes(&self.nodes, &answer.stdout))
     }
 }
 
 /// Returns the nodes that a listing shows in a usable state.
-fn usable(nodes: &[HostSlots], listing: &str) -> Vec<HostSlots> {
-    let up: Vec<&str> = listing.lines().filter_map(up).collect();
+fn usable_nodes(nodes: &[HostSlots], listing: &str) -> Vec<HostSlots> {
+    let up: Vec<&str> = listing.lines().filter_map(parse_usable_node).collect();
     nodes.iter().filter(|node| up.contains(&node.host.as_str())).cloned().collect()
 }
 
-/// Returns the node of a line, if it is up.
-fn up(line: &str) -> Option<&str> {
+/// Returns the node of a line, if it is usable.
+fn parse_usable_node(line: &str) -> Option<&str> {
     let value = |key: &str| line.split_whitespace().find_map(|word| word.strip_prefix(key));
     let (name, state) = (value("NodeName=")?, value("State=")?);
-    let down = state.contains('*') || state.split('+').any(|part| UNUSABLE.contains(&part));
+    let down =
+        state.contains('*') || state.split('+').any(|part| UNUSABLE_NODE_STATES.contains(&part));
     (!down).then_some(name)
 }
 
@@ -66,7 +67,7 @@ mod tests {
                        NodeName=n2 State=DOWN+NOT_RESPONDING\nNodeName=n3 State=MIXED+DRAIN\n\
                        NodeName=n4 State=ALLOCATED*\n";
         let names = |listing: &str| -> Vec<String> {
-            usable(&nodes, listing).into_iter().map(|node| node.host).collect()
+            usable_nodes(&nodes, listing).into_iter().map(|node| node.host).collect()
         };
         assert_eq!(names(listing), ["n1", "n3"]);
         assert_eq!(names(&listing.replace("DOWN+NOT_RESPONDING", "IDLE")), ["n1", "n2", "n3"]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The conversion of each Arrow type.
+//! Converts each Arrow type.
 
 use std::sync::Arc;
 
@@ -16,32 +16,32 @@ use arrow::datatypes::{
     ArrowPrimitiveType, DataType, Float32Type, Float64Type, Int8Type, Int32Type,
 };
 use arrow::error::ArrowError;
-use farandole_dataset::Element;
+use farandole_dataset::ElementType;
 
 use crate::error::{Error, Result};
 
 /// A converted column of one batch: scalars as they are stored, vectors as fixed-size binary.
 #[derive(Debug)]
-pub(crate) struct Converted {
+pub(crate) struct ConvertedColumn {
     pub(crate) array: ArrayRef,
-    pub(crate) element: Element,
+    pub(crate) element: ElementType,
     pub(crate) shape: Vec<u64>,
 }
 
-/// The origin of a column, for messages, and the remedy for missing values.
+/// Origin of a column, for error messages, and its treatment of missing values.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Origin<'a> {
+pub(crate) struct ConversionContext<'a> {
     pub(crate) column: &'a str,
     pub(crate) partition: u64,
     pub(crate) row: u64,
-    /// The replacement of nulls and NaN, and whether it was given for this column alone.
+    /// Replacement of nulls and NaN, and whether it was given for this column by name.
     pub(crate) fill: Option<(&'a str, bool)>,
-    /// Takes NaN that is not filled, and infinities, as values like any others.
+    /// Whether NaN without a replacement and infinities are accepted.
     pub(crate) allow_nan: bool,
 }
 
-impl Origin<'_> {
-    fn ragged(&self, expected: impl ToString, found: impl ToString) -> Error {
+impl ConversionContext<'_> {
+    fn ragged_error(&self, expected: impl ToString, found: impl ToString) -> Error {
         let (column, partition) = (self.column.to_owned(), self.partition);
         Error::Ragged {
             column,
@@ -51,28 +51,29 @@ impl Origin<'_> {
         }
     }
 
-    fn refuse(&self, found: &DataType) -> Error {
+    fn unsupported_type_error(&self, found: &DataType) -> Error {
         Error::Type { column: self.column.to_owned(), found: found.to_string() }
     }
 
-    fn arrow(&self, source: ArrowError) -> Error {
+    fn arrow_error(&self, source: ArrowError) -> Error {
         Error::Arrow { column: self.column.to_owned(), source }
     }
 
-    fn cast(&self, array: &ArrayRef, to: &DataType) -> Result<ArrayRef> {
-        cast(array, to).map_err(|source| self.arrow(source))
+    fn cast_array(&self, array: &ArrayRef, to: &DataType) -> Result<ArrayRef> {
+        cast(array, to).map_err(|source| self.arrow_error(source))
     }
 
-    /// Returns the number of rows of `values` at the places `at`, and the first of them; every row
-    /// has `per_row` values.
-    fn rows(&self, per_row: usize, at: impl Iterator<Item = usize>) -> (usize, u64) {
+    /// Returns the number of rows that contain the values at the positions `at`, and the first such
+    /// row. Every row has `per_row` values.
+    fn affected_rows(&self, per_row: usize, at: impl Iterator<Item = usize>) -> (usize, u64) {
         let mut rows: Vec<usize> = at.map(|value| value / per_row.max(1)).collect();
         rows.dedup();
         (rows.len(), self.row + rows.first().copied().unwrap_or_default() as u64)
     }
 
-    /// Something is missing in `values`, of which every row of the column has `per_row`.
-    fn missing(
+    /// Returns the error for missing values. There are `values` values, `per_row` of them in each
+    /// row.
+    fn missing_error(
         &self,
         what: &'static str,
         values: usize,
@@ -80,37 +81,37 @@ impl Origin<'_> {
         at: impl Iterator<Item = usize>,
     ) -> Error {
         let (column, partition) = (self.column.to_owned(), self.partition);
-        let (missing, row) = self.rows(per_row, at);
+        let (missing, row) = self.affected_rows(per_row, at);
         Error::Missing { column, what, missing, rows: values / per_row.max(1), partition, row }
     }
 
-    /// No nulls among what cannot be filled.
-    fn whole(&self, array: &dyn Array, what: &'static str, per_row: usize) -> Result<()> {
+    /// Returns an error if the array has nulls; for arrays that cannot be filled.
+    fn check_no_nulls(&self, array: &dyn Array, what: &'static str, per_row: usize) -> Result<()> {
         match array.logical_nulls().filter(|nulls| nulls.null_count() > 0) {
             None => Ok(()),
             Some(nulls) => {
                 let at = nulls.iter().enumerate().filter(|(_, valid)| !valid).map(|(at, _)| at);
-                Err(self.missing(what, array.len(), per_row, at))
+                Err(self.missing_error(what, array.len(), per_row, at))
             }
         }
     }
 
     /// Returns the array with its nulls filled.
-    fn filled(&self, array: &ArrayRef, what: &'static str, per_row: usize) -> Result<ArrayRef> {
+    fn fill_nulls(&self, array: &ArrayRef, what: &'static str, per_row: usize) -> Result<ArrayRef> {
         let Some(nulls) = array.logical_nulls().filter(|nulls| nulls.null_count() > 0) else {
             return Ok(Arc::clone(array));
         };
-        let Some(value) = self.value(array.data_type())? else {
-            self.whole(array, what, per_row)?;
+        let Some(value) = self.fill_value(array.data_type())? else {
+            self.check_no_nulls(array, what, per_row)?;
             return Ok(Arc::clone(array));
         };
         let valid = BooleanArray::new(nulls.into_inner(), None);
-        zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow(source))
+        zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow_error(source))
     }
 
-    /// Returns the fill as one value of a type; `None` without one, and where one that is meant for
-    /// all columns is none here.
-    fn value(&self, kind: &DataType) -> Result<Option<ArrayRef>> {
+    /// Returns the replacement as one value of a type. Returns `None` if there is no replacement,
+    /// or if the replacement for all columns does not fit this type.
+    fn fill_value(&self, kind: &DataType) -> Result<Option<ArrayRef>> {
         let Some((text, named)) = self.fill else { return Ok(None) };
         let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
         let is_text = matches!(kind, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
@@ -126,14 +127,14 @@ impl Origin<'_> {
         }
     }
 
-    /// Floats with their NaN filled.
-    fn numbers<T>(&self, array: &PrimitiveArray<T>, per_row: usize) -> Result<Option<ArrayRef>>
+    /// Returns the floats with their NaN replaced; `None` if nothing was replaced.
+    fn fill_nans<T>(&self, array: &PrimitiveArray<T>, per_row: usize) -> Result<Option<ArrayRef>>
     where
         T: ArrowPrimitiveType,
         T::Native: Into<f64> + std::str::FromStr,
     {
         let is_nan = |value: T::Native| value.into().is_nan();
-        // Looked at in pieces without a way out: so it is done many values at a time.
+        // No early exit within a piece, so that the compiler can vectorize the loop.
         let odd = |value: T::Native| !value.into().is_finite();
         let any =
             |piece: &[T::Native]| piece.iter().fold(false, |found, value| found | odd(*value));
@@ -146,7 +147,7 @@ impl Origin<'_> {
         };
         if !self.allow_nan && places(f64::is_infinite).next().is_some() {
             let (column, partition) = (self.column.to_owned(), self.partition);
-            let (infinite, row) = self.rows(per_row, places(f64::is_infinite));
+            let (infinite, row) = self.affected_rows(per_row, places(f64::is_infinite));
             return Err(Error::Infinite {
                 column,
                 infinite,
@@ -161,136 +162,137 @@ impl Origin<'_> {
                 Ok(Some(Arc::new(whole)))
             }
             None if self.allow_nan => Ok(None),
-            None => Err(self.missing("NaN", array.len(), per_row, places(f64::is_nan))),
+            None => Err(self.missing_error("NaN", array.len(), per_row, places(f64::is_nan))),
         }
     }
 }
 
-/// Converts a column. `shape` is the one that earlier batches had, and the answer for a batch
-/// without rows.
-pub(crate) fn convert(
-    origin: Origin<'_>,
+/// Converts a column. `shape` is the shape in earlier batches; a batch without rows takes it over.
+pub(crate) fn convert_column(
+    origin: ConversionContext<'_>,
     array: &ArrayRef,
     shape: Option<&[u64]>,
-) -> Result<Converted> {
+) -> Result<ConvertedColumn> {
     let converted = match array.data_type() {
         DataType::List(_) | DataType::LargeList(_) | DataType::FixedSizeList(..) => {
-            lists(origin, array)?
+            convert_lists(origin, array)?
         }
         kind if is_vector(kind) => {
-            origin.whole(array, "nulls", 1)?;
-            vectors(origin, array.as_struct(), shape)?
+            origin.check_no_nulls(array, "nulls", 1)?;
+            convert_vectors(origin, array.as_struct(), shape)?
         }
         _ => {
-            let (array, element) = scalar(origin, array, None)?;
-            Converted { array, element, shape: Vec::new() }
+            let (array, element) = convert_scalars(origin, array, None)?;
+            ConvertedColumn { array, element, shape: Vec::new() }
         }
     };
     match shape {
-        Some(before) if array.is_empty() => Ok(Converted { shape: before.to_vec(), ..converted }),
+        Some(before) if array.is_empty() => {
+            Ok(ConvertedColumn { shape: before.to_vec(), ..converted })
+        }
         Some(before) if before != converted.shape => {
-            Err(origin.ragged(side(before), side(&converted.shape)))
+            Err(origin.ragged_error(format_shape(before), format_shape(&converted.shape)))
         }
         _ => Ok(converted),
     }
 }
 
-/// Returns whether it is a Spark ML vector as it arrives in Arrow.
+/// Returns whether the type is a Spark ML vector in Arrow.
 pub(crate) fn is_vector(kind: &DataType) -> bool {
-    matches!(kind, DataType::Struct(fields) if fields.iter().map(|field| field.name().as_str()).eq(VECTOR))
+    matches!(kind, DataType::Struct(fields) if fields.iter().map(|field| field.name().as_str()).eq(VECTOR_FIELDS))
 }
 
-/// `12`, or `3 x 4`.
-pub(crate) fn side(shape: &[u64]) -> String {
+/// Returns a shape as text: `12` or `3 x 4`.
+pub(crate) fn format_shape(shape: &[u64]) -> String {
     shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" x ")
 }
 
-/// Fields of a Spark ML vector as it arrives in Arrow.
-const VECTOR: [&str; 4] = ["type", "size", "indices", "values"];
+/// Fields of a Spark ML vector in Arrow.
+const VECTOR_FIELDS: [&str; 4] = ["type", "size", "indices", "values"];
 
-/// Converts values that are no lists; within lists, every row of the column has `per_row` of them.
-fn scalar(
-    origin: Origin<'_>,
+/// Converts values that are not lists. Within lists, every row of the column has `per_row` values.
+fn convert_scalars(
+    origin: ConversionContext<'_>,
     array: &ArrayRef,
     per_row: Option<usize>,
-) -> Result<(ArrayRef, Element)> {
+) -> Result<(ArrayRef, ElementType)> {
     let (to, element) = match array.data_type() {
-        DataType::Boolean => (DataType::Boolean, Element::Bool),
-        DataType::Int8 => (DataType::Int8, Element::Int8),
-        DataType::Int16 => (DataType::Int16, Element::Int16),
-        DataType::Int32 => (DataType::Int32, Element::Int32),
-        DataType::Int64 => (DataType::Int64, Element::Int64),
-        DataType::UInt8 => (DataType::UInt8, Element::UInt8),
-        DataType::UInt16 => (DataType::UInt16, Element::UInt16),
-        DataType::UInt32 => (DataType::UInt32, Element::UInt32),
-        DataType::UInt64 => (DataType::UInt64, Element::UInt64),
-        DataType::Float16 | DataType::Float32 => (DataType::Float32, Element::Float32),
+        DataType::Boolean => (DataType::Boolean, ElementType::Bool),
+        DataType::Int8 => (DataType::Int8, ElementType::Int8),
+        DataType::Int16 => (DataType::Int16, ElementType::Int16),
+        DataType::Int32 => (DataType::Int32, ElementType::Int32),
+        DataType::Int64 => (DataType::Int64, ElementType::Int64),
+        DataType::UInt8 => (DataType::UInt8, ElementType::UInt8),
+        DataType::UInt16 => (DataType::UInt16, ElementType::UInt16),
+        DataType::UInt32 => (DataType::UInt32, ElementType::UInt32),
+        DataType::UInt64 => (DataType::UInt64, ElementType::UInt64),
+        DataType::Float16 | DataType::Float32 => (DataType::Float32, ElementType::Float32),
         DataType::Float64
         | DataType::Decimal32(..)
         | DataType::Decimal64(..)
         | DataType::Decimal128(..)
-        | DataType::Decimal256(..) => (DataType::Float64, Element::Float64),
+        | DataType::Decimal256(..) => (DataType::Float64, ElementType::Float64),
         DataType::Date32
         | DataType::Timestamp(..)
         | DataType::Duration(_)
         | DataType::Time32(_)
-        | DataType::Time64(_) => (DataType::Int64, Element::Int64),
-        // Its unit is the millisecond; dates are days in all columns.
+        | DataType::Time64(_) => (DataType::Int64, ElementType::Int64),
+        // The unit is the millisecond, but dates are days in all columns.
         DataType::Date64 => {
-            return scalar(origin, &origin.cast(array, &DataType::Date32)?, per_row);
+            return convert_scalars(origin, &origin.cast_array(array, &DataType::Date32)?, per_row);
         }
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {
-            (DataType::Utf8, Element::Utf8)
+            (DataType::Utf8, ElementType::Utf8)
         }
         DataType::Binary
         | DataType::LargeBinary
         | DataType::BinaryView
-        | DataType::FixedSizeBinary(_) => (DataType::Binary, Element::Binary),
+        | DataType::FixedSizeBinary(_) => (DataType::Binary, ElementType::Binary),
         DataType::Dictionary(_, value) => {
-            return scalar(origin, &origin.cast(array, value)?, per_row);
+            return convert_scalars(origin, &origin.cast_array(array, value)?, per_row);
         }
         DataType::RunEndEncoded(_, value) => {
-            return scalar(origin, &origin.cast(array, value.data_type())?, per_row);
+            return convert_scalars(origin, &origin.cast_array(array, value.data_type())?, per_row);
         }
-        other => return Err(origin.refuse(other)),
+        other => return Err(origin.unsupported_type_error(other)),
     };
     let what = if per_row.is_some() { "nulls inside arrays" } else { "nulls" };
-    let array = origin.filled(array, what, per_row.unwrap_or(1))?;
-    let array = if *array.data_type() == to { array } else { origin.cast(&array, &to)? };
+    let array = origin.fill_nulls(array, what, per_row.unwrap_or(1))?;
+    let array = if *array.data_type() == to { array } else { origin.cast_array(&array, &to)? };
     let filled = match element {
-        Element::Float32 => {
-            origin.numbers(array.as_primitive::<Float32Type>(), per_row.unwrap_or(1))?
+        ElementType::Float32 => {
+            origin.fill_nans(array.as_primitive::<Float32Type>(), per_row.unwrap_or(1))?
         }
-        Element::Float64 => {
-            origin.numbers(array.as_primitive::<Float64Type>(), per_row.unwrap_or(1))?
+        ElementType::Float64 => {
+            origin.fill_nans(array.as_primitive::<Float64Type>(), per_row.unwrap_or(1))?
         }
         _ => None,
     };
     Ok((filled.unwrap_or(array), element))
 }
 
-/// Lists of numbers, nested or not, all of one length.
-fn lists(origin: Origin<'_>, array: &ArrayRef) -> Result<Converted> {
+/// Converts lists of numbers, nested or not, that all have the same length.
+fn convert_lists(origin: ConversionContext<'_>, array: &ArrayRef) -> Result<ConvertedColumn> {
     let (mut values, mut shape, mut per_row) = (Arc::clone(array), Vec::new(), 1);
     loop {
         let what = if shape.is_empty() { "nulls" } else { "nulls inside arrays" };
         let (inner, length) = match values.data_type() {
             DataType::List(_) => {
-                origin.whole(&values, what, per_row)?;
+                origin.check_no_nulls(&values, what, per_row)?;
                 let list = values.as_list::<i32>();
-                uniform(
+                uniform_list_values(
                     origin,
                     list.values(),
                     list.value_offsets().iter().map(|offset| i64::from(*offset)),
                 )?
             }
             DataType::LargeList(_) => {
-                origin.whole(&values, what, per_row)?;
+                origin.check_no_nulls(&values, what, per_row)?;
                 let list = values.as_list::<i64>();
-                uniform(origin, list.values(), list.value_offsets().iter().copied())?
+                uniform_list_values(origin, list.values(), list.value_offsets().iter().copied())?
             }
             DataType::FixedSizeList(_, length) => {
-                origin.whole(&values, what, per_row)?;
+                origin.check_no_nulls(&values, what, per_row)?;
                 let list = values.as_fixed_size_list();
                 (Arc::clone(list.values()), i64::from(*length))
             }
@@ -300,17 +302,19 @@ fn lists(origin: Origin<'_>, array: &ArrayRef) -> Result<Converted> {
         per_row *= usize::try_from(length).unwrap_or_default();
         values = inner;
     }
-    let (values, element) = scalar(origin, &values, Some(per_row))?;
-    let Some(width) = element.width() else { return Err(origin.refuse(array.data_type())) };
-    let bytes = if element == Element::Bool {
+    let (values, element) = convert_scalars(origin, &values, Some(per_row))?;
+    let Some(width) = element.byte_width() else {
+        return Err(origin.unsupported_type_error(array.data_type()));
+    };
+    let bytes = if element == ElementType::Bool {
         Buffer::from_iter(values.as_boolean().values().iter().map(u8::from))
     } else {
         fixed_bytes(&values)
             .map(|(buffer, _)| buffer)
-            .ok_or_else(|| origin.refuse(array.data_type()))?
+            .ok_or_else(|| origin.unsupported_type_error(array.data_type()))?
     };
     let length = shape.iter().product::<u64>();
-    pack(
+    pack_rows(
         origin,
         bytes,
         element,
@@ -320,9 +324,9 @@ fn lists(origin: Origin<'_>, array: &ArrayRef) -> Result<Converted> {
     )
 }
 
-/// Values of a list array whose offsets are `offsets`, and the one length of its rows.
-fn uniform(
-    origin: Origin<'_>,
+/// Returns the values of a list array with these offsets, and the common length of its rows.
+fn uniform_list_values(
+    origin: ConversionContext<'_>,
     values: &ArrayRef,
     offsets: impl Iterator<Item = i64>,
 ) -> Result<(ArrayRef, i64)> {
@@ -333,15 +337,19 @@ fn uniform(
     if let Some(other) =
         offsets.windows(2).map(|pair| pair[1] - pair[0]).find(|other| *other != length)
     {
-        return Err(origin.ragged(length, other));
+        return Err(origin.ragged_error(length, other));
     }
     let at = |offset: i64| usize::try_from(offset).unwrap_or_default();
     Ok((values.slice(at(first), at(last) - at(first)), length))
 }
 
-/// Spark ML vectors, dense and sparse mixed, as float64.
-fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Result<Converted> {
-    let refuse = || origin.refuse(array.data_type());
+/// Converts Spark ML vectors, dense or sparse, to float64.
+fn convert_vectors(
+    origin: ConversionContext<'_>,
+    array: &StructArray,
+    shape: Option<&[u64]>,
+) -> Result<ConvertedColumn> {
+    let refuse = || origin.unsupported_type_error(array.data_type());
     let kinds = array.column(0).as_primitive_opt::<Int8Type>().ok_or_else(refuse)?;
     let sizes = array.column(1).as_primitive_opt::<Int32Type>().ok_or_else(refuse)?;
     let indices = array.column(2).as_list_opt::<i32>().ok_or_else(refuse)?;
@@ -365,7 +373,7 @@ fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Re
         let here = u64::try_from(size).unwrap_or_default();
         let expected = *length.get_or_insert(here);
         if here != expected {
-            return Err(origin.ragged(expected, here));
+            return Err(origin.ragged_error(expected, here));
         }
         if !sparse {
             out.extend_from_slice(given);
@@ -388,36 +396,43 @@ fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Re
     let length = length.unwrap_or_default();
     let per_row = usize::try_from(length).unwrap_or(usize::MAX);
     let mut out = PrimitiveArray::<Float64Type>::from(out);
-    if let Some(filled) = origin.numbers(&out, per_row)? {
+    if let Some(filled) = origin.fill_nans(&out, per_row)? {
         out = filled.as_primitive().clone();
     }
     let bytes = out.values().inner().clone();
-    pack(origin, bytes, Element::Float64, vec![length], per_row.saturating_mul(8), array.len())
+    pack_rows(
+        origin,
+        bytes,
+        ElementType::Float64,
+        vec![length],
+        per_row.saturating_mul(8),
+        array.len(),
+    )
 }
 
-/// Returns the rows of `width` bytes as fixed-size binary.
-fn pack(
-    origin: Origin<'_>,
+/// Returns rows of `width` bytes as fixed-size binary.
+fn pack_rows(
+    origin: ConversionContext<'_>,
     bytes: Buffer,
-    element: Element,
+    element: ElementType,
     shape: Vec<u64>,
     width: usize,
     rows: usize,
-) -> Result<Converted> {
+) -> Result<ConvertedColumn> {
     if width == 0 && rows > 0 {
         return Err(Error::Type {
             column: origin.column.to_owned(),
             found: "rows of no values".to_owned(),
         });
     }
-    // A batch without rows does not know its width; its keeper takes the width of another batch.
+    // The width of a batch without rows is unknown. It is not written, so 1 is as good as any.
     let size = i32::try_from(width.max(1)).map_err(|_| Error::Type {
         column: origin.column.to_owned(),
         found: format!("rows of {width} bytes"),
     })?;
-    let array =
-        FixedSizeBinaryArray::try_new(size, bytes, None).map_err(|source| origin.arrow(source))?;
-    Ok(Converted { array: Arc::new(array), element, shape })
+    let array = FixedSizeBinaryArray::try_new(size, bytes, None)
+        .map_err(|source| origin.arrow_error(source))?;
+    Ok(ConvertedColumn { array: Arc::new(array), element, shape })
 }
 
 /// Returns the bytes of a primitive or fixed-size binary array, and the width of a row.

@@ -11,11 +11,11 @@ use arrow::datatypes::{Field, Fields};
 
 use super::*;
 
-const ORIGIN: Origin<'_> =
-    Origin { column: "c", partition: 4, row: 100, fill: None, allow_nan: false };
+const ORIGIN: ConversionContext<'_> =
+    ConversionContext { column: "c", partition: 4, row: 100, fill: None, allow_nan: false };
 
-fn run(array: ArrayRef, shape: Option<&[u64]>) -> Result<Converted> {
-    convert(ORIGIN, &array, shape)
+fn run(array: ArrayRef, shape: Option<&[u64]>) -> Result<ConvertedColumn> {
+    convert_column(ORIGIN, &array, shape)
 }
 
 fn list(values: ArrayRef, lengths: &[usize]) -> ArrayRef {
@@ -28,7 +28,7 @@ fn list(values: ArrayRef, lengths: &[usize]) -> ArrayRef {
     ))
 }
 
-fn floats(converted: &Converted) -> Vec<Vec<f64>> {
+fn floats(converted: &ConvertedColumn) -> Vec<Vec<f64>> {
     let rows = converted.array.as_fixed_size_binary();
     rows.iter()
         .map(|row| {
@@ -54,7 +54,7 @@ fn spark(rows: &[Vector<'_>]) -> ArrayRef {
         list(Arc::new(Int32Array::from(indices)), &index_lengths),
         list(Arc::new(Float64Array::from(values)), &value_lengths),
     ];
-    let fields: Fields = VECTOR
+    let fields: Fields = VECTOR_FIELDS
         .iter()
         .zip(&columns)
         .map(|(name, column)| Field::new(*name, column.data_type().clone(), true))
@@ -65,7 +65,7 @@ fn spark(rows: &[Vector<'_>]) -> ArrayRef {
 #[test]
 fn scalars_keep_their_type_and_times_become_integers() {
     let kept = run(Arc::new(Float32Array::from(vec![1.5, 2.5])), None).unwrap();
-    assert_eq!((kept.element, kept.shape.len()), (Element::Float32, 0));
+    assert_eq!((kept.element, kept.shape.len()), (ElementType::Float32, 0));
     let decimal = Decimal128Array::from(vec![150, -25]).with_precision_and_scale(10, 2).unwrap();
     let decimal = run(Arc::new(decimal), None).unwrap();
     assert_eq!(decimal.array.as_primitive::<Float64Type>().values().to_vec(), [1.5, -0.25]);
@@ -81,7 +81,10 @@ fn scalars_keep_their_type_and_times_become_integers() {
             &Int64Array::from(vec![7]) as &dyn Array
         );
     }
-    assert_eq!(run(Arc::new(StringArray::from(vec!["x"])), None).unwrap().element, Element::Utf8);
+    assert_eq!(
+        run(Arc::new(StringArray::from(vec!["x"])), None).unwrap().element,
+        ElementType::Utf8
+    );
 }
 
 #[test]
@@ -89,7 +92,7 @@ fn lists_of_one_length_become_rows_of_bytes() {
     let values: ArrayRef = Arc::new(Float64Array::from(vec![9.0, 1.0, 2.0, 3.0, 4.0]));
     let column = list(values, &[1, 2, 2]).slice(1, 2);
     let converted = run(column, None).unwrap();
-    assert_eq!((converted.element, converted.shape.as_slice()), (Element::Float64, &[2][..]));
+    assert_eq!((converted.element, converted.shape.as_slice()), (ElementType::Float64, &[2][..]));
     assert_eq!(floats(&converted), [[1.0, 2.0], [3.0, 4.0]]);
 }
 
@@ -98,7 +101,7 @@ fn nested_lists_have_nested_shapes_and_booleans_take_a_byte() {
     let values: ArrayRef =
         Arc::new(BooleanArray::from(vec![true, false, true, true, false, false]));
     let converted = run(list(list(values, &[3, 3]), &[2]), None).unwrap();
-    assert_eq!((converted.element, converted.shape.as_slice()), (Element::Bool, &[2, 3][..]));
+    assert_eq!((converted.element, converted.shape.as_slice()), (ElementType::Bool, &[2, 3][..]));
     assert_eq!(converted.array.as_fixed_size_binary().value(0), [1, 0, 1, 1, 0, 0]);
 }
 
@@ -165,24 +168,24 @@ fn nulls_and_nan_inside_arrays_are_counted_by_rows() {
 
 #[test]
 fn a_fill_takes_the_place_of_nulls_and_nan() {
-    let fill = |text, named| Origin { fill: Some((text, named)), ..ORIGIN };
+    let fill = |text, named| ConversionContext { fill: Some((text, named)), ..ORIGIN };
     let holes: ArrayRef = Arc::new(Float64Array::from(vec![Some(1.0), None, Some(f64::NAN)]));
-    let filled = convert(fill("-1", false), &holes, None).unwrap();
+    let filled = convert_column(fill("-1", false), &holes, None).unwrap();
     assert_eq!(filled.array.as_primitive::<Float64Type>().values().to_vec(), [1.0, -1.0, -1.0]);
-    let kept = convert(fill("nan", false), &holes, None).unwrap();
+    let kept = convert_column(fill("nan", false), &holes, None).unwrap();
     assert!(
         kept.array.as_primitive::<Float64Type>().values()[1..].iter().all(|value| value.is_nan())
     );
     let nan: ArrayRef = Arc::new(Float64Array::from(vec![1.0, f64::NAN]));
-    assert!(convert(Origin { allow_nan: true, ..ORIGIN }, &nan, None).is_ok());
+    assert!(convert_column(ConversionContext { allow_nan: true, ..ORIGIN }, &nan, None).is_ok());
     let inside: ArrayRef = Arc::new(Float64Array::from(vec![Some(1.0), None]));
-    let inside = convert(fill("7", false), &list(inside, &[2]), None).unwrap();
+    let inside = convert_column(fill("7", false), &list(inside, &[2]), None).unwrap();
     assert_eq!(floats(&inside), [[1.0, 7.0]]);
     let vector =
-        convert(fill("7", true), &spark(&[(0, Some(2), &[1], &[f64::NAN])]), None).unwrap();
+        convert_column(fill("7", true), &spark(&[(0, Some(2), &[1], &[f64::NAN])]), None).unwrap();
     assert_eq!(floats(&vector), [[0.0, 7.0]]);
     let flags: ArrayRef = Arc::new(BooleanArray::from(vec![Some(true), None]));
-    let flags = convert(fill("0", false), &flags, None).unwrap();
+    let flags = convert_column(fill("0", false), &flags, None).unwrap();
     assert_eq!(flags.array.as_boolean(), &BooleanArray::from(vec![true, false]));
 }
 
@@ -193,7 +196,9 @@ fn infinities_are_counted_by_rows_and_no_fill_takes_their_place() {
     let told = "column c has infinite values in 2 of 4 rows, in partition 4, first at its row 101 \
                 (allow_nan takes them as they are)";
     for fill in [None, Some(("0", false))] {
-        let error = convert(Origin { fill, ..ORIGIN }, &scalars, None).unwrap_err().to_string();
+        let error = convert_column(ConversionContext { fill, ..ORIGIN }, &scalars, None)
+            .unwrap_err()
+            .to_string();
         assert_eq!(error, told);
     }
     let inside: ArrayRef =
@@ -205,26 +210,26 @@ fn infinities_are_counted_by_rows_and_no_fill_takes_their_place() {
     );
     let vectors = spark(&[(0, Some(2), &[1], &[f64::INFINITY])]);
     assert!(matches!(run(Arc::clone(&vectors), None), Err(Error::Infinite { .. })));
-    let taken = Origin { allow_nan: true, fill: Some(("0", false)), ..ORIGIN };
-    assert_eq!(floats(&convert(taken, &vectors, None).unwrap()), [[0.0, f64::INFINITY]]);
-    let taken = convert(taken, &scalars, None).unwrap();
+    let taken = ConversionContext { allow_nan: true, fill: Some(("0", false)), ..ORIGIN };
+    assert_eq!(floats(&convert_column(taken, &vectors, None).unwrap()), [[0.0, f64::INFINITY]]);
+    let taken = convert_column(taken, &scalars, None).unwrap();
     let taken = taken.array.as_primitive::<arrow::datatypes::Float32Type>().values().to_vec();
     assert_eq!(taken, [1.0, f32::NEG_INFINITY, 0.0, f32::INFINITY]);
 }
 
 #[test]
 fn a_fill_that_is_no_value_of_the_column_is_said_when_it_was_meant_for_it() {
-    let fill = |named| Origin { fill: Some(("x", named)), ..ORIGIN };
+    let fill = |named| ConversionContext { fill: Some(("x", named)), ..ORIGIN };
     let holes: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), None]));
-    assert!(matches!(convert(fill(false), &holes, None), Err(Error::Missing { .. })));
-    let error = convert(fill(true), &holes, None).unwrap_err().to_string();
+    assert!(matches!(convert_column(fill(false), &holes, None), Err(Error::Missing { .. })));
+    let error = convert_column(fill(true), &holes, None).unwrap_err().to_string();
     assert_eq!(error, "column c is Int64, which cannot hold the value of fill: x");
     let texts: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
     assert!(
-        matches!(convert(fill(false), &texts, None), Err(Error::Missing { .. })),
+        matches!(convert_column(fill(false), &texts, None), Err(Error::Missing { .. })),
         "texts are filled by name only"
     );
-    let texts = convert(fill(true), &texts, None).unwrap();
+    let texts = convert_column(fill(true), &texts, None).unwrap();
     assert_eq!(texts.array.as_string::<i32>(), &StringArray::from(vec!["a", "x"]));
 }
 

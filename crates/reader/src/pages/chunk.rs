@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Entries of a column chunk, decoded into a buffer.
+//! Decodes the entries of a column chunk into a buffer.
 
 use std::ops::Range;
 
@@ -10,117 +10,122 @@ use bytes::Bytes;
 use parquet::basic::Compression;
 
 use crate::error::Error;
-use crate::pages::codec::Codec;
-use crate::pages::hybrid::{Hybrid, Piece, levels, uniform, unpack};
-use crate::pages::spots::Spots;
-use crate::pages::thrift::{PageHeader, PageKind, page_header};
-use crate::pages::values::{Dictionary, Stored, plain, split};
-use crate::pool::room;
+use crate::pages::codec::PageCodec;
+use crate::pages::hybrid::{
+    HybridDecoder, HybridSegment, decode_levels, uniform_value, unpack_bits,
+};
+use crate::pages::page_index::PageIndex;
+use crate::pages::thrift::{PageHeader, PageKind, read_page_header};
+use crate::pages::values::{PageDictionary, ValueStorage, decode_byte_stream_split, decode_plain};
+use crate::pool::grow_buffer;
 
-const PLAIN: i64 = 0;
-const PLAIN_DICTIONARY: i64 = 2;
-const RLE: i64 = 3;
-const RLE_DICTIONARY: i64 = 8;
-const BYTE_STREAM_SPLIT: i64 = 9;
+const PLAIN_ENCODING: i64 = 0;
+const PLAIN_DICTIONARY_ENCODING: i64 = 2;
+const RLE_ENCODING: i64 = 3;
+const RLE_DICTIONARY_ENCODING: i64 = 8;
+const BYTE_STREAM_SPLIT_ENCODING: i64 = 9;
 
-/// Bytes of a page beyond what its values and levels can take.
-const SLACK: usize = 64 << 10;
+/// Allowance for the bytes of a page beyond its values and levels.
+const PAGE_SLACK_BYTES: usize = 64 << 10;
 
-/// The reason why a chunk cannot be decoded here.
-pub(crate) enum Trouble {
-    /// The library can do it.
+/// Reason why a chunk cannot be decoded here.
+pub(crate) enum ChunkDecodeError {
+    /// Unsupported here; the library can decode it.
     Unsupported,
-    /// The bytes are wrong.
+    /// Damaged bytes.
     Broken(String),
-    /// Rows of other lengths than announced.
+    /// Rows whose length differs from the expected one.
     Ragged,
-    /// Bytes that cannot be had.
+    /// Bytes that cannot be fetched.
     Fetch(Error),
 }
 
-/// Depth of values.
+/// Definition and repetition levels of a column.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Levels {
+pub(crate) struct LevelLayout {
     /// Definition level of a value.
     pub(crate) defined: u32,
-    /// Definition level from which on there is an element, null or not.
+    /// Lowest definition level at which an element exists, null or not.
     pub(crate) present: u32,
-    /// Repetition level of a further element of the same row; 0 without lists.
+    /// Repetition level of further elements in a row; 0 without lists.
     pub(crate) repeated: u32,
-    /// Elements of a row.
+    /// Number of elements in a row.
     pub(crate) length: usize,
 }
 
 /// The chunk to decode.
-pub(crate) struct Chunk<'a> {
+pub(crate) struct ChunkRequest<'a> {
     pub(crate) compression: Compression,
     pub(crate) bytes: Range<u64>,
     /// Entries of the whole chunk.
     pub(crate) total: usize,
-    /// The wanted rows.
+    /// Entries to decode.
     pub(crate) wanted: Range<usize>,
-    pub(crate) stored: Stored,
-    pub(crate) levels: Levels,
-    /// Places of pages, if not all are at hand.
-    pub(crate) spots: Option<&'a Spots>,
-    /// Replacement of a null, as bytes of a value.
+    pub(crate) stored: ValueStorage,
+    pub(crate) levels: LevelLayout,
+    /// Positions of the pages; `None` if the whole chunk is fetched.
+    pub(crate) page_index: Option<&'a PageIndex>,
+    /// Bytes that replace a null value.
     pub(crate) fill: &'a [u8],
-    /// Bytes that a page may take.
-    pub(crate) most: usize,
+    /// Most decoded bytes of a page.
+    pub(crate) max_page_bytes: usize,
 }
 
-/// Memory that decoding uses again and again.
+/// Memory that decoding reuses.
 #[derive(Default)]
-pub(crate) struct Bench {
-    codec: Option<(Compression, Codec)>,
+pub(crate) struct DecodeScratch {
+    codec: Option<(Compression, PageCodec)>,
     page: Vec<u8>,
-    dictionary: Dictionary,
+    dictionary: PageDictionary,
     definitions: Vec<u32>,
     compact: MutableBuffer,
 }
 
 /// The parts of a data page.
-struct Data<'a> {
+struct DataPage<'a> {
     header: &'a PageHeader,
     definitions: &'a [u8],
     repetitions: &'a [u8],
     values: &'a [u8],
-    /// Its first entry.
+    /// Number of its first entry within the chunk.
     first: usize,
 }
 
-fn broken(what: &str) -> Trouble {
-    Trouble::Broken(what.to_owned())
+fn broken_chunk(what: &str) -> ChunkDecodeError {
+    ChunkDecodeError::Broken(what.to_owned())
 }
 
-/// Decodes the wanted entries to the start of `out`; `fetch` gives the bytes from an offset on.
-/// Returns how many nulls there were.
-pub(crate) fn decode(
-    chunk: &Chunk<'_>,
+/// Decodes the wanted entries to the start of `out`. `fetch` returns the bytes from an offset on.
+/// Returns the number of nulls.
+pub(crate) fn decode_chunk(
+    chunk: &ChunkRequest<'_>,
     fetch: impl Fn(u64) -> Result<Bytes, Error>,
-    bench: &mut Bench,
+    bench: &mut DecodeScratch,
     out: &mut [u8],
-) -> Result<usize, Trouble> {
+) -> Result<usize, ChunkDecodeError> {
     match &bench.codec {
         Some((compression, _)) if *compression == chunk.compression => {}
         _ => {
-            let codec = Codec::new(chunk.compression).ok_or(Trouble::Unsupported)?;
+            let codec = PageCodec::new(chunk.compression).ok_or(ChunkDecodeError::Unsupported)?;
             bench.codec = Some((chunk.compression, codec));
         }
     }
     bench.dictionary.clear();
     let (mut entry, mut nulls) = (0_usize, 0_usize);
-    let mut read = |at: u64, entry: usize, bench: &mut Bench| -> Result<(usize, u64), Trouble> {
-        let bytes = fetch(at).map_err(Trouble::Fetch)?;
-        let (header, length) = page_header(&bytes)
-            .map_err(|_| broken("there is no page header where one should be"))?;
+    let mut read = |at: u64,
+                    entry: usize,
+                    bench: &mut DecodeScratch|
+     -> Result<(usize, u64), ChunkDecodeError> {
+        let bytes = fetch(at).map_err(ChunkDecodeError::Fetch)?;
+        let (header, length) = read_page_header(&bytes)
+            .map_err(|_| broken_chunk("there is no page header where one should be"))?;
         let body = bytes.get(length..length.saturating_add(header.compressed));
-        let body = body.ok_or_else(|| broken("a page leaves its chunk"))?;
+        let body = body.ok_or_else(|| broken_chunk("a page leaves its chunk"))?;
         let next = at + (length + body.len()) as u64;
         if header.crc.is_some_and(|crc| crc != crc32fast::hash(body)) {
-            return Err(broken("the checksum of a page is wrong"));
+            return Err(broken_chunk("the checksum of a page is wrong"));
         }
-        nulls += page(chunk, &header, body, entry, bench, out)?;
+        nulls += decode_page(chunk, &header, body, entry, bench, out)?;
         let entries = if matches!(header.kind, PageKind::Data | PageKind::DataV2 { .. }) {
             header.entries
         } else {
@@ -128,14 +133,14 @@ pub(crate) fn decode(
         };
         Ok((entries, next))
     };
-    if let Some(spots) = chunk.spots {
+    if let Some(spots) = chunk.page_index {
         if let Some(dictionary) = &spots.dictionary {
             read(dictionary.start, 0, bench)?;
         }
         let wanted = chunk.wanted.start as u64..chunk.wanted.end as u64;
-        for spot in spots.of(&wanted) {
-            let first =
-                usize::try_from(spot.first).map_err(|_| broken("a page beyond all bounds"))?;
+        for spot in spots.pages_containing(&wanted) {
+            let first = usize::try_from(spot.first)
+                .map_err(|_| broken_chunk("a page beyond all bounds"))?;
             entry = first + read(spot.offset, first, bench)?.0;
         }
     } else {
@@ -146,139 +151,159 @@ pub(crate) fn decode(
         }
     }
     if entry < chunk.wanted.end {
-        Err(broken("there are fewer values than announced"))
+        Err(broken_chunk("there are fewer values than announced"))
     } else {
         Ok(nulls)
     }
 }
 
-/// Takes in one page; returns its nulls among the wanted entries.
-fn page(
-    chunk: &Chunk<'_>,
+/// Decodes one page; returns the number of nulls among the wanted entries.
+fn decode_page(
+    chunk: &ChunkRequest<'_>,
     header: &PageHeader,
     body: &[u8],
     first: usize,
-    bench: &mut Bench,
+    bench: &mut DecodeScratch,
     out: &mut [u8],
-) -> Result<usize, Trouble> {
+) -> Result<usize, ChunkDecodeError> {
     if header.kind == PageKind::Other {
         return Ok(0);
     }
-    // No damaged header may cost more memory than its values.
+    // A damaged header must not allocate more memory than the values of the chunk can need.
     let most =
-        chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.width()) + 8)
-            + SLACK;
+        chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.value_width()) + 8)
+            + PAGE_SLACK_BYTES;
     if header.entries > chunk.total || header.uncompressed > most {
-        return Err(broken("a page claims more than its chunk can hold"));
+        return Err(broken_chunk("a page claims more than its chunk can hold"));
     }
-    // Levels take four bytes each.
-    if header.entries > chunk.most / 4 || header.uncompressed > chunk.most {
-        return Err(broken("a page claims more than the byte budget"));
+    // Decoded levels take four bytes each.
+    if header.entries > chunk.max_page_bytes / 4 || header.uncompressed > chunk.max_page_bytes {
+        return Err(broken_chunk("a page claims more than the byte budget"));
     }
-    let Bench { codec, page, dictionary, definitions, compact } = bench;
-    let Some((_, codec)) = codec else { return Err(Trouble::Unsupported) };
+    let DecodeScratch { codec, page, dictionary, definitions, compact } = bench;
+    let Some((_, codec)) = codec else { return Err(ChunkDecodeError::Unsupported) };
     if let PageKind::DataV2 { definition, repetition, compressed } = header.kind {
-        let (repetitions, rest) = split_off(body, repetition)?;
-        let (levels, rest) = split_off(rest, definition)?;
+        let (repetitions, rest) = split_levels(body, repetition)?;
+        let (levels, rest) = split_levels(rest, definition)?;
         let length = header.uncompressed.saturating_sub(definition.saturating_add(repetition));
-        let values =
-            if compressed && length > 0 { inflate(codec, page, rest, length)? } else { rest };
-        let data = Data { header, definitions: levels, repetitions, values, first };
-        regular(chunk, &data)?;
-        return put(chunk, &data, dictionary, definitions, compact, out);
+        let values = if compressed && length > 0 {
+            decompress_page(codec, page, rest, length)?
+        } else {
+            rest
+        };
+        let data = DataPage { header, definitions: levels, repetitions, values, first };
+        check_row_lengths(chunk, &data)?;
+        return write_wanted_values(chunk, &data, dictionary, definitions, compact, out);
     }
     if header.kind == PageKind::Dictionary {
-        if let PLAIN | PLAIN_DICTIONARY = header.encoding
-            && let Some(place) = dictionary.place(chunk.stored, header.entries, header.uncompressed)
+        if let PLAIN_ENCODING | PLAIN_DICTIONARY_ENCODING = header.encoding
+            && let Some(place) =
+                dictionary.reserve_verbatim(chunk.stored, header.entries, header.uncompressed)
         {
-            return codec.decompress(body, place).map(|()| 0).map_err(Trouble::Broken);
+            return codec
+                .decompress_into(body, place)
+                .map(|()| 0)
+                .map_err(ChunkDecodeError::Broken);
         }
-        let whole = inflate(codec, page, body, header.uncompressed)?;
+        let whole = decompress_page(codec, page, body, header.uncompressed)?;
         return match header.encoding {
-            PLAIN | PLAIN_DICTIONARY if dictionary.fill(chunk.stored, whole, header.entries) => {
+            PLAIN_ENCODING | PLAIN_DICTIONARY_ENCODING
+                if dictionary.load_plain(chunk.stored, whole, header.entries) =>
+            {
                 Ok(0)
             }
-            PLAIN | PLAIN_DICTIONARY => Err(broken("a dictionary is shorter than it says")),
-            _ => Err(Trouble::Unsupported),
+            PLAIN_ENCODING | PLAIN_DICTIONARY_ENCODING => {
+                Err(broken_chunk("a dictionary is shorter than it says"))
+            }
+            _ => Err(ChunkDecodeError::Unsupported),
         };
     }
-    let whole = inflate(codec, page, body, header.uncompressed)?;
+    let whole = decompress_page(codec, page, body, header.uncompressed)?;
     let (repetitions, rest) =
-        counted(whole, chunk.levels.repeated > 0, header.repetition_encoding)?;
-    let (levels, values) = counted(rest, chunk.levels.defined > 0, header.definition_encoding)?;
-    let data = Data { header, definitions: levels, repetitions, values, first };
-    regular(chunk, &data)?;
-    put(chunk, &data, dictionary, definitions, compact, out)
+        take_prefixed_levels(whole, chunk.levels.repeated > 0, header.repetition_encoding)?;
+    let (levels, values) =
+        take_prefixed_levels(rest, chunk.levels.defined > 0, header.definition_encoding)?;
+    let data = DataPage { header, definitions: levels, repetitions, values, first };
+    check_row_lengths(chunk, &data)?;
+    write_wanted_values(chunk, &data, dictionary, definitions, compact, out)
 }
 
-/// Opens what is packed, into `page`; what is not stays where it is.
-fn inflate<'a>(
-    codec: &mut Codec,
+/// Decompresses a page into `page`; returns uncompressed bytes where they are.
+fn decompress_page<'a>(
+    codec: &mut PageCodec,
     page: &'a mut Vec<u8>,
     from: &'a [u8],
     length: usize,
-) -> Result<&'a [u8], Trouble> {
+) -> Result<&'a [u8], ChunkDecodeError> {
     if codec.is_none() {
         return if from.len() == length {
             Ok(from)
         } else {
-            Err(broken("a page has another length than it says"))
+            Err(broken_chunk("a page has another length than it says"))
         };
     }
     if page.len() < length {
         page.resize(length, 0);
     }
     let to = page.get_mut(..length).unwrap_or_default();
-    codec.decompress(from, to).map_err(Trouble::Broken)?;
+    codec.decompress_into(from, to).map_err(ChunkDecodeError::Broken)?;
     Ok(to)
 }
 
-fn split_off(bytes: &[u8], count: usize) -> Result<(&[u8], &[u8]), Trouble> {
-    bytes.split_at_checked(count).ok_or_else(|| broken("levels leave their page"))
+fn split_levels(bytes: &[u8], count: usize) -> Result<(&[u8], &[u8]), ChunkDecodeError> {
+    bytes.split_at_checked(count).ok_or_else(|| broken_chunk("levels leave their page"))
 }
 
-/// Takes levels off that tell their length first, where there are any.
-fn counted(bytes: &[u8], any: bool, encoding: i64) -> Result<(&[u8], &[u8]), Trouble> {
+/// Splits off levels that are preceded by their length, if the column has such levels.
+fn take_prefixed_levels(
+    bytes: &[u8],
+    any: bool,
+    encoding: i64,
+) -> Result<(&[u8], &[u8]), ChunkDecodeError> {
     if !any {
         return Ok((&[], bytes));
     }
-    if encoding != RLE {
-        return Err(Trouble::Unsupported);
+    if encoding != RLE_ENCODING {
+        return Err(ChunkDecodeError::Unsupported);
     }
-    let (count, rest) = split_off(bytes, 4)?;
+    let (count, rest) = split_levels(bytes, 4)?;
     let count = u32::from_le_bytes(count.try_into().unwrap_or_default());
-    split_off(rest, usize::try_from(count).unwrap_or(usize::MAX))
+    split_levels(rest, usize::try_from(count).unwrap_or(usize::MAX))
 }
 
-fn bits(most: u32) -> u32 {
+fn level_bit_width(most: u32) -> u32 {
     u32::BITS - most.leading_zeros()
 }
 
-/// Checks that every row of a page has the announced length: rows start at its multiples, and
+/// Checks that every row of a page has the expected length: rows start at multiples of it and
 /// nowhere else.
-fn regular(chunk: &Chunk<'_>, data: &Data<'_>) -> Result<(), Trouble> {
+fn check_row_lengths(
+    chunk: &ChunkRequest<'_>,
+    data: &DataPage<'_>,
+) -> Result<(), ChunkDecodeError> {
     let (repeated, length) = (chunk.levels.repeated, chunk.levels.length.max(1));
     if repeated == 0 {
         return Ok(());
     }
-    let few = || broken("there are fewer repetition levels than values");
-    let mut pieces = Hybrid::new(data.repetitions, bits(repeated)).ok_or_else(few)?;
+    let few = || broken_chunk("there are fewer repetition levels than values");
+    let mut pieces =
+        HybridDecoder::new(data.repetitions, level_bit_width(repeated)).ok_or_else(few)?;
     let (mut at, end) = (data.first, data.first + data.header.entries);
     let mut block = [0_u32; 256];
     while at < end {
-        let even = match pieces.piece().ok_or_else(few)? {
-            Piece::Run { value, count } => {
+        let even = match pieces.next_segment().ok_or_else(few)? {
+            HybridSegment::Run { value, count } => {
                 let count = count.min(end - at);
                 let starts = (at + count).div_ceil(length) - at.div_ceil(length);
                 at += count;
                 (value == 0 && starts == count) || (value == repeated && starts == 0)
             }
-            Piece::Packed { bytes, count } => {
+            HybridSegment::Packed { bytes, count } => {
                 let count = count.min(end - at);
                 let mut wrong = 0;
                 for start in (0..count).step_by(block.len()) {
                     let some = block.get_mut(..count.min(start + 256) - start).unwrap_or_default();
-                    unpack(bytes, pieces.width(), start, some);
+                    unpack_bits(bytes, pieces.bit_width(), start, some);
                     for (level, place) in some.iter().zip(at + start..) {
                         wrong |= level ^ if place % length == 0 { 0 } else { repeated };
                     }
@@ -288,21 +313,21 @@ fn regular(chunk: &Chunk<'_>, data: &Data<'_>) -> Result<(), Trouble> {
             }
         };
         if !even {
-            return Err(Trouble::Ragged);
+            return Err(ChunkDecodeError::Ragged);
         }
     }
     Ok(())
 }
 
-/// Writes the wanted values of a page; returns how many were null.
-fn put(
-    chunk: &Chunk<'_>,
-    data: &Data<'_>,
-    dictionary: &Dictionary,
+/// Writes the wanted values of a page; returns the number of nulls.
+fn write_wanted_values(
+    chunk: &ChunkRequest<'_>,
+    data: &DataPage<'_>,
+    dictionary: &PageDictionary,
     definitions: &mut Vec<u32>,
     compact: &mut MutableBuffer,
     out: &mut [u8],
-) -> Result<usize, Trouble> {
+) -> Result<usize, ChunkDecodeError> {
     let entries = data.header.entries;
     let from = chunk.wanted.start.max(data.first);
     let to = chunk.wanted.end.min(data.first + entries);
@@ -310,30 +335,31 @@ fn put(
         return Ok(0);
     }
     let (skip, at, count) = (from - data.first, from - chunk.wanted.start, to - from);
-    let (defined, width) = (chunk.levels.defined, chunk.stored.width());
-    let all = defined == 0 || uniform(data.definitions, bits(defined), entries) == Some(defined);
+    let (defined, width) = (chunk.levels.defined, chunk.stored.value_width());
+    let all = defined == 0
+        || uniform_value(data.definitions, level_bit_width(defined), entries) == Some(defined);
     let slots = out.get_mut(at * width..(at + count) * width);
-    let slots = slots.ok_or_else(|| broken("more values than announced"))?;
+    let slots = slots.ok_or_else(|| broken_chunk("more values than announced"))?;
     if all {
-        values(chunk, data, dictionary, skip, slots)?;
+        decode_values(chunk, data, dictionary, skip, slots)?;
         return Ok(0);
     }
-    if !levels(data.definitions, bits(defined), entries, definitions) {
-        return Err(broken("there are fewer definition levels than values"));
+    if !decode_levels(data.definitions, level_bit_width(defined), entries, definitions) {
+        return Err(broken_chunk("there are fewer definition levels than values"));
     }
     if definitions.iter().any(|level| *level < chunk.levels.present) {
-        return Err(Trouble::Ragged);
+        return Err(ChunkDecodeError::Ragged);
     }
     let full = |levels: &[u32]| levels.iter().filter(|level| **level == defined).count();
     let wanted = definitions.get(skip..skip + count).unwrap_or_default();
     let (before, many) = (full(definitions.get(..skip).unwrap_or_default()), full(wanted));
     if many == count {
-        values(chunk, data, dictionary, before, slots)?;
+        decode_values(chunk, data, dictionary, before, slots)?;
         return Ok(0);
     }
-    room(compact, many * width);
+    grow_buffer(compact, many * width);
     let packed = compact.as_slice_mut().get_mut(..many * width).unwrap_or_default();
-    values(chunk, data, dictionary, before, packed)?;
+    decode_values(chunk, data, dictionary, before, packed)?;
     let mut next = packed.chunks_exact(width);
     for (slot, level) in slots.chunks_exact_mut(width).zip(wanted) {
         let value = if *level == defined { next.next() } else { Some(chunk.fill) };
@@ -344,37 +370,39 @@ fn put(
     Ok(count - many)
 }
 
-/// Writes values of a page from its value `skip` on, until `slots` are full.
-fn values(
-    chunk: &Chunk<'_>,
-    data: &Data<'_>,
-    dictionary: &Dictionary,
+/// Writes values of a page, from value number `skip` on, until `slots` is full.
+fn decode_values(
+    chunk: &ChunkRequest<'_>,
+    data: &DataPage<'_>,
+    dictionary: &PageDictionary,
     skip: usize,
     slots: &mut [u8],
-) -> Result<(), Trouble> {
+) -> Result<(), ChunkDecodeError> {
     let stored = chunk.stored;
-    let count = slots.len() / stored.width().max(1);
-    if let RLE_DICTIONARY | PLAIN_DICTIONARY = data.header.encoding {
-        let found = dictionary.look_up(data.values, skip, slots);
+    let count = slots.len() / stored.value_width().max(1);
+    if let RLE_DICTIONARY_ENCODING | PLAIN_DICTIONARY_ENCODING = data.header.encoding {
+        let found = dictionary.look_up_values(data.values, skip, slots);
         return if found {
             Ok(())
         } else {
-            Err(broken("indices leave their dictionary or their page"))
+            Err(broken_chunk("indices leave their dictionary or their page"))
         };
     }
     let enough = match (data.header.encoding, stored) {
-        (PLAIN, _) => plain(stored, data.values, skip, slots),
-        (BYTE_STREAM_SPLIT, Stored::Same(width)) => split(width, data.values, skip, slots),
-        (RLE, Stored::Bits) => {
+        (PLAIN_ENCODING, _) => decode_plain(stored, data.values, skip, slots),
+        (BYTE_STREAM_SPLIT_ENCODING, ValueStorage::Verbatim(width)) => {
+            decode_byte_stream_split(width, data.values, skip, slots)
+        }
+        (RLE_ENCODING, ValueStorage::Bits) => {
             let mut bits = Vec::with_capacity(skip + count);
             let enough =
-                levels(data.values.get(4..).unwrap_or_default(), 1, skip + count, &mut bits);
+                decode_levels(data.values.get(4..).unwrap_or_default(), 1, skip + count, &mut bits);
             for (slot, bit) in slots.iter_mut().zip(bits.iter().skip(skip)) {
                 *slot = u8::from(*bit == 1);
             }
             enough
         }
-        _ => return Err(Trouble::Unsupported),
+        _ => return Err(ChunkDecodeError::Unsupported),
     };
-    if enough { Ok(()) } else { Err(broken("a page has fewer values than it says")) }
+    if enough { Ok(()) } else { Err(broken_chunk("a page has fewer values than it says")) }
 }

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Decompression into memory that is used again. The library's goes to fresh memory for every page,
-//! which costs more in page faults than snappy itself.
+//! Decompression into memory that is reused. The library allocates new memory for every page, whose
+//! page faults cost more than Snappy itself.
 
 use parquet::basic::Compression;
 
-/// The codecs of pages that we open ourselves; the library has the others.
-pub(crate) enum Codec {
+/// Page codecs that are decompressed here; the library handles the others.
+pub(crate) enum PageCodec {
     None,
     Snappy(Box<snap::raw::Decoder>),
     Lz4,
     Zstd(zstd::bulk::Decompressor<'static>),
 }
 
-impl Codec {
-    /// The codec for `compression`, if it is one of ours.
+impl PageCodec {
+    /// Returns the codec for `compression`, if it is supported here.
     pub(crate) fn new(compression: Compression) -> Option<Self> {
         match compression {
             Compression::UNCOMPRESSED => Some(Self::None),
@@ -26,16 +26,16 @@ impl Codec {
         }
     }
 
-    /// Returns whether pages come as they are.
+    /// Returns whether pages are not compressed.
     pub(crate) fn is_none(&self) -> bool {
         matches!(self, Self::None)
     }
 
-    /// Decompresses `from` so that it fills `to`.
+    /// Decompresses `from`, which must fill `to` exactly.
     ///
     /// # Errors
-    /// What is wrong with the bytes.
-    pub(crate) fn decompress(&mut self, from: &[u8], to: &mut [u8]) -> Result<(), String> {
+    /// A description of the damage.
+    pub(crate) fn decompress_into(&mut self, from: &[u8], to: &mut [u8]) -> Result<(), String> {
         let written = match self {
             Self::None if from.len() == to.len() => {
                 to.copy_from_slice(from);

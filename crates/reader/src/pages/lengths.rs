@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Checks of the lengths before the values of pages in `DELTA_LENGTH_BYTE_ARRAY` and
-//! `DELTA_BYTE_ARRAY`: the library allocates memory for as many as a page claims, before it reads
-//! one. A block of equal lengths takes a few bytes, so the size of a page bounds nothing.
+//! Checks the lengths at the start of pages in `DELTA_LENGTH_BYTE_ARRAY` and `DELTA_BYTE_ARRAY`.
+//! The library allocates memory for the claimed number of lengths before it reads one. A block of
+//! equal lengths takes only a few bytes, so the size of a page does not limit their number.
 
 use bytes::Bytes as Shared;
 use parquet::basic::Encoding;
 use parquet::column::page::{Page, PageReader};
 use parquet::errors::{ParquetError, Result};
 
-use super::thrift::{Bytes, Wrong};
+use super::thrift::{ThriftError, ThriftReader};
 
-/// Bits of the levels of an entry, and bytes of the length before levels in RLE.
-const BITS: usize = 8;
-const LENGTH: usize = 4;
+/// Bits of a byte, and bytes of the length before RLE levels.
+const BITS_PER_BYTE: usize = 8;
+const LEVEL_LENGTH_BYTES: usize = 4;
 
-/// Checks the pages of a chunk whose levels are at most `levels` (definition, repetition), and
-/// whose lengths may take `most` bytes.
+/// Checks the pages of a chunk. Its levels are at most `levels` (definition, repetition), and the
+/// lengths of a page may take `most` bytes.
 ///
 /// # Errors
-/// A page that cannot be decompressed, or claims more lengths than it has entries or the bytes
-/// allow.
+/// A page that cannot be decompressed, or that claims more lengths than its entries or the byte
+/// limit allow.
 pub(crate) fn check_lengths(
     pages: &mut dyn PageReader,
     levels: (i16, i16),
@@ -38,10 +38,10 @@ pub(crate) fn check_lengths(
         if entries.saturating_mul(lists * size_of::<i32>()) > most {
             return wrong(format!("a page claims {entries} lengths, the byte budget is {most}"));
         }
-        let Some(values) = values(&page, levels) else {
+        let Some(values) = value_bytes(&page, levels) else {
             return wrong("the levels of a page are longer than the page".to_owned());
         };
-        let mut bytes = Bytes::new(&values);
+        let mut bytes = ThriftReader::new(&values);
         for _ in 0..lists {
             match skip_lengths(&mut bytes, entries as u64) {
                 Ok(claimed) if claimed > entries as u64 => {
@@ -55,8 +55,8 @@ pub(crate) fn check_lengths(
     Ok(())
 }
 
-/// The bytes of a page after its levels.
-fn values(page: &Page, (definition, repetition): (i16, i16)) -> Option<Shared> {
+/// Returns the bytes of a page after its levels.
+fn value_bytes(page: &Page, (definition, repetition): (i16, i16)) -> Option<Shared> {
     let from = match page {
         Page::DataPageV2 { def_levels_byte_len, rep_levels_byte_len, .. } => {
             (*def_levels_byte_len as usize).checked_add(*rep_levels_byte_len as usize)?
@@ -69,12 +69,12 @@ fn values(page: &Page, (definition, repetition): (i16, i16)) -> Option<Shared> {
                 let taken = match (most, encoding) {
                     (..=0, _) => 0,
                     (_, Encoding::RLE) => {
-                        let length = buf.get(at..)?.first_chunk::<LENGTH>()?;
-                        LENGTH.checked_add(u32::from_le_bytes(*length) as usize)?
+                        let length = buf.get(at..)?.first_chunk::<LEVEL_LENGTH_BYTES>()?;
+                        LEVEL_LENGTH_BYTES.checked_add(u32::from_le_bytes(*length) as usize)?
                     }
                     _ => {
                         let width = (i16::BITS - most.leading_zeros()) as usize;
-                        (*num_values as usize).checked_mul(width)?.div_ceil(BITS)
+                        (*num_values as usize).checked_mul(width)?.div_ceil(BITS_PER_BYTE)
                     }
                 };
                 at = at.checked_add(taken)?;
@@ -87,27 +87,28 @@ fn values(page: &Page, (definition, repetition): (i16, i16)) -> Option<Shared> {
     (from <= whole.len()).then(|| whole.slice(from..))
 }
 
-/// Skips a list of lengths in `DELTA_BINARY_PACKED` and returns how many it claims; does not go on
-/// if they are more than `most`. Source: the chapter "Delta Encoding" of the Parquet format.
-fn skip_lengths(bytes: &mut Bytes<'_>, most: u64) -> std::result::Result<u64, Wrong> {
-    let (block, parts, claimed) = (bytes.varint()?, bytes.varint()?, bytes.varint()?);
-    bytes.integer()?;
+/// Skips a list of lengths in `DELTA_BINARY_PACKED` and returns the claimed number. If it is more
+/// than `most`, stops at the header. Source: section "Delta Encoding" of the Parquet format.
+fn skip_lengths(bytes: &mut ThriftReader<'_>, most: u64) -> std::result::Result<u64, ThriftError> {
+    let (block, parts, claimed) =
+        (bytes.read_varint()?, bytes.read_varint()?, bytes.read_varint()?);
+    bytes.read_zigzag()?;
     if claimed > most {
         return Ok(claimed);
     }
-    let each = block.checked_div(parts).filter(|each| *each > 0).ok_or(Wrong::Garbage)?;
+    let each = block.checked_div(parts).filter(|each| *each > 0).ok_or(ThriftError::Malformed)?;
     let mut left = claimed.saturating_sub(1);
     while left > 0 {
-        bytes.integer()?;
+        bytes.read_zigzag()?;
         let mut size = 0_u64;
         for _ in 0..parts {
-            let width = u64::from(bytes.byte()?);
-            // Parts after the last value are not stored, whatever their width.
+            let width = u64::from(bytes.read_byte()?);
+            // Parts after the last value are not stored, even if their width is not 0.
             if left > 0 {
                 size = width
                     .checked_mul(each)
-                    .and_then(|bits| size.checked_add(bits / BITS as u64))
-                    .ok_or(Wrong::Garbage)?;
+                    .and_then(|bits| size.checked_add(bits / BITS_PER_BYTE as u64))
+                    .ok_or(ThriftError::Malformed)?;
             }
             left = left.saturating_sub(each);
         }
@@ -202,7 +203,7 @@ mod tests {
         for (encoding, expected) in ENCODINGS.into_iter().zip([1, 2]) {
             let file =
                 written(encoding, WriterVersion::PARQUET_1_0, Compression::UNCOMPRESSED, true);
-            // 700 entries of which every third, from the first on, is null: 466 values.
+            // 700 entries; every third one, from the first on, is null: 466 values.
             let found = lists(&file, [0xD2, 0x03]);
             assert_eq!(found.len(), expected, "{encoding}");
             for at in found {
@@ -229,18 +230,18 @@ mod tests {
 
     #[test]
     fn torn_lengths_are_refused() {
-        let blocks = |bytes: &[u8]| skip_lengths(&mut Bytes::new(bytes), 300);
+        let blocks = |bytes: &[u8]| skip_lengths(&mut ThriftReader::new(bytes), 300);
         // 300 lengths of 7: three blocks, all parts of width 0.
         let block = [0x00, 0x00, 0x00, 0x00, 0x00];
         let header = [0x80, 0x01, 0x04, 0xAC, 0x02, 0x0E];
         let sound = [&header[..], &block, &block, &block].concat();
         assert_eq!(blocks(&sound), Ok(300));
         for end in 0..sound.len() {
-            assert_eq!(blocks(&sound[..end]), Err(Wrong::Short), "{end}");
+            assert_eq!(blocks(&sound[..end]), Err(ThriftError::Truncated), "{end}");
         }
         // Blocks of no values would never end.
-        assert_eq!(blocks(&[0x00, 0x04, 0xAC, 0x02, 0x0E, 0x00]), Err(Wrong::Garbage));
-        assert_eq!(blocks(&[0x80, 0x01, 0x00, 0xAC, 0x02, 0x0E]), Err(Wrong::Garbage));
+        assert_eq!(blocks(&[0x00, 0x04, 0xAC, 0x02, 0x0E, 0x00]), Err(ThriftError::Malformed));
+        assert_eq!(blocks(&[0x80, 0x01, 0x00, 0xAC, 0x02, 0x0E]), Err(ThriftError::Malformed));
         // One length is in the header, however wide its parts would be.
         assert_eq!(blocks(&[0x80, 0x01, 0x04, 0x01, 0x0E]), Ok(1));
     }

@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Column chunks page by page: which pages hold which rows, and their values, written straight
-//! where they belong.
+//! Decodes column chunks page by page: finds the pages of the wanted rows, and writes their values
+//! directly into the target buffer.
 //!
-//! The library decodes into arrays of its own and reads whole chunks. Here a part of a row group
-//! costs its own pages only, and memory is used again. Encodings that are rare are left to the
-//! library.
+//! The library decodes into newly allocated arrays and reads whole chunks. Here, a part of a row
+//! group costs only its own pages, and memory is reused. Rare encodings are left to the library.
 
 mod chunk;
-mod claims;
 mod codec;
 mod hybrid;
 mod lengths;
-mod spots;
+mod page_claims;
+mod page_index;
 mod thrift;
 mod values;
 
-pub(crate) use chunk::{Bench, Chunk, Levels, Trouble, decode};
-pub(crate) use claims::{Claims, claims};
+pub(crate) use chunk::{ChunkDecodeError, ChunkRequest, DecodeScratch, LevelLayout, decode_chunk};
 pub(crate) use lengths::check_lengths;
-pub(crate) use spots::{Lost, Spots, find, ranges};
-pub(crate) use values::Stored;
+pub(crate) use page_claims::{PageClaims, check_page_claims};
+pub(crate) use page_index::{PageIndex, PageLookupError, find_pages, needed_ranges};
+pub(crate) use values::ValueStorage;

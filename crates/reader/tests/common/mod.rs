@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use farandole_store::{Options, Store, configure};
+use farandole_store::{BackendOptions, Store, configure_options};
 
 /// The bucket's reaction to a request for a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,9 +77,11 @@ impl Bucket {
             ("anon", "true".to_owned()),
             ("region_name", "here".to_owned()),
         ];
-        configure(
+        configure_options(
             &url,
-            Options(options.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()),
+            BackendOptions(
+                options.into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
+            ),
         );
         Self { inside, port, thread: Some(std::thread::spawn(accept)), url }
     }

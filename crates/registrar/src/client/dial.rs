@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Finding the address at which the registrar answers.
+//! Search for the address at which the registrar answers.
 
 use std::error::Error as _;
 use std::sync::Arc;
@@ -11,39 +11,44 @@ use tokio::task::JoinSet;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 
 use crate::error::{Error, Result};
-use crate::server::STREAM_WINDOW;
+use crate::server::LINK_STREAM_WINDOW_BYTES;
 use crate::ticket::{Fingerprint, Ticket};
-use crate::tls::{Pinned, SERVER_NAME};
+use crate::tls::{PinnedCertVerifier, SERVER_NAME};
 
-/// Head start of an address over the one after it (RFC 8305). Where all of a large job connect at
-/// once, answers take a while, and every connection more makes them take longer.
-const STAGGER: Duration = Duration::from_millis(250);
-/// The longest one address may take.
-const ONE_ADDRESS: Duration = Duration::from_secs(5);
-/// Rounds over all addresses that must all be refused before the registrar counts as gone.
-const ROUNDS: u32 = 4;
+/// Head start of an address over the next one (RFC 8305). If all tasks of a large job connect at
+/// once, answers are slow, and each further connection makes them slower.
+const ADDRESS_STAGGER: Duration = Duration::from_millis(250);
+/// Longest attempt to connect to one address.
+const ADDRESS_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Number of rounds in which every address must refuse before the registrar counts as gone.
+const MIN_REFUSED_ROUNDS: u32 = 4;
 
-/// Bytes of links that may be on their way here, on one connection: each has room of its own.
-const CONNECTION_WINDOW: u32 = 1 << 30;
+/// HTTP/2 window of a connection that carries links. It is so large that only the window of each
+/// stream limits a link.
+const LINK_CONNECTION_WINDOW_BYTES: u32 = 1 << 30;
 
-struct Failure {
+struct ConnectFailure {
     reason: String,
-    /// Whether asking again could help.
-    passing: bool,
+    /// Whether another attempt could succeed.
+    is_transient: bool,
 }
 
 /// Connects to the first address that answers with the right certificate; tries again until
 /// `deadline`, or until every address has refused several times.
-pub(super) async fn dial(ticket: &Ticket, deadline: Instant) -> Result<(Channel, String)> {
+pub(super) async fn dial_registrar(
+    ticket: &Ticket,
+    deadline: Instant,
+) -> Result<(Channel, String)> {
     let started = Instant::now();
     let mut pause = Duration::from_millis(100);
     let mut round = 1;
     loop {
-        let failures = match every_address(ticket, deadline).await {
+        let failures = match dial_all_addresses(ticket, deadline).await {
             Ok(connected) => return Ok(connected),
             Err(failures) => failures,
         };
-        let hopeless = round >= ROUNDS && failures.iter().all(|(_, failure)| !failure.passing);
+        let hopeless = round >= MIN_REFUSED_ROUNDS
+            && failures.iter().all(|(_, failure)| !failure.is_transient);
         if hopeless || Instant::now() + pause >= deadline {
             return Err(Error::Unreachable {
                 job: ticket.job_id().0.clone(),
@@ -54,31 +59,33 @@ pub(super) async fn dial(ticket: &Ticket, deadline: Instant) -> Result<(Channel,
                 elapsed: started.elapsed(),
             });
         }
-        // Jitter, so that thousands of tasks do not ask in step.
+        // Jitter, so that thousands of tasks do not retry at the same moment.
         tokio::time::sleep(pause.mul_f64(0.5 + rand::random::<f64>() / 2.0)).await;
         pause = (pause * 2).min(Duration::from_secs(1));
         round += 1;
     }
 }
 
-async fn every_address(
+async fn dial_all_addresses(
     ticket: &Ticket,
     deadline: Instant,
-) -> std::result::Result<(Channel, String), Vec<(String, Failure)>> {
+) -> std::result::Result<(Channel, String), Vec<(String, ConnectFailure)>> {
     let mut attempts = JoinSet::new();
-    let limit = ONE_ADDRESS.min(deadline.saturating_duration_since(Instant::now()));
-    for (place, address) in (0u32..).zip(ticket.addresses()) {
+    let limit = ADDRESS_CONNECT_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()));
+    for (place, address) in (0u32..).zip(ticket.registrar_addresses()) {
         let (address, fingerprint) = (address.clone(), ticket.fingerprint);
         attempts.spawn(async move {
-            tokio::time::sleep(STAGGER * place).await;
-            let connected = match tokio::time::timeout(limit, connect(&address, fingerprint, false))
-                .await
-            {
-                Ok(connected) => connected,
-                Err(_) => {
-                    Err(Failure { reason: format!("no answer within {limit:.1?}"), passing: true })
-                }
-            };
+            tokio::time::sleep(ADDRESS_STAGGER * place).await;
+            let connected =
+                match tokio::time::timeout(limit, connect_to_address(&address, fingerprint, false))
+                    .await
+                {
+                    Ok(connected) => connected,
+                    Err(_) => Err(ConnectFailure {
+                        reason: format!("no answer within {limit:.1?}"),
+                        is_transient: true,
+                    }),
+                };
             (address, connected)
         });
     }
@@ -88,61 +95,68 @@ async fn every_address(
             Ok((address, Ok(channel))) => return Ok((channel, address)),
             Ok((address, Err(failure))) => failures.push((address, failure)),
             Err(error) => {
-                failures
-                    .push(("?".to_owned(), Failure { reason: error.to_string(), passing: false }));
+                failures.push((
+                    "?".to_owned(),
+                    ConnectFailure { reason: error.to_string(), is_transient: false },
+                ));
             }
         }
     }
     Err(failures)
 }
 
-async fn connect(
+async fn connect_to_address(
     address: &str,
     fingerprint: Fingerprint,
     for_links: bool,
-) -> std::result::Result<Channel, Failure> {
+) -> std::result::Result<Channel, ConnectFailure> {
     let tls = ClientTlsConfig::new().domain_name(SERVER_NAME);
     let endpoint = Endpoint::from_shared(format!("https://{address}"))
         .and_then(|endpoint| {
-            endpoint.tls_config_with_verifier(tls, Arc::new(Pinned::new(fingerprint)))
+            endpoint.tls_config_with_verifier(tls, Arc::new(PinnedCertVerifier::new(fingerprint)))
         })
-        .map_err(|error| failure(&error))?
+        .map_err(|error| classify_failure(&error))?
         .tcp_nodelay(true)
-        .connect_timeout(ONE_ADDRESS)
+        .connect_timeout(ADDRESS_CONNECT_TIMEOUT)
         .http2_keep_alive_interval(Duration::from_secs(2))
         .keep_alive_timeout(Duration::from_secs(5))
         .keep_alive_while_idle(true);
     let endpoint = if for_links {
         endpoint
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
+            .initial_stream_window_size(LINK_STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(LINK_CONNECTION_WINDOW_BYTES)
     } else {
         endpoint
     };
-    endpoint.connect().await.map_err(|error| failure(&error))
+    endpoint.connect().await.map_err(|error| classify_failure(&error))
 }
 
-/// Connects once more, for links that share the connection: a slow one does not take the room of
-/// the others.
-pub(super) async fn again(ticket: &Ticket, address: &str) -> Result<Channel> {
+/// Opens a second connection for relayed links. A slow link does not use up the window of other
+/// calls.
+pub(super) async fn open_link_channel(ticket: &Ticket, address: &str) -> Result<Channel> {
     let started = Instant::now();
     let unreachable = |reason| Error::Unreachable {
         job: ticket.job_id().0.clone(),
         tried: vec![(address.to_owned(), reason)],
         elapsed: started.elapsed(),
     };
-    match tokio::time::timeout(ONE_ADDRESS, connect(address, ticket.fingerprint, true)).await {
+    match tokio::time::timeout(
+        ADDRESS_CONNECT_TIMEOUT,
+        connect_to_address(address, ticket.fingerprint, true),
+    )
+    .await
+    {
         Ok(connected) => connected.map_err(|failure| unreachable(failure.reason)),
-        Err(_) => Err(unreachable(format!("no answer within {ONE_ADDRESS:.1?}"))),
+        Err(_) => Err(unreachable(format!("no answer within {ADDRESS_CONNECT_TIMEOUT:.1?}"))),
     }
 }
 
 /// Returns whether the registrar with this certificate answers at an address.
-pub(super) async fn answers(address: &str, fingerprint: Fingerprint) -> bool {
-    connect(address, fingerprint, false).await.is_ok()
+pub(super) async fn is_registrar_answering(address: &str, fingerprint: Fingerprint) -> bool {
+    connect_to_address(address, fingerprint, false).await.is_ok()
 }
 
-fn failure(error: &tonic::transport::Error) -> Failure {
+fn classify_failure(error: &tonic::transport::Error) -> ConnectFailure {
     let mut innermost = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -152,7 +166,7 @@ fn failure(error: &tonic::transport::Error) -> Failure {
     if innermost.contains("ApplicationVerificationFailure") {
         let reason =
             "what answers there has another certificate: not this job's registrar".to_owned();
-        return Failure { reason, passing: false };
+        return ConnectFailure { reason, is_transient: false };
     }
-    Failure { passing: !innermost.contains("onnection refused"), reason: innermost }
+    ConnectFailure { is_transient: !innermost.contains("onnection refused"), reason: innermost }
 }

@@ -12,32 +12,32 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{Caller, Cancel, dial};
-use crate::exit::Verdict;
+use super::{AuthenticatedChannel, CancellationToken, dial};
+use crate::exit::GenerationVerdict;
 use crate::generated as wire;
 use crate::ticket::Fingerprint;
 use crate::wire::PROTOCOL_VERSION;
 
-/// Time between two signs of life.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// Time between two heartbeats.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to connect again.
-const PAUSE: Duration = Duration::from_millis(200);
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Factor by which a registrar is awaited longer if its process is stopped.
-const STOPPED: u32 = 8;
-/// Longest time for its kernel to accept a connection.
-const KNOCK: Duration = Duration::from_secs(1);
-/// The least time that an attempt to connect has.
-const ATTEMPT: Duration = Duration::from_secs(2);
+/// Factor by which an agent waits longer for a registrar whose process is stopped.
+const STOPPED_PROCESS_FACTOR: u32 = 8;
+/// Longest time for the kernel of the registrar's host to accept a connection.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Shortest timeout of an attempt to connect.
+const MIN_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(2);
 
-type OnEnd = Box<dyn FnOnce(Verdict) + Send>;
+type OnEnd = Box<dyn FnOnce(GenerationVerdict) + Send>;
 
 /// The arguments of an agent's registration, after it has registered.
 pub(super) type Offer = Arc<Mutex<Option<wire::RegisterRequest>>>;
 
 /// An agent's watch of the registrar.
-pub(super) struct Watch {
-    pub(super) caller: Caller,
+pub(super) struct RegistrarMonitor {
+    pub(super) caller: AuthenticatedChannel,
     pub(super) address: String,
     /// The digest of the registrar's certificate.
     pub(super) fingerprint: Fingerprint,
@@ -46,88 +46,96 @@ pub(super) struct Watch {
     /// Longest outage of the registrar.
     pub(super) patience: Duration,
     /// Cancelled when the registrar is given up.
-    pub(super) lost: Cancel,
+    pub(super) lost: CancellationToken,
 }
 
-impl Watch {
-    /// Beats for as long as the client lives. `on_end` is called at most once: when the registrar
-    /// says so, when it has been gone for `patience`, or when it has been stopped for some times as
-    /// long.
-    pub(super) async fn beat(self, on_end: OnEnd) {
+impl RegistrarMonitor {
+    /// Sends heartbeats while the client lives. Calls `on_end` at most once: when the registrar
+    /// orders it, when the registrar has been gone for `patience`, or when its process has been
+    /// stopped for `STOPPED_PROCESS_FACTOR` times as long.
+    pub(super) async fn run_heartbeats(self, on_end: OnEnd) {
         let Self { caller, address, fingerprint, session, offer, patience, lost } = self;
         let mut on_end = Some(on_end);
         let mut heard = Instant::now();
-        // Whether no process has listened at some time since then.
+        // Whether, since `heard`, the port was closed at some time: the registrar's process has
+        // ended.
         let mut ended = false;
         loop {
-            // An attempt to connect may take seconds, and must not make the patience longer.
+            // An attempt to connect may take seconds, and must not extend `patience`.
             let began = Instant::now();
-            let by = (heard + patience).max(began + ATTEMPT);
-            let reason = match session_of_beats(&caller, session, by, &mut on_end).await {
+            let by = (heard + patience).max(began + MIN_ATTEMPT_TIMEOUT);
+            let reason = match run_heartbeat_session(&caller, session, by, &mut on_end).await {
                 Ok(lasted) => {
                     (heard, ended) = (lasted, false);
                     "it closed the connection".to_owned()
                 }
                 Err(status) => {
-                    // If this fails at once, no process listens; a stopped process is not asked
-                    // more often for that.
-                    ended = ended || (began.elapsed() < KNOCK && is_refused(&address).await);
+                    // After a failure at once, check whether the port is closed. Skip the check
+                    // after a slow failure: the process may only be stopped, and must not get
+                    // further connections.
+                    ended = ended
+                        || (began.elapsed() < PROBE_TIMEOUT
+                            && is_connection_refused(&address).await);
                     status.message().to_owned()
                 }
             };
             let silent = heard.elapsed();
-            if silent >= STOPPED * patience
-                || (silent >= patience && !may_live(&address, fingerprint, ended).await)
+            if silent >= STOPPED_PROCESS_FACTOR * patience
+                || (silent >= patience && !may_be_alive(&address, fingerprint, ended).await)
             {
-                lost.cancel();
+                lost.cancel_calls();
                 if let Some(on_end) = on_end.take() {
                     let reason =
                         format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
-                    // The driver may be back by the next question.
-                    on_end(Verdict { reason, cause: None, retry: true });
+                    // The driver may have restarted when the tasks ask again.
+                    on_end(GenerationVerdict { reason, cause: None, retry: true });
                 }
                 return;
             }
-            tokio::time::sleep(PAUSE).await;
-            let by = (heard + patience).max(Instant::now() + ATTEMPT);
-            // One that is late is made again after the next attempt.
-            drop(tokio::time::timeout_at(by.into(), offer_again(&caller, &offer)).await);
+            tokio::time::sleep(RECONNECT_INTERVAL).await;
+            let by = (heard + patience).max(Instant::now() + MIN_ATTEMPT_TIMEOUT);
+            // If the registration times out, it is repeated after the next attempt.
+            drop(tokio::time::timeout_at(by.into(), repeat_registration(&caller, &offer)).await);
         }
     }
 }
 
 /// Returns whether no process listens at an address.
-async fn is_refused(address: &str) -> bool {
-    let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
+async fn is_connection_refused(address: &str) -> bool {
+    let knock = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::TcpStream::connect(address));
     let refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
     knock.await.is_ok_and(|answer| answer.err().is_some_and(refused))
 }
 
-/// Returns whether the registrar may still live. For a stopped process, the kernel accepts
-/// connections, which then stay silent. For a process that has ended, and for a host that is gone
-/// or cut off, connections are not accepted, unless another process has the port: that one has
-/// another certificate or none, or is silent and came after the registrar had `ended`.
-async fn may_live(address: &str, fingerprint: Fingerprint, ended: bool) -> bool {
-    let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
+/// Returns whether the registrar may still live. If its process is stopped, the kernel accepts
+/// connections, and they stay silent. If its process has ended, or its host is down or cut off,
+/// connections fail, unless another process has taken the port. Another process shows another
+/// certificate or none; or it is silent, and the registrar had `ended` before.
+async fn may_be_alive(address: &str, fingerprint: Fingerprint, ended: bool) -> bool {
+    let knock = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::TcpStream::connect(address));
     if !knock.await.is_ok_and(|answer| answer.is_ok()) {
         return false;
     }
-    let answer = tokio::time::timeout(ATTEMPT, dial::answers(address, fingerprint));
+    let answer = tokio::time::timeout(
+        MIN_ATTEMPT_TIMEOUT,
+        dial::is_registrar_answering(address, fingerprint),
+    );
     answer.await.unwrap_or(!ended)
 }
 
-/// A registrar that saw the connection break has forgotten a task that waits for its rank; one that
-/// runs it has not, and repeating a registration changes nothing there.
-async fn offer_again(caller: &Caller, offer: &Offer) {
+/// Registers this agent again. If the connection of a waiting task breaks, the registrar forgets
+/// the task. If the task is at work, repeating the registration changes nothing.
+async fn repeat_registration(caller: &AuthenticatedChannel, offer: &Offer) {
     let Some(request) = offer.lock().clone() else { return };
-    if let Ok(reply) = caller.stub().register(caller.request(request)).await {
+    if let Ok(reply) = caller.grpc_stub().register(caller.build_request(request)).await {
         caller.generation.store(reply.into_inner().generation, Ordering::Release);
     }
 }
 
-/// Beats over one connection, which must stand `by` then, until it ends; returns when it did.
-async fn session_of_beats(
-    caller: &Caller,
+/// Sends heartbeats over one connection until it ends, and returns the time of its end. The
+/// connection must be established before `by`.
+async fn run_heartbeat_session(
+    caller: &AuthenticatedChannel,
     session: u64,
     by: Instant,
     on_end: &mut Option<OnEnd>,
@@ -135,18 +143,18 @@ async fn session_of_beats(
     let (sender, receiver) = mpsc::channel(1);
     let one = wire::Beat { protocol_version: PROTOCOL_VERSION, session };
     sender.try_send(one).map_err(|error| Status::internal(error.to_string()))?;
-    let request = caller.request(ReceiverStream::new(receiver));
-    let mut stub = caller.stub();
+    let request = caller.build_request(ReceiverStream::new(receiver));
+    let mut stub = caller.grpc_stub();
     let Ok(connected) = tokio::time::timeout_at(by.into(), stub.heartbeat(request)).await else {
         return Err(Status::deadline_exceeded("it does not answer"));
     };
     let mut directives = connected?.into_inner();
-    let mut interval = tokio::time::interval(INTERVAL);
+    let mut interval = tokio::time::interval(HEARTBEAT_INTERVAL);
     loop {
         tokio::select! {
             _ = interval.tick() => {
-                // Full: the last one has not left yet, which the connection's own keep-alive will
-                // judge.
+                // If the channel is full, the last heartbeat has not been sent yet. The keep-alive
+                // of the connection decides whether the connection is broken.
                 if let Err(mpsc::error::TrySendError::Closed(_)) = sender.try_send(one) {
                     return Ok(Instant::now());
                 }
@@ -173,22 +181,26 @@ mod tests {
     use farandole_world::TaskId;
 
     use super::*;
-    use crate::client::Client;
-    use crate::server::{Options, Registrar};
+    use crate::client::TaskClient;
+    use crate::server::{Registrar, RegistrarOptions};
 
     const OUTAGE: Duration = Duration::from_millis(1500);
-    /// The limit of an outage and of the attempts under way at its end; less than the wait for a
+    /// Upper bound of an outage and of the attempts under way at its end; less than the wait for a
     /// stopped registrar.
     const LONG: Duration = Duration::from_secs(9);
 
     fn registrar(first: u16) -> Registrar {
         let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
         let (host, ports) = (Some("127.0.0.1".to_owned()), PortRange { first, last: first });
-        let options = Options { host, port_range: ports, ..Options::from_config(1, &config) };
-        Registrar::start(options).unwrap()
+        let options = RegistrarOptions {
+            host,
+            port_range: ports,
+            ..RegistrarOptions::from_config(1, &config)
+        };
+        Registrar::start_job(options).unwrap()
     }
 
-    /// A way to the registrar: when it is cut, that looks as if the registrar was killed.
+    /// A proxy to the registrar. Cutting the proxy looks like a kill of the registrar.
     struct Way {
         listener: TcpListener,
         address: SocketAddr,
@@ -201,8 +213,10 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let (address, accepts) =
                 (listener.local_addr().unwrap(), listener.try_clone().unwrap());
-            let (cut, far) =
-                (Arc::new(Mutex::new(Some(Vec::new()))), registrar.ticket().addresses()[0].clone());
+            let (cut, far) = (
+                Arc::new(Mutex::new(Some(Vec::new()))),
+                registrar.ticket().registrar_addresses()[0].clone(),
+            );
             let open = Arc::clone(&cut);
             let accepting = thread::spawn(move || {
                 for near in accepts.incoming() {
@@ -220,7 +234,7 @@ mod tests {
             Self { listener, address, cut, accepting }
         }
 
-        /// Ends all connections; what still listens, and accepts nothing.
+        /// Ends all connections, and returns the listener, which accepts no connection.
         fn cut(self) -> TcpListener {
             for stream in self.cut.lock().take().unwrap() {
                 drop(stream.shutdown(Shutdown::Both));
@@ -231,19 +245,18 @@ mod tests {
         }
     }
 
-    /// Measures how long an agent waits for a registrar that is killed, and in whose place
-    /// `stranger` listens then.
+    /// Measures how long an agent waits for a killed registrar whose listener goes to `stranger`.
     fn waited<T>(stranger: impl FnOnce(TcpListener) -> T) -> Duration {
         let registrar = registrar(0);
         let way = Way::to(&registrar);
-        let ticket = registrar.ticket().readdressed(&[way.address.to_string()]);
+        let ticket = registrar.ticket().with_addresses(&[way.address.to_string()]);
         let deadline = Instant::now() + Duration::from_secs(30);
-        let client = Client::connect(&ticket, TaskId(0), None, deadline).unwrap();
-        client.register(0, &crate::host::facts(), deadline).unwrap();
+        let client = TaskClient::connect(&ticket, TaskId(0), None, deadline).unwrap();
+        client.register_task(0, &crate::host::host_facts(), deadline).unwrap();
         let (told, ended) = std::sync::mpsc::channel();
-        client.watch(OUTAGE, move |verdict| drop(told.send(verdict)));
-        // Until it beats.
-        thread::sleep(PAUSE);
+        client.start_heartbeats(OUTAGE, move |verdict| drop(told.send(verdict)));
+        // Wait for the first heartbeat.
+        thread::sleep(RECONNECT_INTERVAL);
         let began = Instant::now();
         let listens = stranger(way.cut());
         let lasted = match ended.recv_timeout(LONG) {
@@ -257,7 +270,7 @@ mod tests {
         lasted
     }
 
-    /// Another process takes the port, once it is free.
+    /// Opens the same port again, like another process that takes the port once it is free.
     fn instead(listener: TcpListener) -> TcpListener {
         let address = listener.local_addr().unwrap();
         drop(listener);
@@ -290,7 +303,7 @@ mod tests {
                 ("plain", scope.spawn(plain)),
                 ("other", scope.spawn(other)),
             ];
-            // The kernel takes connections for a process that is stopped.
+            // The kernel accepts connections for a stopped process.
             let stopped = waited(|listener| listener);
             for (name, lasted) in ways {
                 let lasted = lasted.join().unwrap();

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A task's side: blocking calls from any thread, served by one thread of this process.
+//! Client of a task: blocking calls from any thread, served by one background thread of this
+//! process.
 
-mod caller;
-#[cfg(test)]
-mod crowd;
 mod dial;
 mod elastic;
+mod formation;
 mod heartbeat;
-mod meet;
+mod key_value;
+#[cfg(test)]
+mod load_test;
 mod outbox;
 mod relay;
 mod runtime;
+mod socket_owner;
 
 use std::future::Future;
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
@@ -23,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use farandole_config::Config;
-use farandole_telemetry::Stream;
+use farandole_telemetry::OutputStream;
 use farandole_world::{Generation, HostFacts, JobId, TaskId, World};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
@@ -34,90 +36,93 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 pub use self::elastic::HostChange;
-pub use self::meet::Meet;
-use self::outbox::Outbox;
-pub use self::relay::Relay;
+pub use self::formation::FormationOutcome;
+use self::outbox::RecordOutbox;
+pub use self::relay::RelayedLinks;
 use crate::convert;
 use crate::error::{Error, Result};
-use crate::exit::{Exit, How, Verdict};
+use crate::exit::{ExitKind, ExitReport, GenerationVerdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
-use crate::wire::{DISMISSED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN};
+use crate::wire::{
+    DISMISSED_HEADER, GENERATION_HEADER, PROTOCOL_HEADER, PROTOCOL_VERSION, RETRY_HEADER,
+    TASK_HEADER, TOKEN_HEADER,
+};
 
-/// The longest a call waits at the registrar before it is made again.
-const POLL: Duration = Duration::from_secs(30);
+/// Longest time that a call waits at the registrar before the call is repeated.
+const MAX_SERVER_WAIT: Duration = Duration::from_secs(30);
 /// Longest time for which a repeatable call is repeated after the connection breaks.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Bytes in a piece of a result.
-const CHUNK: usize = 1 << 20;
+const CALL_RETRY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Largest piece of a result.
+const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// Longest line of output that is sent in one piece.
-const MAX_LINE: usize = 64 << 10;
+const MAX_LINE_BYTES: usize = 64 << 10;
 
-/// Ends the waits of all clones, from any thread.
+/// A token that ends the waits of all its clones, from any thread.
 #[derive(Clone, Debug)]
-pub struct Cancel(Arc<watch::Sender<bool>>);
+pub struct CancellationToken(Arc<watch::Sender<bool>>);
 
-impl Cancel {
-    /// Not yet cancelled.
+impl CancellationToken {
+    /// Creates a token that is not cancelled.
     pub fn new() -> Self {
         Self(Arc::new(watch::Sender::new(false)))
     }
 
     /// Makes current and later calls fail with `Closed`.
-    pub fn cancel(&self) {
+    pub fn cancel_calls(&self) {
         self.0.send_replace(true);
     }
 
-    async fn cancelled(&self) {
-        // The sender lives in `self`, so the wait ends by the condition alone.
+    async fn wait_cancelled(&self) {
+        // The sender lives in `self`, so only the condition ends the wait.
         drop(self.0.subscribe().wait_for(|cancelled| *cancelled).await);
     }
 }
 
-impl Default for Cancel {
+impl Default for CancellationToken {
     fn default() -> Self {
         Self::new()
     }
 }
 
-/// The caller, and its connection.
+/// The connection to the registrar, and the credentials of the calling task.
 #[derive(Clone)]
-struct Caller {
+struct AuthenticatedChannel {
     channel: Channel,
     token: MetadataValue<Ascii>,
     task: TaskId,
     generation: Arc<AtomicU64>,
 }
 
-impl Caller {
-    fn stub(&self) -> RegistrarClient<Channel> {
+impl AuthenticatedChannel {
+    fn grpc_stub(&self) -> RegistrarClient<Channel> {
         RegistrarClient::new(self.channel.clone()).max_decoding_message_size(usize::MAX)
     }
 
-    fn request<T>(&self, message: T) -> Request<T> {
+    fn build_request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         let metadata = request.metadata_mut();
-        metadata.insert(TOKEN, self.token.clone());
-        metadata.insert(TASK, self.task.0.into());
-        metadata.insert(GENERATION, self.generation.load(Ordering::Acquire).into());
+        metadata.insert(TOKEN_HEADER, self.token.clone());
+        metadata.insert(TASK_HEADER, self.task.0.into());
+        metadata.insert(GENERATION_HEADER, self.generation.load(Ordering::Acquire).into());
         request
     }
 }
 
-struct Inner {
+struct ClientInner {
     ticket: Ticket,
-    caller: Caller,
+    caller: AuthenticatedChannel,
     address: String,
     session: u64,
     handle: Handle,
-    cancel: Cancel,
-    /// Cancelled when a watch has given the registrar up.
-    lost: Cancel,
-    outbox: Arc<Outbox>,
+    cancel: CancellationToken,
+    /// Cancelled when the `RegistrarMonitor` has given the registrar up.
+    lost: CancellationToken,
+    outbox: Arc<RecordOutbox>,
     offer: heartbeat::Offer,
     tasks: Mutex<Vec<JoinHandle<()>>>,
-    /// The receiver of news of hosts.
+    /// The asynchronous task that receives host changes.
     changes: Mutex<Option<JoinHandle<()>>>,
     /// Time for which a call is repeated while the connection is broken, in milliseconds.
     patience: AtomicU64,
@@ -126,24 +131,24 @@ struct Inner {
 
 /// A connection of one task. Clones share it; the last one closes it.
 #[derive(Clone)]
-pub struct Client {
-    inner: Arc<Inner>,
+pub struct TaskClient {
+    inner: Arc<ClientInner>,
 }
 
-static OF_PROCESS: Mutex<Option<(u32, String, Client)>> = Mutex::new(None);
+static PROCESS_CLIENT: Mutex<Option<(u32, String, TaskClient)>> = Mutex::new(None);
 
-impl Client {
-    /// Returns the connection of the worker that this process is, made on first use and shared from
-    /// then on; `None` in a process that no launcher started.
+impl TaskClient {
+    /// Returns the client of this worker process, which connects on first use and is then shared;
+    /// `None` in a process that no launcher started.
     ///
     /// # Errors
-    /// Like [`Client::connect`]; `Ticket` when the environment holds none that parses.
-    pub fn of_process(config: &Config, deadline: Instant) -> Result<Option<Self>> {
+    /// Like [`TaskClient::connect`]; `Ticket` if the ticket in the environment does not parse.
+    pub fn for_this_process(config: &Config, deadline: Instant) -> Result<Option<Self>> {
         if config.job.is_empty() {
             return Ok(None);
         }
         let pid = std::process::id();
-        let mut slot = OF_PROCESS.lock();
+        let mut slot = PROCESS_CLIENT.lock();
         if let Some((made_in, job, client)) = slot.as_ref()
             && *made_in == pid
             && *job == config.job
@@ -151,8 +156,8 @@ impl Client {
             return Ok(Some(client.clone()));
         }
         if slot.as_ref().is_some_and(|(made_in, ..)| *made_in != pid) {
-            // Its tasks run in the parent: ending them from a fork may wait for a lock that no
-            // thread of the fork will release.
+            // The client's asynchronous tasks run in the parent process. Ending them from a fork
+            // may wait for a lock that no thread of the fork will release.
             std::mem::forget(slot.take());
         }
         let ticket: Ticket = config.job.parse()?;
@@ -161,12 +166,12 @@ impl Client {
         })?;
         let generation = (config.generation > 0).then_some(Generation(config.generation));
         let client = Self::connect(&ticket, TaskId(task), generation, deadline)?;
-        client.wait_out(config.outage);
+        client.tolerate_outage(config.outage);
         *slot = Some((pid, config.job.clone(), client.clone()));
         Ok(Some(client))
     }
 
-    /// Connects as `task`; as part of `generation` where the caller knows it.
+    /// Connects as `task`, in `generation` if the caller knows it.
     ///
     /// # Errors
     /// `Unreachable` with the reason at each address.
@@ -176,105 +181,105 @@ impl Client {
         generation: Option<Generation>,
         deadline: Instant,
     ) -> Result<Self> {
-        Self::connect_or_cancel(ticket, task, generation, deadline, Cancel::new())
+        Self::connect_cancellable(ticket, task, generation, deadline, CancellationToken::new())
     }
 
-    /// Like [`Client::connect`]; `cancel` ends this call and every later one.
+    /// Like [`TaskClient::connect`]; `cancel` ends this call and every later one.
     ///
     /// # Errors
     /// `Unreachable` with the reason at each address, `Closed` once cancelled.
-    pub fn connect_or_cancel(
+    pub fn connect_cancellable(
         ticket: &Ticket,
         task: TaskId,
         generation: Option<Generation>,
         deadline: Instant,
-        cancel: Cancel,
+        cancel: CancellationToken,
     ) -> Result<Self> {
-        let handle = runtime::handle()?;
+        let handle = runtime::runtime_handle()?;
         let dialing = cancel.clone();
         let (channel, address) = handle.block_on(async move {
             tokio::select! {
-                dialed = dial::dial(ticket, deadline) => dialed,
-                () = dialing.cancelled() => Err(Error::Closed { what: "the connection to the \
+                dialed = dial::dial_registrar(ticket, deadline) => dialed,
+                () = dialing.wait_cancelled() => Err(Error::Closed { what: "the connection to the \
                                                                        registrar" }),
             }
         })?;
         let mut token: MetadataValue<Ascii> = ticket
             .token
-            .hex()
+            .to_hex()
             .parse()
             .map_err(|_| Error::Ticket { reason: "its token does not fit into a header" })?;
         token.set_sensitive(true);
         let generation = Arc::new(AtomicU64::new(generation.unwrap_or_default().0));
-        let caller = Caller { channel, token, task, generation };
-        let outbox = Arc::new(Outbox::new());
-        let pump = handle.spawn(outbox::pump(Arc::clone(&outbox), caller.clone()));
-        let inner = Inner {
+        let caller = AuthenticatedChannel { channel, token, task, generation };
+        let outbox = Arc::new(RecordOutbox::new());
+        let pump = handle.spawn(outbox::run_outbox(Arc::clone(&outbox), caller.clone()));
+        let inner = ClientInner {
             ticket: ticket.clone(),
             caller,
             address,
             session: rand::random(),
             handle,
             cancel,
-            lost: Cancel::new(),
+            lost: CancellationToken::new(),
             outbox,
             offer: heartbeat::Offer::default(),
             tasks: Mutex::new(vec![pump]),
             changes: Mutex::new(None),
-            patience: AtomicU64::new(milliseconds(PATIENCE)),
+            patience: AtomicU64::new(duration_millis(CALL_RETRY_TIMEOUT)),
             made_in: std::process::id(),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Every call waits up to `outage` for a registrar that is gone and may come back. A shorter
-    /// time than before changes nothing.
-    pub fn wait_out(&self, outage: Duration) {
-        self.inner.patience.fetch_max(milliseconds(outage), Ordering::AcqRel);
-        self.inner.outbox.wait_out(milliseconds(outage));
+    /// Makes every call wait up to `outage` for a registrar that is gone and may come back. A
+    /// shorter time than before changes nothing.
+    pub fn tolerate_outage(&self, outage: Duration) {
+        self.inner.patience.fetch_max(duration_millis(outage), Ordering::AcqRel);
+        self.inner.outbox.tolerate_outage(duration_millis(outage));
     }
 
-    fn patience(&self) -> Duration {
+    fn retry_timeout(&self) -> Duration {
         Duration::from_millis(self.inner.patience.load(Ordering::Acquire))
     }
 
-    /// Until when a call may take that waits for nothing but its answer.
-    fn soon(&self) -> Instant {
-        Instant::now() + POLL.max(self.patience())
+    /// Returns the deadline of a call that waits for nothing but its reply.
+    fn call_deadline(&self) -> Instant {
+        Instant::now() + MAX_SERVER_WAIT.max(self.retry_timeout())
     }
 
-    /// The ticket that let this task in.
+    /// Returns the ticket with which this task connected.
     pub fn ticket(&self) -> &Ticket {
         &self.inner.ticket
     }
 
-    /// The job.
+    /// Returns the identifier of the job.
     pub fn job_id(&self) -> &JobId {
         self.inner.ticket.job_id()
     }
 
-    /// The task.
-    pub fn task(&self) -> TaskId {
+    /// Returns the identifier of the task.
+    pub fn task_id(&self) -> TaskId {
         self.inner.caller.task
     }
 
-    /// Returns the address of this host from which the registrar is reached: where peers most
-    /// likely reach this host.
+    /// Returns the local address on the route to the registrar. Peers most likely reach this host
+    /// there.
     pub fn local_address(&self) -> Option<IpAddr> {
         let target = self.inner.address.to_socket_addrs().ok()?.next()?;
         let any = if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-        // Connecting a UDP socket asks for the route and sends nothing.
+        // Connecting a UDP socket looks up the route and sends nothing.
         let socket = UdpSocket::bind(any).ok()?;
         socket.connect(target).ok()?;
         Some(socket.local_addr().ok()?.ip())
     }
 
-    /// Offers this task for a rank. Repeating it changes nothing.
+    /// Registers this task, which then waits for a rank. Repeating the call changes nothing.
     ///
     /// # Errors
     /// `Refused` for an unknown task, a duplicate or a stale attempt, `Version`, `Aborted`, `Lost`,
     /// `Timeout`.
-    pub fn register(
+    pub fn register_task(
         &self,
         attempt: u64,
         facts: &HostFacts,
@@ -286,9 +291,9 @@ impl Client {
             session: self.inner.session,
             host: Some(facts.clone().into()),
         };
-        let reply = self.call("registration", deadline, || {
-            let request = self.inner.caller.request(offer.clone());
-            let mut stub = self.inner.caller.stub();
+        let reply = self.call_with_retries("registration", deadline, || {
+            let request = self.inner.caller.build_request(offer.clone());
+            let mut stub = self.inner.caller.grpc_stub();
             async move { stub.register(request).await }
         })?;
         self.inner.caller.generation.store(reply.generation, Ordering::Release);
@@ -304,11 +309,12 @@ impl Client {
         self.await_world(deadline, "tasks to register")
     }
 
-    /// Like [`Client::await_assignment`] where tasks are ranks, which a `Timeout` then names.
+    /// Like [`TaskClient::await_assignment`], for a job whose task numbers are ranks: a `Timeout`
+    /// names ranks.
     ///
     /// # Errors
-    /// Like [`Client::await_assignment`].
-    pub fn await_ranks(&self, deadline: Instant) -> Result<World> {
+    /// Like [`TaskClient::await_assignment`].
+    pub fn await_ranked_assignment(&self, deadline: Instant) -> Result<World> {
         self.await_world(deadline, "ranks to come")
     }
 
@@ -316,16 +322,24 @@ impl Client {
         let started = Instant::now();
         let session = self.inner.offer.lock().as_ref().map(|offer| offer.session);
         loop {
-            let timeout_ms = self.slice(deadline);
-            let reply = self.call("the wait for ranks", deadline + POLL, || {
-                let request =
-                    self.inner.caller.request(wire::AwaitAssignmentRequest { timeout_ms, session });
-                let mut stub = self.inner.caller.stub();
-                async move { whole(stub.await_assignment(request).await?.into_inner()).await }
-            })?;
+            let timeout_ms = self.server_wait_millis(deadline);
+            let reply =
+                self.call_with_retries("the wait for ranks", deadline + MAX_SERVER_WAIT, || {
+                    let request = self
+                        .inner
+                        .caller
+                        .build_request(wire::AwaitAssignmentRequest { timeout_ms, session });
+                    let mut stub = self.inner.caller.grpc_stub();
+                    async move {
+                        collect_assignment_pieces(
+                            stub.await_assignment(request).await?.into_inner(),
+                        )
+                        .await
+                    }
+                })?;
             if let Some(world) = reply.world {
-                let world = convert::decode_world(world, self.task())
-                    .map_err(|reason| self.malformed("the wait for ranks", reason))?;
+                let world = convert::decode_world(world, self.task_id())
+                    .map_err(|reason| self.malformed_reply("the wait for ranks", reason))?;
                 self.inner.caller.generation.store(world.generation.0, Ordering::Release);
                 return Ok(world);
             }
@@ -344,73 +358,16 @@ impl Client {
         }
     }
 
-    /// Publishes `value` under `key` of this generation; the last value wins.
-    ///
-    /// # Errors
-    /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
-    pub fn put(&self, key: &str, value: &[u8]) -> Result<()> {
-        let message =
-            wire::PutRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
-        self.call("a put", self.soon(), || {
-            let request = self.inner.caller.request(message.clone());
-            let mut stub = self.inner.caller.stub();
-            async move { stub.put(request).await }
-        })?;
-        Ok(())
-    }
-
-    /// Publishes `value` under `key` of this generation unless it has one, and returns its value:
-    /// `value` exactly if no other caller was first. Repeating it changes nothing.
-    ///
-    /// # Errors
-    /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
-    pub fn put_if_absent(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
-        let message =
-            wire::PutIfAbsentRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
-        let reply = self.call("a claim", self.soon(), || {
-            let request = self.inner.caller.request(message.clone());
-            let mut stub = self.inner.caller.stub();
-            async move { stub.put_if_absent(request).await }
-        })?;
-        Ok(reply.value.into())
-    }
-
-    /// Waits until `key` of this generation has a value.
-    ///
-    /// # Errors
-    /// `Timeout` at `deadline`, `Aborted` as soon as the generation is over, `Refused`, `Lost`.
-    pub fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        let started = Instant::now();
-        loop {
-            let timeout_ms = self.slice(deadline);
-            let reply = self.call("a get", deadline + POLL, || {
-                let request =
-                    self.inner.caller.request(wire::GetRequest { key: key.to_owned(), timeout_ms });
-                let mut stub = self.inner.caller.stub();
-                async move { stub.get(request).await }
-            })?;
-            if let Some(value) = reply.value {
-                return Ok(value.into());
-            }
-            if Instant::now() >= deadline {
-                return Err(Error::Timeout {
-                    what: format!("key {key}"),
-                    elapsed: started.elapsed(),
-                });
-            }
-        }
-    }
-
-    /// Sends a line of output. Blocks while too much waits to be sent.
+    /// Sends a line of output. Blocks while the send buffer is full.
     ///
     /// # Errors
     /// `Forked`.
-    pub fn log(&self, stream: Stream, text: &str) -> Result<()> {
-        self.own_process()?;
-        let stderr = stream == Stream::Stderr;
+    pub fn send_log_line(&self, stream: OutputStream, text: &str) -> Result<()> {
+        self.check_own_process()?;
+        let stderr = stream == OutputStream::Stderr;
         let mut rest = text;
         loop {
-            let (head, tail) = rest.split_at(rest.floor_char_boundary(MAX_LINE));
+            let (head, tail) = rest.split_at(rest.floor_char_boundary(MAX_LINE_BYTES));
             self.inner.outbox.push_line(wire::LogLine { stderr, text: head.to_owned() });
             if tail.is_empty() {
                 return Ok(());
@@ -419,14 +376,14 @@ impl Client {
         }
     }
 
-    /// Sends a metric. Never blocks: the oldest waiting ones are dropped when too much waits.
+    /// Sends a metric. Never blocks: if the send buffer is full, the oldest metrics are dropped.
     ///
     /// # Errors
     /// `Forked`; `Options` for more than 1 MiB.
-    pub fn metric(&self, kind: &str, data: &[u8]) -> Result<()> {
-        self.own_process()?;
-        if data.len() > CHUNK {
-            let reason = format!("a metric has at most {CHUNK} bytes: {}", data.len());
+    pub fn send_metric(&self, kind: &str, data: &[u8]) -> Result<()> {
+        self.check_own_process()?;
+        if data.len() > MAX_CHUNK_BYTES {
+            let reason = format!("a metric has at most {MAX_CHUNK_BYTES} bytes: {}", data.len());
             return Err(Error::Options { reason });
         }
         let data = Bytes::copy_from_slice(data);
@@ -439,10 +396,10 @@ impl Client {
     ///
     /// # Errors
     /// `Timeout`, `Closed`, `Lost`, `Forked`.
-    pub fn flush(&self, deadline: Instant) -> Result<()> {
-        self.own_process()?;
+    pub fn flush_records(&self, deadline: Instant) -> Result<()> {
+        self.check_own_process()?;
         let started = Instant::now();
-        let (number, mut flushed) = self.inner.outbox.flush();
+        let (number, mut flushed) = self.inner.outbox.request_flush();
         let confirmed = async move { drop(flushed.wait_for(|flushed| *flushed >= number).await) };
         self.block_on("the confirmation of records", deadline, confirmed, || Error::Timeout {
             what: "records to reach the driver".to_owned(),
@@ -450,20 +407,20 @@ impl Client {
         })
     }
 
-    /// Hands over what the worker returned.
+    /// Sends the result of the worker.
     ///
     /// # Errors
-    /// `Refused` beyond [`crate::MAX_RESULT`], `Aborted`, `Lost`, `Timeout`.
-    pub fn result(&self, data: &[u8], deadline: Instant) -> Result<()> {
+    /// `Refused` beyond [`crate::MAX_RESULT_BYTES`], `Aborted`, `Lost`, `Timeout`.
+    pub fn send_result(&self, data: &[u8], deadline: Instant) -> Result<()> {
         let data = Bytes::copy_from_slice(data);
-        self.call("a result", deadline, || {
+        self.call_with_retries("a result", deadline, || {
             let chunks: Vec<wire::ResultChunk> = (0..data.len())
-                .step_by(CHUNK)
-                .map(|at| data.slice(at..data.len().min(at + CHUNK)))
+                .step_by(MAX_CHUNK_BYTES)
+                .map(|at| data.slice(at..data.len().min(at + MAX_CHUNK_BYTES)))
                 .map(|data| wire::ResultChunk { data })
                 .collect();
-            let request = self.inner.caller.request(tokio_stream::iter(chunks));
-            let mut stub = self.inner.caller.stub();
+            let request = self.inner.caller.build_request(tokio_stream::iter(chunks));
+            let mut stub = self.inner.caller.grpc_stub();
             async move { stub.result(request).await }
         })?;
         Ok(())
@@ -474,29 +431,38 @@ impl Client {
     ///
     /// # Errors
     /// `Lost`, `Timeout`, `Refused`.
-    pub fn exit(&self, exit: &Exit, deadline: Instant) -> Result<Option<Verdict>> {
-        let reply = self.call("the report of an exit", deadline, || {
-            let request = self.inner.caller.request(wire::ExitRequest::from(exit.clone()));
-            let mut stub = self.inner.caller.stub();
+    pub fn report_exit(
+        &self,
+        exit: &ExitReport,
+        deadline: Instant,
+    ) -> Result<Option<GenerationVerdict>> {
+        let reply = self.call_with_retries("the report of an exit", deadline, || {
+            let request = self.inner.caller.build_request(wire::ExitRequest::from(exit.clone()));
+            let mut stub = self.inner.caller.grpc_stub();
             async move { stub.exit(request).await }
         })?;
         Ok(reply.verdict.map(Into::into))
     }
 
-    /// Like [`Client::exit`] of this very process, which ends well and waits for no reply: tried
-    /// once, because the registrar may be ending at the same time.
+    /// Like [`TaskClient::report_exit`], for a success of this process itself. Makes only one
+    /// attempt, because the registrar may be ending at the same time, and waits for no other
+    /// worker.
     ///
     /// # Errors
-    /// Like [`Client::exit`].
-    pub fn leave(&self, deadline: Instant) -> Result<()> {
-        self.own_process()?;
-        let exit =
-            Exit { how: How::Code(0), peer_error: false, stopped: false, stderr_tail: Vec::new() };
-        let request = self.inner.caller.request(wire::ExitRequest::from(exit));
-        let mut stub = self.inner.caller.stub();
+    /// Like [`TaskClient::report_exit`].
+    pub fn report_own_exit(&self, deadline: Instant) -> Result<()> {
+        self.check_own_process()?;
+        let exit = ExitReport {
+            how: ExitKind::Code(0),
+            peer_error: false,
+            stopped: false,
+            stderr_tail: Vec::new(),
+        };
+        let request = self.inner.caller.build_request(wire::ExitRequest::from(exit));
+        let mut stub = self.inner.caller.grpc_stub();
         let late = || Error::Timeout {
             what: "the registrar's answer to a farewell".to_owned(),
-            elapsed: PATIENCE,
+            elapsed: CALL_RETRY_TIMEOUT,
         };
         self.block_on(
             "the report of an exit",
@@ -505,33 +471,43 @@ impl Client {
             late,
         )?
         .map(|_| ())
-        .map_err(|status| self.error("a farewell", &status))
+        .map_err(|status| self.error_from_status("a farewell", &status))
     }
 
-    /// Like [`Client::exit`]; after a success it waits for the others of the generation, for a
-    /// second: `Pending` when they still work, and then it is to be called again.
+    /// Like [`TaskClient::report_exit`], but after a success also waits for the other workers of
+    /// the generation, for up to one second. If they still work, returns `Pending`, and the caller
+    /// must call again.
     ///
     /// # Errors
-    /// Like [`Client::exit`].
-    pub fn exit_together(&self, exit: &Exit, deadline: Instant) -> Result<Poll<Option<Verdict>>> {
-        let reply = self.call("the report of an exit", deadline, || {
+    /// Like [`TaskClient::report_exit`].
+    pub fn report_exit_and_wait(
+        &self,
+        exit: &ExitReport,
+        deadline: Instant,
+    ) -> Result<Poll<Option<GenerationVerdict>>> {
+        let reply = self.call_with_retries("the report of an exit", deadline, || {
             let exit =
                 wire::ExitRequest { together: true, ..wire::ExitRequest::from(exit.clone()) };
-            let request = self.inner.caller.request(exit);
-            let mut stub = self.inner.caller.stub();
+            let request = self.inner.caller.build_request(exit);
+            let mut stub = self.inner.caller.grpc_stub();
             async move { stub.exit(request).await }
         })?;
         Ok(if reply.pending { Poll::Pending } else { Poll::Ready(reply.verdict.map(Into::into)) })
     }
 
-    /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another
-    /// thread, when the worker must end: by the registrar's verdict, or because the registrar has
-    /// been gone for `patience`. One whose process is stopped, while its kernel takes connections,
-    /// is waited for eight times as long. Another process that listens at its address does not
-    /// count. Once the registrar is given up, current and later calls fail with `Lost`.
-    pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
-        let Inner { caller, address, session, offer, lost, ticket, .. } = &*self.inner;
-        let watch = heartbeat::Watch {
+    /// Starts the heartbeats of this agent. Calls `on_end` once, from another thread, when the
+    /// worker must end: by the registrar's verdict, or because the registrar has been gone for
+    /// `patience`. If the registrar's process is stopped while its kernel accepts connections, the
+    /// wait is eight times as long. Another process that listens at the registrar's address does
+    /// not count as the registrar. Once the registrar is given up, current and later calls fail
+    /// with `Lost`.
+    pub fn start_heartbeats(
+        &self,
+        patience: Duration,
+        on_end: impl FnOnce(GenerationVerdict) + Send + 'static,
+    ) {
+        let ClientInner { caller, address, session, offer, lost, ticket, .. } = &*self.inner;
+        let watch = heartbeat::RegistrarMonitor {
             caller: caller.clone(),
             address: address.clone(),
             fingerprint: ticket.fingerprint,
@@ -540,19 +516,19 @@ impl Client {
             patience,
             lost: lost.clone(),
         };
-        let task = self.inner.handle.spawn(watch.beat(Box::new(on_end)));
+        let task = self.inner.handle.spawn(watch.run_heartbeats(Box::new(on_end)));
         self.inner.tasks.lock().push(task);
     }
 
-    fn slice(&self, deadline: Instant) -> u64 {
-        milliseconds(deadline.saturating_duration_since(Instant::now()).min(POLL))
+    fn server_wait_millis(&self, deadline: Instant) -> u64 {
+        duration_millis(deadline.saturating_duration_since(Instant::now()).min(MAX_SERVER_WAIT))
     }
 
-    fn malformed(&self, call: &'static str, reason: String) -> Error {
+    fn malformed_reply(&self, call: &'static str, reason: String) -> Error {
         Error::Malformed { job: self.job_id().0.clone(), call, reason }
     }
 
-    fn own_process(&self) -> Result<()> {
+    fn check_own_process(&self) -> Result<()> {
         let used_in = std::process::id();
         if used_in == self.inner.made_in {
             Ok(())
@@ -571,9 +547,9 @@ impl Client {
         self.inner.handle.block_on(async {
             tokio::select! {
                 done = tokio::time::timeout_at(deadline.into(), work) => done.map_err(|_| late()),
-                () = self.inner.cancel.cancelled() => Err(Error::Closed { what: "the connection to \
+                () = self.inner.cancel.wait_cancelled() => Err(Error::Closed { what: "the connection to \
                                                                                  the registrar" }),
-                () = self.inner.lost.cancelled() => Err(Error::Lost {
+                () = self.inner.lost.wait_cancelled() => Err(Error::Lost {
                     job: self.job_id().0.clone(),
                     call,
                     reason: "it has been silent for too long".to_owned(),
@@ -583,21 +559,32 @@ impl Client {
     }
 
     /// Makes a call, at most until `deadline`.
-    fn call<T, F>(&self, name: &'static str, deadline: Instant, make: impl Fn() -> F) -> Result<T>
+    fn call_with_retries<T, F>(
+        &self,
+        name: &'static str,
+        deadline: Instant,
+        make: impl Fn() -> F,
+    ) -> Result<T>
     where
         F: Future<Output = std::result::Result<Response<T>, Status>>,
     {
-        self.own_process()?;
+        self.check_own_process()?;
         let started = Instant::now();
-        self.block_on(name, deadline, self.repeated(name, make), || Error::Timeout {
-            what: format!("the registrar's answer to {name}"),
-            elapsed: started.elapsed(),
+        self.block_on(name, deadline, self.retry_while_disconnected(name, make), || {
+            Error::Timeout {
+                what: format!("the registrar's answer to {name}"),
+                elapsed: started.elapsed(),
+            }
         })?
     }
 
-    /// Makes a call; makes it again while the connection is broken, for a while. Every call may be
-    /// repeated.
-    async fn repeated<T, F>(&self, name: &'static str, make: impl Fn() -> F) -> Result<T>
+    /// Makes a call, and repeats it for up to `retry_timeout` while the connection is broken. Every
+    /// call may be repeated.
+    async fn retry_while_disconnected<T, F>(
+        &self,
+        name: &'static str,
+        make: impl Fn() -> F,
+    ) -> Result<T>
     where
         F: Future<Output = std::result::Result<Response<T>, Status>>,
     {
@@ -606,9 +593,11 @@ impl Client {
         loop {
             let error = match make().await {
                 Ok(response) => return Ok(response.into_inner()),
-                Err(status) => self.error(name, &status),
+                Err(status) => self.error_from_status(name, &status),
             };
-            if !matches!(error, Error::Lost { .. }) || started.elapsed() + pause > self.patience() {
+            if !matches!(error, Error::Lost { .. })
+                || started.elapsed() + pause > self.retry_timeout()
+            {
                 return Err(error);
             }
             tokio::time::sleep(pause).await;
@@ -616,20 +605,22 @@ impl Client {
         }
     }
 
-    fn error(&self, call: &'static str, status: &Status) -> Error {
-        let theirs =
-            status.metadata().get(PROTOCOL).and_then(|value| value.to_str().ok()?.parse().ok());
+    fn error_from_status(&self, call: &'static str, status: &Status) -> Error {
+        let theirs = status
+            .metadata()
+            .get(PROTOCOL_HEADER)
+            .and_then(|value| value.to_str().ok()?.parse().ok());
         if let Some(theirs) = theirs {
             return Error::Version { ours: PROTOCOL_VERSION, theirs };
         }
         let job = self.job_id().0.clone();
         let reason = status.message().to_owned();
         match status.code() {
-            Code::Aborted if status.metadata().contains_key(DISMISSED) => {
+            Code::Aborted if status.metadata().contains_key(DISMISSED_HEADER) => {
                 Error::Dismissed { job, reason }
             }
             Code::Aborted => {
-                Error::Aborted { job, reason, retry: status.metadata().contains_key(RETRY) }
+                Error::Aborted { job, reason, retry: status.metadata().contains_key(RETRY_HEADER) }
             }
             Code::Unauthenticated
             | Code::PermissionDenied
@@ -649,12 +640,12 @@ impl Client {
     }
 }
 
-fn milliseconds(time: Duration) -> u64 {
+fn duration_millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Returns a reply put together from its pieces.
-async fn whole(
+/// Assembles a reply from its pieces.
+async fn collect_assignment_pieces(
     mut pieces: Streaming<wire::AwaitAssignmentReply>,
 ) -> std::result::Result<Response<wire::AwaitAssignmentReply>, Status> {
     let mut reply = wire::AwaitAssignmentReply::default();
@@ -669,7 +660,7 @@ async fn whole(
     Ok(Response::new(reply))
 }
 
-impl Drop for Inner {
+impl Drop for ClientInner {
     fn drop(&mut self) {
         let changes = self.changes.lock().take();
         for task in self.tasks.lock().drain(..).chain(changes) {
@@ -679,65 +670,4 @@ impl Drop for Inner {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::server::{Options, Registrar};
-
-    #[test]
-    fn another_protocol_version_is_refused_by_its_number() {
-        let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-        let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
-        let deadline = Instant::now() + POLL;
-        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-        let request = wire::RegisterRequest { protocol_version: 99, ..Default::default() };
-        let answer = client.inner.handle.block_on(async {
-            client.inner.caller.stub().register(client.inner.caller.request(request)).await
-        });
-        let error = client.error("registration", &answer.unwrap_err());
-        assert!(matches!(error, Error::Version { theirs: PROTOCOL_VERSION, .. }), "{error}");
-    }
-
-    #[test]
-    fn an_agent_that_was_silent_while_it_waited_registers_again() {
-        let mut config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-        // The shortest silence that counts is 3 s.
-        config.peer_timeout = Duration::from_secs(1);
-        let registrar = Registrar::start(Options::from_config(2, &config)).unwrap();
-        let deadline = Instant::now() + POLL;
-        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-        client.register(0, &crate::host::facts(), deadline).unwrap();
-        let beat = wire::Beat { protocol_version: PROTOCOL_VERSION, session: client.inner.session };
-        client.inner.handle.block_on(async {
-            let (sender, receiver) = tokio::sync::mpsc::channel(1);
-            sender.send(beat).await.unwrap();
-            let beats = tokio_stream::wrappers::ReceiverStream::new(receiver);
-            let request = client.inner.caller.request(beats);
-            let mut directives =
-                client.inner.caller.stub().heartbeat(request).await.unwrap().into_inner();
-            let lost =
-                |event: &crate::Event| matches!(event, crate::Event::Lost { task: TaskId(0), .. });
-            while !registrar.events(Instant::now()).unwrap().records.iter().any(lost) {
-                assert!(Instant::now() < deadline, "it is not dropped");
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-            sender.send(beat).await.unwrap();
-            let end = tokio::time::timeout(Duration::from_secs(5), directives.message()).await;
-            assert!(matches!(end, Ok(Ok(None) | Err(_))), "the stream goes on: {end:?}");
-        });
-    }
-
-    #[test]
-    fn records_are_not_waited_for_once_the_registrar_is_given_up() {
-        let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-        let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
-        let deadline = Instant::now() + POLL;
-        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-        client.register(0, &crate::host::facts(), deadline).unwrap();
-        client.watch(Duration::from_millis(500), drop);
-        drop(registrar);
-        client.log(Stream::Stdout, "a last line").unwrap();
-        let flushed = client.flush(deadline);
-        assert!(matches!(flushed, Err(Error::Lost { .. })), "{flushed:?}");
-        assert!(matches!(client.put("key", b"value"), Err(Error::Lost { .. })));
-    }
-}
+mod tests;

@@ -12,41 +12,43 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::Caller;
+use super::AuthenticatedChannel;
 use crate::generated as wire;
 
-/// Bytes of records that wait.
-const BUDGET: usize = 4 << 20;
-/// Bytes in a batch.
-const BATCH: usize = 256 << 10;
-/// The longest a line waits for room before it is dropped: output must not stop a worker for good.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Failed streams in a row after which no confirmation is awaited any more, unless the driver may
-/// come back.
-const FAILURES: u32 = 5;
+/// Largest total of bytes in waiting records.
+const MAX_PENDING_BYTES: usize = 4 << 20;
+/// Largest number of bytes in a batch.
+const MAX_BATCH_BYTES: usize = 256 << 10;
+/// Longest time that a line waits for space before it is dropped. Output must not block a worker
+/// for ever.
+const LINE_BLOCK_TIMEOUT: Duration = Duration::from_secs(10);
+/// Number of consecutive failed streams after which flushes stop waiting for a confirmation, unless
+/// the driver may come back.
+const MAX_FAILED_STREAMS: u32 = 5;
 /// Time for which a stream stays open before the driver confirms its records.
-const CONFIRM: Duration = Duration::from_secs(1);
-/// Bytes that are kept until they are confirmed, about.
-const KEPT: usize = 1 << 20;
+const CONFIRMATION_INTERVAL: Duration = Duration::from_secs(1);
+/// Approximate limit of bytes that are kept until they are confirmed.
+const MAX_UNCONFIRMED_BYTES: usize = 1 << 20;
 
 #[derive(Default)]
-struct State {
+struct RecordOutboxState {
     lines: VecDeque<wire::LogLine>,
     metrics: VecDeque<wire::Metric>,
     bytes: usize,
-    /// Batches that were sent, or begun to be, and may have to be sent again; and their bytes.
+    /// Batches that were sent, wholly or in part, and may have to be sent again.
     unconfirmed: Vec<wire::RecordBatch>,
-    kept: usize,
-    number: u64,
+    unconfirmed_bytes: usize,
+    last_batch_number: u64,
     dropped: u64,
     flushes: u64,
-    /// A line has waited until its limit: no other line waits until a record has left.
-    stuck: bool,
+    /// Whether a line has waited for `LINE_BLOCK_TIMEOUT`. Then no other line waits until a record
+    /// is sent.
+    is_stalled: bool,
 }
 
 /// The waiting records of one client.
-pub(super) struct Outbox {
-    state: Mutex<State>,
+pub(super) struct RecordOutbox {
+    state: Mutex<RecordOutboxState>,
     room: Condvar,
     wake: Notify,
     flushed: watch::Sender<u64>,
@@ -55,7 +57,7 @@ pub(super) struct Outbox {
     outage: AtomicU64,
 }
 
-impl Outbox {
+impl RecordOutbox {
     pub(super) fn new() -> Self {
         Self {
             state: Mutex::default(),
@@ -67,22 +69,22 @@ impl Outbox {
         }
     }
 
-    /// Flushes wait up to `outage` for a driver that is gone and may come back.
-    pub(super) fn wait_out(&self, outage: u64) {
+    /// Makes flushes wait up to `outage` for a driver that is gone and may come back.
+    pub(super) fn tolerate_outage(&self, outage: u64) {
         self.outage.fetch_max(outage, Ordering::AcqRel);
     }
 
-    /// Adds a line; blocks while there is no room, though not for long: where nothing leaves, lines
-    /// are dropped at once.
+    /// Adds a line. Blocks while the buffer is full, for at most `LINE_BLOCK_TIMEOUT`. As long as
+    /// no record is sent after that, lines are dropped at once.
     pub(super) fn push_line(&self, line: wire::LogLine) {
         let mut state = self.state.lock();
-        let deadline = Instant::now() + PATIENCE;
-        while state.bytes >= BUDGET && !state.stuck {
+        let deadline = Instant::now() + LINE_BLOCK_TIMEOUT;
+        while state.bytes >= MAX_PENDING_BYTES && !state.is_stalled {
             if self.room.wait_until(&mut state, deadline).timed_out() {
-                state.stuck = true;
+                state.is_stalled = true;
             }
         }
-        if state.bytes >= BUDGET {
+        if state.bytes >= MAX_PENDING_BYTES {
             state.dropped += 1;
             return;
         }
@@ -91,79 +93,80 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Adds a metric; drops the oldest ones rather than block.
+    /// Adds a metric. If the buffer is full, drops the oldest metrics instead of blocking.
     pub(super) fn push_metric(&self, metric: wire::Metric) {
         let mut state = self.state.lock();
-        while state.bytes >= BUDGET {
+        while state.bytes >= MAX_PENDING_BYTES {
             let Some(old) = state.metrics.pop_front() else { break };
-            state.bytes -= weight(&old);
+            state.bytes -= metric_bytes(&old);
             state.dropped += 1;
         }
-        if state.bytes >= BUDGET {
+        if state.bytes >= MAX_PENDING_BYTES {
             state.dropped += 1;
             return;
         }
-        state.bytes += weight(&metric);
+        state.bytes += metric_bytes(&metric);
         state.metrics.push_back(metric);
         self.wake.notify_one();
     }
 
-    /// Asks for everything added so far to be confirmed. Wait for the receiver to reach the number.
-    pub(super) fn flush(&self) -> (u64, watch::Receiver<u64>) {
+    /// Requests a confirmation of all records added so far. They are confirmed when the receiver's
+    /// value reaches the returned number.
+    pub(super) fn request_flush(&self) -> (u64, watch::Receiver<u64>) {
         let mut state = self.state.lock();
         state.flushes += 1;
         self.wake.notify_one();
         (state.flushes, self.flushed.subscribe())
     }
 
-    /// Returns the next batch, which is kept until it is confirmed.
-    fn take(&self) -> Option<wire::RecordBatch> {
+    /// Returns the next batch, and keeps a copy until it is confirmed.
+    fn take_batch(&self) -> Option<wire::RecordBatch> {
         let mut state = self.state.lock();
         if state.lines.is_empty() && state.metrics.is_empty() {
             return None;
         }
-        state.number += 1;
+        state.last_batch_number += 1;
         let mut batch = wire::RecordBatch {
             dropped: std::mem::take(&mut state.dropped),
             source: self.source,
-            number: state.number,
+            number: state.last_batch_number,
             ..Default::default()
         };
         let mut size = 0;
-        while size < BATCH
+        while size < MAX_BATCH_BYTES
             && let Some(line) = state.lines.pop_front()
         {
             size += line.text.len() + 16;
             batch.lines.push(line);
         }
-        while size < BATCH
+        while size < MAX_BATCH_BYTES
             && let Some(metric) = state.metrics.pop_front()
         {
-            size += weight(&metric);
+            size += metric_bytes(&metric);
             batch.metrics.push(metric);
         }
         state.bytes -= size;
-        state.kept += size;
+        state.unconfirmed_bytes += size;
         state.unconfirmed.push(batch.clone());
-        state.stuck = false;
+        state.is_stalled = false;
         self.room.notify_all();
         Some(batch)
     }
 
     /// Returns the records that have to be sent again.
-    fn unconfirmed(&self) -> Vec<wire::RecordBatch> {
+    fn unconfirmed_batches(&self) -> Vec<wire::RecordBatch> {
         self.state.lock().unconfirmed.clone()
     }
 
-    /// Everything that was taken has arrived.
-    fn confirmed(&self) {
+    /// Forgets the batches that were sent, which have all arrived.
+    fn mark_confirmed(&self) {
         let mut state = self.state.lock();
         state.unconfirmed.clear();
-        state.kept = 0;
+        state.unconfirmed_bytes = 0;
     }
 
-    fn is_full(&self) -> bool {
-        self.state.lock().kept >= KEPT
+    fn needs_confirmation(&self) -> bool {
+        self.state.lock().unconfirmed_bytes >= MAX_UNCONFIRMED_BYTES
     }
 
     fn is_empty(&self) -> bool {
@@ -171,21 +174,21 @@ impl Outbox {
         state.lines.is_empty() && state.metrics.is_empty()
     }
 
-    fn wanted(&self) -> u64 {
+    fn requested_flushes(&self) -> u64 {
         self.state.lock().flushes
     }
 }
 
-fn weight(metric: &wire::Metric) -> usize {
+fn metric_bytes(metric: &wire::Metric) -> usize {
     metric.kind.len() + metric.data.len() + 16
 }
 
-/// Sends what waits, for as long as the client lives.
-pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
+/// Sends waiting records while the client lives.
+pub(super) async fn run_outbox(outbox: Arc<RecordOutbox>, caller: AuthenticatedChannel) {
     let mut failures = 0;
     let mut first = Instant::now();
     loop {
-        match stream(&outbox, &caller).await {
+        match stream_batches(&outbox, &caller).await {
             Ok(()) => failures = 0,
             Err(status) => {
                 if failures == 0 {
@@ -197,8 +200,8 @@ pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
             }
         }
         let outage = Duration::from_millis(outbox.outage.load(Ordering::Acquire));
-        if failures >= FAILURES && first.elapsed() >= outage {
-            outbox.flushed.send_replace(outbox.wanted());
+        if failures >= MAX_FAILED_STREAMS && first.elapsed() >= outage {
+            outbox.flushed.send_replace(outbox.requested_flushes());
         }
         if failures > 0 {
             tokio::time::sleep(Duration::from_millis(100) * failures.min(10)).await;
@@ -206,37 +209,40 @@ pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
     }
 }
 
-/// One stream of batches: opened by the first record, closed by a flush, or when it is time for a
-/// confirmation.
-async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
-    let mut batches: VecDeque<wire::RecordBatch> = outbox.unconfirmed().into();
+/// Sends one stream of batches. The first record opens the stream. A flush closes it, or the end of
+/// `CONFIRMATION_INTERVAL`.
+async fn stream_batches(
+    outbox: &RecordOutbox,
+    caller: &AuthenticatedChannel,
+) -> Result<(), tonic::Status> {
+    let mut batches: VecDeque<wire::RecordBatch> = outbox.unconfirmed_batches().into();
     while batches.is_empty() {
-        let wanted = outbox.wanted();
-        if let Some(batch) = outbox.take() {
+        let wanted = outbox.requested_flushes();
+        if let Some(batch) = outbox.take_batch() {
             batches.push_back(batch);
         } else {
             outbox.flushed.send_replace(wanted);
             outbox.wake.notified().await;
         }
     }
-    let until = tokio::time::Instant::now() + CONFIRM;
+    let until = tokio::time::Instant::now() + CONFIRMATION_INTERVAL;
     let (sender, receiver) = mpsc::channel(2);
-    let request = caller.request(ReceiverStream::new(receiver));
-    let mut stub = caller.stub();
+    let request = caller.build_request(ReceiverStream::new(receiver));
+    let mut stub = caller.grpc_stub();
     let mut call = tokio::spawn(async move { stub.records(request).await.map(drop) });
     loop {
         while let Some(batch) = batches.pop_front() {
             tokio::select! {
-                sent = sender.send(batch) => if sent.is_err() { return broken(call.await) },
-                ended = &mut call => return broken(ended),
+                sent = sender.send(batch) => if sent.is_err() { return early_end_status(call.await) },
+                ended = &mut call => return early_end_status(ended),
             }
         }
-        if outbox.is_full() || tokio::time::Instant::now() >= until {
+        if outbox.needs_confirmation() || tokio::time::Instant::now() >= until {
             break;
         }
         let next = loop {
-            let wanted = outbox.wanted();
-            match outbox.take() {
+            let wanted = outbox.requested_flushes();
+            match outbox.take_batch() {
                 Some(batch) => break Some(batch),
                 None if wanted > *outbox.flushed.borrow() => break None,
                 None => {
@@ -249,12 +255,11 @@ async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
         let Some(next) = next else { break };
         batches.push_back(next);
     }
-    let wanted = outbox.wanted();
+    let wanted = outbox.requested_flushes();
     drop(sender);
     call.await.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
-    outbox.confirmed();
-    // A record that came since is confirmed by a later flush, so only flushes asked for before
-    // count.
+    outbox.mark_confirmed();
+    // A record added since then is confirmed by a later flush, so only earlier flushes count.
     outbox.flushed.send_if_modified(|flushed| {
         let newer = wanted > *flushed && outbox.is_empty();
         if newer {
@@ -265,8 +270,8 @@ async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
     Ok(())
 }
 
-/// Returns the error of a call that should not have ended.
-fn broken(
+/// Returns the error of a call that ended too early.
+fn early_end_status(
     ended: Result<Result<(), tonic::Status>, tokio::task::JoinError>,
 ) -> Result<(), tonic::Status> {
     ended.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;

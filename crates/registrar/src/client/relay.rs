@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links to tasks that accept no connections: all pass through the registrar, on one connection of
-//! this process.
+//! Links to tasks that accept no connections. All these links pass through the registrar, on one
+//! connection of this process.
 //!
-//! Both ends of a link stay plain TCP connections, to this host's loopback: one door for each task
-//! that is called, and the port of this process for those who call it. An end that closes its
-//! connection closes the other's; one that is lost resets it.
+//! Both ends of a link are plain TCP connections on the loopback of their host. For each called
+//! task there is a loopback listener, to which callers connect. At the called task, this process
+//! connects to a loopback port of the task. If one end closes its connection, the other connection
+//! is closed too. If one end is lost, the other connection is reset.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -25,71 +26,72 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-use super::caller::is_own;
-use super::{Caller, Client, dial};
-use crate::accepting::Failing;
+use super::socket_owner::is_own_user_connection;
+use super::{AuthenticatedChannel, TaskClient, dial};
+use crate::accept_retry::AcceptRetry;
 use crate::error::{Error, Result};
 use crate::generated as wire;
 use crate::generated::relay_piece::What;
 
-/// Bytes of a piece at most.
-const PIECE: usize = 64 << 10;
-/// Pieces of a link that wait for their way.
-const WAITING: usize = 4;
-/// Longest time to tell the registrar that this task takes calls.
-const PATIENCE: Duration = Duration::from_secs(20);
-/// Callers of a door whose user is looked up at the same time; further ones wait in the queue of
-/// the socket.
-const LOOKUPS: usize = 4;
-/// Longest time in which links must end when their relay does.
-const ENDING: Duration = Duration::from_secs(1);
+/// Largest number of bytes in a piece.
+const MAX_PIECE_BYTES: usize = 64 << 10;
+/// Pieces of a link that may wait to be sent.
+const MAX_QUEUED_PIECES: usize = 4;
+/// Timeout of the request that makes this task reachable for calls.
+const CALLS_REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// Callers of one listener whose user is looked up at the same time. Further callers wait in the
+/// queue of the socket.
+const MAX_OWNER_LOOKUPS: usize = 4;
+/// Longest time that links get to close after their relay is dropped.
+const LINK_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// This process's links through the registrar, in one of its worlds. Dropping it takes no more
-/// calls, and gives links that are about to end a moment for it.
-pub struct Relay {
-    caller: Caller,
+/// Links of this process through the registrar, in one of its worlds. Dropping it accepts no more
+/// calls, and gives open links up to `LINK_CLOSE_TIMEOUT` to close.
+pub struct RelayedLinks {
+    caller: AuthenticatedChannel,
     handle: Handle,
     job: JobId,
     door: u64,
-    links: Arc<Links>,
+    links: Arc<OpenLinkCounter>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// Counts links.
+/// The number of open links, and a signal when one closes.
 #[derive(Default)]
-struct Links {
+struct OpenLinkCounter {
     open: Mutex<usize>,
     closed: Condvar,
 }
 
-/// One of them, counted.
-struct Counted(Arc<Links>);
+/// An open link, counted while the guard lives.
+struct OpenLinkGuard(Arc<OpenLinkCounter>);
 
-impl Counted {
-    fn new(links: &Arc<Links>) -> Self {
+impl OpenLinkGuard {
+    fn new(links: &Arc<OpenLinkCounter>) -> Self {
         *links.open.lock() += 1;
         Self(Arc::clone(links))
     }
 }
 
-impl Drop for Counted {
+impl Drop for OpenLinkGuard {
     fn drop(&mut self) {
         *self.0.open.lock() -= 1;
         self.0.closed.notify_all();
     }
 }
 
-impl Client {
-    /// Links through the registrar for the world of this process that `door` tells apart from its
-    /// others, on a connection of their own.
+impl TaskClient {
+    /// Opens links through the registrar, on a separate connection, for one world of this process.
+    /// `door` distinguishes that world from the other worlds of this process.
     ///
     /// # Errors
     /// `Unreachable`.
-    pub fn relay(&self, door: u64) -> Result<Relay> {
+    pub fn open_relay(&self, door: u64) -> Result<RelayedLinks> {
         let Self { inner } = self;
-        let channel = inner.handle.block_on(dial::again(&inner.ticket, &inner.address))?;
-        Ok(Relay {
-            caller: Caller { channel, ..inner.caller.clone() },
+        let channel =
+            inner.handle.block_on(dial::open_link_channel(&inner.ticket, &inner.address))?;
+        Ok(RelayedLinks {
+            caller: AuthenticatedChannel { channel, ..inner.caller.clone() },
             handle: inner.handle.clone(),
             job: inner.ticket.job_id().clone(),
             door,
@@ -99,18 +101,20 @@ impl Client {
     }
 }
 
-impl Relay {
-    /// Takes calls from now on: each becomes a connection to `port` of the loopback.
+impl RelayedLinks {
+    /// Starts to accept calls: each call becomes a connection to `port` of the loopback.
     ///
     /// # Errors
-    /// `Refused` where the driver does not relay, `Lost`, `Timeout`.
-    pub fn answer(&self, port: u16) -> Result<()> {
-        let request = self.caller.request(wire::CallsRequest { door: self.door });
-        let mut stub = self.caller.stub();
+    /// `Refused` if the driver does not relay, `Lost`, `Timeout`.
+    pub fn accept_calls(&self, port: u16) -> Result<()> {
+        let request = self.caller.build_request(wire::CallsRequest { door: self.door });
+        let mut stub = self.caller.grpc_stub();
         let started = Instant::now();
         let mut calls = self
             .handle
-            .block_on(async { tokio::time::timeout(PATIENCE, stub.calls(request)).await })
+            .block_on(async {
+                tokio::time::timeout(CALLS_REQUEST_TIMEOUT, stub.calls(request)).await
+            })
             .map_err(|_| Error::Timeout {
                 what: "the registrar to take calls".to_owned(),
                 elapsed: started.elapsed(),
@@ -124,10 +128,10 @@ impl Relay {
         let (caller, links) = (self.caller.clone(), Arc::clone(&self.links));
         let answering = self.handle.spawn(async move {
             while let Ok(Some(call)) = calls.message().await {
-                let (caller, counted) = (caller.clone(), Counted::new(&links));
+                let (caller, counted) = (caller.clone(), OpenLinkGuard::new(&links));
                 tokio::spawn(async move {
                     if let Ok(socket) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await {
-                        link(&caller, What::Answer(call.id), socket).await;
+                        relay_link(&caller, What::Answer(call.id), socket).await;
                     }
                     drop(counted);
                 });
@@ -137,32 +141,35 @@ impl Relay {
         Ok(())
     }
 
-    /// Returns an address of the loopback behind which `task` is, in its world of this door, for
-    /// this process's user alone.
+    /// Opens a loopback listener that leads to `task`, in the world `door` of that task, and
+    /// returns its address. Only the user of this process may connect.
     ///
     /// # Errors
-    /// `Runtime` where nothing can be listened on.
-    pub fn door(&self, task: TaskId, door: u64) -> Result<SocketAddr> {
+    /// `Runtime` if no listener can be opened.
+    pub fn listen_for_task(&self, task: TaskId, door: u64) -> Result<SocketAddr> {
         let failed = |error: io::Error| Error::Runtime { reason: error.to_string() };
         let listener =
             self.handle.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let (caller, links) = (self.caller.clone(), Arc::clone(&self.links));
         let listening = self.handle.spawn(async move {
-            let mut failing = Failing::of("a door to another host");
-            let lookups = Arc::new(Semaphore::new(LOOKUPS));
+            let mut failing = AcceptRetry::new("a door to another host");
+            let lookups = Arc::new(Semaphore::new(MAX_OWNER_LOOKUPS));
             // Nothing closes the semaphore.
             while let Ok(lookup) = Arc::clone(&lookups).acquire_owned().await {
-                let (socket, from) = failing.next(&listener).await;
-                let (caller, counted) = (caller.clone(), Counted::new(&links));
+                let (socket, from) = failing.accept_next(&listener).await;
+                let (caller, counted) = (caller.clone(), OpenLinkGuard::new(&links));
                 tokio::spawn(async move {
-                    // The table may be long.
-                    let own = tokio::task::spawn_blocking(move || is_own(address, from)).await;
+                    // The kernel's table may be long, so it is read on a blocking thread.
+                    let own =
+                        tokio::task::spawn_blocking(move || is_own_user_connection(address, from))
+                            .await;
                     drop(lookup);
                     if !matches!(own, Ok(true)) {
                         return;
                     }
-                    link(&caller, What::Dial(wire::Dial { task: task.0, door }), socket).await;
+                    relay_link(&caller, What::Dial(wire::Dial { task: task.0, door }), socket)
+                        .await;
                     drop(counted);
                 });
             }
@@ -172,53 +179,53 @@ impl Relay {
     }
 }
 
-impl Drop for Relay {
+impl Drop for RelayedLinks {
     fn drop(&mut self) {
         for task in self.tasks.lock().drain(..) {
             task.abort();
         }
-        let deadline = Instant::now() + ENDING;
+        let deadline = Instant::now() + LINK_CLOSE_TIMEOUT;
         let mut open = self.links.open.lock();
         while *open > 0 && !self.links.closed.wait_until(&mut open, deadline).timed_out() {}
     }
 }
 
-/// One link, from its first byte to its last.
-async fn link(caller: &Caller, first: What, socket: TcpStream) {
-    // Small messages, each awaited: never held back to be merged.
+/// Relays one link from its first byte to its last.
+async fn relay_link(caller: &AuthenticatedChannel, first: What, socket: TcpStream) {
+    // Messages are small, and each is awaited: the kernel must not hold them back to merge them.
     let ready = socket.set_nodelay(true);
-    let (to_registrar, pieces) = mpsc::channel(WAITING);
+    let (to_registrar, pieces) = mpsc::channel(MAX_QUEUED_PIECES);
     let first = wire::RelayPiece { what: Some(first) };
-    let request = caller.request(ReceiverStream::new(pieces));
+    let request = caller.build_request(ReceiverStream::new(pieces));
     let joined = match (ready, to_registrar.try_send(first)) {
-        (Ok(()), Ok(())) => caller.stub().relay(request).await.ok(),
+        (Ok(()), Ok(())) => caller.grpc_stub().relay(request).await.ok(),
         _ => None,
     };
     let (from_socket, mut to_socket) = socket.into_split();
     let whole = match joined {
-        // Whichever way breaks, the other breaks with it.
+        // If one direction breaks, end the other one too.
         Some(heard) => tokio::try_join!(
-            say(from_socket, to_registrar),
-            hear(heard.into_inner(), &mut to_socket)
+            forward_from_socket(from_socket, to_registrar),
+            forward_to_socket(heard.into_inner(), &mut to_socket)
         )
         .is_ok(),
         None => false,
     };
     if !whole {
-        // Not the end of the data, but of the connection: the reader must see the difference.
+        // Reset the connection: the reader must distinguish a broken link from the end of the data.
         drop(to_socket.as_ref().set_zero_linger());
         to_socket.forget();
     }
 }
 
-/// Sends the bytes that come from the socket.
-async fn say(
+/// Forwards the bytes of the socket to the other end.
+async fn forward_from_socket(
     mut socket: OwnedReadHalf,
     pieces: mpsc::Sender<wire::RelayPiece>,
 ) -> std::result::Result<(), Status> {
     let mut buffer = BytesMut::new();
     loop {
-        buffer.reserve(PIECE);
+        buffer.reserve(MAX_PIECE_BYTES);
         let ends = socket.read_buf(&mut buffer).await? == 0;
         let what = Some(if ends { What::End(true) } else { What::Data(buffer.split().freeze()) });
         if pieces.send(wire::RelayPiece { what }).await.is_err() {
@@ -230,8 +237,8 @@ async fn say(
     }
 }
 
-/// Hands on what the other end sends.
-async fn hear(
+/// Forwards the pieces of the other end to the socket.
+async fn forward_to_socket(
     mut pieces: Streaming<wire::RelayPiece>,
     socket: &mut OwnedWriteHalf,
 ) -> std::result::Result<(), Status> {

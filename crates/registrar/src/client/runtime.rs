@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One thread that serves every client of this process. A fork starts its own: threads do not cross
-//! it.
+//! One thread that serves every client of this process. A fork starts its own thread, because
+//! threads do not survive a fork.
 
 use parking_lot::Mutex;
 use tokio::runtime::{Handle, Runtime};
 
 use crate::error::{Error, Result};
 
-static RUNTIME: Mutex<Option<(u32, Runtime)>> = Mutex::new(None);
+static CLIENT_RUNTIME: Mutex<Option<(u32, Runtime)>> = Mutex::new(None);
 
 /// Returns the runtime of this process, started on first use.
-pub(super) fn handle() -> Result<Handle> {
-    let mut slot = RUNTIME.lock();
+pub(super) fn runtime_handle() -> Result<Handle> {
+    let mut slot = CLIENT_RUNTIME.lock();
     let pid = std::process::id();
     if let Some((made_in, runtime)) = slot.take() {
         if made_in == pid {
@@ -21,7 +21,8 @@ pub(super) fn handle() -> Result<Handle> {
             *slot = Some((made_in, runtime));
             return Ok(handle);
         }
-        // Its thread stayed in the parent: shutting it down here would wait for it.
+        // The runtime's thread stayed in the parent process: a shutdown here would wait for that
+        // thread.
         std::mem::forget(runtime);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()

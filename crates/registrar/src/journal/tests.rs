@@ -2,18 +2,18 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use super::*;
-use crate::kv::Pair;
-use crate::membership::Liveness;
-use crate::membership::elastic::Rules;
-use crate::secret::Secret;
+use crate::kv::KeyValuePair;
+use crate::membership::LivenessLimits;
+use crate::membership::elastic::ElasticRules;
+use crate::secret::JobSecret;
 use bytes::Bytes;
 use farandole_world::{Generation, JobId};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn machine() -> Elastic {
-    let liveness = Liveness { heartbeat_timeout: 5 * SECOND, disconnect_grace: SECOND };
-    Elastic::new(Rules {
+fn machine() -> ElasticMembership {
+    let liveness = LivenessLimits { heartbeat_timeout: 5 * SECOND, disconnect_grace: SECOND };
+    ElasticMembership::new(ElasticRules {
         first: 2,
         least: 1,
         most: 4,
@@ -26,25 +26,25 @@ fn machine() -> Elastic {
     })
 }
 
-fn started(path: &Path) -> Journal {
-    let secret = Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
-    let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
-    let mut journal = Journal::open(path, "train").unwrap();
-    assert!(journal.left().is_none());
-    journal.begin(&ticket, &secret.identity().unwrap(), 7, &machine()).unwrap();
+fn started(path: &Path) -> MembershipJournal {
+    let secret = JobSecret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
+    let ticket = secret.make_ticket(vec!["a:1".to_owned()]).unwrap();
+    let mut journal = MembershipJournal::open_or_create(path, "train").unwrap();
+    assert!(journal.take_unfinished().is_none());
+    journal.begin_job(&ticket, &secret.derive_identity().unwrap(), 7, &machine()).unwrap();
     journal
 }
 
-fn put(key: &str) -> Record {
+fn put(key: &str) -> JournalRecord {
     let (key, value) = (key.to_owned(), Bytes::from_static(b"\x00\xff"));
-    Record::Put(Pair { generation: Generation(1), key, value })
+    JournalRecord::Put(KeyValuePair { generation: Generation(1), key, value })
 }
 
 fn keys(path: &Path) -> Vec<String> {
-    let left = Journal::open(path, "train").unwrap().left().unwrap();
+    let left = MembershipJournal::open_or_create(path, "train").unwrap().take_unfinished().unwrap();
     assert_eq!(left.head.port, 7);
-    let key = |record: Record| match record {
-        Record::Put(pair) => Some(pair.key),
+    let key = |record: JournalRecord| match record {
+        JournalRecord::Put(pair) => Some(pair.key),
         _ => None,
     };
     left.records.into_iter().filter_map(key).collect()
@@ -55,12 +55,12 @@ fn a_line_that_is_cut_off_is_left_out_and_the_next_one_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
     let journal = started(&path);
-    [put("a"), put("b")].iter().for_each(|record| journal.note(record));
+    [put("a"), put("b")].iter().for_each(|record| journal.append_record(record));
     drop(journal);
     let text = std::fs::read(&path).unwrap();
     std::fs::write(&path, &text[..text.len() - 3]).unwrap();
-    let again = Journal::open(&path, "train").unwrap();
-    again.note(&put("c"));
+    let again = MembershipJournal::open_or_create(&path, "train").unwrap();
+    again.append_record(&put("c"));
     drop(again);
     assert_eq!(keys(&path), ["a", "c"]);
 }
@@ -71,7 +71,9 @@ fn it_is_for_its_owner_for_one_process_and_for_one_job() {
     let path = folder.path().join("journal");
     std::fs::write(&path, "").unwrap();
     std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
-    let refused = |purpose: &str| Journal::open(&path, purpose).err().unwrap().to_string();
+    let refused = |purpose: &str| {
+        MembershipJournal::open_or_create(&path, purpose).err().unwrap().to_string()
+    };
     let journal = started(&path);
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     assert!(refused("train").contains("another launcher uses it"), "{}", refused("train"));
@@ -86,7 +88,7 @@ fn a_journal_of_another_release_is_refused_and_left_unchanged() {
     drop(started(&path));
     let good = std::fs::read_to_string(&path).unwrap();
     let (head, state) = good.split_once('\n').unwrap();
-    let old = head.replacen(RELEASE, "0.0.0", 1);
+    let old = head.replacen(RELEASE_VERSION, "0.0.0", 1);
     for (text, reason) in [
         ("import farandole".to_owned(), "it is not a journal: use another path"),
         ("no journal\n".to_owned(), "it is not a journal"),
@@ -100,14 +102,18 @@ fn a_journal_of_another_release_is_refused_and_left_unchanged() {
     ] {
         std::fs::write(&path, &text).unwrap();
         std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
-        let refused = Journal::open(&path, "train").err().unwrap().to_string();
+        let refused = MembershipJournal::open_or_create(&path, "train").err().unwrap().to_string();
         assert!(refused.contains(reason), "{refused}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
     }
-    let refused = Journal::open(folder.path(), "train").err().unwrap().to_string();
+    let refused =
+        MembershipJournal::open_or_create(folder.path(), "train").err().unwrap().to_string();
     assert!(refused.contains("directory"), "{refused}");
-    let refused = Journal::open(Path::new("/dev/null"), "train").err().unwrap().to_string();
+    let refused = MembershipJournal::open_or_create(Path::new("/dev/null"), "train")
+        .err()
+        .unwrap()
+        .to_string();
     assert!(refused.contains("not a regular file"), "{refused}");
 }
 
@@ -118,19 +124,19 @@ fn a_job_from_before_the_host_started_is_not_continued() {
     drop(started(&path));
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replacen(&boot_id(), "another boot", 1)).unwrap();
-    assert!(Journal::open(&path, "train").unwrap().left().is_none());
+    assert!(MembershipJournal::open_or_create(&path, "train").unwrap().take_unfinished().is_none());
 }
 
 #[test]
 fn a_journal_of_which_no_job_has_begun_leaves_no_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    let journal = Journal::open(&path, "train").unwrap();
+    let journal = MembershipJournal::open_or_create(&path, "train").unwrap();
     assert!(path.exists());
     drop(journal);
     assert!(!path.exists());
     drop(started(&path));
-    drop(Journal::open(&path, "train").unwrap());
+    drop(MembershipJournal::open_or_create(&path, "train").unwrap());
     assert!(path.exists(), "a job that was left is still to be continued");
 }
 
@@ -140,19 +146,25 @@ fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
     let path = folder.path().join("journal");
     let journal = started(&path);
     let record = put(&"k".repeat(1000));
-    while !journal.is_long() {
-        journal.note(&record);
+    while !journal.needs_replacement() {
+        journal.append_record(&record);
     }
-    let state = Record::State { at: SECOND, machine: Box::new(machine()) };
-    journal.replace(&[state, put("a")]);
-    assert!(!journal.is_long() && std::fs::metadata(&path).unwrap().len() < LONG / 100);
-    journal.note(&put("b"));
-    assert!(Journal::open(&path, "train").is_err(), "the new file is locked, too");
+    let state = JournalRecord::State { at: SECOND, machine: Box::new(machine()) };
+    journal.replace_records(&[state, put("a")]);
+    assert!(
+        !journal.needs_replacement()
+            && std::fs::metadata(&path).unwrap().len() < REPLACE_AFTER_BYTES / 100
+    );
+    journal.append_record(&put("b"));
+    assert!(
+        MembershipJournal::open_or_create(&path, "train").is_err(),
+        "the new file is locked, too"
+    );
     drop(journal);
     assert_eq!(keys(&path), ["a", "b"]);
-    let journal = Journal::open(&path, "train").unwrap();
-    journal.finish();
-    journal.note(&put("c"));
+    let journal = MembershipJournal::open_or_create(&path, "train").unwrap();
+    journal.finish_job();
+    journal.append_record(&put("c"));
     assert!(!path.exists());
 }
 
@@ -161,23 +173,23 @@ fn records_during_a_rewrite_are_in_both_files() {
     let folder = tempfile::tempdir().unwrap();
     let [path, left] = ["journal", "left"].map(|name| folder.path().join(name));
     let journal = started(&path);
-    journal.note(&put("a"));
-    assert!(journal.begin_whole());
-    assert!(!journal.begin_whole(), "one at a time");
-    journal.note(&put("b"));
+    journal.append_record(&put("a"));
+    assert!(journal.begin_replacement());
+    assert!(!journal.begin_replacement(), "one at a time");
+    journal.append_record(&put("b"));
     // What a process leaves that is killed before the new file is finished.
     std::fs::copy(&path, &left).unwrap();
     assert_eq!(keys(&left), ["a", "b"]);
-    let state = Record::State { at: SECOND, machine: Box::new(machine()) };
-    journal.replace(&[state, put("c")]);
-    journal.note(&put("d"));
+    let state = JournalRecord::State { at: SECOND, machine: Box::new(machine()) };
+    journal.replace_records(&[state, put("c")]);
+    journal.append_record(&put("d"));
     drop(journal);
     assert_eq!(keys(&path), ["c", "b", "d"]);
-    let journal = Journal::open(&path, "train").unwrap();
-    assert!(journal.begin_whole());
+    let journal = MembershipJournal::open_or_create(&path, "train").unwrap();
+    assert!(journal.begin_replacement());
     std::fs::write(folder.path().join("journal.new"), "secrets").unwrap();
-    journal.finish();
-    journal.replace(&[put("e")]);
+    journal.finish_job();
+    journal.replace_records(&[put("e")]);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "only the copy is left");
 }
 
@@ -188,9 +200,9 @@ fn another_file_of_its_name_stays() {
     let journal = started(&path);
     std::fs::remove_file(&path).unwrap();
     std::fs::write(&path, "another").unwrap();
-    journal.replace(&[put("a")]);
-    journal.note(&put("b"));
-    journal.finish();
+    journal.replace_records(&[put("a")]);
+    journal.append_record(&put("b"));
+    journal.finish_job();
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "another");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 }
@@ -202,6 +214,6 @@ fn a_journal_that_cannot_be_written_is_removed() {
     let journal = started(&path);
     // A file that takes no more.
     journal.writing.lock().file = Some(File::open(&path).unwrap());
-    journal.note(&put("a"));
+    journal.append_record(&put("a"));
     assert!(!path.exists(), "half of what happened is worse than nothing");
 }

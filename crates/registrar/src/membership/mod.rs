@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The membership of a job: a pure state machine without clock, I/O, lock and async. The server
-//! feeds it.
+//! supplies its inputs.
 //!
 //! Time is a `Duration` since the job began. Every decision carries its reason.
 //!
@@ -10,17 +10,17 @@
 //! register --> waiting --(all tasks wait)--> running generation --(all exit well)--> finished
 //!    ^            |  agent gone: dropped           | failure, loss, newer attempt
 //!    |            v                                v
-//!    +------- registered again <----------- verdict: everybody stops
+//!    +------- registered again <----------- verdict: all workers stop
 //! ```
 //!
-//! - `MB-1`: a generation is assigned when every task waits exactly once, and seats every task
-//!   exactly once.
+//! - `MB-1`: a generation is assigned when every task waits exactly once, and it contains every
+//!   task exactly once.
 //! - `MB-2`: generations grow by one and are assigned at most once.
-//! - `MB-3`: an attempt is replaced only by a higher one, also after it was lost; a repeated
+//! - `MB-3`: an attempt is replaced only by a higher one, even after it was lost; a repeated
 //!   registration of one session changes nothing.
-//! - `MB-4`: a generation gets at most one verdict; it names a task's own failure rather than a
-//!   peer's error or a stopped worker whenever one was seen in time.
-//! - `MB-5`: after an abort, or a finish, nothing is assigned.
+//! - `MB-4`: a generation gets at most one verdict. If a task's own failure was seen in time, the
+//!   verdict names it rather than a peer's error or a stopped worker.
+//! - `MB-5`: after an abort or a finish, nothing is assigned.
 
 pub(crate) mod elastic;
 mod running;
@@ -32,50 +32,53 @@ mod tests;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use farandole_world::{Generation, HostHash, TaskId, TaskPlace, World, assign, assign_in_order};
+use farandole_world::{
+    Generation, HostHash, TaskId, TaskPlacement, World, assign_in_order, assign_ranks,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::exit::{Exit, Verdict};
-use running::Running;
+use crate::exit::{ExitReport, GenerationVerdict};
+use running::RunningGeneration;
 
 /// The rules of the machine.
 #[derive(Clone, Debug)]
-pub(crate) struct Options {
+pub(crate) struct MembershipOptions {
     /// Tasks in the job.
     pub(crate) tasks: u32,
     /// Limits after which an agent counts as gone.
-    pub(crate) liveness: Liveness,
-    /// Time for which exits are collected after the first failure, before one is named the first.
+    pub(crate) liveness: LivenessLimits,
+    /// Time for which exits are collected after the first one, before the verdict names the first
+    /// failure.
     pub(crate) failure_grace: Duration,
-    /// Whether a task's number is its rank, whichever host it is on.
+    /// Whether a task's number is its rank, whatever its host.
     pub(crate) in_order: bool,
 }
 
 /// Limits after which an agent counts as gone.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Liveness {
-    /// Silence after which it is lost.
+pub(crate) struct LivenessLimits {
+    /// Silence after which an agent is lost.
     pub(crate) heartbeat_timeout: Duration,
-    /// Longest time in which an agent whose connection broke must return.
+    /// Longest time for an agent whose connection broke to reconnect.
     pub(crate) disconnect_grace: Duration,
 }
 
 /// An event for the machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Input {
+pub(crate) enum MembershipInput {
     /// An agent shows that it lives.
     Beat { task: TaskId, session: u64 },
     /// An agent's connection broke.
     Disconnected { task: TaskId, session: u64 },
     /// A worker ended.
-    Exited { task: TaskId, generation: Generation, exit: Exit },
-    /// The driver gives up.
+    Exited { task: TaskId, generation: Generation, exit: ExitReport },
+    /// The driver aborts the job.
     Abort { reason: String },
-    /// Elastic jobs: the hosts that there are now, and their slots.
+    /// Elastic jobs: the available hosts and their slots.
     Hosts(Vec<(String, u32)>),
     /// Elastic jobs: a worker could not be started.
     NotStarted { task: TaskId, reason: String },
-    /// Elastic jobs: a worker wants to go at the next chance.
+    /// Elastic jobs: a worker leaves at its next opportunity.
     Leaves { task: TaskId, reason: String },
     /// Time has passed.
     Tick,
@@ -83,8 +86,9 @@ pub(crate) enum Input {
 
 /// A decision of the machine.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Decision {
-    /// A task waits for its rank; whether an earlier start of it has waited until now.
+pub(crate) enum MembershipDecision {
+    /// A task waits for its rank. `replaces`: whether an earlier start of the task was waiting
+    /// until now.
     Registered { task: TaskId, session: u64, replaces: bool },
     /// A waiting task is gone; it may register again.
     Withdrawn { task: TaskId, reason: String },
@@ -93,26 +97,26 @@ pub(crate) enum Decision {
     /// A running task's agent is gone.
     Lost { task: TaskId, reason: String },
     /// A generation is over, and its workers must end.
-    Stop { generation: Generation, verdict: Verdict },
-    /// The driver gave up: nothing will be assigned any more.
+    Stop { generation: Generation, verdict: GenerationVerdict },
+    /// The driver aborted the job: nothing will be assigned any more.
     Aborted { reason: String },
-    /// All workers of a generation ended well: the job is done.
+    /// All workers of a generation ended successfully: the job is done.
     Finished { generation: Generation },
-    /// Elastic jobs: a worker is to be started.
+    /// Elastic jobs: a worker must be started.
     Start { task: TaskId, host: String },
-    /// Elastic jobs: a worker is to be ended, or is held to be: it must not come back.
+    /// Elastic jobs: a worker must be ended, or counts as ended and must not come back.
     End { task: TaskId, reason: String },
     /// Elastic jobs: a worker that waits for a world gets none, and may go.
     Dismissed { task: TaskId, reason: String },
-    /// Elastic jobs: members of a world should ask for the next one, at their next chance.
+    /// Elastic jobs: members of a world should ask for the next one at their next opportunity.
     Changed { generation: Generation, removed: bool, added: bool },
     /// Elastic jobs: a world cannot continue; its members will ask for the next one.
-    Broken { generation: Generation, verdict: Verdict },
+    Broken { generation: Generation, verdict: GenerationVerdict },
 }
 
-/// The reason why a registration was turned down.
+/// The reason why a registration was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refusal {
+pub(crate) enum RegistrationRefusal {
     #[error("unknown task {task}: the job has tasks 0 to {last}")]
     UnknownTask { task: TaskId, last: u32 },
     #[error("task {task} has already registered with attempt {attempt} from another process")]
@@ -136,42 +140,42 @@ struct Registration {
     attempt: u64,
     session: u64,
     host: HostHash,
-    presence: Presence,
+    presence: AgentPresence,
 }
 
-/// The last signs of life of an agent.
+/// The last heartbeat of an agent, and the time of its disconnection.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct Presence {
+struct AgentPresence {
     seen: Duration,
     disconnected: Option<Duration>,
 }
 
 #[derive(Clone, Debug)]
-enum Phase {
+enum MembershipPhase {
     Open,
     Aborted { reason: String },
     Finished { generation: Generation },
 }
 
-/// Everything known about the job's tasks.
+/// The state of a job with a fixed number of tasks.
 #[derive(Clone, Debug)]
-pub(crate) struct Membership {
-    options: Options,
-    phase: Phase,
+pub(crate) struct FixedMembership {
+    options: MembershipOptions,
+    phase: MembershipPhase,
     generation: Generation,
     waiting: BTreeMap<TaskId, Registration>,
-    running: Option<Running>,
-    /// The highest attempt of each task so far: what an earlier start says comes too late.
+    running: Option<RunningGeneration>,
+    /// The highest attempt of each task so far. Messages of earlier attempts are ignored.
     fences: BTreeMap<TaskId, u64>,
 }
 
-impl Presence {
-    fn at(now: Duration) -> Self {
+impl AgentPresence {
+    fn seen_at(now: Duration) -> Self {
         Self { seen: now, disconnected: None }
     }
 
-    /// Returns the reason why the agent counts as gone, if it does.
-    fn gone(&self, now: Duration, liveness: &Liveness) -> Option<String> {
+    /// Returns the reason why the agent counts as gone, if there is one.
+    fn gone_reason(&self, now: Duration, liveness: &LivenessLimits) -> Option<String> {
         let silent = now.saturating_sub(self.seen);
         if silent >= liveness.heartbeat_timeout {
             return Some(format!("its agent was silent for {:.1} s", silent.as_secs_f64()));
@@ -182,12 +186,12 @@ impl Presence {
     }
 }
 
-impl Membership {
+impl FixedMembership {
     /// Returns a job without registered agents.
-    pub(crate) fn new(options: Options) -> Self {
+    pub(crate) fn new(options: MembershipOptions) -> Self {
         Self {
             options,
-            phase: Phase::Open,
+            phase: MembershipPhase::Open,
             generation: Generation(0),
             waiting: BTreeMap::new(),
             running: None,
@@ -200,185 +204,216 @@ impl Membership {
         self.generation
     }
 
-    /// Tasks that the next generation still needs, ascending.
-    pub(crate) fn missing(&self) -> impl Iterator<Item = TaskId> + '_ {
+    /// Returns the tasks that the next generation still needs, ascending.
+    pub(crate) fn missing_tasks(&self) -> impl Iterator<Item = TaskId> + '_ {
         (0..self.options.tasks).map(TaskId).filter(|task| !self.waiting.contains_key(task))
     }
 
-    /// Returns whether a start of a task waits or runs; no task is missed in a job that is over.
-    pub(crate) fn knows(&self, task: TaskId, session: u64) -> bool {
+    /// Returns whether this session of a task waits or runs. Returns true for every session if the
+    /// job is over.
+    pub(crate) fn knows_session(&self, task: TaskId, session: u64) -> bool {
         let waits = self.waiting.get(&task).is_some_and(|waiting| waiting.session == session);
-        let runs = self.running.as_ref().is_some_and(|running| running.has(task, session));
-        waits || runs || !matches!(self.phase, Phase::Open)
+        let runs = self.running.as_ref().is_some_and(|running| running.has_session(task, session));
+        waits || runs || !matches!(self.phase, MembershipPhase::Open)
     }
 
-    /// Takes a task in. The generation returned is the one it will be, or already is, part of.
-    pub(crate) fn register(
+    /// Registers a task, and returns the generation that it will be, or already is, part of.
+    pub(crate) fn register_task(
         &mut self,
         now: Duration,
         task: TaskId,
         attempt: u64,
         session: u64,
         host: HostHash,
-    ) -> Result<(Generation, Vec<Decision>), Refusal> {
-        self.admit(task)?;
+    ) -> Result<(Generation, Vec<MembershipDecision>), RegistrationRefusal> {
+        self.check_open(task)?;
         if let Some(running) = &mut self.running
-            && let Some(member) = running.member(task)
+            && let Some(member) = running.member_mut(task)
         {
             if member.session == session {
-                member.presence = Presence::at(now);
+                member.presence = AgentPresence::seen_at(now);
                 return Ok((self.generation, Vec::new()));
             }
-            newer(task, attempt, member.attempt)?;
+            check_newer_attempt(task, attempt, member.attempt)?;
         }
         if let Some(waiting) = self.waiting.get_mut(&task) {
             if waiting.session == session {
-                waiting.presence = Presence::at(now);
+                waiting.presence = AgentPresence::seen_at(now);
                 return Ok((Generation(self.generation.0 + 1), Vec::new()));
             }
-            newer(task, attempt, waiting.attempt)?;
+            check_newer_attempt(task, attempt, waiting.attempt)?;
         }
         let fence = self.fences.entry(task).or_insert(attempt);
         if attempt < *fence {
-            return Err(Refusal::Stale { task, attempt, current: *fence });
+            return Err(RegistrationRefusal::Stale { task, attempt, current: *fence });
         }
         *fence = attempt;
         let replaces = self.waiting.contains_key(&task);
-        let mut decisions = vec![Decision::Registered { task, session, replaces }];
+        let mut decisions = vec![MembershipDecision::Registered { task, session, replaces }];
         if let Some(running) = &mut self.running {
             let reason = format!("task {task} was started again, as attempt {attempt}");
-            decisions.extend(running.stop(Verdict { reason, cause: None, retry: true }));
+            decisions.extend(running.stop_generation(GenerationVerdict {
+                reason,
+                cause: None,
+                retry: true,
+            }));
         }
-        self.waiting
-            .insert(task, Registration { attempt, session, host, presence: Presence::at(now) });
-        decisions.extend(self.assign(now));
+        self.waiting.insert(
+            task,
+            Registration { attempt, session, host, presence: AgentPresence::seen_at(now) },
+        );
+        decisions.extend(self.assign_generation(now));
         let part_of =
             if self.waiting.is_empty() { self.generation.0 } else { self.generation.0 + 1 };
         Ok((Generation(part_of), decisions))
     }
 
     /// Takes an event and returns the actions that follow.
-    pub(crate) fn observe(&mut self, now: Duration, input: Input) -> Vec<Decision> {
+    pub(crate) fn observe_input(
+        &mut self,
+        now: Duration,
+        input: MembershipInput,
+    ) -> Vec<MembershipDecision> {
         match input {
-            Input::Beat { task, session } => {
-                // Nothing can follow from a sign of life; ten thousand agents give one each second.
-                self.touch(task, session, |presence| *presence = Presence::at(now));
+            MembershipInput::Beat { task, session } => {
+                // A heartbeat causes no decision, so skip the check: ten thousand agents send one
+                // each second.
+                self.update_presence(task, session, |presence| {
+                    *presence = AgentPresence::seen_at(now)
+                });
                 return Vec::new();
             }
-            Input::Disconnected { task, session } => {
-                self.touch(task, session, |presence| presence.disconnected = Some(now));
+            MembershipInput::Disconnected { task, session } => {
+                self.update_presence(task, session, |presence| presence.disconnected = Some(now));
             }
-            Input::Exited { task, generation, exit } => {
+            MembershipInput::Exited { task, generation, exit } => {
                 if let Some(running) = &mut self.running
                     && running.generation() == generation
                 {
-                    running.exited(now, task, exit);
+                    running.record_exit(now, task, exit);
                 }
             }
-            Input::Abort { reason } => return self.abort(reason),
-            // Nothing of an elastic job comes here.
-            Input::Hosts(_) | Input::NotStarted { .. } | Input::Leaves { .. } | Input::Tick => {}
+            MembershipInput::Abort { reason } => return self.abort_job(reason),
+            // Inputs of elastic jobs do not occur here.
+            MembershipInput::Hosts(_)
+            | MembershipInput::NotStarted { .. }
+            | MembershipInput::Leaves { .. }
+            | MembershipInput::Tick => {}
         }
-        self.settle(now)
+        self.settle_membership(now)
     }
 
-    fn admit(&self, task: TaskId) -> Result<(), Refusal> {
+    fn check_open(&self, task: TaskId) -> Result<(), RegistrationRefusal> {
         match &self.phase {
-            Phase::Aborted { reason } => return Err(Refusal::Aborted { reason: reason.clone() }),
-            Phase::Finished { generation } => {
-                return Err(Refusal::Finished { generation: *generation });
+            MembershipPhase::Aborted { reason } => {
+                return Err(RegistrationRefusal::Aborted { reason: reason.clone() });
             }
-            Phase::Open => {}
+            MembershipPhase::Finished { generation } => {
+                return Err(RegistrationRefusal::Finished { generation: *generation });
+            }
+            MembershipPhase::Open => {}
         }
         if task.0 >= self.options.tasks {
-            return Err(Refusal::UnknownTask { task, last: self.options.tasks.saturating_sub(1) });
+            return Err(RegistrationRefusal::UnknownTask {
+                task,
+                last: self.options.tasks.saturating_sub(1),
+            });
         }
         Ok(())
     }
 
-    fn touch(&mut self, task: TaskId, session: u64, change: impl Fn(&mut Presence)) {
+    fn update_presence(&mut self, task: TaskId, session: u64, change: impl Fn(&mut AgentPresence)) {
         if let Some(waiting) =
             self.waiting.get_mut(&task).filter(|waiting| waiting.session == session)
         {
             change(&mut waiting.presence);
         }
-        if let Some(member) = self.running.as_mut().and_then(|running| running.member(task))
+        if let Some(member) = self.running.as_mut().and_then(|running| running.member_mut(task))
             && member.session == session
         {
             change(&mut member.presence);
         }
     }
 
-    fn assign(&mut self, now: Duration) -> Option<Decision> {
+    fn assign_generation(&mut self, now: Duration) -> Option<MembershipDecision> {
         if self.waiting.len() < self.options.tasks as usize {
             return None;
         }
-        let places: Vec<TaskPlace> = self
+        let places: Vec<TaskPlacement> = self
             .waiting
             .iter()
-            .map(|(task, waiting)| TaskPlace { task: *task, host: waiting.host.clone() })
+            .map(|(task, waiting)| TaskPlacement { task: *task, host: waiting.host.clone() })
             .collect();
         let next = Generation(self.generation.0 + 1);
-        let rule = if self.options.in_order { assign_in_order } else { assign };
+        let rule = if self.options.in_order { assign_in_order } else { assign_ranks };
         let world = rule(next, &places).ok()?;
         let members = std::mem::take(&mut self.waiting);
         self.generation = next;
-        self.running = Some(Running::new(now, world.clone(), members));
-        Some(Decision::Assigned { world })
+        self.running = Some(RunningGeneration::new(now, world.clone(), members));
+        Some(MembershipDecision::Assigned { world })
     }
 
-    fn abort(&mut self, reason: String) -> Vec<Decision> {
-        if !matches!(self.phase, Phase::Open) {
+    fn abort_job(&mut self, reason: String) -> Vec<MembershipDecision> {
+        if !matches!(self.phase, MembershipPhase::Open) {
             return Vec::new();
         }
-        self.phase = Phase::Aborted { reason: reason.clone() };
+        self.phase = MembershipPhase::Aborted { reason: reason.clone() };
         self.waiting.clear();
-        let verdict = Verdict { reason: reason.clone(), cause: None, retry: false };
-        let stop = self.running.as_mut().and_then(|running| running.stop(verdict));
-        stop.into_iter().chain([Decision::Aborted { reason }]).collect()
+        let verdict = GenerationVerdict { reason: reason.clone(), cause: None, retry: false };
+        let stop = self.running.as_mut().and_then(|running| running.stop_generation(verdict));
+        stop.into_iter().chain([MembershipDecision::Aborted { reason }]).collect()
     }
 
-    fn settle(&mut self, now: Duration) -> Vec<Decision> {
+    fn settle_membership(&mut self, now: Duration) -> Vec<MembershipDecision> {
         let mut decisions = Vec::new();
-        if !matches!(self.phase, Phase::Open) {
+        if !matches!(self.phase, MembershipPhase::Open) {
             return decisions;
         }
         let options = &self.options;
         self.waiting.retain(|task, waiting| {
-            match waiting.presence.gone_while_waiting(now, &options.liveness) {
+            match waiting.presence.gone_reason_while_waiting(now, &options.liveness) {
                 Some(reason) => {
-                    decisions.push(Decision::Withdrawn { task: *task, reason });
+                    decisions.push(MembershipDecision::Withdrawn { task: *task, reason });
                     false
                 }
                 None => true,
             }
         });
         if let Some(running) = &mut self.running {
-            decisions.extend(running.settle(now, options));
+            decisions.extend(running.settle_losses(now, options));
             if running.is_finished() {
                 let generation = running.generation();
-                self.phase = Phase::Finished { generation };
-                decisions.push(Decision::Finished { generation });
+                self.phase = MembershipPhase::Finished { generation };
+                decisions.push(MembershipDecision::Finished { generation });
             }
         }
         decisions
     }
 }
 
-impl Presence {
-    /// Nothing runs yet, so a closed connection is enough: the task may simply register again.
-    fn gone_while_waiting(&self, now: Duration, liveness: &Liveness) -> Option<String> {
+impl AgentPresence {
+    /// Returns the reason why a waiting agent counts as gone. No worker runs yet, so a closed
+    /// connection is enough: the task may simply register again.
+    fn gone_reason_while_waiting(
+        &self,
+        now: Duration,
+        liveness: &LivenessLimits,
+    ) -> Option<String> {
         match self.disconnected {
             Some(_) => Some("its agent's connection closed".to_owned()),
-            None => self.gone(now, liveness),
+            None => self.gone_reason(now, liveness),
         }
     }
 }
 
-fn newer(task: TaskId, attempt: u64, current: u64) -> Result<(), Refusal> {
+fn check_newer_attempt(
+    task: TaskId,
+    attempt: u64,
+    current: u64,
+) -> Result<(), RegistrationRefusal> {
     match attempt.cmp(&current) {
-        std::cmp::Ordering::Less => Err(Refusal::Stale { task, attempt, current }),
-        std::cmp::Ordering::Equal => Err(Refusal::Duplicate { task, attempt }),
+        std::cmp::Ordering::Less => Err(RegistrationRefusal::Stale { task, attempt, current }),
+        std::cmp::Ordering::Equal => Err(RegistrationRefusal::Duplicate { task, attempt }),
         std::cmp::Ordering::Greater => Ok(()),
     }
 }

@@ -8,40 +8,40 @@ use std::time::Duration;
 
 use farandole_world::{Generation, Rank, TaskId, World};
 
-use super::{Decision, Options, Presence, Registration};
-use crate::exit::{Exit, Verdict};
+use super::{AgentPresence, MembershipDecision, MembershipOptions, Registration};
+use crate::exit::{ExitReport, GenerationVerdict};
 
 /// A task of the generation.
 #[derive(Clone, Debug)]
-pub(super) struct Member {
+pub(super) struct GenerationMember {
     pub(super) attempt: u64,
     pub(super) session: u64,
-    pub(super) presence: Presence,
+    pub(super) presence: AgentPresence,
     rank: Rank,
-    end: Option<End>,
+    end: Option<MemberEnd>,
 }
 
 #[derive(Clone, Debug)]
-struct End {
+struct MemberEnd {
     at: Duration,
-    what: What,
+    observation: MemberObservation,
 }
 
 #[derive(Clone, Debug)]
-enum What {
-    Exited(Exit),
+enum MemberObservation {
+    Exited(ExitReport),
     Lost(String),
 }
 
 /// A generation between its assignment and the next.
 #[derive(Clone, Debug)]
-pub(super) struct Running {
+pub(super) struct RunningGeneration {
     world: World,
-    members: BTreeMap<TaskId, Member>,
-    verdict: Option<Verdict>,
+    members: BTreeMap<TaskId, GenerationMember>,
+    verdict: Option<GenerationVerdict>,
 }
 
-impl Running {
+impl RunningGeneration {
     pub(super) fn new(
         now: Duration,
         world: World,
@@ -52,10 +52,10 @@ impl Running {
         let members = waiting
             .into_iter()
             .map(|(task, waiting)| {
-                let presence = Presence { seen: now, ..waiting.presence };
+                let presence = AgentPresence { seen: now, ..waiting.presence };
                 let rank = ranks.get(&task).copied().unwrap_or_default();
                 let Registration { attempt, session, .. } = waiting;
-                (task, Member { attempt, session, presence, rank, end: None })
+                (task, GenerationMember { attempt, session, presence, rank, end: None })
             })
             .collect();
         Self { world, members, verdict: None }
@@ -65,71 +65,86 @@ impl Running {
         self.world.generation
     }
 
-    pub(super) fn member(&mut self, task: TaskId) -> Option<&mut Member> {
+    pub(super) fn member_mut(&mut self, task: TaskId) -> Option<&mut GenerationMember> {
         self.members.get_mut(&task)
     }
 
-    pub(super) fn has(&self, task: TaskId, session: u64) -> bool {
+    pub(super) fn has_session(&self, task: TaskId, session: u64) -> bool {
         self.members.get(&task).is_some_and(|member| member.session == session)
     }
 
     /// Returns the members, by task and session.
     #[cfg(test)]
-    pub(super) fn members(&self) -> impl Iterator<Item = (TaskId, u64)> + '_ {
+    pub(super) fn member_sessions(&self) -> impl Iterator<Item = (TaskId, u64)> + '_ {
         self.members.iter().map(|(task, member)| (*task, member.session))
     }
 
-    /// Notes an exit; only the first of a task counts.
-    pub(super) fn exited(&mut self, now: Duration, task: TaskId, exit: Exit) {
+    /// Records an exit; only a task's first exit counts.
+    pub(super) fn record_exit(&mut self, now: Duration, task: TaskId, exit: ExitReport) {
         if let Some(member) = self.members.get_mut(&task)
             && member.end.is_none()
         {
-            member.end = Some(End { at: now, what: What::Exited(exit) });
+            member.end = Some(MemberEnd { at: now, observation: MemberObservation::Exited(exit) });
         }
     }
 
-    /// Passes the verdict, unless there is one or all tasks ended well.
-    pub(super) fn stop(&mut self, verdict: Verdict) -> Option<Decision> {
+    /// Stops the generation with this verdict, unless it has a verdict or all tasks ended
+    /// successfully.
+    pub(super) fn stop_generation(
+        &mut self,
+        verdict: GenerationVerdict,
+    ) -> Option<MembershipDecision> {
         if self.verdict.is_some() || self.is_finished() {
             return None;
         }
         self.verdict = Some(verdict.clone());
-        Some(Decision::Stop { generation: self.generation(), verdict })
+        Some(MembershipDecision::Stop { generation: self.generation(), verdict })
     }
 
-    /// Returns whether all tasks ended well by themselves.
+    /// Returns whether all tasks ended successfully by themselves.
     pub(super) fn is_finished(&self) -> bool {
-        let well = |end: &End| matches!(&end.what, What::Exited(exit) if exit.how.is_success());
+        let well = |end: &MemberEnd| matches!(&end.observation, MemberObservation::Exited(exit) if exit.how.is_success());
         self.verdict.is_none()
             && self.members.values().all(|member| member.end.as_ref().is_some_and(well))
     }
 
-    /// Looks for lost agents, and for a failure whose grace is over.
-    pub(super) fn settle(&mut self, now: Duration, options: &Options) -> Vec<Decision> {
+    /// Checks for lost agents, and for a failure whose grace period is over.
+    pub(super) fn settle_losses(
+        &mut self,
+        now: Duration,
+        options: &MembershipOptions,
+    ) -> Vec<MembershipDecision> {
         let mut decisions = Vec::new();
         for (task, member) in &mut self.members {
             if member.end.is_none()
-                && let Some(reason) = member.presence.gone(now, &options.liveness)
+                && let Some(reason) = member.presence.gone_reason(now, &options.liveness)
             {
-                member.end = Some(End { at: now, what: What::Lost(reason.clone()) });
-                decisions.push(Decision::Lost { task: *task, reason });
+                member.end = Some(MemberEnd {
+                    at: now,
+                    observation: MemberObservation::Lost(reason.clone()),
+                });
+                decisions.push(MembershipDecision::Lost { task: *task, reason });
             }
         }
         if self.verdict.is_none()
-            && let Some(verdict) = self.judge(now, options)
+            && let Some(verdict) = self.decide_verdict(now, options)
         {
-            decisions.extend(self.stop(verdict));
+            decisions.extend(self.stop_generation(verdict));
         }
         decisions
     }
 
-    /// Returns the verdict, once enough is known: all tasks have ended, or the grace after the
-    /// first failure is over. While there are only peers' errors, the report of their cause is
-    /// still on its way, so these wait longer.
-    fn judge(&self, now: Duration, options: &Options) -> Option<Verdict> {
+    /// Returns the verdict once enough is known: all tasks have ended, or the grace period after
+    /// the first failure is over. If only peers' errors are known, the report of their cause is
+    /// still on its way, so the wait is longer.
+    fn decide_verdict(
+        &self,
+        now: Duration,
+        options: &MembershipOptions,
+    ) -> Option<GenerationVerdict> {
         let (task, member, end) = self.first_failure()?;
-        let earliest = self.failures().map(|(_, _, end)| end.at).min()?;
-        let grace = if end.is_own() {
+        let earliest = self.member_failures().map(|(_, _, end)| end.at).min()?;
+        let grace = if end.is_own_failure() {
             options.failure_grace
         } else {
             options.liveness.heartbeat_timeout + options.failure_grace
@@ -144,41 +159,45 @@ impl Running {
             .get(member.rank.index())
             .map(|seat| seat.host.0.as_str())
             .unwrap_or_default();
-        let reason = format!("rank {} on {host} {}", member.rank, end.sentence());
-        Some(Verdict { reason, cause: Some(task), retry: matches!(end.what, What::Lost(_)) })
+        let reason = format!("rank {} on {host} {}", member.rank, end.as_sentence());
+        Some(GenerationVerdict {
+            reason,
+            cause: Some(task),
+            retry: matches!(end.observation, MemberObservation::Lost(_)),
+        })
     }
 
-    /// Returns the failure to blame: a task's own before a peer's error, then the earliest.
-    fn first_failure(&self) -> Option<(TaskId, &Member, &End)> {
-        self.failures().min_by_key(|(task, _, end)| (!end.is_own(), end.at, *task))
+    /// Returns the failure to blame: a task's own failure before a peer's error, then the earliest.
+    fn first_failure(&self) -> Option<(TaskId, &GenerationMember, &MemberEnd)> {
+        self.member_failures().min_by_key(|(task, _, end)| (!end.is_own_failure(), end.at, *task))
     }
 
-    fn failures(&self) -> impl Iterator<Item = (TaskId, &Member, &End)> {
+    fn member_failures(&self) -> impl Iterator<Item = (TaskId, &GenerationMember, &MemberEnd)> {
         self.members.iter().filter_map(|(task, member)| {
             member.end.as_ref().filter(|end| end.is_failure()).map(|end| (*task, member, end))
         })
     }
 }
 
-impl End {
+impl MemberEnd {
     fn is_failure(&self) -> bool {
-        match &self.what {
-            What::Exited(exit) => !exit.how.is_success() && !exit.stopped,
-            What::Lost(_) => true,
+        match &self.observation {
+            MemberObservation::Exited(exit) => !exit.how.is_success() && !exit.stopped,
+            MemberObservation::Lost(_) => true,
         }
     }
 
-    fn is_own(&self) -> bool {
-        match &self.what {
-            What::Exited(exit) => !exit.peer_error,
-            What::Lost(_) => true,
+    fn is_own_failure(&self) -> bool {
+        match &self.observation {
+            MemberObservation::Exited(exit) => !exit.peer_error,
+            MemberObservation::Lost(_) => true,
         }
     }
 
-    fn sentence(&self) -> String {
-        match &self.what {
-            What::Exited(exit) => exit.how.to_string(),
-            What::Lost(reason) => format!("was lost: {reason}"),
+    fn as_sentence(&self) -> String {
+        match &self.observation {
+            MemberObservation::Exited(exit) => exit.how.to_string(),
+            MemberObservation::Lost(reason) => format!("was lost: {reason}"),
         }
     }
 }

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whole jobs in simulated time, with agents that crash and start again, over a network that loses,
-//! delays, repeats and parts. One seed is one history: a failure names it, and
-//! `FARANDOLE_SIMULATION_FIRST` with `FARANDOLE_SIMULATION_SEEDS=1` plays it again.
+//! Simulation of whole jobs: agents crash and restart, over a network that loses, delays and
+//! repeats messages, and is cut. One seed gives one history. A failure names its seed, and
+//! `FARANDOLE_SIMULATION_FIRST` with `FARANDOLE_SIMULATION_SEEDS=1` repeats it.
 //!
-//! - `SI-1`: a generation that finishes is one whose every worker ended well, in it.
-//! - `SI-2`: a verdict blames a task that failed, crashed or was cut off, never one that lost its
-//!   peer; without `retry` only one that failed.
-//! - `SI-3`: once the network heals and agents stay, the job comes to its end, and never by the
-//!   limit of its start.
-//! - `SI-4`: two generations never work at once, but for workers that have not yet heard, or cannot
-//!   hear, of their end.
+//! - `SI-1`: if a generation finishes, every worker of it ended successfully in it.
+//! - `SI-2`: a verdict blames a task that failed, crashed or was cut off, never a task that lost
+//!   its peer; without `retry`, only a task that failed.
+//! - `SI-3`: once the network heals and agents stay, the job ends, and never by its start timeout.
+//! - `SI-4`: two generations never work at once, except for workers that have not received, or
+//!   cannot receive, the order to end.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -20,26 +19,27 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
 use super::*;
-use crate::exit::How;
+use crate::exit::ExitKind;
 
 /// The time at which the network heals and agents stop crashing.
-const HEALED: u64 = 60_000;
-/// The time at which everything is over, whatever happened before.
-const END: u64 = 240_000;
-/// Time for which an agent waits for the others.
-const START: u64 = 120_000;
-/// Time for which the rest of a stage runs beside the stage that was started in its place.
-const LINGERS: u64 = 2_000;
-/// Time for which an agent of a barrier stage waits to be ended before it registers again.
-const LEFT_ALONE: u64 = 4_000;
-/// Interval at which an agent without an answer asks again, beats and looks around.
-const STEP: u64 = 200;
-const BEAT: u64 = 1_000;
-/// The exit code of a worker that failed because a peer had.
-const PEER: i32 = 2;
-const OPTIONS: Options = Options {
+const NETWORK_HEALED_MS: u64 = 60_000;
+/// The time at which the job must be over in any case.
+const SIMULATION_END_MS: u64 = 240_000;
+/// Time for which an agent waits for the other agents.
+const START_TIMEOUT_MS: u64 = 120_000;
+/// Time for which the remaining tasks of a stage run beside the stage that replaces it.
+const STAGE_OVERLAP_MS: u64 = 2_000;
+/// Time for which an agent of a barrier stage waits for its end before it registers again.
+const REREGISTER_DELAY_MS: u64 = 4_000;
+/// Interval at which an agent without an answer repeats its call, sends a heartbeat, and checks its
+/// state.
+const AGENT_STEP_MS: u64 = 200;
+const HEARTBEAT_INTERVAL_MS: u64 = 1_000;
+/// Exit code of a worker that failed because a peer failed.
+const PEER_FAILURE_CODE: i32 = 2;
+const SIMULATION_OPTIONS: MembershipOptions = MembershipOptions {
     tasks: 0,
-    liveness: Liveness {
+    liveness: LivenessLimits {
         heartbeat_timeout: Duration::from_secs(5),
         disconnect_grace: Duration::from_secs(1),
     },
@@ -48,29 +48,29 @@ const OPTIONS: Options = Options {
 };
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Happens {
-    /// An agent looks around.
+enum SimulatedJobEvent {
+    /// An agent takes its next step.
     Agent {
         task: u32,
         session: u64,
     },
-    /// Something arrives at the registrar.
+    /// A message arrives at the registrar.
     Arrives {
         task: u32,
         session: u64,
-        what: Said,
+        what: SimulatedAgentMessage,
     },
-    /// Something arrives at an agent.
+    /// A message arrives at an agent.
     Hears {
         task: u32,
         session: u64,
-        what: Told,
+        what: SimulatedRegistrarMessage,
     },
     /// The agent's machine fails.
     Crash {
         task: u32,
     },
-    /// Spark starts it again.
+    /// Spark restarts the agent.
     Restart {
         task: u32,
     },
@@ -79,12 +79,12 @@ enum Happens {
         task: u32,
         session: u64,
     },
-    /// An agent whose generation was broken up is still there.
+    /// An agent whose generation was stopped still runs.
     LeftAlone {
         task: u32,
         session: u64,
     },
-    /// Nothing passes between this agent and the registrar until then.
+    /// The network between this agent and the registrar is cut until then.
     Part {
         task: u32,
         until: u64,
@@ -93,7 +93,7 @@ enum Happens {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Said {
+enum SimulatedAgentMessage {
     Register { attempt: u64 },
     Beat,
     Closed,
@@ -101,7 +101,7 @@ enum Said {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Told {
+enum SimulatedRegistrarMessage {
     Assigned { generation: u64 },
     Stop { generation: u64 },
     Refused,
@@ -109,32 +109,31 @@ enum Told {
 }
 
 #[derive(Clone, Debug)]
-struct Agent {
+struct SimulatedAgent {
     session: u64,
     attempt: u64,
     registered: bool,
-    /// Generation, when its worker ends, and how.
+    /// Generation of its worker, the time of the worker's end, and its exit code.
     working: Option<(u64, u64, i32)>,
     /// An end that the registrar has not confirmed.
-    ended: Option<Said>,
+    ended: Option<SimulatedAgentMessage>,
     done: bool,
     beaten: u64,
 }
 
-struct World {
+struct JobSimulation {
     seed: u64,
     now: u64,
     chance: StdRng,
-    job: Membership,
-    queue: BinaryHeap<Reverse<(u64, u64, Happens)>>,
+    job: FixedMembership,
+    queue: BinaryHeap<Reverse<(u64, u64, SimulatedJobEvent)>>,
     order: u64,
-    agents: BTreeMap<u32, Agent>,
-    /// Sessions by task, as the registrar took them last.
+    agents: BTreeMap<u32, SimulatedAgent>,
+    /// Tasks that are cut off from the registrar, and the time at which each cut ends.
     parted: BTreeMap<u32, u64>,
     sessions: u64,
     restarting: usize,
-    /// Whether an agent that hears of another one's loss registers again, as in a gang without a
-    /// barrier.
+    /// Whether an agent registers again when another one is lost, as in a gang without a barrier.
     rejoins: bool,
     faults: bool,
     assigned: u64,
@@ -145,7 +144,7 @@ struct World {
     over: Option<&'static str>,
 }
 
-impl World {
+impl JobSimulation {
     fn new(seed: u64) -> Self {
         let mut chance = StdRng::seed_from_u64(seed);
         let tasks = chance.random_range(1..=6);
@@ -155,7 +154,7 @@ impl World {
             rejoins: chance.random_bool(0.5),
             faults: chance.random_bool(0.8),
             chance,
-            job: Membership::new(Options { tasks, ..OPTIONS }),
+            job: FixedMembership::new(MembershipOptions { tasks, ..SIMULATION_OPTIONS }),
             queue: BinaryHeap::new(),
             order: 0,
             agents: BTreeMap::new(),
@@ -172,25 +171,25 @@ impl World {
         for task in 0..tasks {
             let at = world.chance.random_range(0..3_000);
             world.restarting += 1;
-            world.at(at, Happens::Restart { task });
+            world.schedule_at(at, SimulatedJobEvent::Restart { task });
             if world.faults {
                 for _ in 0..world.chance.random_range(0..3) {
-                    let at = world.chance.random_range(0..HEALED);
+                    let at = world.chance.random_range(0..NETWORK_HEALED_MS);
                     let until = at + world.chance.random_range(100..12_000);
                     let fault = if world.chance.random_bool(0.5) {
-                        Happens::Crash { task }
+                        SimulatedJobEvent::Crash { task }
                     } else {
-                        Happens::Part { task, until: until.min(HEALED) }
+                        SimulatedJobEvent::Part { task, until: until.min(NETWORK_HEALED_MS) }
                     };
-                    world.at(at, fault);
+                    world.schedule_at(at, fault);
                 }
             }
         }
-        world.at(0, Happens::Tick);
+        world.schedule_at(0, SimulatedJobEvent::Tick);
         world
     }
 
-    fn at(&mut self, at: u64, what: Happens) {
+    fn schedule_at(&mut self, at: u64, what: SimulatedJobEvent) {
         self.order += 1;
         self.queue.push(Reverse((at, self.order, what)));
     }
@@ -199,11 +198,12 @@ impl World {
         self.parted.get(&task).is_some_and(|until| *until > self.now)
     }
 
-    /// Sends something over the network: late, twice, or never. Beats come on a stream, where loss
-    /// is but delay.
-    fn send(&mut self, task: u32, what: Happens) {
-        let healed = !self.faults || self.now >= HEALED;
-        let streams = matches!(what, Happens::Arrives { what: Said::Beat, .. });
+    /// Sends a message over the network: late, twice, or never. Heartbeats are sent on a stream, so
+    /// they are delayed but not lost.
+    fn send_over_network(&mut self, task: u32, what: SimulatedJobEvent) {
+        let healed = !self.faults || self.now >= NETWORK_HEALED_MS;
+        let streams =
+            matches!(what, SimulatedJobEvent::Arrives { what: SimulatedAgentMessage::Beat, .. });
         if self.is_cut(task) || (!healed && !streams && self.chance.random_bool(0.1)) {
             return;
         }
@@ -211,23 +211,28 @@ impl World {
         for _ in 0..copies {
             let slow = !healed && self.chance.random_bool(0.05);
             let delay = self.chance.random_range(1..if slow { 400 } else { 60 });
-            self.at(self.now + delay, what.clone());
+            self.schedule_at(self.now + delay, what.clone());
         }
     }
 
-    fn say(&mut self, task: u32, session: u64, what: Said) {
-        self.send(task, Happens::Arrives { task, session, what });
+    fn send_to_registrar(&mut self, task: u32, session: u64, what: SimulatedAgentMessage) {
+        self.send_over_network(task, SimulatedJobEvent::Arrives { task, session, what });
     }
 
-    fn tell(&mut self, task: u32, session: u64, what: Told) {
-        self.send(task, Happens::Hears { task, session, what });
+    fn send_to_agent(&mut self, task: u32, session: u64, what: SimulatedRegistrarMessage) {
+        self.send_over_network(task, SimulatedJobEvent::Hears { task, session, what });
     }
 
-    fn play(mut self) -> (&'static str, u64) {
+    fn run_to_end(mut self) -> (&'static str, u64) {
         while let Some(Reverse((at, _, what))) = self.queue.pop() {
-            assert!(at <= END, "SI-3: seed {}: not over at {END} ms: {:?}", self.seed, self.agents);
+            assert!(
+                at <= SIMULATION_END_MS,
+                "SI-3: seed {}: not over at {SIMULATION_END_MS} ms: {:?}",
+                self.seed,
+                self.agents
+            );
             self.now = at;
-            self.happens(what);
+            self.handle_event(what);
             if let Some(over) = self.over {
                 return (over, self.assigned);
             }
@@ -235,57 +240,77 @@ impl World {
         panic!("seed {}: nothing happens any more", self.seed);
     }
 
-    fn happens(&mut self, what: Happens) {
+    fn handle_event(&mut self, what: SimulatedJobEvent) {
         match what {
-            Happens::Tick => {
-                self.at(self.now + 50, Happens::Tick);
-                let decisions = self.job.observe(at(self.now), Input::Tick);
-                self.decided(decisions);
+            SimulatedJobEvent::Tick => {
+                self.schedule_at(self.now + 50, SimulatedJobEvent::Tick);
+                let decisions =
+                    self.job.observe_input(millis_to_duration(self.now), MembershipInput::Tick);
+                self.check_decisions(decisions);
                 if self.restarting == 0 && self.agents.values().all(|agent| agent.done) {
-                    // Spark has nothing to start again: the driver says which task was lost.
+                    // Spark has no task to restart: the driver reports the lost task.
                     self.over.get_or_insert("lost");
-                } else if self.now > HEALED + START {
-                    // Some wait for others that do not come.
+                } else if self.now > NETWORK_HEALED_MS + START_TIMEOUT_MS {
+                    // Some agents wait for others that do not come.
                     self.over.get_or_insert("timed out");
                 }
             }
-            Happens::Restart { task } => {
+            SimulatedJobEvent::Restart { task } => {
                 self.restarting -= 1;
-                self.restart(task);
+                self.restart_agent(task);
             }
-            Happens::Ended { task, session } => {
+            SimulatedJobEvent::Ended { task, session } => {
                 if self.agents.get(&task).is_some_and(|agent| agent.session == session) {
                     self.agents.remove(&task);
-                    self.at(self.now + 20, Happens::Arrives { task, session, what: Said::Closed });
+                    self.schedule_at(
+                        self.now + 20,
+                        SimulatedJobEvent::Arrives {
+                            task,
+                            session,
+                            what: SimulatedAgentMessage::Closed,
+                        },
+                    );
                 }
             }
-            Happens::LeftAlone { task, session } => {
+            SimulatedJobEvent::LeftAlone { task, session } => {
                 self.restarting -= 1;
                 if self.agents.get(&task).is_some_and(|agent| agent.session == session) {
-                    self.restart(task);
+                    self.restart_agent(task);
                 }
             }
-            Happens::Crash { task } => self.crash(task),
-            Happens::Part { task, until } => {
+            SimulatedJobEvent::Crash { task } => self.crash_agent(task),
+            SimulatedJobEvent::Part { task, until } => {
                 self.parted.insert(task, until);
                 self.blamable.insert(task);
-                // The registrar's end of the connection may learn at once, or by silence alone.
+                // The registrar may notice the loss at once by the broken connection, or later by
+                // silence.
                 if let Some(session) = self.agents.get(&task).map(|agent| agent.session)
                     && self.chance.random_bool(0.5)
                 {
-                    self.at(self.now + 1, Happens::Arrives { task, session, what: Said::Closed });
+                    self.schedule_at(
+                        self.now + 1,
+                        SimulatedJobEvent::Arrives {
+                            task,
+                            session,
+                            what: SimulatedAgentMessage::Closed,
+                        },
+                    );
                 }
             }
-            Happens::Agent { task, session } => self.act(task, session),
-            Happens::Arrives { task, session, what } => self.arrives(task, session, what),
-            Happens::Hears { task, session, what } => self.hears(task, session, what),
+            SimulatedJobEvent::Agent { task, session } => self.step_agent(task, session),
+            SimulatedJobEvent::Arrives { task, session, what } => {
+                self.receive_at_registrar(task, session, what)
+            }
+            SimulatedJobEvent::Hears { task, session, what } => {
+                self.receive_at_agent(task, session, what)
+            }
         }
     }
 
-    fn restart(&mut self, task: u32) {
+    fn restart_agent(&mut self, task: u32) {
         self.sessions += 1;
         let (session, attempt) = (self.sessions, self.sessions);
-        let agent = Agent {
+        let agent = SimulatedAgent {
             session,
             attempt,
             registered: false,
@@ -295,42 +320,47 @@ impl World {
             beaten: 0,
         };
         self.agents.insert(task, agent);
-        self.at(self.now, Happens::Agent { task, session });
+        self.schedule_at(self.now, SimulatedJobEvent::Agent { task, session });
     }
 
-    fn crash(&mut self, task: u32) {
+    fn crash_agent(&mut self, task: u32) {
         let Some(agent) = self.agents.remove(&task) else { return };
         self.blamable.insert(task);
         if let Some((generation, ..)) = agent.working {
-            self.disturb(task, generation);
+            self.fail_peers_of(task, generation);
         }
         if !self.is_cut(task) && self.chance.random_bool(0.8) {
-            self.at(
+            self.schedule_at(
                 self.now + 5,
-                Happens::Arrives { task, session: agent.session, what: Said::Closed },
+                SimulatedJobEvent::Arrives {
+                    task,
+                    session: agent.session,
+                    what: SimulatedAgentMessage::Closed,
+                },
             );
         }
-        // A barrier stage starts again as a whole. Without one, only lost tasks start again.
+        // Spark restarts all tasks of a barrier stage. Without a barrier, it restarts only lost
+        // tasks.
         let tasks: Vec<u32> =
             if self.rejoins { vec![task] } else { (0..self.job.options.tasks).collect() };
         let later = self.now + self.chance.random_range(500..8_000);
         for task in tasks {
-            // Spark ends the tasks of a stage together, but not at one moment, nor does it wait for
-            // that: if there are slots, the rest of the old stage runs beside the new one, and ends
-            // without a message.
+            // Spark ends the tasks of a stage together, but not at the same moment, and does not
+            // wait for their ends. If there are slots, the remaining tasks of the old stage run
+            // beside the new stage, and end without a message.
             if let Some(session) = self.agents.get(&task).map(|agent| agent.session) {
                 self.blamable.insert(task);
-                let ended = self.now + self.chance.random_range(20..LINGERS);
-                self.at(ended, Happens::Ended { task, session });
+                let ended = self.now + self.chance.random_range(20..STAGE_OVERLAP_MS);
+                self.schedule_at(ended, SimulatedJobEvent::Ended { task, session });
             }
             self.restarting += 1;
-            let started = later + self.chance.random_range(0..LINGERS);
-            self.at(started, Happens::Restart { task });
+            let started = later + self.chance.random_range(0..STAGE_OVERLAP_MS);
+            self.schedule_at(started, SimulatedJobEvent::Restart { task });
         }
     }
 
-    /// The others' collectives lose their peer.
-    fn disturb(&mut self, lost: u32, generation: u64) {
+    /// Makes the collectives of the other workers lose their peer.
+    fn fail_peers_of(&mut self, lost: u32, generation: u64) {
         for (task, agent) in &mut self.agents {
             if *task != lost
                 && let Some((of, until, code)) = &mut agent.working
@@ -338,14 +368,14 @@ impl World {
             {
                 let soon = self.now + self.chance.random_range(50..2_000);
                 if soon < *until {
-                    (*until, *code) = (soon, PEER);
+                    (*until, *code) = (soon, PEER_FAILURE_CODE);
                 }
             }
         }
     }
 
-    /// The actions of an agent by itself.
-    fn act(&mut self, task: u32, session: u64) {
+    /// Takes an agent's next step.
+    fn step_agent(&mut self, task: u32, session: u64) {
         let now = self.now;
         let healed = self.parted.get(&task).is_some_and(|until| *until <= now);
         let Some(agent) = self.agents.get_mut(&task).filter(|agent| agent.session == session)
@@ -356,106 +386,119 @@ impl World {
             return;
         }
         if healed {
-            // Its connection comes back, and the agent offers its task again.
+            // The connection is restored, and the agent registers its task again.
             self.parted.remove(&task);
             agent.registered = false;
         }
         let mut says = Vec::new();
         if !agent.registered {
-            says.push(Said::Register { attempt: agent.attempt });
+            says.push(SimulatedAgentMessage::Register { attempt: agent.attempt });
         }
         if let Some((generation, until, code)) = agent.working
             && now >= until
         {
             agent.working = None;
-            agent.ended =
-                Some(Said::Exited { generation, code, peer: code == PEER, stopped: false });
+            agent.ended = Some(SimulatedAgentMessage::Exited {
+                generation,
+                code,
+                peer: code == PEER_FAILURE_CODE,
+                stopped: false,
+            });
             if code == 0 {
                 self.good.entry(generation).or_default().insert(task);
-            } else if code != PEER {
+            } else if code != PEER_FAILURE_CODE {
                 self.blamable.insert(task);
                 self.failures.insert(task);
-                self.disturb(task, generation);
+                self.fail_peers_of(task, generation);
             }
         }
         let Some(agent) = self.agents.get_mut(&task) else { return };
         says.extend(agent.ended.clone());
-        if now >= agent.beaten + BEAT {
+        if now >= agent.beaten + HEARTBEAT_INTERVAL_MS {
             agent.beaten = now;
-            says.push(Said::Beat);
+            says.push(SimulatedAgentMessage::Beat);
         }
         for said in says {
-            self.say(task, session, said);
+            self.send_to_registrar(task, session, said);
         }
-        self.at(now + STEP, Happens::Agent { task, session });
+        self.schedule_at(now + AGENT_STEP_MS, SimulatedJobEvent::Agent { task, session });
     }
 
-    fn arrives(&mut self, task: u32, session: u64, what: Said) {
-        let (time, name) = (at(self.now), TaskId(task));
+    fn receive_at_registrar(&mut self, task: u32, session: u64, what: SimulatedAgentMessage) {
+        let (time, name) = (millis_to_duration(self.now), TaskId(task));
         let decisions = match what {
-            Said::Register { attempt } => {
-                match self.job.register(
+            SimulatedAgentMessage::Register { attempt } => {
+                match self.job.register_task(
                     time,
                     name,
                     attempt,
                     session,
-                    host(if task.is_multiple_of(2) { "a" } else { "b" }),
+                    host_hash(if task.is_multiple_of(2) { "a" } else { "b" }),
                 ) {
                     Ok((_, decisions)) => {
-                        self.tell(task, session, Told::Registered);
+                        self.send_to_agent(task, session, SimulatedRegistrarMessage::Registered);
                         decisions
                     }
                     Err(_) => {
-                        self.tell(task, session, Told::Refused);
+                        self.send_to_agent(task, session, SimulatedRegistrarMessage::Refused);
                         Vec::new()
                     }
                 }
             }
-            Said::Beat => self.job.observe(time, Input::Beat { task: name, session }),
-            Said::Closed => self.job.observe(time, Input::Disconnected { task: name, session }),
-            Said::Exited { generation, code, peer, stopped } => {
-                let exit = Exit {
-                    how: How::Code(code),
+            SimulatedAgentMessage::Beat => {
+                self.job.observe_input(time, MembershipInput::Beat { task: name, session })
+            }
+            SimulatedAgentMessage::Closed => {
+                self.job.observe_input(time, MembershipInput::Disconnected { task: name, session })
+            }
+            SimulatedAgentMessage::Exited { generation, code, peer, stopped } => {
+                let exit = ExitReport {
+                    how: ExitKind::Code(code),
                     peer_error: peer,
                     stopped,
                     stderr_tail: Vec::new(),
                 };
-                let input = Input::Exited { task: name, generation: Generation(generation), exit };
-                let decisions = self.job.observe(time, input);
-                // A failure is answered by the verdict; a success too, as one that is lost makes
-                // all begin again.
+                let input = MembershipInput::Exited {
+                    task: name,
+                    generation: Generation(generation),
+                    exit,
+                };
+                let decisions = self.job.observe_input(time, input);
+                // The answer to a failure is the verdict. So is the answer to a success, because a
+                // lost task makes all tasks start again.
                 decisions
             }
         };
-        self.decided(decisions);
-        // What an agent awaits is answered as soon as it can be, and again whenever it asks.
+        self.check_decisions(decisions);
+        // Send the answer that the agent waits for as soon as possible, and again on each request.
         if let Some(running) = &self.job.running
-            && running.members().any(|member| member == (name, session))
+            && running.member_sessions().any(|member| member == (name, session))
         {
             let generation = running.generation().0;
             let told = match self.verdicts.contains(&generation) {
-                true => Told::Stop { generation },
-                false => Told::Assigned { generation },
+                true => SimulatedRegistrarMessage::Stop { generation },
+                false => SimulatedRegistrarMessage::Assigned { generation },
             };
-            self.tell(task, session, told);
+            self.send_to_agent(task, session, told);
         }
     }
 
-    fn hears(&mut self, task: u32, session: u64, what: Told) {
+    fn receive_at_agent(&mut self, task: u32, session: u64, what: SimulatedRegistrarMessage) {
         let ends = self.now + self.chance.random_range(500..20_000);
-        let code = i32::from(self.faults && self.now < HEALED && self.chance.random_bool(0.03));
+        let code =
+            i32::from(self.faults && self.now < NETWORK_HEALED_MS && self.chance.random_bool(0.03));
         let Some(agent) = self.agents.get_mut(&task).filter(|agent| agent.session == session)
         else {
             return;
         };
         match what {
-            Told::Registered => agent.registered = true,
-            Told::Assigned { generation }
+            SimulatedRegistrarMessage::Registered => agent.registered = true,
+            SimulatedRegistrarMessage::Assigned { generation }
                 if agent.working.is_none() && agent.ended.is_none() && !agent.done =>
             {
                 agent.working = Some((generation, ends, code));
             }
-            Told::Stop { generation } => {
+            SimulatedRegistrarMessage::Stop { generation } => {
                 let mine = agent.working.is_some_and(|(of, ..)| of == generation)
                     || agent.working.is_none();
                 if mine && !agent.done {
@@ -463,23 +506,26 @@ impl World {
                     agent.ended = None;
                     agent.done = true;
                     if self.rejoins {
-                        self.restart(task);
+                        self.restart_agent(task);
                     } else {
                         self.restarting += 1;
-                        self.at(self.now + LEFT_ALONE, Happens::LeftAlone { task, session });
+                        self.schedule_at(
+                            self.now + REREGISTER_DELAY_MS,
+                            SimulatedJobEvent::LeftAlone { task, session },
+                        );
                     }
                 }
             }
-            // Another start of the task has taken its place, or the job is over.
-            Told::Refused => agent.done = true,
-            Told::Assigned { .. } => {}
+            // Another attempt of the task has replaced this one, or the job is over.
+            SimulatedRegistrarMessage::Refused => agent.done = true,
+            SimulatedRegistrarMessage::Assigned { .. } => {}
         }
     }
 
-    fn decided(&mut self, decisions: Vec<Decision>) {
+    fn check_decisions(&mut self, decisions: Vec<MembershipDecision>) {
         for decision in decisions {
             match decision {
-                Decision::Assigned { world } => {
+                MembershipDecision::Assigned { world } => {
                     assert_eq!(world.generation.0, self.assigned + 1, "seed {}", self.seed);
                     let before = self.assigned;
                     assert!(
@@ -490,7 +536,7 @@ impl World {
                     self.assigned += 1;
                     self.failures.clear();
                 }
-                Decision::Stop { generation, verdict } => {
+                MembershipDecision::Stop { generation, verdict } => {
                     assert!(self.verdicts.insert(generation.0), "seed {}: two verdicts", self.seed);
                     if let Some(TaskId(task)) = verdict.cause {
                         assert!(
@@ -507,11 +553,11 @@ impl World {
                             self.seed,
                             self.failures
                         );
-                        // The driver raises the worker's error, and nothing is run again.
+                        // The driver raises the worker's error, and nothing is restarted.
                         self.over = Some("failed");
                     }
                 }
-                Decision::Finished { generation } => {
+                MembershipDecision::Finished { generation } => {
                     let good = self.good.get(&generation.0).map_or(0, BTreeSet::len);
                     assert_eq!(good, self.job.options.tasks as usize, "SI-1: seed {}", self.seed);
                     self.over = Some("finished");
@@ -522,31 +568,33 @@ impl World {
     }
 }
 
-fn at(ms: u64) -> Duration {
+fn millis_to_duration(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-fn host(name: &str) -> HostHash {
+fn host_hash(name: &str) -> HostHash {
     HostHash(name.into())
 }
 
-fn setting(name: &str, default: u64) -> u64 {
-    farandole_config::environment(name).and_then(|text| text.parse().ok()).unwrap_or(default)
+fn setting_from_env(name: &str, default: u64) -> u64 {
+    farandole_config::environment_variable(name)
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(default)
 }
 
 #[test]
 fn jobs_over_a_bad_network_come_to_their_end_and_blame_no_task_wrongly() {
-    let first = setting("FARANDOLE_SIMULATION_FIRST", 0);
-    let count = setting("FARANDOLE_SIMULATION_SEEDS", 300);
+    let first = setting_from_env("FARANDOLE_SIMULATION_FIRST", 0);
+    let count = setting_from_env("FARANDOLE_SIMULATION_SEEDS", 300);
     let mut ends: BTreeMap<&str, u64> = BTreeMap::new();
     let mut generations = 0;
     for seed in first..first + count {
-        let (end, assigned) = World::new(seed).play();
+        let (end, assigned) = JobSimulation::new(seed).run_to_end();
         *ends.entry(end).or_default() += 1;
         generations += assigned;
     }
     if count >= 100 {
-        // Otherwise the histories were too tame to show anything.
+        // Check that the histories had enough faults to be a useful test.
         assert!(ends["finished"] > count / 2 && ends["failed"] > 0, "{ends:?}");
         assert!(!ends.contains_key("timed out"), "SI-3: {ends:?}");
         assert!(generations > count + count / 4, "{generations} generations of {count} jobs");

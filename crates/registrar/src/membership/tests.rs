@@ -6,11 +6,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::exit::How;
+use crate::exit::ExitKind;
 
-const OPTIONS: Options = Options {
+const OPTIONS: MembershipOptions = MembershipOptions {
     tasks: 3,
-    liveness: Liveness {
+    liveness: LivenessLimits {
         heartbeat_timeout: Duration::from_secs(5),
         disconnect_grace: Duration::from_secs(1),
     },
@@ -26,28 +26,36 @@ fn host(name: &str) -> HostHash {
     HostHash(name.into())
 }
 
-fn exit(how: How) -> Exit {
-    Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
+fn exit(how: ExitKind) -> ExitReport {
+    ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
 }
 
 /// A job whose three tasks run generation 1, registered at time 0 with sessions 0, 1, 2.
-fn running() -> Membership {
-    let mut job = Membership::new(OPTIONS);
+fn running() -> FixedMembership {
+    let mut job = FixedMembership::new(OPTIONS);
     for task in 0..3 {
-        job.register(at(0), TaskId(task), 0, u64::from(task), host("a")).unwrap();
+        job.register_task(at(0), TaskId(task), 0, u64::from(task), host("a")).unwrap();
     }
     job
 }
 
-fn exited(job: &mut Membership, ms: u64, task: u32, exit: Exit) -> Vec<Decision> {
-    job.observe(at(ms), Input::Exited { task: TaskId(task), generation: Generation(1), exit })
+fn exited(
+    job: &mut FixedMembership,
+    ms: u64,
+    task: u32,
+    exit: ExitReport,
+) -> Vec<MembershipDecision> {
+    job.observe_input(
+        at(ms),
+        MembershipInput::Exited { task: TaskId(task), generation: Generation(1), exit },
+    )
 }
 
-fn verdicts(decisions: &[Decision]) -> Vec<&Verdict> {
+fn verdicts(decisions: &[MembershipDecision]) -> Vec<&GenerationVerdict> {
     decisions
         .iter()
         .filter_map(|decision| match decision {
-            Decision::Stop { verdict, .. } => Some(verdict),
+            MembershipDecision::Stop { verdict, .. } => Some(verdict),
             _ => None,
         })
         .collect()
@@ -57,12 +65,13 @@ fn verdicts(decisions: &[Decision]) -> Vec<&Verdict> {
 fn tasks_that_have_ranks_keep_them_on_whichever_hosts_they_are() {
     // MB-1, W-4.
     let seats = |in_order| -> Vec<u32> {
-        let mut job = Membership::new(Options { in_order, ..OPTIONS });
+        let mut job = FixedMembership::new(MembershipOptions { in_order, ..OPTIONS });
         let mut last = Vec::new();
         for (task, name) in [(2, "a"), (0, "a"), (1, "b")] {
-            last = job.register(at(0), TaskId(task), 0, u64::from(task), host(name)).unwrap().1;
+            last =
+                job.register_task(at(0), TaskId(task), 0, u64::from(task), host(name)).unwrap().1;
         }
-        let Some(Decision::Assigned { world }) = last.pop() else { panic!("{last:?}") };
+        let Some(MembershipDecision::Assigned { world }) = last.pop() else { panic!("{last:?}") };
         world.seats.iter().map(|seat| seat.task.0).collect()
     };
     assert_eq!(seats(true), [0, 1, 2]);
@@ -72,13 +81,13 @@ fn tasks_that_have_ranks_keep_them_on_whichever_hosts_they_are() {
 #[test]
 fn the_last_registration_assigns_every_task() {
     // MB-1.
-    let mut job = Membership::new(OPTIONS);
-    job.register(at(0), TaskId(2), 0, 1, host("b")).unwrap();
-    job.register(at(0), TaskId(0), 0, 2, host("a")).unwrap();
-    assert_eq!(job.missing().collect::<Vec<_>>(), [TaskId(1)]);
-    let (generation, decisions) = job.register(at(1), TaskId(1), 0, 3, host("b")).unwrap();
+    let mut job = FixedMembership::new(OPTIONS);
+    job.register_task(at(0), TaskId(2), 0, 1, host("b")).unwrap();
+    job.register_task(at(0), TaskId(0), 0, 2, host("a")).unwrap();
+    assert_eq!(job.missing_tasks().collect::<Vec<_>>(), [TaskId(1)]);
+    let (generation, decisions) = job.register_task(at(1), TaskId(1), 0, 3, host("b")).unwrap();
     assert_eq!(generation, Generation(1));
-    let Some(Decision::Assigned { world }) = decisions.last() else {
+    let Some(MembershipDecision::Assigned { world }) = decisions.last() else {
         panic!("no world: {decisions:?}")
     };
     let tasks: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
@@ -88,47 +97,53 @@ fn the_last_registration_assigns_every_task() {
 #[test]
 fn unknown_duplicate_and_stale_registrations_are_refused() {
     // MB-3.
-    let mut job = Membership::new(OPTIONS);
+    let mut job = FixedMembership::new(OPTIONS);
     assert!(matches!(
-        job.register(at(0), TaskId(3), 0, 1, host("a")),
-        Err(Refusal::UnknownTask { last: 2, .. })
+        job.register_task(at(0), TaskId(3), 0, 1, host("a")),
+        Err(RegistrationRefusal::UnknownTask { last: 2, .. })
     ));
-    job.register(at(0), TaskId(0), 4, 1, host("a")).unwrap();
-    assert_eq!(job.register(at(0), TaskId(0), 4, 1, host("a")).unwrap(), (Generation(1), vec![]));
+    job.register_task(at(0), TaskId(0), 4, 1, host("a")).unwrap();
+    assert_eq!(
+        job.register_task(at(0), TaskId(0), 4, 1, host("a")).unwrap(),
+        (Generation(1), vec![])
+    );
     assert!(matches!(
-        job.register(at(0), TaskId(0), 4, 2, host("a")),
-        Err(Refusal::Duplicate { .. })
+        job.register_task(at(0), TaskId(0), 4, 2, host("a")),
+        Err(RegistrationRefusal::Duplicate { .. })
     ));
     assert!(matches!(
-        job.register(at(0), TaskId(0), 3, 3, host("a")),
-        Err(Refusal::Stale { current: 4, .. })
+        job.register_task(at(0), TaskId(0), 3, 3, host("a")),
+        Err(RegistrationRefusal::Stale { current: 4, .. })
     ));
-    assert!(job.register(at(0), TaskId(0), 5, 4, host("a")).is_ok());
+    assert!(job.register_task(at(0), TaskId(0), 5, 4, host("a")).is_ok());
 }
 
 #[test]
 fn a_newer_attempt_ends_the_generation_and_all_newer_attempts_make_the_next() {
     let mut job = running();
-    let (generation, decisions) = job.register(at(10), TaskId(1), 1, 11, host("a")).unwrap();
+    let (generation, decisions) = job.register_task(at(10), TaskId(1), 1, 11, host("a")).unwrap();
     assert_eq!(generation, Generation(2));
     assert_eq!(verdicts(&decisions)[0].reason, "task 1 was started again, as attempt 1");
-    job.register(at(11), TaskId(0), 1, 12, host("a")).unwrap();
-    let (_, decisions) = job.register(at(12), TaskId(2), 1, 13, host("a")).unwrap();
+    job.register_task(at(11), TaskId(0), 1, 12, host("a")).unwrap();
+    let (_, decisions) = job.register_task(at(12), TaskId(2), 1, 13, host("a")).unwrap();
     assert!(
-        matches!(decisions.last(), Some(Decision::Assigned { world }) if world.generation == Generation(2))
+        matches!(decisions.last(), Some(MembershipDecision::Assigned { world }) if world.generation == Generation(2))
     );
     // What the old generation still says changes nothing.
-    assert_eq!(exited(&mut job, 13, 0, exit(How::Signal(9))), []);
+    assert_eq!(exited(&mut job, 13, 0, exit(ExitKind::Signal(9))), []);
 }
 
 #[test]
 fn a_signal_outweighs_an_earlier_peer_error() {
     // MB-4.
     let mut job = running();
-    assert_eq!(exited(&mut job, 100, 0, Exit { peer_error: true, ..exit(How::Code(1)) }), []);
-    assert_eq!(exited(&mut job, 150, 2, exit(How::Signal(9))), []);
-    assert_eq!(job.observe(at(599), Input::Tick), []);
-    let decisions = job.observe(at(600), Input::Tick);
+    assert_eq!(
+        exited(&mut job, 100, 0, ExitReport { peer_error: true, ..exit(ExitKind::Code(1)) }),
+        []
+    );
+    assert_eq!(exited(&mut job, 150, 2, exit(ExitKind::Signal(9))), []);
+    assert_eq!(job.observe_input(at(599), MembershipInput::Tick), []);
+    let decisions = job.observe_input(at(600), MembershipInput::Tick);
     let verdict = verdicts(&decisions)[0];
     assert_eq!(verdict.cause, Some(TaskId(2)));
     assert_eq!(verdict.reason, "rank 2 on a was ended by SIGKILL");
@@ -137,13 +152,13 @@ fn a_signal_outweighs_an_earlier_peer_error() {
 #[test]
 fn a_lone_peer_error_waits_for_the_loss_that_caused_it() {
     let mut job = running();
-    exited(&mut job, 100, 0, Exit { peer_error: true, ..exit(How::Code(1)) });
-    assert_eq!(job.observe(at(2_000), Input::Tick), []);
-    job.observe(at(2_000), Input::Disconnected { task: TaskId(1), session: 1 });
-    job.observe(at(2_900), Input::Beat { task: TaskId(2), session: 2 });
-    let lost = job.observe(at(3_000), Input::Tick);
-    assert!(matches!(&lost[0], Decision::Lost { task: TaskId(1), .. }), "{lost:?}");
-    let decisions = job.observe(at(3_500), Input::Tick);
+    exited(&mut job, 100, 0, ExitReport { peer_error: true, ..exit(ExitKind::Code(1)) });
+    assert_eq!(job.observe_input(at(2_000), MembershipInput::Tick), []);
+    job.observe_input(at(2_000), MembershipInput::Disconnected { task: TaskId(1), session: 1 });
+    job.observe_input(at(2_900), MembershipInput::Beat { task: TaskId(2), session: 2 });
+    let lost = job.observe_input(at(3_000), MembershipInput::Tick);
+    assert!(matches!(&lost[0], MembershipDecision::Lost { task: TaskId(1), .. }), "{lost:?}");
+    let decisions = job.observe_input(at(3_500), MembershipInput::Tick);
     let reasons = verdicts(&lost).into_iter().chain(verdicts(&decisions)).collect::<Vec<_>>();
     assert_eq!(reasons[0].reason, "rank 1 on a was lost: its agent's connection closed");
 }
@@ -151,43 +166,44 @@ fn a_lone_peer_error_waits_for_the_loss_that_caused_it() {
 #[test]
 fn an_agent_that_comes_back_in_time_is_not_lost() {
     let mut job = running();
-    job.observe(at(100), Input::Disconnected { task: TaskId(1), session: 1 });
-    job.observe(at(900), Input::Beat { task: TaskId(1), session: 1 });
-    assert_eq!(job.observe(at(2_000), Input::Tick), []);
+    job.observe_input(at(100), MembershipInput::Disconnected { task: TaskId(1), session: 1 });
+    job.observe_input(at(900), MembershipInput::Beat { task: TaskId(1), session: 1 });
+    assert_eq!(job.observe_input(at(2_000), MembershipInput::Tick), []);
 }
 
 #[test]
 fn a_waiting_task_whose_connection_closes_may_register_again() {
-    let mut job = Membership::new(OPTIONS);
-    job.register(at(0), TaskId(0), 0, 1, host("a")).unwrap();
-    let decisions = job.observe(at(1), Input::Disconnected { task: TaskId(0), session: 1 });
-    assert!(matches!(decisions[..], [Decision::Withdrawn { task: TaskId(0), .. }]));
-    assert!(job.register(at(2), TaskId(0), 0, 2, host("a")).is_ok());
+    let mut job = FixedMembership::new(OPTIONS);
+    job.register_task(at(0), TaskId(0), 0, 1, host("a")).unwrap();
+    let decisions =
+        job.observe_input(at(1), MembershipInput::Disconnected { task: TaskId(0), session: 1 });
+    assert!(matches!(decisions[..], [MembershipDecision::Withdrawn { task: TaskId(0), .. }]));
+    assert!(job.register_task(at(2), TaskId(0), 0, 2, host("a")).is_ok());
 }
 
 #[test]
 fn an_earlier_start_of_a_task_is_not_let_in_when_the_later_one_was_lost_while_it_waited() {
     // MB-3: the rest of the earlier start would run beside the newer starts of the others.
-    let mut job = Membership::new(OPTIONS);
-    job.register(at(0), TaskId(0), 1, 1, host("a")).unwrap();
-    job.register(at(1), TaskId(0), 4, 2, host("a")).unwrap();
-    job.observe(at(2), Input::Disconnected { task: TaskId(0), session: 2 });
+    let mut job = FixedMembership::new(OPTIONS);
+    job.register_task(at(0), TaskId(0), 1, 1, host("a")).unwrap();
+    job.register_task(at(1), TaskId(0), 4, 2, host("a")).unwrap();
+    job.observe_input(at(2), MembershipInput::Disconnected { task: TaskId(0), session: 2 });
     assert_eq!(
-        job.register(at(3), TaskId(0), 1, 1, host("a")),
-        Err(Refusal::Stale { task: TaskId(0), attempt: 1, current: 4 })
+        job.register_task(at(3), TaskId(0), 1, 1, host("a")),
+        Err(RegistrationRefusal::Stale { task: TaskId(0), attempt: 1, current: 4 })
     );
-    assert!(job.register(at(4), TaskId(0), 4, 2, host("a")).is_ok());
+    assert!(job.register_task(at(4), TaskId(0), 4, 2, host("a")).is_ok());
 }
 
 #[test]
 fn a_start_that_takes_the_place_of_a_waiting_one_is_distinguished() {
-    let mut job = Membership::new(OPTIONS);
-    let registered = |job: &mut Membership, attempt, session| {
-        job.register(at(0), TaskId(0), attempt, session, host("a")).unwrap().1
+    let mut job = FixedMembership::new(OPTIONS);
+    let registered = |job: &mut FixedMembership, attempt, session| {
+        job.register_task(at(0), TaskId(0), attempt, session, host("a")).unwrap().1
     };
-    let first = Decision::Registered { task: TaskId(0), session: 7, replaces: false };
+    let first = MembershipDecision::Registered { task: TaskId(0), session: 7, replaces: false };
     assert_eq!(registered(&mut job, 1, 7), [first]);
-    let second = Decision::Registered { task: TaskId(0), session: 8, replaces: true };
+    let second = MembershipDecision::Registered { task: TaskId(0), session: 8, replaces: true };
     assert_eq!(registered(&mut job, 2, 8), [second]);
 }
 
@@ -195,25 +211,25 @@ fn a_start_that_takes_the_place_of_a_waiting_one_is_distinguished() {
 fn all_exits_good_finish_the_job_and_nothing_follows() {
     // MB-5.
     let mut job = running();
-    exited(&mut job, 1, 0, exit(How::Code(0)));
-    exited(&mut job, 1, 1, exit(How::Code(0)));
+    exited(&mut job, 1, 0, exit(ExitKind::Code(0)));
+    exited(&mut job, 1, 1, exit(ExitKind::Code(0)));
     assert_eq!(
-        exited(&mut job, 1, 2, exit(How::Code(0))),
-        [Decision::Finished { generation: Generation(1) }]
+        exited(&mut job, 1, 2, exit(ExitKind::Code(0))),
+        [MembershipDecision::Finished { generation: Generation(1) }]
     );
     assert!(matches!(
-        job.register(at(2), TaskId(0), 9, 9, host("a")),
-        Err(Refusal::Finished { .. })
+        job.register_task(at(2), TaskId(0), 9, 9, host("a")),
+        Err(RegistrationRefusal::Finished { .. })
     ));
-    assert_eq!(job.observe(at(60_000), Input::Abort { reason: "late".into() }), []);
+    assert_eq!(job.observe_input(at(60_000), MembershipInput::Abort { reason: "late".into() }), []);
 }
 
 #[test]
 fn when_all_tasks_have_ended_the_verdict_does_not_wait() {
     let mut job = running();
-    exited(&mut job, 1, 0, exit(How::Code(0)));
-    exited(&mut job, 1, 1, Exit { peer_error: true, ..exit(How::Code(1)) });
-    let decisions = exited(&mut job, 2, 2, exit(How::Code(3)));
+    exited(&mut job, 1, 0, exit(ExitKind::Code(0)));
+    exited(&mut job, 1, 1, ExitReport { peer_error: true, ..exit(ExitKind::Code(1)) });
+    let decisions = exited(&mut job, 2, 2, exit(ExitKind::Code(3)));
     assert_eq!(verdicts(&decisions)[0].reason, "rank 2 on a exited with code 3");
 }
 
@@ -245,7 +261,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #[test]
     fn any_history_keeps_the_invariants(steps in prop::collection::vec(step(), 1..80)) {
-        let mut job = Membership::new(OPTIONS);
+        let mut job = FixedMembership::new(OPTIONS);
         let mut now = Duration::ZERO;
         let mut last = 0;
         let mut stopped = BTreeSet::new();
@@ -254,11 +270,11 @@ proptest! {
         for step in steps {
             let decisions = match step {
                 Step::Register { task, attempt, session, host: name } => {
-                    match job.register(now, TaskId(task), attempt, session, host(&name.to_string())) {
+                    match job.register_task(now, TaskId(task), attempt, session, host(&name.to_string())) {
                         Ok((generation, decisions)) => {
                             prop_assert!(task < 3 && !ended);
                             prop_assert!(generation.0 == job.generation().0 || generation.0 == job.generation().0 + 1);
-                            if decisions.iter().any(|decision| matches!(decision, Decision::Registered { .. })) {
+                            if decisions.iter().any(|decision| matches!(decision, MembershipDecision::Registered { .. })) {
                                 // MB-3; a withdrawn attempt is forgotten.
                                 prop_assert!(attempts.get(&task).is_none_or(|old| attempt > *old));
                                 attempts.insert(task, attempt);
@@ -268,23 +284,23 @@ proptest! {
                         Err(_) => Vec::new(),
                     }
                 }
-                Step::Beat { task, session } => job.observe(now, Input::Beat { task: TaskId(task), session }),
+                Step::Beat { task, session } => job.observe_input(now, MembershipInput::Beat { task: TaskId(task), session }),
                 Step::Disconnected { task, session } => {
-                    job.observe(now, Input::Disconnected { task: TaskId(task), session })
+                    job.observe_input(now, MembershipInput::Disconnected { task: TaskId(task), session })
                 }
                 Step::Exited { task, generation, code, peer_error } => {
-                    let exit = Exit { peer_error, ..exit(How::Code(code)) };
-                    job.observe(now, Input::Exited { task: TaskId(task), generation: Generation(generation), exit })
+                    let exit = ExitReport { peer_error, ..exit(ExitKind::Code(code)) };
+                    job.observe_input(now, MembershipInput::Exited { task: TaskId(task), generation: Generation(generation), exit })
                 }
-                Step::Abort => job.observe(now, Input::Abort { reason: "enough".into() }),
+                Step::Abort => job.observe_input(now, MembershipInput::Abort { reason: "enough".into() }),
                 Step::Wait { ms } => {
                     now += Duration::from_millis(ms);
-                    job.observe(now, Input::Tick)
+                    job.observe_input(now, MembershipInput::Tick)
                 }
             };
             for decision in decisions {
                 match decision {
-                    Decision::Assigned { world } => {
+                    MembershipDecision::Assigned { world } => {
                         prop_assert!(!ended, "MB-5");
                         prop_assert_eq!(world.generation.0, last + 1, "MB-2");
                         last = world.generation.0;
@@ -292,21 +308,21 @@ proptest! {
                         prop_assert_eq!(tasks, BTreeSet::from([0, 1, 2]), "MB-1");
                         prop_assert_eq!(world.size(), 3, "MB-1");
                     }
-                    Decision::Stop { generation, .. } => prop_assert!(stopped.insert(generation), "MB-4"),
-                    Decision::Withdrawn { task, .. } => {
+                    MembershipDecision::Stop { generation, .. } => prop_assert!(stopped.insert(generation), "MB-4"),
+                    MembershipDecision::Withdrawn { task, .. } => {
                         // The attempt that runs, if one does, is the one that fences again.
-                        match job.running.as_mut().and_then(|running| running.member(task)) {
+                        match job.running.as_mut().and_then(|running| running.member_mut(task)) {
                             Some(member) => attempts.insert(task.0, member.attempt),
                             None => attempts.remove(&task.0),
                         };
                     }
-                    Decision::Finished { generation } => {
+                    MembershipDecision::Finished { generation } => {
                         prop_assert!(!stopped.contains(&generation), "a stopped generation is not \
                                                                       done");
                         ended = true;
                     }
-                    Decision::Aborted { .. } => ended = true,
-                    Decision::Registered { .. } | Decision::Lost { .. } => {}
+                    MembershipDecision::Aborted { .. } => ended = true,
+                    MembershipDecision::Registered { .. } | MembershipDecision::Lost { .. } => {}
                     other => panic!("only elastic jobs decide that: {other:?}"),
                 }
             }

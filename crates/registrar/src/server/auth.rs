@@ -15,53 +15,53 @@ use tonic::service::Interceptor;
 use tonic::transport::server::TlsConnectInfo;
 use tonic::{Request, Status};
 
-use super::incoming::Place;
-use crate::ticket::Token;
-use crate::wire::{GENERATION, TASK, TOKEN};
+use super::incoming::ConnectionSlotHandle;
+use crate::ticket::JobToken;
+use crate::wire::{GENERATION_HEADER, TASK_HEADER, TOKEN_HEADER};
 
-/// Calls a task may make at once.
-const BURST: f64 = 20_000.0;
-/// Calls a task may make per second in the long run.
-const RATE: f64 = 2_000.0;
+/// Number of calls that a task may make in one burst.
+const CALL_BURST: f64 = 20_000.0;
+/// Number of calls per second that a task may make in the long run.
+const CALLS_PER_SECOND: f64 = 2_000.0;
 
 /// The authenticated origin of a call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Caller {
+pub(super) struct CallOrigin {
     pub(super) task: TaskId,
-    /// The generation it believes to be in; 0 before it knows one.
+    /// The generation that the caller is in, by its own account; 0 before it knows one.
     pub(super) generation: Generation,
 }
 
-/// Checks token, task and rate.
+/// An interceptor that checks the token, the task and the call rate.
 #[derive(Clone)]
-pub(super) struct Gate {
-    token: Token,
+pub(super) struct AuthInterceptor {
+    token: JobToken,
     tasks: u32,
-    buckets: Arc<Mutex<HashMap<u32, Bucket>>>,
+    buckets: Arc<Mutex<HashMap<u32, CallRateBucket>>>,
     admitted: Arc<AtomicU64>,
 }
 
-struct Bucket {
+struct CallRateBucket {
     left: f64,
     at: Instant,
 }
 
-impl Gate {
-    pub(super) fn new(token: Token, tasks: u32) -> Self {
+impl AuthInterceptor {
+    pub(super) fn new(token: JobToken, tasks: u32) -> Self {
         Self { token, tasks, buckets: Arc::default(), admitted: Arc::default() }
     }
 
     /// Returns the counter of admitted calls.
-    pub(super) fn admitted(&self) -> Arc<AtomicU64> {
+    pub(super) fn admitted_calls(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.admitted)
     }
 
-    fn admit(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
-        let token = metadata.get(TOKEN).map(MetadataValue::as_bytes).unwrap_or_default();
-        if !self.token.matches(token) {
+    fn admit_call(&self, metadata: &MetadataMap) -> Result<CallOrigin, Status> {
+        let token = metadata.get(TOKEN_HEADER).map(MetadataValue::as_bytes).unwrap_or_default();
+        if !self.token.matches_hex(token) {
             return Err(Status::unauthenticated("the token is not this job's"));
         }
-        let task: u32 = number(metadata, TASK)
+        let task: u32 = metadata_number(metadata, TASK_HEADER)
             .ok_or_else(|| Status::invalid_argument("the call names no task"))?;
         if task >= self.tasks {
             let last = self.tasks - 1;
@@ -69,22 +69,24 @@ impl Gate {
                 "unknown task {task}: the job has tasks 0 to {last}"
             )));
         }
-        if !self.spend(task) {
-            let reason = format!("task {task} makes more than {RATE} calls a second");
+        if !self.spend_call(task) {
+            let reason = format!("task {task} makes more than {CALLS_PER_SECOND} calls a second");
             return Err(Status::resource_exhausted(reason));
         }
         self.admitted.fetch_add(1, Ordering::Relaxed);
-        Ok(Caller {
+        Ok(CallOrigin {
             task: TaskId(task),
-            generation: Generation(number(metadata, GENERATION).unwrap_or(0)),
+            generation: Generation(metadata_number(metadata, GENERATION_HEADER).unwrap_or(0)),
         })
     }
 
-    fn spend(&self, task: u32) -> bool {
+    fn spend_call(&self, task: u32) -> bool {
         let now = Instant::now();
         let mut buckets = self.buckets.lock();
-        let bucket = buckets.entry(task).or_insert(Bucket { left: BURST, at: now });
-        bucket.left = (bucket.left + now.duration_since(bucket.at).as_secs_f64() * RATE).min(BURST);
+        let bucket = buckets.entry(task).or_insert(CallRateBucket { left: CALL_BURST, at: now });
+        bucket.left = (bucket.left
+            + now.duration_since(bucket.at).as_secs_f64() * CALLS_PER_SECOND)
+            .min(CALL_BURST);
         bucket.at = now;
         if bucket.left < 1.0 {
             return false;
@@ -94,15 +96,16 @@ impl Gate {
     }
 }
 
-fn number<T: std::str::FromStr>(metadata: &MetadataMap, name: &str) -> Option<T> {
+fn metadata_number<T: std::str::FromStr>(metadata: &MetadataMap, name: &str) -> Option<T> {
     metadata.get(name)?.to_str().ok()?.parse().ok()
 }
 
-impl Interceptor for Gate {
+impl Interceptor for AuthInterceptor {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        let caller = self.admit(request.metadata())?;
-        if let Some(connection) = request.extensions().get::<TlsConnectInfo<Place>>() {
-            connection.get_ref().prove();
+        let caller = self.admit_call(request.metadata())?;
+        if let Some(connection) = request.extensions().get::<TlsConnectInfo<ConnectionSlotHandle>>()
+        {
+            connection.get_ref().mark_proven();
         }
         request.extensions_mut().insert(caller);
         Ok(request)
@@ -115,9 +118,9 @@ mod tests {
 
     #[test]
     fn a_flood_of_one_task_leaves_the_others_alone() {
-        let gate = Gate::new(Token::random(), 2);
-        let passed = (0..30_000).take_while(|_| gate.spend(0)).count();
+        let gate = AuthInterceptor::new(JobToken::random(), 2);
+        let passed = (0..30_000).take_while(|_| gate.spend_call(0)).count();
         assert!((20_000..29_000).contains(&passed), "{passed}");
-        assert!(gate.spend(1));
+        assert!(gate.spend_call(1));
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Descriptors of the driver: every agent and every worker of a job holds a connection.
+//! File descriptors of the driver: every agent and every worker of a job holds a connection.
 
 use std::fs;
 
@@ -9,29 +9,31 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{Error, Result};
 
-/// Descriptors that the process needs besides: files, pipes, and connections that are still
-/// strangers.
-const SPARE: u64 = 64;
+/// Number of descriptors for other purposes: files, pipes, and connections that have not shown the
+/// token.
+const SPARE_DESCRIPTORS: u64 = 64;
 
-/// The number of descriptors that connections may not take.
-const OWN: u64 = SPARE / 2;
+/// Number of descriptors that connections may not take.
+const RESERVED_DESCRIPTORS: u64 = SPARE_DESCRIPTORS / 2;
 
-/// Raises the soft limit as far as the job may need it: `least` connections for certain, `most` at
-/// times, strangers included. How many connections there may be at a time: were there more,
-/// `accept` would fail, for honest callers as for strangers, until one of them ends.
+/// Raises the soft limit of open files to the number that the job may need: at least for `least`
+/// connections, if possible for `most`, including connections that have not shown the token.
+/// Returns the largest number of simultaneous connections. With more connections, `accept` would
+/// fail for all callers until one connection ends.
 ///
 /// # Errors
-/// `Descriptors`, naming the number that is needed, where the hard limit is lower than for `least`.
-pub(super) fn allow(least: u32, most: u32) -> Result<usize> {
-    let taken = open();
-    let needed = |connections: u32| taken + u64::from(connections) + SPARE;
+/// `Descriptors`, with the required number, if the hard limit is too low for `least` connections.
+pub(super) fn allow_connections(least: u32, most: u32) -> Result<usize> {
+    let taken = count_open_descriptors();
+    let needed = |connections: u32| taken + u64::from(connections) + SPARE_DESCRIPTORS;
     let (must, may) = (needed(least), needed(most));
-    raise(least, must, may)?;
+    raise_soft_limit(least, must, may)?;
     let soft = getrlimit(Resource::Nofile).current.unwrap_or(may);
-    Ok(usize::try_from(soft.saturating_sub(taken + OWN).min(most.into())).unwrap_or(usize::MAX))
+    Ok(usize::try_from(soft.saturating_sub(taken + RESERVED_DESCRIPTORS).min(most.into()))
+        .unwrap_or(usize::MAX))
 }
 
-fn raise(least: u32, must: u64, may: u64) -> Result<()> {
+fn raise_soft_limit(least: u32, must: u64, may: u64) -> Result<()> {
     let limits = getrlimit(Resource::Nofile);
     if limits.current.is_none_or(|soft| soft >= may) {
         return Ok(());
@@ -50,7 +52,7 @@ fn raise(least: u32, must: u64, may: u64) -> Result<()> {
         .map_err(|_| refused(limits.current.unwrap_or(u64::MAX)))
 }
 
-/// Descriptors that are open now; none known where the system does not tell.
-fn open() -> u64 {
+/// Returns the number of open descriptors; 0 if the system does not show it.
+fn count_open_descriptors() -> u64 {
     fs::read_dir("/proc/self/fd").map_or(0, |list| list.count() as u64)
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The addresses on which the registrar listens, and those that it offers to callers.
+//! Listening addresses of the registrar, and addresses that it offers to callers.
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use crate::error::{Error, Result};
 use crate::host;
 
 /// Time between two attempts to listen.
-const PAUSE: Duration = Duration::from_millis(100);
+const LISTEN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Like [`listen`], again until `patience` has passed: a connection of another process may have a
-/// port for a moment.
-pub(super) fn listen_in_time(
+/// Like [`listen_on_port_range`], but retries until `patience` has passed: a connection of another
+/// process may hold a port for a moment.
+pub(super) fn listen_with_retries(
     host: Option<&str>,
     bound: Option<IpAddr>,
     ports: PortRange,
@@ -24,22 +24,25 @@ pub(super) fn listen_in_time(
 ) -> Result<(TcpListener, u16, Vec<String>)> {
     let started = Instant::now();
     loop {
-        match listen(host, bound, ports) {
-            Err(Error::Listen { .. }) if started.elapsed() < patience => std::thread::sleep(PAUSE),
+        match listen_on_port_range(host, bound, ports) {
+            Err(Error::Listen { .. }) if started.elapsed() < patience => {
+                std::thread::sleep(LISTEN_RETRY_INTERVAL)
+            }
             done => return done,
         }
     }
 }
 
-/// Listens on the first free port of the range. A host that is no address of this machine (a
-/// service name, an address behind NAT) is offered in the ticket while we listen on every address.
-fn listen(
+/// Listens on the first free port of the range. If `host` is no address of this machine (a service
+/// name, an address behind NAT), the ticket offers `host`, and the registrar listens on every
+/// address.
+fn listen_on_port_range(
     host: Option<&str>,
     bound: Option<IpAddr>,
     ports: PortRange,
 ) -> Result<(TcpListener, u16, Vec<String>)> {
     let bound = bound.map(|address| address.to_string());
-    let any: &[&str] = if dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
+    let any: &[&str] = if is_dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
     let binds: Vec<String> = if let Some(bound) = &bound {
         vec![bound.clone()]
     } else {
@@ -60,7 +63,7 @@ fn listen(
             match TcpListener::bind(&found[..])
                 .and_then(|listener| Ok((listener.local_addr()?.port(), listener)))
             {
-                Ok((port, listener)) => return Ok((listener, port, offered(host, port))),
+                Ok((port, listener)) => return Ok((listener, port, offered_addresses(host, port))),
                 Err(error) => last = format!("{bind} port {port}: {error}"),
             }
         }
@@ -73,7 +76,7 @@ fn listen(
     })
 }
 
-fn offered(host: Option<&str>, port: u16) -> Vec<String> {
+fn offered_addresses(host: Option<&str>, port: u16) -> Vec<String> {
     if let Some(host) = host {
         let bare = host.trim_matches(['[', ']']);
         return vec![if bare.contains(':') {
@@ -82,16 +85,16 @@ fn offered(host: Option<&str>, port: u16) -> Vec<String> {
             format!("{bare}:{port}")
         }];
     }
-    let reachable = |address: &IpAddr| address.is_ipv4() || dual_stack();
-    host::addresses()
+    let reachable = |address: &IpAddr| address.is_ipv4() || is_dual_stack();
+    host::local_addresses()
         .into_iter()
         .filter(reachable)
         .map(|address| SocketAddr::new(address, port).to_string())
         .collect()
 }
 
-/// Returns whether one IPv6 socket serves IPv4, too.
-fn dual_stack() -> bool {
+/// Returns whether an IPv6 socket also serves IPv4.
+fn is_dual_stack() -> bool {
     std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "0")
 }
 
@@ -105,11 +108,11 @@ mod tests {
         let port = taken.local_addr().unwrap().port();
         let listen = |patience| {
             let ports = PortRange { first: port, last: port };
-            listen_in_time(None, Some("127.0.0.1".parse().unwrap()), ports, patience)
+            listen_with_retries(None, Some("127.0.0.1".parse().unwrap()), ports, patience)
         };
-        assert!(matches!(listen(2 * PAUSE), Err(Error::Listen { .. })));
+        assert!(matches!(listen(2 * LISTEN_RETRY_INTERVAL), Err(Error::Listen { .. })));
         let holder = std::thread::spawn(move || {
-            std::thread::sleep(3 * PAUSE);
+            std::thread::sleep(3 * LISTEN_RETRY_INTERVAL);
             drop(taken);
         });
         let (_listener, found, _) = listen(Duration::from_secs(30)).unwrap();

@@ -12,148 +12,166 @@ use std::time::Duration;
 
 use farandole_world::{Generation, HostHash, TaskId};
 
-use crate::exit::Exit;
-use crate::membership::elastic::{Elastic, Step, What};
-use crate::membership::{Decision, Input, Membership, Refusal};
+use crate::exit::ExitReport;
+use crate::membership::elastic::{ElasticMembership, JournalStep, StepKind};
+use crate::membership::{
+    FixedMembership, MembershipDecision, MembershipInput, RegistrationRefusal,
+};
 
 /// The machine, and the effects of its steps.
-pub(super) struct Members {
-    kind: Kind,
-    due: Vec<Due>,
+pub(super) struct MembershipMachine {
+    kind: MembershipKind,
+    pending_effects: Vec<PendingEffect>,
 }
 
-enum Kind {
-    Fixed(Box<Membership>),
-    /// Whether a journal tells its steps.
-    Elastic(Box<Elastic>, bool),
+enum MembershipKind {
+    Fixed(Box<FixedMembership>),
+    /// The machine, and whether a journal records its steps.
+    Elastic(Box<ElasticMembership>, bool),
 }
 
-/// The actions to carry out, in this order.
-pub(super) enum Due {
-    /// The journal must hold this before the decision can be seen.
-    Note(Step),
-    /// The driver hears of a worker's end.
-    Ended { task: TaskId, generation: Generation, exit: Exit },
-    /// The decisions take effect.
-    Decided(Vec<Decision>),
+/// An effect of a step. Effects are carried out in the order of the queue.
+pub(super) enum PendingEffect {
+    /// The journal must contain the step before its decisions can be seen.
+    AppendStep(JournalStep),
+    /// The driver gets the event of a worker's end.
+    ReportExit { task: TaskId, generation: Generation, exit: ExitReport },
+    /// The decisions are carried out.
+    ApplyDecisions(Vec<MembershipDecision>),
 }
 
-impl Members {
-    pub(super) fn fixed(machine: Membership) -> Self {
-        Self { kind: Kind::Fixed(Box::new(machine)), due: Vec::new() }
+impl MembershipMachine {
+    pub(super) fn new_fixed(machine: FixedMembership) -> Self {
+        Self { kind: MembershipKind::Fixed(Box::new(machine)), pending_effects: Vec::new() }
     }
 
-    pub(super) fn elastic(machine: Elastic, noted: bool) -> Self {
-        Self { kind: Kind::Elastic(Box::new(machine), noted), due: Vec::new() }
+    pub(super) fn new_elastic(machine: ElasticMembership, noted: bool) -> Self {
+        Self {
+            kind: MembershipKind::Elastic(Box::new(machine), noted),
+            pending_effects: Vec::new(),
+        }
     }
 
     pub(super) fn is_elastic(&self) -> bool {
-        matches!(self.kind, Kind::Elastic(..))
+        matches!(self.kind, MembershipKind::Elastic(..))
     }
 
-    /// Returns the machine of an elastic job.
-    pub(super) fn machine(&self) -> Option<&Elastic> {
+    /// Returns the machine, if the job is elastic.
+    pub(super) fn elastic_machine(&self) -> Option<&ElasticMembership> {
         match &self.kind {
-            Kind::Fixed(_) => None,
-            Kind::Elastic(machine, _) => Some(machine),
+            MembershipKind::Fixed(_) => None,
+            MembershipKind::Elastic(machine, _) => Some(machine),
         }
     }
 
     pub(super) fn generation(&self) -> Generation {
         match &self.kind {
-            Kind::Fixed(members) => members.generation(),
-            Kind::Elastic(members, _) => members.generation(),
+            MembershipKind::Fixed(members) => members.generation(),
+            MembershipKind::Elastic(members, _) => members.generation(),
         }
     }
 
-    /// Returns whether a start of a task waits or runs. Workers of elastic jobs that are unknown
-    /// stay so.
-    pub(super) fn knows(&self, task: TaskId, session: u64) -> bool {
+    /// Returns whether this session of a task waits or runs. Returns true for all workers of
+    /// elastic jobs: an unknown one cannot register again.
+    pub(super) fn knows_session(&self, task: TaskId, session: u64) -> bool {
         match &self.kind {
-            Kind::Fixed(members) => members.knows(task, session),
-            Kind::Elastic(..) => true,
+            MembershipKind::Fixed(members) => members.knows_session(task, session),
+            MembershipKind::Elastic(..) => true,
         }
     }
 
-    /// Tasks that are still waited for, ascending.
-    pub(super) fn missing(&self) -> Vec<TaskId> {
+    /// Returns the tasks that are still missing, ascending.
+    pub(super) fn missing_tasks(&self) -> Vec<TaskId> {
         match &self.kind {
-            Kind::Fixed(members) => members.missing().collect(),
-            Kind::Elastic(members, _) => members.missing().collect(),
+            MembershipKind::Fixed(members) => members.missing_tasks().collect(),
+            MembershipKind::Elastic(members, _) => members.missing_workers().collect(),
         }
     }
 
-    /// Returns the actions to carry out now.
-    pub(super) fn take_due(&mut self) -> Vec<Due> {
-        std::mem::take(&mut self.due)
+    /// Takes the effects that must be carried out now.
+    pub(super) fn take_pending_effects(&mut self) -> Vec<PendingEffect> {
+        std::mem::take(&mut self.pending_effects)
     }
 
-    /// Reports a worker's end to the driver.
-    pub(super) fn ended(&mut self, task: TaskId, generation: Generation, exit: Exit) {
-        self.due.push(Due::Ended { task, generation, exit });
+    /// Queues the event of a worker's end for the driver.
+    pub(super) fn queue_exit_report(
+        &mut self,
+        task: TaskId,
+        generation: Generation,
+        exit: ExitReport,
+    ) {
+        self.pending_effects.push(PendingEffect::ReportExit { task, generation, exit });
     }
 
-    pub(super) fn register(
+    pub(super) fn register_task(
         &mut self,
         now: Duration,
         task: TaskId,
         attempt: u64,
         session: u64,
         host: HostHash,
-    ) -> Result<Generation, Refusal> {
-        if let Kind::Fixed(members) = &mut self.kind {
-            let (generation, decisions) = members.register(now, task, attempt, session, host)?;
-            self.decided(decisions);
+    ) -> Result<Generation, RegistrationRefusal> {
+        if let MembershipKind::Fixed(members) = &mut self.kind {
+            let (generation, decisions) =
+                members.register_task(now, task, attempt, session, host)?;
+            self.queue_decisions(decisions);
             return Ok(generation);
         }
-        // Its worker begins without a world.
-        self.step(now, What::Registers { task, session, place: host }).map(|()| Generation(0))
+        // The worker begins without a world.
+        self.take_elastic_step(now, StepKind::Registers { task, session, place: host })
+            .map(|()| Generation(0))
     }
 
-    pub(super) fn ready(
+    pub(super) fn request_world(
         &mut self,
         now: Duration,
         task: TaskId,
         after: Generation,
         suspects: BTreeSet<TaskId>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), RegistrationRefusal> {
         match self.kind {
-            Kind::Fixed(_) => Err(Refusal::NotWanted { task }),
-            Kind::Elastic(..) => self.step(now, What::Asks { task, after, suspects }),
+            MembershipKind::Fixed(_) => Err(RegistrationRefusal::NotWanted { task }),
+            MembershipKind::Elastic(..) => {
+                self.take_elastic_step(now, StepKind::Asks { task, after, suspects })
+            }
         }
     }
 
-    pub(super) fn observe(&mut self, now: Duration, input: Input) {
-        if let Kind::Fixed(members) = &mut self.kind {
-            let decisions = members.observe(now, input);
-            return self.decided(decisions);
+    pub(super) fn observe_input(&mut self, now: Duration, input: MembershipInput) {
+        if let MembershipKind::Fixed(members) = &mut self.kind {
+            let decisions = members.observe_input(now, input);
+            return self.queue_decisions(decisions);
         }
-        // Events that merely happen are never refused.
-        drop(self.step(now, What::Happens(input)));
+        // Only registrations and requests are refused, so there is no error.
+        drop(self.take_elastic_step(now, StepKind::Happens(input)));
     }
 
-    /// Continues after an outage.
-    pub(super) fn resume(&mut self, now: Duration) {
-        // This is never refused.
-        drop(self.step(now, What::Resumes));
+    /// Continues after an outage of the registrar.
+    pub(super) fn resume_after_outage(&mut self, now: Duration) {
+        // This step is never refused.
+        drop(self.take_elastic_step(now, StepKind::Resumes));
     }
 
-    fn step(&mut self, now: Duration, what: What) -> Result<(), Refusal> {
+    fn take_elastic_step(
+        &mut self,
+        now: Duration,
+        what: StepKind,
+    ) -> Result<(), RegistrationRefusal> {
         let outcome = match &mut self.kind {
-            Kind::Fixed(_) => return Ok(()),
-            Kind::Elastic(machine, false) => machine.take(now, what),
-            Kind::Elastic(machine, true) => {
-                let (step, outcome) = machine.noted(now, what);
-                self.due.extend(step.map(Due::Note));
+            MembershipKind::Fixed(_) => return Ok(()),
+            MembershipKind::Elastic(machine, false) => machine.take_step(now, what),
+            MembershipKind::Elastic(machine, true) => {
+                let (step, outcome) = machine.take_journaled_step(now, what);
+                self.pending_effects.extend(step.map(PendingEffect::AppendStep));
                 outcome
             }
         };
-        outcome.map(|decisions| self.decided(decisions))
+        outcome.map(|decisions| self.queue_decisions(decisions))
     }
 
-    fn decided(&mut self, decisions: Vec<Decision>) {
+    fn queue_decisions(&mut self, decisions: Vec<MembershipDecision>) {
         if !decisions.is_empty() {
-            self.due.push(Due::Decided(decisions));
+            self.pending_effects.push(PendingEffect::ApplyDecisions(decisions));
         }
     }
 }

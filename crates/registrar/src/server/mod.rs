@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The driver's side: a server that feeds `membership` and keeps what passes through it within
-//! bounds.
+//! The server in the driver: it supplies inputs to `membership`, and bounds the resources that
+//! callers can take.
 
+mod announcements;
 mod auth;
-mod board;
 mod clock;
 mod core;
 mod descriptors;
 mod effects;
+mod formation;
 mod incoming;
-mod kept;
 mod listen;
-mod meet;
 mod members;
+mod recovery;
 mod relay;
 mod service;
 
@@ -24,76 +24,77 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use farandole_config::{Config, PortRange};
-use farandole_telemetry::Drained;
+use farandole_telemetry::DrainedRecords;
 use farandole_world::{JobId, TaskId, World};
 use parking_lot::Mutex;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tonic::transport::{Identity as TlsIdentity, Server, ServerTlsConfig};
 
-use self::auth::Gate;
-use self::core::{Core, rules};
-use self::kept::Kept;
-pub use self::kept::Resumed;
-use self::listen::listen_in_time;
-use self::service::Service;
+use self::auth::AuthInterceptor;
+use self::core::{RegistrarCore, elastic_rules};
+use self::listen::listen_with_retries;
+use self::recovery::RecoveredState;
+pub use self::recovery::ResumedJob;
+use self::service::RegistrarService;
 use crate::error::{Error, Result};
-use crate::event::Event;
+use crate::event::JobEvent;
 use crate::generated::registrar_server::RegistrarServer;
-use crate::journal::{Journal, Left};
-use crate::membership::Input;
-use crate::secret::Secret;
-use crate::ticket::{Ticket, Token};
+use crate::journal::{MembershipJournal, UnfinishedJournal};
+use crate::membership::MembershipInput;
+use crate::secret::JobSecret;
+use crate::ticket::{JobToken, Ticket};
 use crate::{host, tls};
 
-/// Longest message: a value of the key-value store and what surrounds it.
-const MAX_MESSAGE: usize = 2 << 20;
-/// Calls at the same time on one connection.
-const STREAMS: u32 = 1024;
-/// The same where links are relayed, and the bytes that each may have on its way to a reader.
-const LINKS: u32 = 4096;
-pub(crate) const STREAM_WINDOW: u32 = 256 << 10;
-/// Bytes that a stream may have on its way. A connection takes more: records that a slow driver
-/// leaves where they are must not hold up the signs of life beside them.
-const RECORDS_WINDOW: u32 = 1 << 20;
-/// Times beyond these are taken for these.
-const SHORTEST: Duration = Duration::from_millis(100);
-const LONGEST: Duration = Duration::from_secs(365 * 86_400);
-/// Workers that an elastic job may start in its life.
-const TASKS: u32 = 1 << 20;
-/// Greatest number of workers of an elastic job at one time, if none is given.
-const LIVING: u32 = 4096;
-/// Connections of workers that end while others take their places.
-const LEAVERS: u32 = 64;
-/// Longest time in which open calls must end once the registrar closes.
-const CLOSING: Duration = Duration::from_secs(1);
-/// Longest time for which the port of an earlier registrar may be taken.
-const PORT_TAKEN: Duration = Duration::from_secs(5);
+/// Largest message: a value of the key-value store and the rest of its message.
+const MAX_MESSAGE_BYTES: usize = 2 << 20;
+/// Number of simultaneous calls on one connection.
+const MAX_STREAMS_PER_CONNECTION: u32 = 1024;
+/// Number of simultaneous calls on one connection if links are relayed, then the bytes of each link
+/// that may be in flight to a reader.
+const MAX_LINKS_PER_CONNECTION: u32 = 4096;
+pub(crate) const LINK_STREAM_WINDOW_BYTES: u32 = 256 << 10;
+/// Bytes of a stream that may be in flight. A connection's window is larger: records that a slow
+/// driver does not read must not block the heartbeats on the same connection.
+const RECORDS_WINDOW_BYTES: u32 = 1 << 20;
+/// Shortest and longest timeout; other values are clamped.
+const MIN_TIMEOUT: Duration = Duration::from_millis(100);
+const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
+/// Number of workers that an elastic job may start in its life.
+const MAX_ELASTIC_TASKS: u32 = 1 << 20;
+/// Largest number of simultaneous workers of an elastic job without a given maximum.
+const MAX_LIVING_WORKERS: u32 = 4096;
+/// Number of connections for workers that end while others replace them.
+const MAX_LEAVING_WORKERS: u32 = 64;
+/// Longest time that open calls have to end after the registrar closes.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest wait for the port of an earlier registrar to become free.
+const PORT_REUSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The arguments of a registrar.
 #[derive(Clone, Debug)]
-pub struct Options {
-    /// Tasks that will register.
+pub struct RegistrarOptions {
+    /// Number of tasks that will register.
     pub tasks: u32,
-    /// Name of the job; made up when absent.
+    /// Name of the job; random if absent.
     pub job_id: Option<String>,
-    /// Address to listen on and to offer; all own addresses when absent.
+    /// Address to listen on and to offer; all own addresses if absent.
     pub host: Option<String>,
-    /// Address of this host to listen on instead, or the network it is in (`10.0.0.0/8`); empty for
-    /// no such wish.
+    /// Address of this host to listen on instead, or its network (`10.0.0.0/8`); empty for no
+    /// preference.
     pub bind: String,
     /// Ports to try.
     pub port_range: PortRange,
-    /// Longest time in which all tasks must register.
+    /// Longest time for all tasks to register.
     pub start_timeout: Duration,
     /// Silence after which an agent is lost.
     pub peer_timeout: Duration,
-    /// Whether links between tasks may pass through here, for tasks that no other can dial.
+    /// Whether links to tasks that accept no connections may be relayed by this registrar.
     pub relays: bool,
 }
 
-impl Options {
-    /// Options for a job of `tasks`, the rest from the configuration.
+impl RegistrarOptions {
+    /// Returns the options for a job of `tasks`, with all other values from the configuration.
     pub fn from_config(tasks: u32, config: &Config) -> Self {
         Self {
             tasks,
@@ -110,75 +111,75 @@ impl Options {
 
 /// The settings of an elastic job.
 #[derive(Clone, Debug)]
-pub struct Elastic {
-    /// Workers that the first world waits for.
+pub struct ElasticOptions {
+    /// Number of workers that the first world waits for.
     pub first: u32,
     /// Fewest workers of a world.
     pub least: u32,
     /// Most workers of a world.
     pub most: u32,
-    /// Workers beyond `most` that are started, and wait to take a place.
+    /// Workers beyond `most` that are started, and wait to replace a member.
     pub spares: u32,
     /// Longest wait of the job for workers.
     pub timeout: Duration,
-    /// Worlds after the first that may be formed; any number when absent.
+    /// Number of worlds after the first that may be formed; unlimited if absent.
     pub reset_limit: Option<u32>,
     /// Shortest and longest time without a new worker on a host where one has failed.
     pub cooldown: (Duration, Duration),
 }
 
-/// Agents that hold a connection, each with a worker that holds another.
+/// Number of agents that hold a connection, each with a worker that holds another one.
 #[derive(Clone, Copy)]
-struct Connected {
+struct AgentCounts {
     least: u32,
     most: u32,
 }
 
 /// Address and identity of a registrar for the tasks.
-struct Known {
+struct RegistrarIdentity {
     job_id: JobId,
-    token: Token,
-    identity: tls::Identity,
-    /// The port of an earlier registrar of the job, which the tasks still call.
+    token: JobToken,
+    identity: tls::CertificateIdentity,
+    /// Port of an earlier registrar of the job, which the tasks still use.
     port: Option<u16>,
 }
 
-impl Known {
-    /// Returns the one of a new job.
-    fn made_up(name: Option<String>) -> Result<Self> {
+impl RegistrarIdentity {
+    /// Returns the identity of a new job.
+    fn new_random(name: Option<String>) -> Result<Self> {
         Ok(Self {
-            job_id: job_id(name)?,
-            token: Token::random(),
-            identity: tls::identity()?,
+            job_id: choose_job_id(name)?,
+            token: JobToken::random(),
+            identity: tls::generate_identity()?,
             port: None,
         })
     }
 }
 
 /// A registrar that has begun to listen.
-struct Made<'a> {
+struct ListeningRegistrar<'a> {
     ticket: &'a Ticket,
-    identity: &'a tls::Identity,
+    identity: &'a tls::CertificateIdentity,
     port: u16,
 }
 
-impl Made<'_> {
+impl ListeningRegistrar<'_> {
     fn job_id(&self) -> JobId {
         self.ticket.job_id().clone()
     }
 }
 
-struct Running {
+struct ServerRuntime {
     runtime: Runtime,
     server: JoinHandle<()>,
 }
 
 /// A running registrar. Dropping it closes it.
 pub struct Registrar {
-    core: Arc<Core>,
+    core: Arc<RegistrarCore>,
     ticket: Ticket,
     calls: Arc<AtomicU64>,
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<ServerRuntime>>,
     made_in: u32,
 }
 
@@ -187,36 +188,36 @@ impl Registrar {
     ///
     /// # Errors
     /// `Options` for no tasks or an unusable job id, `Listen`, `Tls`, `Runtime`.
-    pub fn start(options: Options) -> Result<Self> {
-        let known = Known::made_up(options.job_id.clone())?;
-        Self::start_fixed(options, known, false)
+    pub fn start_job(options: RegistrarOptions) -> Result<Self> {
+        let known = RegistrarIdentity::new_random(options.job_id.clone())?;
+        Self::start_with_identity(options, known, false)
     }
 
-    /// Like [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its
-    /// job, and a token and a certificate made from it.
+    /// Like [`Registrar::start_job`], for tasks whose numbers are their ranks. With a secret, the
+    /// job's name is the secret's, and the token and the certificate are derived from the secret.
     ///
     /// # Errors
-    /// Like [`Registrar::start`].
-    pub fn start_in_order(options: Options, secret: Option<&Secret>) -> Result<Self> {
+    /// Like [`Registrar::start_job`].
+    pub fn start_in_order(options: RegistrarOptions, secret: Option<&JobSecret>) -> Result<Self> {
         let known = match secret {
-            None => Known::made_up(options.job_id.clone())?,
-            Some(secret) => Known {
-                job_id: job_id(Some(secret.job().0.clone()))?,
-                token: secret.token(),
-                identity: secret.identity()?,
+            None => RegistrarIdentity::new_random(options.job_id.clone())?,
+            Some(secret) => RegistrarIdentity {
+                job_id: choose_job_id(Some(secret.job_id().0.clone()))?,
+                token: secret.derive_token(),
+                identity: secret.derive_identity()?,
                 port: None,
             },
         };
-        Self::start_fixed(options, known, true)
+        Self::start_with_identity(options, known, true)
     }
 
-    /// Like [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
+    /// Like [`Registrar::start_job`], for workers that come and go. `options.tasks` is ignored.
     ///
     /// # Errors
-    /// Like [`Registrar::start`]; `Options` also where the numbers of workers contradict each
+    /// Like [`Registrar::start_job`]; `Options` also if the numbers of workers contradict each
     /// other.
-    pub fn start_elastic(options: Options, elastic: &Elastic) -> Result<Self> {
-        Self::start_kept(options, elastic, None)
+    pub fn start_elastic(options: RegistrarOptions, elastic: &ElasticOptions) -> Result<Self> {
+        Self::start_with_journal(options, elastic, None)
     }
 
     /// Like [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar
@@ -225,12 +226,12 @@ impl Registrar {
     ///
     /// # Errors
     /// Like [`Registrar::start_elastic`]; `Journal`.
-    pub fn start_kept(
-        options: Options,
-        elastic: &Elastic,
-        journal: Option<Journal>,
+    pub fn start_with_journal(
+        options: RegistrarOptions,
+        elastic: &ElasticOptions,
+        journal: Option<MembershipJournal>,
     ) -> Result<Self> {
-        let Elastic { first, least, most, .. } = *elastic;
+        let ElasticOptions { first, least, most, .. } = *elastic;
         if least == 0 || least > first || first > most {
             let reason = format!(
                 "an elastic job has at least 1 worker, and its least ({least}), first ({first}) \
@@ -238,87 +239,107 @@ impl Registrar {
             );
             return Err(Error::Options { reason });
         }
-        // Without a maximum there may be any number of workers: additional ones wait for their turn
-        // to connect.
-        let agents = |workers: u32| workers.saturating_add(elastic.spares).min(LIVING) + LEAVERS;
-        let connected = Connected { least: agents(first), most: agents(most) };
-        let options = Options { tasks: TASKS, ..options };
+        // Without a maximum, there may be any number of workers: additional ones wait for a free
+        // connection.
+        let agents = |workers: u32| {
+            workers.saturating_add(elastic.spares).min(MAX_LIVING_WORKERS) + MAX_LEAVING_WORKERS
+        };
+        let connected = AgentCounts { least: agents(first), most: agents(most) };
+        let options = RegistrarOptions { tasks: MAX_ELASTIC_TASKS, ..options };
         let Some(mut journal) = journal else {
-            let known = Known::made_up(options.job_id.clone())?;
-            return Self::begin(options, known, connected, |options, made| {
-                Ok(Core::elastic(made.job_id(), options, Kept::new(rules(options, elastic), None)))
+            let known = RegistrarIdentity::new_random(options.job_id.clone())?;
+            return Self::start_server(options, known, connected, |options, made| {
+                Ok(RegistrarCore::new_elastic(
+                    made.job_id(),
+                    options,
+                    RecoveredState::new(elastic_rules(options, elastic), None),
+                ))
             });
         };
-        match journal.left() {
-            Some(left) => Self::go_on(options, elastic, connected, journal, left),
+        match journal.take_unfinished() {
+            Some(left) => Self::continue_job(options, elastic, connected, journal, left),
             None => {
-                let known = Known::made_up(options.job_id.clone())?;
-                Self::begin(options, known, connected, |options, made| {
-                    let kept = Kept::new(rules(options, elastic), Some(Arc::new(journal)));
-                    kept.begin(made.ticket, made.identity, made.port)?;
-                    Ok(Core::elastic(made.job_id(), options, kept))
+                let known = RegistrarIdentity::new_random(options.job_id.clone())?;
+                Self::start_server(options, known, connected, |options, made| {
+                    let kept = RecoveredState::new(
+                        elastic_rules(options, elastic),
+                        Some(Arc::new(journal)),
+                    );
+                    kept.begin_journal(made.ticket, made.identity, made.port)?;
+                    Ok(RegistrarCore::new_elastic(made.job_id(), options, kept))
                 })
             }
         }
     }
 
     /// Continues the job of a journal.
-    fn go_on(
-        options: Options,
-        elastic: &Elastic,
-        connected: Connected,
-        journal: Journal,
-        left: Left,
+    fn continue_job(
+        options: RegistrarOptions,
+        elastic: &ElasticOptions,
+        connected: AgentCounts,
+        journal: MembershipJournal,
+        left: UnfinishedJournal,
     ) -> Result<Self> {
-        let Left { head, records } = left;
-        let ticket = head.ticket()?;
-        let known = Known {
-            identity: head.identity(&ticket),
+        let UnfinishedJournal { head, records } = left;
+        let ticket = head.parse_ticket()?;
+        let known = RegistrarIdentity {
+            identity: head.certificate_identity(&ticket),
             job_id: ticket.job_id().clone(),
             token: ticket.token,
             port: Some(head.port),
         };
-        Self::begin(options, known, connected, |options, made| {
-            let kept = Kept::resumed(rules(options, elastic), Arc::new(journal), records);
-            let mut core = Core::elastic(made.job_id(), options, kept);
-            core.resumed = Some(core.resume());
+        Self::start_server(options, known, connected, |options, made| {
+            let kept = RecoveredState::replay_records(
+                elastic_rules(options, elastic),
+                Arc::new(journal),
+                records,
+            );
+            let mut core = RegistrarCore::new_elastic(made.job_id(), options, kept);
+            core.resumed = Some(core.resume_job());
             Ok(core)
         })
     }
 
-    /// Returns the state that an earlier registrar has left of this job, if this one continues it.
-    pub fn resumed(&self) -> Option<&Resumed> {
+    /// Returns the state that an earlier registrar left of this job, if this registrar continues
+    /// it.
+    pub fn resumed_job(&self) -> Option<&ResumedJob> {
         self.core.resumed.as_ref()
     }
 
-    fn start_fixed(options: Options, known: Known, in_order: bool) -> Result<Self> {
+    fn start_with_identity(
+        options: RegistrarOptions,
+        known: RegistrarIdentity,
+        in_order: bool,
+    ) -> Result<Self> {
         if options.tasks == 0 {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
-        let connected = Connected { least: options.tasks, most: options.tasks };
-        Self::begin(options, known, connected, |options, made| {
-            Ok(Core::new(made.job_id(), options, in_order))
+        let connected = AgentCounts { least: options.tasks, most: options.tasks };
+        Self::start_server(options, known, connected, |options, made| {
+            Ok(RegistrarCore::new(made.job_id(), options, in_order))
         })
     }
 
-    fn begin(
-        options: Options,
-        known: Known,
-        connected: Connected,
-        make: impl FnOnce(&Options, &Made<'_>) -> Result<Core>,
+    fn start_server(
+        options: RegistrarOptions,
+        known: RegistrarIdentity,
+        connected: AgentCounts,
+        make: impl FnOnce(&RegistrarOptions, &ListeningRegistrar<'_>) -> Result<RegistrarCore>,
     ) -> Result<Self> {
-        let Known { job_id, token, identity, port } = known;
-        let options = Options {
-            // Outside of these, timers never fire, always fire, or overflow.
-            peer_timeout: options.peer_timeout.clamp(SHORTEST, LONGEST),
-            start_timeout: options.start_timeout.min(LONGEST),
+        let RegistrarIdentity { job_id, token, identity, port } = known;
+        let options = RegistrarOptions {
+            // Beyond these limits, timers never fire, always fire, or overflow.
+            peer_timeout: options.peer_timeout.clamp(MIN_TIMEOUT, MAX_TIMEOUT),
+            start_timeout: options.start_timeout.min(MAX_TIMEOUT),
             ..options
         };
-        // A worker that is linked through here has a connection for that.
+        // A worker with relayed links has a separate connection for them.
         let workers = |agents: u32| if options.relays { agents.saturating_mul(2) } else { agents };
         let both = |agents: u32| workers(agents).saturating_add(agents);
-        let places =
-            descriptors::allow(both(connected.least), incoming::places(workers(connected.most)))?;
+        let places = descriptors::allow_connections(
+            both(connected.least),
+            incoming::max_wanted_connections(workers(connected.most)),
+        )?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("farandole-registrar")
@@ -326,55 +347,66 @@ impl Registrar {
             .build()
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         let (ports, patience) = match port {
-            Some(port) => (PortRange { first: port, last: port }, PORT_TAKEN),
+            Some(port) => (PortRange { first: port, last: port }, PORT_REUSE_TIMEOUT),
             None => (options.port_range, Duration::ZERO),
         };
-        let (listener, port, addresses) =
-            listen_in_time(options.host.as_deref(), host::bound(&options.bind)?, ports, patience)?;
+        let (listener, port, addresses) = listen_with_retries(
+            options.host.as_deref(),
+            host::resolve_bind_address(&options.bind)?,
+            ports,
+            patience,
+        )?;
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id, addresses);
-        // Before the first call comes, and before time passes.
-        let core = Arc::new(make(&options, &Made { ticket: &ticket, identity: &identity, port })?);
-        let gate = Gate::new(token, options.tasks);
-        let calls = gate.admitted();
-        let registrar = RegistrarServer::new(Service::new(Arc::clone(&core), options.relays))
-            .max_decoding_message_size(MAX_MESSAGE)
-            .max_encoding_message_size(usize::MAX);
+        // Create the core before the first call arrives, and before time passes.
+        let core = Arc::new(make(
+            &options,
+            &ListeningRegistrar { ticket: &ticket, identity: &identity, port },
+        )?);
+        let gate = AuthInterceptor::new(token, options.tasks);
+        let calls = gate.admitted_calls();
+        let registrar =
+            RegistrarServer::new(RegistrarService::new(Arc::clone(&core), options.relays))
+                .max_decoding_message_size(MAX_MESSAGE_BYTES)
+                .max_encoding_message_size(usize::MAX);
         let guarded = tonic::service::interceptor::InterceptedService::new(registrar, gate);
         let certificate = TlsIdentity::from_pem(identity.certificate_pem, identity.key_pem);
         let tls = ServerTlsConfig::new().identity(certificate).timeout(Duration::from_secs(10));
         let mut server = Server::builder()
             .tls_config(tls)
             .map_err(|error| Error::Tls { reason: error.to_string() })?
-            .max_concurrent_streams(STREAMS)
+            .max_concurrent_streams(MAX_STREAMS_PER_CONNECTION)
             .http2_max_header_list_size(16 << 10)
             .http2_keepalive_interval(Some(options.peer_timeout / 2))
             .http2_keepalive_timeout(Some(options.peer_timeout))
-            .initial_stream_window_size(RECORDS_WINDOW)
-            .initial_connection_window_size(4 * RECORDS_WINDOW);
+            .initial_stream_window_size(RECORDS_WINDOW_BYTES)
+            .initial_connection_window_size(4 * RECORDS_WINDOW_BYTES);
         if options.relays {
-            // A link whose reader is slow holds what it has on its way, and never the other links
-            // of its connection.
+            // If the reader of a link is slow, only this link's data waits, never other links of
+            // the connection.
             server = server
-                .max_concurrent_streams(LINKS)
-                .initial_stream_window_size(STREAM_WINDOW)
-                .initial_connection_window_size(LINKS * STREAM_WINDOW);
+                .max_concurrent_streams(MAX_LINKS_PER_CONNECTION)
+                .initial_stream_window_size(LINK_STREAM_WINDOW_BYTES)
+                .initial_connection_window_size(
+                    MAX_LINKS_PER_CONNECTION * LINK_STREAM_WINDOW_BYTES,
+                );
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        let incoming = incoming::accept(listener, places, workers(connected.most))
+        let incoming = incoming::accept_connections(listener, places, workers(connected.most))
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
         let closed = Arc::clone(&core);
         let server = runtime.spawn(async move {
-            let serving = router
-                .serve_with_incoming_shutdown(incoming, async move { closed.until_closed().await });
+            let serving = router.serve_with_incoming_shutdown(incoming, async move {
+                closed.wait_until_closed().await
+            });
             if let Err(error) = serving.await {
                 tracing::error!(%error, "the registrar stopped listening");
             }
         });
         let ticking = Arc::clone(&core);
-        runtime.spawn(async move { ticking.tick().await });
-        let running = Mutex::new(Some(Running { runtime, server }));
+        runtime.spawn(async move { ticking.run_clock().await });
+        let running = Mutex::new(Some(ServerRuntime { runtime, server }));
         Ok(Self { core, ticket, calls, running, made_in: std::process::id() })
     }
 
@@ -388,81 +420,88 @@ impl Registrar {
         self.ticket.job_id()
     }
 
-    /// Waits until something has happened, at most until `deadline`, and takes everything that has.
+    /// Waits for events, at most until `deadline`, and takes all of them.
     ///
     /// # Errors
     /// `Forked`.
-    pub fn events(&self, deadline: Instant) -> Result<Drained<Event>> {
-        self.own_process()?;
-        Ok(self.core.events(deadline))
+    pub fn drain_events(&self, deadline: Instant) -> Result<DrainedRecords<JobEvent>> {
+        self.check_own_process()?;
+        Ok(self.core.drain_events(deadline))
     }
 
     /// Returns the number of calls admitted so far.
-    pub fn calls(&self) -> u64 {
+    pub fn admitted_calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the registrar is closed and every event was taken.
+    /// Returns whether the registrar is closed and every event has been taken.
     pub fn is_finished(&self) -> bool {
         self.core.is_finished()
     }
 
     /// Returns the latest world, seen from rank 0.
-    pub fn assignment(&self) -> Option<World> {
-        self.core.assignment()
+    pub fn current_world(&self) -> Option<World> {
+        self.core.current_world()
     }
 
     /// Makes every agent end its worker. Later calls change nothing.
     ///
     /// # Errors
     /// `Forked`.
-    pub fn abort(&self, reason: &str) -> Result<()> {
-        self.own_process()?;
-        self.core.abort(reason.to_owned());
+    pub fn abort_job(&self, reason: &str) -> Result<()> {
+        self.check_own_process()?;
+        self.core.abort_job(reason.to_owned());
         Ok(())
     }
 
-    /// Elastic jobs: the hosts that there are now, and their slots, in the order of discovery.
+    /// Sets the available hosts of an elastic job and their slots, in the order of discovery.
     ///
     /// # Errors
     /// `Forked`.
-    pub fn hosts(&self, hosts: &[(String, u32)]) -> Result<()> {
-        self.own_process()?;
-        self.core.observe(Input::Hosts(hosts.to_vec()));
+    pub fn update_hosts(&self, hosts: &[(String, u32)]) -> Result<()> {
+        self.check_own_process()?;
+        self.core.observe_input(MembershipInput::Hosts(hosts.to_vec()));
         Ok(())
     }
 
-    /// Elastic jobs: a worker could not be started, which counts as a failure of its host.
+    /// Records that a worker of an elastic job could not be started, which counts as a failure of
+    /// its host.
     ///
     /// # Errors
     /// `Forked`.
-    pub fn not_started(&self, task: TaskId, reason: &str) -> Result<()> {
-        self.own_process()?;
+    pub fn report_not_started(&self, task: TaskId, reason: &str) -> Result<()> {
+        self.check_own_process()?;
         let reason = format!("could not be started: {reason}");
-        self.core.observe(Input::NotStarted { task, reason });
+        self.core.observe_input(MembershipInput::NotStarted { task, reason });
         Ok(())
     }
 
-    /// Elastic jobs: has a worker leave at its next chance, because its place is about to go. That
-    /// is no failure.
+    /// Makes a worker of an elastic job leave at its next opportunity, because its place is about
+    /// to be removed. This is not a failure.
     ///
     /// # Errors
     /// `Forked`.
-    pub fn dismiss(&self, task: TaskId, reason: &str) -> Result<()> {
-        self.own_process()?;
-        self.core.observe(Input::Leaves { task, reason: reason.to_owned() });
+    pub fn dismiss_worker(&self, task: TaskId, reason: &str) -> Result<()> {
+        self.check_own_process()?;
+        self.core.observe_input(MembershipInput::Leaves { task, reason: reason.to_owned() });
         Ok(())
     }
 
-    /// Sets a value that the ranks of the present world find under its key. No journal contains it.
+    /// Sets a value that the ranks of the present world can read under its key. The value is not in
+    /// the journal.
     ///
     /// # Errors
-    /// `Forked`; `Refused` for a key or value that is too long, or if all values together are.
-    pub fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.own_process()?;
-        let generation = self.core.assignment().map(|world| world.generation).unwrap_or_default();
-        let put =
-            self.core.kv().lock().put(generation, key.to_owned(), Bytes::copy_from_slice(value));
+    /// `Forked`; `Refused` if the key or the value is too long, or all values together are too
+    /// large.
+    pub fn publish_value(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.check_own_process()?;
+        let generation =
+            self.core.current_world().map(|world| world.generation).unwrap_or_default();
+        let put = self.core.key_value_store().lock().put_value(
+            generation,
+            key.to_owned(),
+            Bytes::copy_from_slice(value),
+        );
         put.map_err(|full| Error::Refused {
             job: self.job_id().to_string(),
             call: "publish",
@@ -476,26 +515,27 @@ impl Registrar {
         self.core.finish_journal();
     }
 
-    /// Aborts what still runs, tells the agents, and stops listening. Later calls do nothing.
+    /// Aborts a job that still runs, notifies the agents, and stops listening. Later calls do
+    /// nothing.
     pub fn close(&self) {
         let running = self.running.lock().take();
         let Some(running) = running else { return };
-        if self.own_process().is_err() {
-            // Its threads stayed in the parent: joining them here would wait forever.
+        if self.check_own_process().is_err() {
+            // The threads stayed in the parent process: joining them here would wait forever.
             std::mem::forget(running);
             return;
         }
-        self.core.abort("the driver closed the job".to_owned());
+        self.core.abort_job("the driver closed the job".to_owned());
         self.core.close();
-        let Running { runtime, server } = running;
+        let ServerRuntime { runtime, server } = running;
         // The server ends when every connection has ended; the shutdown closes connections that are
         // still open after this.
-        runtime.block_on(async move { drop(tokio::time::timeout(CLOSING, server).await) });
-        runtime.shutdown_timeout(CLOSING);
+        runtime.block_on(async move { drop(tokio::time::timeout(CLOSE_TIMEOUT, server).await) });
+        runtime.shutdown_timeout(CLOSE_TIMEOUT);
         self.core.finish_journal();
     }
 
-    fn own_process(&self) -> Result<()> {
+    fn check_own_process(&self) -> Result<()> {
         let used_in = std::process::id();
         if used_in == self.made_in {
             Ok(())
@@ -511,7 +551,7 @@ impl Drop for Registrar {
     }
 }
 
-fn job_id(given: Option<String>) -> Result<JobId> {
+fn choose_job_id(given: Option<String>) -> Result<JobId> {
     let Some(name) = given else {
         return Ok(JobId(format!("job-{:08x}", rand::random::<u32>())));
     };

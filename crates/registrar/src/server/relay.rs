@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links between tasks that accept no connections: both ends connect here, and data is forwarded.
+//! Relay of links to tasks that accept no connections: both ends connect here, and data is
+//! forwarded.
 //!
-//! A task holds a stream on which it hears of calls. Whoever calls it waits here until the task has
-//! answered, on a stream of its own; from then on pieces go from end to end, a few at a time, so
-//! that a slow reader slows its peer down. What passes is the ranks' own affair: they prove the
-//! job's key to each other.
+//! A called task holds a stream on which it receives calls. A caller waits here until the task has
+//! answered on a separate stream. Then pieces are forwarded from end to end, a few at a time, so
+//! that a slow reader slows its peer down. The relay does not check the data: the ranks prove to
+//! each other that they have the job's key.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -18,86 +19,88 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-use super::auth::Caller;
+use super::auth::CallOrigin;
 use crate::generated as wire;
 use crate::generated::relay_piece::What;
 
-/// Calls that a task has not heard of yet.
-const RINGING: usize = 1024;
-/// Longest time for a task to answer, and for an end to say what it is.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Pieces on their way from one end to the other.
-const UNDER_WAY: usize = 2;
+/// Number of calls that a task has not received yet.
+const MAX_PENDING_CALLS: usize = 1024;
+/// Longest time for a task to answer, and for an end to send its first piece.
+const CALL_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Number of pieces in flight from one end to the other.
+const MAX_PIECES_IN_FLIGHT: usize = 2;
 
 type Piece = Result<wire::RelayPiece, Status>;
 
 /// The target of calls for one world of a task.
 type Door = (Generation, TaskId, u64);
 
-/// The stream of one end.
+/// The stream of pieces to one end.
 pub(super) type Heard = ReceiverStream<Piece>;
 
-/// One end of a link: what it says, and where it hears.
-struct End {
+/// One end of a link: the stream of pieces from it, and the sender of pieces to it.
+struct RelayLinkEnd {
     says: Streaming<wire::RelayPiece>,
     hears: mpsc::Sender<Piece>,
 }
 
-/// The ends that can be called, and those that call.
+/// The tasks that accept calls, and the calls that wait for an answer.
 #[derive(Default)]
-pub(super) struct Exchange {
+pub(super) struct RelayExchange {
     doors: Mutex<HashMap<Door, mpsc::Sender<Result<wire::Call, Status>>>>,
-    ringing: Mutex<HashMap<u64, oneshot::Sender<End>>>,
+    pending_calls: Mutex<HashMap<u64, oneshot::Sender<RelayLinkEnd>>>,
 }
 
-/// A call that waits for its answer; forgotten when dropped.
-struct Ringing<'a> {
-    exchange: &'a Exchange,
+/// A call that waits for its answer; it is removed on drop.
+struct PendingRelayCall<'a> {
+    exchange: &'a RelayExchange,
     id: u64,
 }
 
-impl Drop for Ringing<'_> {
+impl Drop for PendingRelayCall<'_> {
     fn drop(&mut self) {
-        self.exchange.ringing.lock().remove(&self.id);
+        self.exchange.pending_calls.lock().remove(&self.id);
     }
 }
 
-impl Exchange {
-    /// Calls for a task's world from now on; an earlier stream of the same ends.
-    pub(super) fn open(
+impl RelayExchange {
+    /// Opens the stream of calls for a task's world, and ends an earlier stream for the same world.
+    pub(super) fn open_call_stream(
         &self,
-        caller: Caller,
+        caller: CallOrigin,
         door: u64,
     ) -> ReceiverStream<Result<wire::Call, Status>> {
-        let (calls, heard) = mpsc::channel(RINGING);
+        let (calls, heard) = mpsc::channel(MAX_PENDING_CALLS);
         let mut doors = self.doors.lock();
         doors.retain(|_, calls| !calls.is_closed());
         doors.insert((caller.generation, caller.task, door), calls);
         ReceiverStream::new(heard)
     }
 
-    /// Takes one end of a link; returns what it hears once the link is made.
+    /// Joins one end of a link to the other; returns the stream of pieces to this end once the link
+    /// is established.
     ///
     /// # Errors
-    /// `unavailable` when the other end does not take calls, `deadline_exceeded` when it does not
+    /// `unavailable` if the other end does not accept calls, `deadline_exceeded` if it does not
     /// answer.
-    pub(super) async fn join(
+    pub(super) async fn join_link(
         &self,
-        caller: Caller,
+        caller: CallOrigin,
         mut says: Streaming<wire::RelayPiece>,
     ) -> Result<Heard, Status> {
         let late = || Status::deadline_exceeded("the end of a link did not say what it is");
-        let first = timeout(PATIENCE, says.message()).await.map_err(|_| late())??;
-        let (hears, heard) = mpsc::channel(UNDER_WAY);
-        let own = End { says, hears };
+        let first = timeout(CALL_ANSWER_TIMEOUT, says.message()).await.map_err(|_| late())??;
+        let (hears, heard) = mpsc::channel(MAX_PIECES_IN_FLIGHT);
+        let own = RelayLinkEnd { says, hears };
         match first.and_then(|piece| piece.what) {
             Some(What::Dial(dial)) => {
-                let other = self.call((caller.generation, TaskId(dial.task), dial.door)).await?;
-                tokio::spawn(pump(own.says, other.hears));
-                tokio::spawn(pump(other.says, own.hears));
+                let other =
+                    self.call_task((caller.generation, TaskId(dial.task), dial.door)).await?;
+                tokio::spawn(forward_pieces(own.says, other.hears));
+                tokio::spawn(forward_pieces(other.says, own.hears));
             }
             Some(What::Answer(id)) => {
-                let waiting = self.ringing.lock().remove(&id);
+                let waiting = self.pending_calls.lock().remove(&id);
                 let gone = || Status::unavailable("the caller of this link is gone");
                 waiting.ok_or_else(gone)?.send(own).map_err(|_| gone())?;
             }
@@ -110,32 +113,34 @@ impl Exchange {
         Ok(ReceiverStream::new(heard))
     }
 
-    /// Lets a task know of a call, and waits for its answer.
-    async fn call(&self, door: Door) -> Result<End, Status> {
+    /// Sends a call to a task, and waits for its answer.
+    async fn call_task(&self, door: Door) -> Result<RelayLinkEnd, Status> {
         let (_, TaskId(task), _) = door;
         let away = || Status::unavailable(format!("task {task} takes no calls"));
         let calls = self.doors.lock().get(&door).cloned().ok_or_else(away)?;
         let (answer, answered) = oneshot::channel();
         let id = rand::random();
-        self.ringing.lock().insert(id, answer);
-        let _ringing = Ringing { exchange: self, id };
+        self.pending_calls.lock().insert(id, answer);
+        let _ringing = PendingRelayCall { exchange: self, id };
         calls.try_send(Ok(wire::Call { id })).map_err(|_| away())?;
-        match timeout(PATIENCE, answered).await {
+        match timeout(CALL_ANSWER_TIMEOUT, answered).await {
             Ok(Ok(end)) => Ok(end),
             Ok(Err(_)) => Err(away()),
             Err(_) => {
-                let reason = format!("task {task} has not answered within {PATIENCE:.0?}");
+                let reason =
+                    format!("task {task} has not answered within {CALL_ANSWER_TIMEOUT:.0?}");
                 Err(Status::deadline_exceeded(reason))
             }
         }
     }
 }
 
-/// Hands on what one end says until it has said everything, or either is gone.
-async fn pump(mut says: Streaming<wire::RelayPiece>, hears: mpsc::Sender<Piece>) {
+/// Forwards the pieces of one end until its last piece, or until either end is gone.
+async fn forward_pieces(mut says: Streaming<wire::RelayPiece>, hears: mpsc::Sender<Piece>) {
     loop {
         let Ok(Some(piece)) = says.message().await else {
-            // An end without a word, which the other one must not take for an orderly one.
+            // The stream ended without an end piece: the other end must not take this for an
+            // orderly end.
             return drop(hears.send(Err(Status::aborted("the other end is gone"))).await);
         };
         let last = matches!(piece.what, Some(What::End(_)));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The gRPC service: an adapter from calls to [`Core`].
+//! The gRPC service: an adapter from calls to [`RegistrarCore`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,62 +12,67 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::auth::Caller;
-use super::board::{Board, Change};
-use super::core::Core;
-use super::meet::{self, Asked};
-use super::relay::{Exchange, Heard};
+use super::announcements::{AnnouncedHostChange, WorldAnnouncements};
+use super::auth::CallOrigin;
+use super::core::RegistrarCore;
+use super::formation::{self, FormationRequestGuard};
+use super::relay::{Heard, RelayExchange};
 use crate::convert;
-use crate::event::Event;
-use crate::exit::{Exit, Verdict};
+use crate::event::JobEvent;
+use crate::exit::{ExitReport, GenerationVerdict};
+use crate::formation::FormationAnswer;
 use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
-use crate::kv::{Full, Lookup, MAX_KEY};
-use crate::meetings::Answer;
-use crate::membership::{Input, Refusal};
-use crate::wire::{DISMISSED, MAX_RESULT, PROTOCOL, PROTOCOL_VERSION, RETRY};
+use crate::kv::{KeyValueRefusal, MAX_KEY_BYTES, ValueLookup};
+use crate::membership::{MembershipInput, RegistrationRefusal};
+use crate::wire::{
+    DISMISSED_HEADER, MAX_RESULT_BYTES, PROTOCOL_HEADER, PROTOCOL_VERSION, RETRY_HEADER,
+};
 
 /// Bytes of a world in one piece of a reply.
-const PIECE: usize = 8 << 10;
+const WORLD_PIECE_BYTES: usize = 8 << 10;
 
-/// The longest a call waits here before its caller asks again.
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
+/// Longest time that a call waits here before its caller asks again.
+const MAX_CALL_WAIT: Duration = Duration::from_secs(60);
 
-/// The same for one whose worker has ended well before the others.
-const TOGETHER: Duration = Duration::from_secs(1);
+/// Longest wait of a call whose worker has ended successfully before the others.
+const JOINT_EXIT_WAIT: Duration = Duration::from_secs(1);
 
-/// The service.
-pub(super) struct Service {
-    core: Arc<Core>,
+/// The service of one registrar.
+pub(super) struct RegistrarService {
+    core: Arc<RegistrarCore>,
     /// The relay of links, if this registrar has one.
-    exchange: Option<Exchange>,
+    exchange: Option<RelayExchange>,
 }
 
 type Reply<T> = Result<Response<T>, Status>;
 
-/// A reply whose pieces are made when there is room for them on their way.
+/// A reply whose pieces are made when the connection has space for them.
 type Pieces = Box<dyn Iterator<Item = Result<wire::AwaitAssignmentReply, Status>> + Send>;
 
-impl Service {
-    pub(super) fn new(core: Arc<Core>, relays: bool) -> Self {
-        Self { core, exchange: relays.then(Exchange::default) }
+impl RegistrarService {
+    pub(super) fn new(core: Arc<RegistrarCore>, relays: bool) -> Self {
+        Self { core, exchange: relays.then(RelayExchange::default) }
     }
 
-    fn exchange(&self) -> Result<&Exchange, Status> {
+    fn relay_exchange(&self) -> Result<&RelayExchange, Status> {
         let reason = "the driver relays no links: set FARANDOLE_DIAL_OUT where it runs, too";
         self.exchange.as_ref().ok_or_else(|| Status::failed_precondition(reason))
     }
 
-    /// Returns the caller's generation, if it is the one at work.
-    fn current(&self, caller: Caller) -> Result<watch::Receiver<Board>, Status> {
-        let board = self.core.board();
+    /// Checks that the caller's generation is at work, and returns a receiver of announcements.
+    fn check_current_generation(
+        &self,
+        caller: CallOrigin,
+    ) -> Result<watch::Receiver<WorldAnnouncements>, Status> {
+        let board = self.core.subscribe_announcements();
         let (known, verdict) = {
             let board = board.borrow();
             let current = board.world.as_ref().map(|published| published.world.generation);
-            (current == Some(caller.generation), board.verdict(caller.generation))
+            (current == Some(caller.generation), board.generation_verdict(caller.generation))
         };
         match (verdict, known) {
-            (Some(verdict), _) => Err(over(&verdict)),
+            (Some(verdict), _) => Err(verdict_status(&verdict)),
             (None, true) => Ok(board),
             (None, false) => {
                 let reason = format!("generation {} has not been assigned", caller.generation);
@@ -78,19 +83,19 @@ impl Service {
 }
 
 #[tonic::async_trait]
-impl Registrar for Service {
+impl Registrar for RegistrarService {
     async fn register(
         &self,
         request: Request<wire::RegisterRequest>,
     ) -> Reply<wire::RegisterReply> {
-        let caller = caller(&request)?;
+        let caller = call_origin(&request)?;
         let message = request.into_inner();
-        same_version(message.protocol_version)?;
+        check_protocol_version(message.protocol_version)?;
         let facts = HostFacts::from(message.host.unwrap_or_default());
         let generation = self
             .core
-            .register(caller.task, message.attempt, message.session, facts.hash())
-            .map_err(|refusal| refused(&refusal))?;
+            .register_task(caller.task, message.attempt, message.session, facts.host_hash())
+            .map_err(|refusal| refusal_status(&refusal))?;
         Ok(Response::new(wire::RegisterReply { generation: generation.0 }))
     }
 
@@ -100,18 +105,19 @@ impl Registrar for Service {
         &self,
         request: Request<wire::AwaitAssignmentRequest>,
     ) -> Reply<Self::AwaitAssignmentStream> {
-        let caller = caller(&request)?;
-        let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
+        let caller = call_origin(&request)?;
+        let wait = Duration::from_millis(request.get_ref().timeout_ms).min(MAX_CALL_WAIT);
         let session = request.get_ref().session;
-        let mut board = self.core.board();
-        let replaced =
-            |board: &Board| session.is_some_and(|session| board.is_replaced(caller.task, session));
-        let ready = |board: &Board| {
+        let mut board = self.core.subscribe_announcements();
+        let replaced = |board: &WorldAnnouncements| {
+            session.is_some_and(|session| board.is_replaced(caller.task, session))
+        };
+        let ready = |board: &WorldAnnouncements| {
             let assigned = board
                 .world
                 .as_ref()
                 .is_some_and(|published| published.world.generation >= caller.generation);
-            assigned || board.verdict(caller.generation).is_some() || replaced(board)
+            assigned || board.generation_verdict(caller.generation).is_some() || replaced(board)
         };
         if let Ok(Ok(board)) = timeout(wait, board.wait_for(ready)).await {
             if replaced(&board) {
@@ -121,12 +127,12 @@ impl Registrar for Service {
                 );
                 return Err(Status::aborted(reason));
             }
-            if let Some(verdict) = board.verdict(caller.generation) {
-                return Err(over(&verdict));
+            if let Some(verdict) = board.generation_verdict(caller.generation) {
+                return Err(verdict_status(&verdict));
             }
-            return Ok(Response::new(tokio_stream::iter(pieces(&board))));
+            return Ok(Response::new(tokio_stream::iter(world_pieces(&board))));
         }
-        let (missing, missing_count) = self.core.missing();
+        let (missing, missing_count) = self.core.missing_tasks();
         let alone = wire::AwaitAssignmentReply { world: None, missing, missing_count };
         let pieces: Pieces = Box::new(std::iter::once(Ok(alone)));
         Ok(Response::new(tokio_stream::iter(pieces)))
@@ -135,44 +141,48 @@ impl Registrar for Service {
     type JoinStream = tokio_stream::Iter<Pieces>;
 
     async fn join(&self, request: Request<wire::JoinRequest>) -> Reply<Self::JoinStream> {
-        let caller = caller(&request)?;
+        let caller = call_origin(&request)?;
         let message = request.into_inner();
-        let wait = Duration::from_millis(message.timeout_ms).min(LONGEST_WAIT);
+        let wait = Duration::from_millis(message.timeout_ms).min(MAX_CALL_WAIT);
         let (task, after) = (caller.task, Generation(message.after));
         let suspects = message.suspects.into_iter().map(TaskId).collect();
-        self.core.ready(task, after, suspects).map_err(|refusal| refused(&refusal))?;
-        let mut board = self.core.board();
-        let answered = |board: &Board| {
-            board.is_seated(task, after)
-                || board.dismissal(task).is_some()
-                || board.end(task).is_some()
-                || board.aborted().is_some()
+        self.core
+            .request_world(task, after, suspects)
+            .map_err(|refusal| refusal_status(&refusal))?;
+        let mut board = self.core.subscribe_announcements();
+        let answered = |board: &WorldAnnouncements| {
+            board.has_rank_after(task, after)
+                || board.dismissal_reason(task).is_some()
+                || board.worker_end_verdict(task).is_some()
+                || board.abort_verdict().is_some()
         };
         let Ok(Ok(board)) = timeout(wait, board.wait_for(answered)).await else {
             let none = wire::AwaitAssignmentReply::default();
             let pieces: Pieces = Box::new(std::iter::once(Ok(none)));
             return Ok(Response::new(tokio_stream::iter(pieces)));
         };
-        if let Some(reason) = board.dismissal(task) {
-            return Err(dismissed(&reason));
+        if let Some(reason) = board.dismissal_reason(task) {
+            return Err(dismissal_status(&reason));
         }
-        if let Some(verdict) = board.end(task).or_else(|| board.aborted()) {
-            return Err(over(&verdict));
+        if let Some(verdict) = board.worker_end_verdict(task).or_else(|| board.abort_verdict()) {
+            return Err(verdict_status(&verdict));
         }
-        Ok(Response::new(tokio_stream::iter(pieces(&board))))
+        Ok(Response::new(tokio_stream::iter(world_pieces(&board))))
     }
 
     async fn changes(&self, request: Request<wire::ChangesRequest>) -> Reply<wire::ChangesReply> {
-        let caller = caller(&request)?;
+        let caller = call_origin(&request)?;
         let wire::ChangesRequest { timeout_ms, known } = request.into_inner();
-        let wait = Duration::from_millis(timeout_ms).min(LONGEST_WAIT);
-        let news = |change: &Change| change.generation == caller.generation && change.at > known;
-        let mut board = self.core.board();
+        let wait = Duration::from_millis(timeout_ms).min(MAX_CALL_WAIT);
+        let news = |change: &AnnouncedHostChange| {
+            change.generation == caller.generation && change.at > known
+        };
+        let mut board = self.core.subscribe_announcements();
         let told =
             timeout(wait, board.wait_for(|board| board.change.as_ref().is_some_and(news))).await;
         let change = told.ok().and_then(Result::ok).and_then(|board| board.change);
         Ok(Response::new(match change {
-            Some(Change { removed, added, at, .. }) => {
+            Some(AnnouncedHostChange { removed, added, at, .. }) => {
                 wire::ChangesReply { at: Some(at), removed, added }
             }
             None => wire::ChangesReply::default(),
@@ -180,8 +190,9 @@ impl Registrar for Service {
     }
 
     async fn leave(&self, request: Request<wire::LeaveRequest>) -> Reply<wire::LeaveReply> {
-        let task = caller(&request)?.task;
-        self.core.observe(Input::Leaves { task, reason: request.into_inner().reason });
+        let task = call_origin(&request)?.task;
+        self.core
+            .observe_input(MembershipInput::Leaves { task, reason: request.into_inner().reason });
         Ok(Response::new(wire::LeaveReply {}))
     }
 
@@ -191,22 +202,22 @@ impl Registrar for Service {
         &self,
         request: Request<Streaming<wire::Beat>>,
     ) -> Reply<Self::HeartbeatStream> {
-        let caller = caller(&request)?;
+        let caller = call_origin(&request)?;
         let (sender, receiver) = mpsc::channel(1);
         let core = Arc::clone(&self.core);
         tokio::spawn(async move {
-            listen(&core, caller, request.into_inner(), sender).await;
+            serve_heartbeats(&core, caller, request.into_inner(), sender).await;
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
     async fn put(&self, request: Request<wire::PutRequest>) -> Reply<wire::PutReply> {
-        drop(self.current(caller(&request)?)?);
-        let caller = caller(&request)?;
+        drop(self.check_current_generation(call_origin(&request)?)?);
+        let caller = call_origin(&request)?;
         let message = request.into_inner();
         self.core
-            .apart(|| self.core.put(caller.generation, message.key, message.value))
-            .map_err(|refused| full(&refused))?;
+            .run_blocking(|| self.core.put_value(caller.generation, message.key, message.value))
+            .map_err(|refused| key_value_status(&refused))?;
         Ok(Response::new(wire::PutReply {}))
     }
 
@@ -214,82 +225,89 @@ impl Registrar for Service {
         &self,
         request: Request<wire::PutIfAbsentRequest>,
     ) -> Reply<wire::PutIfAbsentReply> {
-        let caller = caller(&request)?;
-        drop(self.current(caller)?);
+        let caller = call_origin(&request)?;
+        drop(self.check_current_generation(caller)?);
         let message = request.into_inner();
         let value = self
             .core
-            .apart(|| self.core.put_if_absent(caller.generation, message.key, message.value))
-            .map_err(|refused| full(&refused))?;
+            .run_blocking(|| self.core.put_if_absent(caller.generation, message.key, message.value))
+            .map_err(|refused| key_value_status(&refused))?;
         Ok(Response::new(wire::PutIfAbsentReply { value }))
     }
 
     async fn get(&self, request: Request<wire::GetRequest>) -> Reply<wire::GetReply> {
-        let caller = caller(&request)?;
-        let mut board = self.current(caller)?;
+        let caller = call_origin(&request)?;
+        let mut board = self.check_current_generation(caller)?;
         let message = request.into_inner();
-        if message.key.len() > MAX_KEY {
-            return Err(Status::invalid_argument(format!("a key has at most {MAX_KEY} bytes")));
+        if message.key.len() > MAX_KEY_BYTES {
+            return Err(Status::invalid_argument(format!(
+                "a key has at most {MAX_KEY_BYTES} bytes"
+            )));
         }
-        let wait = Duration::from_millis(message.timeout_ms).min(LONGEST_WAIT);
-        let lookup = self.core.apart(|| self.core.kv().lock().get(caller.generation, message.key));
+        let wait = Duration::from_millis(message.timeout_ms).min(MAX_CALL_WAIT);
+        let lookup = self.core.run_blocking(|| {
+            self.core.key_value_store().lock().get_or_wait(caller.generation, message.key)
+        });
         let value = match lookup {
-            Lookup::Found(value) => Some(value),
-            Lookup::Wait(arrival) => tokio::select! {
+            ValueLookup::Found(value) => Some(value),
+            ValueLookup::Wait(arrival) => tokio::select! {
                 arrived = timeout(wait, arrival) => match arrived {
                     Ok(Ok(value)) => Some(value),
                     Ok(Err(_)) => return Err(Status::aborted("the generation is over")),
                     Err(_) => None,
                 },
-                verdict = verdict(&mut board, caller.generation) => return Err(over(&verdict)),
+                verdict = wait_for_verdict(&mut board, caller.generation) => return Err(verdict_status(&verdict)),
             },
         };
         Ok(Response::new(wire::GetReply { value }))
     }
 
-    type MeetStream = tokio_stream::Iter<meet::Pieces>;
+    type MeetStream = tokio_stream::Iter<formation::Pieces>;
 
     async fn meet(&self, request: Request<wire::MeetRequest>) -> Reply<Self::MeetStream> {
-        let caller = caller(&request)?;
-        let mut board = self.current(caller)?;
+        let caller = call_origin(&request)?;
+        let mut board = self.check_current_generation(caller)?;
         let generation = caller.generation;
         let unseated = || Status::failed_precondition(format!("task {} has no rank", caller.task));
-        let (rank, size) = self.core.place(caller.task).ok_or_else(unseated)?;
-        let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
-        let ask = meet::question(rank, size, request.into_inner())?;
-        let mut asked = Asked { core: &self.core, generation, ask: &ask, answered: false };
+        let (rank, size) = self.core.rank_and_size(caller.task).ok_or_else(unseated)?;
+        let wait = Duration::from_millis(request.get_ref().timeout_ms).min(MAX_CALL_WAIT);
+        let ask = formation::parse_request(rank, size, request.into_inner())?;
+        let mut asked =
+            FormationRequestGuard { core: &self.core, generation, ask: &ask, answered: false };
         let first = self
             .core
-            .apart(|| self.core.meetings().lock().ask(generation, ask.clone()))
-            .map_err(|refused| full(&refused))?;
+            .run_blocking(|| {
+                self.core.formation_table().lock().submit_request(generation, ask.clone())
+            })
+            .map_err(|refused| key_value_status(&refused))?;
         let known = match first {
-            Answer::Known(outcome) => outcome,
-            Answer::Wait(mut outcome) => tokio::select! {
+            FormationAnswer::Known(outcome) => outcome,
+            FormationAnswer::Wait(mut outcome) => tokio::select! {
                 told = timeout(wait, outcome.wait_for(Option::is_some)) => {
                     match told.map(|told| told.ok().and_then(|outcome| outcome.clone())) {
                         Ok(Some(outcome)) => outcome,
                         Ok(None) => return Err(Status::aborted("the generation is over")),
-                        Err(_) => return Ok(Response::new(tokio_stream::iter(meet::late(&asked)))),
+                        Err(_) => return Ok(Response::new(tokio_stream::iter(formation::timeout_reply(&asked)))),
                     }
                 }
-                verdict = verdict(&mut board, generation) => return Err(over(&verdict)),
+                verdict = wait_for_verdict(&mut board, generation) => return Err(verdict_status(&verdict)),
             },
         };
         asked.answered = true;
-        Ok(Response::new(tokio_stream::iter(meet::answer(&known, size))))
+        Ok(Response::new(tokio_stream::iter(formation::outcome_reply(&known, size))))
     }
 
     async fn records(
         &self,
         request: Request<Streaming<wire::RecordBatch>>,
     ) -> Reply<wire::RecordsReply> {
-        let caller = caller(&request)?;
+        let caller = call_origin(&request)?;
         let mut batches = request.into_inner();
         while let Some(batch) = batches.message().await? {
             if !self.core.is_new_batch(caller.task, batch.source, batch.number) {
                 continue;
             }
-            let rank = self.core.rank(caller.task).map(|rank| rank.0);
+            let rank = self.core.task_rank(caller.task).map(|rank| rank.0);
             if batch.dropped > 0 {
                 tracing::warn!(
                     task = caller.task.0,
@@ -297,10 +315,10 @@ impl Registrar for Service {
                     "a worker dropped records"
                 );
             }
-            for record in convert::records(batch, caller.task.0, rank) {
-                self.core.push(Event::Record(record));
+            for record in convert::telemetry_records(batch, caller.task.0, rank) {
+                self.core.push_event(JobEvent::Record(record));
             }
-            self.core.room().await;
+            self.core.wait_for_event_room().await;
         }
         Ok(Response::new(wire::RecordsReply {}))
     }
@@ -309,30 +327,30 @@ impl Registrar for Service {
         &self,
         request: Request<Streaming<wire::ResultChunk>>,
     ) -> Reply<wire::ResultReply> {
-        let caller = caller(&request)?;
+        let caller = call_origin(&request)?;
         if !self.core.is_elastic {
-            drop(self.current(caller)?);
+            drop(self.check_current_generation(caller)?);
         }
         let mut chunks = request.into_inner();
         let mut data = Vec::new();
         while let Some(chunk) = chunks.message().await? {
-            if data.len() + chunk.data.len() > MAX_RESULT {
+            if data.len() + chunk.data.len() > MAX_RESULT_BYTES {
                 return Err(Status::out_of_range(format!(
-                    "a result has at most {MAX_RESULT} bytes"
+                    "a result has at most {MAX_RESULT_BYTES} bytes"
                 )));
             }
             data.extend_from_slice(&chunk.data);
         }
-        self.core.returned(caller.task, caller.generation, data);
+        self.core.record_result(caller.task, caller.generation, data);
         Ok(Response::new(wire::ResultReply {}))
     }
 
     type CallsStream = ReceiverStream<Result<wire::Call, Status>>;
 
     async fn calls(&self, request: Request<wire::CallsRequest>) -> Reply<Self::CallsStream> {
-        let caller = caller(&request)?;
-        drop(self.current(caller)?);
-        Ok(Response::new(self.exchange()?.open(caller, request.get_ref().door)))
+        let caller = call_origin(&request)?;
+        drop(self.check_current_generation(caller)?);
+        Ok(Response::new(self.relay_exchange()?.open_call_stream(caller, request.get_ref().door)))
     }
 
     type RelayStream = Heard;
@@ -341,25 +359,26 @@ impl Registrar for Service {
         &self,
         request: Request<Streaming<wire::RelayPiece>>,
     ) -> Reply<Self::RelayStream> {
-        let caller = caller(&request)?;
-        drop(self.current(caller)?);
-        Ok(Response::new(self.exchange()?.join(caller, request.into_inner()).await?))
+        let caller = call_origin(&request)?;
+        drop(self.check_current_generation(caller)?);
+        Ok(Response::new(self.relay_exchange()?.join_link(caller, request.into_inner()).await?))
     }
 
     async fn exit(&self, request: Request<wire::ExitRequest>) -> Reply<wire::ExitReply> {
-        let caller = caller(&request)?;
+        let caller = call_origin(&request)?;
         let together = request.get_ref().together;
-        let exit = Exit::try_from(request.into_inner()).map_err(Status::invalid_argument)?;
+        let exit = ExitReport::try_from(request.into_inner()).map_err(Status::invalid_argument)?;
         let success = exit.how.is_success() && !exit.stopped;
-        self.core.exited(caller.task, caller.generation, exit);
-        let mut board = self.core.board();
+        self.core.record_exit(caller.task, caller.generation, exit);
+        let mut board = self.core.subscribe_announcements();
         if success && together {
-            let over = |board: &Board| {
-                board.is_finished(caller.generation) || board.verdict(caller.generation).is_some()
+            let over = |board: &WorldAnnouncements| {
+                board.is_finished(caller.generation)
+                    || board.generation_verdict(caller.generation).is_some()
             };
-            let (verdict, pending) = match timeout(TOGETHER, board.wait_for(over)).await {
+            let (verdict, pending) = match timeout(JOINT_EXIT_WAIT, board.wait_for(over)).await {
                 Ok(Ok(board)) if board.is_finished(caller.generation) => (None, false),
-                Ok(Ok(board)) => (board.verdict(caller.generation), false),
+                Ok(Ok(board)) => (board.generation_verdict(caller.generation), false),
                 Ok(Err(_)) => (None, false),
                 Err(_) => (None, true),
             };
@@ -371,29 +390,30 @@ impl Registrar for Service {
         if success || self.core.is_elastic {
             return Ok(Response::new(wire::ExitReply { verdict: None, pending: false }));
         }
-        let verdict = timeout(LONGEST_WAIT, verdict(&mut board, caller.generation)).await.ok();
+        let verdict =
+            timeout(MAX_CALL_WAIT, wait_for_verdict(&mut board, caller.generation)).await.ok();
         Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into), pending: false }))
     }
 }
 
 /// Returns the present world in pieces.
-fn pieces(board: &Board) -> Pieces {
+fn world_pieces(board: &WorldAnnouncements) -> Pieces {
     let world = board.world.as_ref().map(|published| published.encoded.clone()).unwrap_or_default();
-    Box::new((0..world.len()).step_by(PIECE).map(move |at| {
-        let world = Some(world.slice(at..world.len().min(at + PIECE)));
+    Box::new((0..world.len()).step_by(WORLD_PIECE_BYTES).map(move |at| {
+        let world = Some(world.slice(at..world.len().min(at + WORLD_PIECE_BYTES)));
         Ok(wire::AwaitAssignmentReply { world, missing: Vec::new(), missing_count: 0 })
     }))
 }
 
-/// Hears an agent's beats until its connection ends, and tells it when to stop.
-async fn listen(
-    core: &Core,
-    caller: Caller,
+/// Receives an agent's heartbeats until its connection ends, and sends it the order to stop.
+async fn serve_heartbeats(
+    core: &RegistrarCore,
+    caller: CallOrigin,
     mut beats: Streaming<wire::Beat>,
     directives: mpsc::Sender<Result<wire::Directive, Status>>,
 ) {
-    let mut board = core.board();
-    let mut closing = core.board();
+    let mut board = core.subscribe_announcements();
+    let mut closing = core.subscribe_announcements();
     let mut session = None;
     let mut told = false;
     loop {
@@ -401,46 +421,50 @@ async fn listen(
             biased;
             beat = beats.message() => match beat {
                 Ok(Some(beat)) => {
-                    if let Err(status) = same_version(beat.protocol_version) {
+                    if let Err(status) = check_protocol_version(beat.protocol_version) {
                         drop(directives.send(Err(status)).await);
                         break;
                     }
-                    session.get_or_insert_with(|| (beat.session, core.stream(caller.task)));
-                    if !core.beat(caller.task, beat.session) {
-                        // The end of the stream has it register again.
+                    session.get_or_insert_with(|| (beat.session, core.next_heartbeat_stream(caller.task)));
+                    if !core.record_heartbeat(caller.task, beat.session) {
+                        // The end of the stream makes the agent register again.
                         break;
                     }
                 }
                 Ok(None) | Err(_) => break,
             },
-            verdict = end(&mut board, caller), if !told => {
+            verdict = wait_for_worker_end(&mut board, caller), if !told => {
                 told = true;
                 let directive = wire::Directive { stop: Some(verdict.into()) };
                 if directives.send(Ok(directive)).await.is_err() {
                     break;
                 }
             }
-            // After the verdict, so that all tasks get it before the end.
-            () = closed(&mut closing) => break,
+            // This branch comes after the verdict, so that all tasks get the verdict before the
+            // end.
+            () = wait_until_closed(&mut closing) => break,
         }
     }
     if let Some((session, stream)) = session {
-        core.disconnected(caller.task, session, stream);
+        core.record_disconnect(caller.task, session, stream);
     }
 }
 
 /// Waits for the registrar to close.
-async fn closed(board: &mut watch::Receiver<Board>) {
+async fn wait_until_closed(board: &mut watch::Receiver<WorldAnnouncements>) {
     drop(board.wait_for(|board| board.closed).await);
 }
 
 /// Waits for the verdict on a generation.
-async fn verdict(board: &mut watch::Receiver<Board>, generation: Generation) -> Verdict {
-    match board.wait_for(|board| board.verdict(generation).is_some()).await {
-        Ok(board) => board.verdict(generation),
+async fn wait_for_verdict(
+    board: &mut watch::Receiver<WorldAnnouncements>,
+    generation: Generation,
+) -> GenerationVerdict {
+    match board.wait_for(|board| board.generation_verdict(generation).is_some()).await {
+        Ok(board) => board.generation_verdict(generation),
         Err(_) => None,
     }
-    .unwrap_or_else(|| Verdict {
+    .unwrap_or_else(|| GenerationVerdict {
         reason: "the driver is gone".to_owned(),
         cause: None,
         retry: false,
@@ -448,62 +472,73 @@ async fn verdict(board: &mut watch::Receiver<Board>, generation: Generation) -> 
 }
 
 /// Waits for the end of a worker, or the verdict on its generation.
-async fn end(board: &mut watch::Receiver<Board>, caller: Caller) -> Verdict {
-    let end = |board: &Board| board.end(caller.task).or_else(|| board.verdict(caller.generation));
+async fn wait_for_worker_end(
+    board: &mut watch::Receiver<WorldAnnouncements>,
+    caller: CallOrigin,
+) -> GenerationVerdict {
+    let end = |board: &WorldAnnouncements| {
+        board
+            .worker_end_verdict(caller.task)
+            .or_else(|| board.generation_verdict(caller.generation))
+    };
     match board.wait_for(|board| end(board).is_some()).await {
         Ok(board) => end(&board),
         Err(_) => None,
     }
-    .unwrap_or_else(|| Verdict {
+    .unwrap_or_else(|| GenerationVerdict {
         reason: "the driver is gone".to_owned(),
         cause: None,
         retry: false,
     })
 }
 
-fn caller<T>(request: &Request<T>) -> Result<Caller, Status> {
+fn call_origin<T>(request: &Request<T>) -> Result<CallOrigin, Status> {
     request.extensions().get().copied().ok_or_else(|| Status::internal("a call came past the gate"))
 }
 
-fn same_version(theirs: u32) -> Result<(), Status> {
+fn check_protocol_version(theirs: u32) -> Result<(), Status> {
     if theirs == PROTOCOL_VERSION {
         return Ok(());
     }
     let reason = format!("this registrar speaks protocol {PROTOCOL_VERSION}, the caller {theirs}");
     let mut status = Status::failed_precondition(reason);
-    status.metadata_mut().insert(PROTOCOL, PROTOCOL_VERSION.into());
+    status.metadata_mut().insert(PROTOCOL_HEADER, PROTOCOL_VERSION.into());
     Err(status)
 }
 
-fn refused(refusal: &Refusal) -> Status {
+fn refusal_status(refusal: &RegistrationRefusal) -> Status {
     let reason = refusal.to_string();
     match refusal {
-        Refusal::UnknownTask { .. } => Status::not_found(reason),
-        Refusal::Duplicate { .. } => Status::already_exists(reason),
-        Refusal::Stale { .. } | Refusal::NotWanted { .. } => Status::failed_precondition(reason),
-        Refusal::Dismissed { .. } => dismissed(&reason),
-        Refusal::Aborted { .. } | Refusal::Finished { .. } => Status::aborted(reason),
+        RegistrationRefusal::UnknownTask { .. } => Status::not_found(reason),
+        RegistrationRefusal::Duplicate { .. } => Status::already_exists(reason),
+        RegistrationRefusal::Stale { .. } | RegistrationRefusal::NotWanted { .. } => {
+            Status::failed_precondition(reason)
+        }
+        RegistrationRefusal::Dismissed { .. } => dismissal_status(&reason),
+        RegistrationRefusal::Aborted { .. } | RegistrationRefusal::Finished { .. } => {
+            Status::aborted(reason)
+        }
     }
 }
 
-fn full(refused: &Full) -> Status {
+fn key_value_status(refused: &KeyValueRefusal) -> Status {
     match refused {
-        Full::Over => Status::aborted(refused.to_string()),
+        KeyValueRefusal::GenerationOver => Status::aborted(refused.to_string()),
         _ => Status::resource_exhausted(refused.to_string()),
     }
 }
 
-fn dismissed(reason: &str) -> Status {
+fn dismissal_status(reason: &str) -> Status {
     let mut status = Status::aborted(reason);
-    status.metadata_mut().insert(DISMISSED, 1.into());
+    status.metadata_mut().insert(DISMISSED_HEADER, 1.into());
     status
 }
 
-fn over(verdict: &Verdict) -> Status {
+fn verdict_status(verdict: &GenerationVerdict) -> Status {
     let cause = verdict.cause.map_or_else(String::new, |TaskId(task)| format!(" (task {task})"));
     let mut status = Status::aborted(format!("{}{cause}", verdict.reason));
     if verdict.retry {
-        status.metadata_mut().insert(RETRY, 1.into());
+        status.metadata_mut().insert(RETRY_HEADER, 1.into());
     }
     status
 }

@@ -8,119 +8,124 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_cuda::Gpus;
-use farandole_engine::{Engine, EngineOptions, SetOptions, control_peers};
-use farandole_registrar::{Client, Error as RegistrarError, host};
-use farandole_transport::{Gateway, Interface, Link, Mesh, MeshOptions};
+use farandole_cuda::ProcessGpus;
+use farandole_engine::{Engine, EngineOptions, ProcessSetOptions, control_peers};
+use farandole_registrar::{Error as RegistrarError, TaskClient, host};
+use farandole_transport::{Link, LinkRelay, ListenInterface, Mesh, MeshOptions};
 use farandole_world::{ProcessSetId, Rank, World};
 
-use crate::gateway::ByRegistrar;
-use crate::meeting::{Interrupted, Meeting, SLICE};
-use crate::rest::Rest;
-use crate::stalls::{Events, Stacks, contradiction};
-use crate::{Error, Result, Session, Wishes, devices, links, rejoin, started};
+use crate::mesh_parker::MeshParker;
+use crate::registrar_relay::RegistrarRelay;
+use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, Interrupted, RegistrarRendezvous};
+use crate::stalls::{StackRequests, StallLogger, stall_time_warning};
+use crate::{Error, InitOptions, Result, Session, devices, foreign_launcher, links, rejoin};
 
-/// The longest one attempt to reach the registrar takes before `interrupted` is asked.
-const DIAL: Duration = Duration::from_secs(2);
+/// Longest attempt to reach the registrar before `interrupted` is called again.
+const REGISTRAR_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Forms a session of this process.
-pub(crate) fn form(wishes: &Wishes, interrupted: &mut Interrupted<'_>) -> Result<Session> {
+pub(crate) fn form_session(
+    wishes: &InitOptions,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Session> {
     let mut config = Config::from_env()?;
     config.dynamic_process_sets |= wishes.dynamic;
     let deadline = Instant::now() + config.start_timeout;
-    if let Some(told) = &wishes.told {
-        let client = started::as_told(told, &config, deadline, interrupted)?;
-        return launched(&config, client, wishes, deadline, interrupted);
+    if let Some(told) = &wishes.assigned_rank {
+        let client = foreign_launcher::connect_assigned_rank(told, &config, deadline, interrupted)?;
+        return form_launched_session(&config, client, wishes, deadline, interrupted);
     }
-    let client = match connect(&config, deadline, interrupted)? {
-        None => started::client(&config, deadline, interrupted)?,
+    let client = match connect_registrar(&config, deadline, interrupted)? {
+        None => foreign_launcher::connect_detected_rank(&config, deadline, interrupted)?,
         launched => launched,
     };
     match client {
-        Some(client) if config.elastic => rejoin::form(&config, &client, wishes, interrupted),
-        Some(client) => launched(&config, client, wishes, deadline, interrupted),
+        Some(client) if config.elastic => {
+            rejoin::form_next_session(&config, &client, wishes, interrupted)
+        }
+        Some(client) => form_launched_session(&config, client, wishes, deadline, interrupted),
         None => {
-            let world = World::alone(host::facts().hash());
-            wishes.part_of(&world)?;
-            alone(&config, world, None, wishes, deadline, interrupted)
+            let world = World::single_rank(host::host_facts().host_hash());
+            wishes.selected_ranks(&world)?;
+            form_single_session(&config, world, None, wishes, deadline, interrupted)
         }
     }
 }
 
 /// Forms the session of a worker that a launcher has started.
-fn launched(
+fn form_launched_session(
     config: &Config,
-    client: Client,
-    wishes: &Wishes,
+    client: TaskClient,
+    wishes: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     let whole = await_assignment(&client, deadline, interrupted)?;
-    linked(config, client, whole, wishes, deadline, interrupted)
+    form_linked_session(config, client, whole, wishes, deadline, interrupted)
 }
 
-/// Links this process up with the world that it has a place in.
-pub(crate) fn linked(
+/// Links this process with the other ranks of the world in which it has a rank.
+pub(crate) fn form_linked_session(
     config: &Config,
-    client: Client,
+    client: TaskClient,
     whole: World,
-    wishes: &Wishes,
+    wishes: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    let part = wishes.part_of(&whole)?;
+    let part = wishes.selected_ranks(&whole)?;
     let world = match &part {
         None => whole.clone(),
         Some(part) => whole
-            .part(part)
-            .map_err(|_| Error::NotAmong { rank: whole.rank, ranks: part.clone() })?,
+            .sub_world(part)
+            .map_err(|_| Error::NotInWorld { rank: whole.rank, ranks: part.clone() })?,
     };
-    let meeting = Meeting::new(&client, &whole, part.as_deref(), interrupted);
+    let meeting = RegistrarRendezvous::new(&client, &whole, part.as_deref(), interrupted);
     if world.size() == 1 {
-        // No other process has this rank, and none waits for it.
-        meeting.ask(b"", deadline)?;
-        return alone(config, world, Some(client), wishes, deadline, interrupted);
+        // The world has one rank: the call only checks that no other process has it.
+        meeting.form_world(b"", deadline)?;
+        return form_single_session(config, world, Some(client), wishes, deadline, interrupted);
     }
-    let mesh = join(config, &client, &world, meeting, deadline)?;
+    let mesh = join_mesh(config, &client, &world, meeting, deadline)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let neighbours = control_peers(&world, &everybody);
-    let control = mesh.open_until(
-        links::CONTROL,
+    let control = mesh.open_links_until(
+        links::CONTROL_CHANNEL,
         &neighbours,
-        links::CONTROL_CAPACITY,
+        links::CONTROL_RING_BYTES,
         deadline,
         interrupted,
     )?;
-    let data = links::Data {
+    let data = links::DataLinks {
         world: &world,
         members: &everybody,
-        channel: links::DATA,
-        capacity: links::data_capacity(&world, links::budget(&world, config)),
-        most: config.links_at_start,
+        channel: links::DATA_CHANNEL,
+        capacity: links::data_ring_bytes(&world, links::shared_memory_budget(&world, config)),
+        max_eager_peers: config.links_at_start,
         deadline,
     };
-    let data = data.open(&mesh, interrupted)?;
-    if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
+    let data = data.open_links(&mesh, interrupted)?;
+    if let Some(warning) = links::fallback_warning(&mesh.tcp_fallbacks()) {
         tracing::warn!("{warning}");
     }
-    let rest = Arc::new(Rest::among(mesh));
-    let engine = start(config, &world, &rest, control, data)?;
+    let rest = Arc::new(MeshParker::with_mesh(mesh));
+    let engine = start_engine(config, &world, &rest, control, data)?;
     let session = Session::new(engine, Some(client), Arc::new(world), rest, config);
-    begin(session, wishes, deadline, interrupted)
+    finish_formation(session, wishes, deadline, interrupted)
 }
 
 /// Forms a world of one.
-fn alone(
+fn form_single_session(
     config: &Config,
     world: World,
-    client: Option<Client>,
-    wishes: &Wishes,
+    client: Option<TaskClient>,
+    wishes: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    let rest = Arc::new(Rest::alone()?);
-    let engine = start(config, &world, &rest, Vec::new(), Vec::new())?;
-    begin(
+    let rest = Arc::new(MeshParker::without_mesh()?);
+    let engine = start_engine(config, &world, &rest, Vec::new(), Vec::new())?;
+    finish_formation(
         Session::new(engine, client, Arc::new(world), rest, config),
         wishes,
         deadline,
@@ -128,81 +133,87 @@ fn alone(
     )
 }
 
-/// Returns when the engines of all ranks run and have all process sets (SE-2).
-fn begin(
+/// Waits until the engines of all ranks run and have all process sets (SE-2).
+fn finish_formation(
     session: Session,
-    wishes: &Wishes,
+    wishes: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     session
-        .begin_sets(&wishes.process_sets, deadline, interrupted)
+        .create_initial_sets(&wishes.process_sets, deadline, interrupted)
         .inspect_err(|_| session.shutdown())?;
     Ok(session)
 }
 
-fn connect(
+fn connect_registrar(
     config: &Config,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
-) -> Result<Option<Client>> {
+) -> Result<Option<TaskClient>> {
     loop {
-        match Client::of_process(config, deadline.min(Instant::now() + DIAL)) {
+        match TaskClient::for_this_process(
+            config,
+            deadline.min(Instant::now() + REGISTRAR_CONNECT_TIMEOUT),
+        ) {
             Err(RegistrarError::Unreachable { .. }) if Instant::now() < deadline => {}
             other => return Ok(other?),
         }
-        give_up_if(interrupted)?;
+        check_interrupted(interrupted)?;
     }
 }
 
 fn await_assignment(
-    client: &Client,
+    client: &TaskClient,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<World> {
     loop {
-        match client.await_assignment(deadline.min(Instant::now() + SLICE)) {
+        match client.await_assignment(deadline.min(Instant::now() + INTERRUPT_POLL_INTERVAL)) {
             Err(RegistrarError::Timeout { .. }) if Instant::now() < deadline => {}
             other => return Ok(other?),
         }
-        give_up_if(interrupted)?;
+        check_interrupted(interrupted)?;
     }
 }
 
-fn join(
+fn join_mesh(
     config: &Config,
-    client: &Client,
+    client: &TaskClient,
     world: &World,
-    meeting: Meeting<'_, '_>,
+    meeting: RegistrarRendezvous<'_, '_>,
     deadline: Instant,
 ) -> Result<Mesh> {
     let size = u32::try_from(world.size()).unwrap_or(u32::MAX);
     let key = client.ticket().link_key();
-    let gateway: Option<Arc<dyn Gateway>> =
-        if config.dial_out { Some(Arc::new(ByRegistrar::new(client, world)?)) } else { None };
+    let gateway: Option<Arc<dyn LinkRelay>> =
+        if config.dial_out { Some(Arc::new(RegistrarRelay::new(client, world)?)) } else { None };
     let options = MeshOptions {
         generation: world.generation,
         ports: config.port_range,
-        bind: interfaces(config, world)?,
-        gateway,
+        bind: listen_interfaces(config, world)?,
+        relay: gateway,
         use_shared_memory: config.shared_memory,
-        shared_memory_bytes: links::share(world, links::budget(world, config)),
+        shared_memory_bytes: links::per_process_share(
+            world,
+            links::shared_memory_budget(world, config),
+        ),
         streams: u16::try_from(config.tcp_streams).unwrap_or(u16::MAX),
         congestion: config.tcp_congestion.clone(),
         peer_timeout: config.peer_timeout,
-        patience: deadline.saturating_duration_since(Instant::now()),
-        ..MeshOptions::new(world.rank, size, world.seat().host.clone(), key)
+        setup_timeout: deadline.saturating_duration_since(Instant::now()),
+        ..MeshOptions::new(world.rank, size, world.own_placement().host.clone(), key)
     };
     let joined = Mesh::join(options, &meeting);
-    match meeting.failure() {
+    match meeting.into_failure() {
         Some(failure) => Err(failure),
         None => Ok(joined?),
     }
 }
 
-/// Returns the addresses to listen on; none means all.
-fn interfaces(config: &Config, world: &World) -> Result<Vec<Interface>> {
-    let bound = host::all_bound(&config.bind_address)?;
+/// Returns the addresses to listen on; an empty list means all.
+fn listen_interfaces(config: &Config, world: &World) -> Result<Vec<ListenInterface>> {
+    let bound = host::resolve_bind_addresses(&config.bind_address)?;
     if !bound.missing.is_empty() {
         let addresses = bound.addresses.iter().map(|(_, address)| address.to_string());
         tracing::warn!(
@@ -212,42 +223,42 @@ fn interfaces(config: &Config, world: &World) -> Result<Vec<Interface>> {
         );
     }
     if bound.addresses.is_empty() {
-        return Ok(loopback(world).into_iter().map(Interface::from).collect());
+        return Ok(single_host_loopback(world).into_iter().map(ListenInterface::from).collect());
     }
-    let interface = |(number, address)| Interface { number, address };
+    let interface = |(number, address)| ListenInterface { number, address };
     Ok(bound.addresses.into_iter().map(interface).collect())
 }
 
-/// Returns the loopback address if all ranks are on one host: no other host has a reason to
+/// Returns the loopback address if all ranks are on one host: then no other host has a reason to
 /// connect.
-fn loopback(world: &World) -> Option<IpAddr> {
-    let own = &world.seat().host;
+fn single_host_loopback(world: &World) -> Option<IpAddr> {
+    let own = &world.own_placement().host;
     let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
     // Some sandboxes have no loopback.
     let usable = || TcpListener::bind((local, 0)).is_ok();
     (world.seats.iter().all(|seat| seat.host == *own) && usable()).then_some(local)
 }
 
-fn start(
+fn start_engine(
     config: &Config,
     world: &World,
-    rest: &Arc<Rest>,
+    rest: &Arc<MeshParker>,
     control: Vec<Link>,
     data: Vec<Link>,
-) -> Result<(Engine, Arc<Stacks>, Arc<Gpus>)> {
-    if let (Some(warning), 0) = (contradiction(config), world.rank.0) {
+) -> Result<(Engine, Arc<StackRequests>, Arc<ProcessGpus>)> {
+    if let (Some(warning), 0) = (stall_time_warning(config), world.rank.0) {
         tracing::warn!("{warning}");
     }
-    let stacks = Arc::new(Stacks::default());
-    let gpus = Arc::new(devices::gpus(config)?);
+    let stacks = Arc::new(StackRequests::default());
+    let gpus = Arc::new(devices::create_gpus(config)?);
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
-    let all = SetOptions {
+    let all = ProcessSetOptions {
         id: ProcessSetId::GLOBAL,
-        communicator: Box::new(links::communicator(
+        communicator: Box::new(links::build_communicator(
             world,
             &everybody,
             data,
-            links::crossover(config)?,
+            links::read_crossover(config)?,
         )?),
         members: everybody,
         control,
@@ -260,7 +271,7 @@ fn start(
         foreign: Vec::new(),
         devices: Vec::new(),
         fabric: Some(Arc::clone(&gpus) as _),
-        observer: Arc::new(Events(Arc::clone(&stacks))),
+        observer: Arc::new(StallLogger(Arc::clone(&stacks))),
     })?;
     if !matches!(&*config.timeline, "" | "DYNAMIC" | "GATHER") {
         engine.start_timeline(&config.timeline, config.timeline_mark_cycles)?;
@@ -268,7 +279,7 @@ fn start(
     Ok((engine, stacks, gpus))
 }
 
-pub(crate) fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {
+pub(crate) fn check_interrupted(interrupted: &mut Interrupted<'_>) -> Result<()> {
     if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
 }
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whole worlds in one process: a registrar, and per rank a thread with client, mesh and engine of
-//! its own.
+//! Whole worlds in one process: a registrar, and for each rank a thread with its client, mesh and
+//! engine.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use farandole_collectives::{DataType, ReduceOp};
-use farandole_engine::{Kind, Request};
-use farandole_registrar::{Options, Registrar};
+use farandole_engine::{CollectiveRequest, RequestKind};
+use farandole_registrar::{Registrar, RegistrarOptions};
 use farandole_testkit::{contents, filled};
 use farandole_world::{HostFacts, TaskId};
 
@@ -24,14 +24,18 @@ fn config() -> Config {
 
 fn registrar(tasks: u32) -> Registrar {
     let host = Some("127.0.0.1".to_owned());
-    Registrar::start(Options { host, ..Options::from_config(tasks, &config()) }).unwrap()
+    Registrar::start_job(RegistrarOptions {
+        host,
+        ..RegistrarOptions::from_config(tasks, &config())
+    })
+    .unwrap()
 }
 
 /// Runs `body` on one thread per task, each registered on the host that `place` gives it.
 fn world<T: Send>(
     tasks: u32,
     place: impl Fn(u32) -> String + Sync,
-    body: impl Fn(Client, Instant) -> T + Sync,
+    body: impl Fn(TaskClient, Instant) -> T + Sync,
 ) -> Vec<T> {
     with(&registrar(tasks), tasks, place, body)
 }
@@ -41,15 +45,15 @@ fn with<T: Send>(
     registrar: &Registrar,
     tasks: u32,
     place: impl Fn(u32) -> String + Sync,
-    body: impl Fn(Client, Instant) -> T + Sync,
+    body: impl Fn(TaskClient, Instant) -> T + Sync,
 ) -> Vec<T> {
     let deadline = Instant::now() + LIMIT;
     thread::scope(|scope| {
         let (place, body, ticket) = (&place, &body, registrar.ticket());
         let run = move |task| {
-            let client = Client::connect(ticket, TaskId(task), None, deadline).unwrap();
-            let facts = HostFacts { hostname: place(task), ..host::facts() };
-            client.register(0, &facts, deadline).unwrap();
+            let client = TaskClient::connect(ticket, TaskId(task), None, deadline).unwrap();
+            let facts = HostFacts { hostname: place(task), ..host::host_facts() };
+            client.register_task(0, &facts, deadline).unwrap();
             body(client, deadline)
         };
         let threads: Vec<_> = (0..tasks).map(|task| scope.spawn(move || run(task))).collect();
@@ -60,12 +64,12 @@ fn with<T: Send>(
 fn sum(session: &Session, values: &[f32]) -> Vec<f32> {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     let memory = filled(&bytes);
-    let request = Request {
+    let request = CollectiveRequest {
         name: "sum".to_owned(),
-        kind: Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
+        kind: RequestKind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
         dtype: DataType::F32,
         shape: vec![values.len() as u64],
-        input: memory.buffer(),
+        input: memory.as_buffer(),
         output: None,
         process_set: ProcessSetId::GLOBAL,
         ready: None,
@@ -82,8 +86,14 @@ fn ranks_of_one_host_form_a_world_and_reduce() {
         3,
         |_| "a".to_owned(),
         |client, deadline| {
-            let session =
-                launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
+            let session = form_launched_session(
+                &config(),
+                client,
+                &InitOptions::default(),
+                deadline,
+                &mut || false,
+            )
+            .unwrap();
             sum(&session, &[session.world().rank.0 as f32, 1.0])
         },
     );
@@ -96,10 +106,19 @@ fn ranks_of_several_hosts_form_a_world_over_tcp() {
         4,
         |task| (task % 2).to_string(),
         |client, deadline| {
-            let session =
-                launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
+            let session = form_launched_session(
+                &config(),
+                client,
+                &InitOptions::default(),
+                deadline,
+                &mut || false,
+            )
+            .unwrap();
             assert_eq!(
-                (session.world().seat().local_size, session.world().seat().cross_size),
+                (
+                    session.world().own_placement().local_size,
+                    session.world().own_placement().cross_size
+                ),
                 (2, 2)
             );
             sum(&session, &vec![1.0; 100_000]).iter().sum::<f32>()
@@ -113,7 +132,7 @@ fn ranks_of_several_hosts_form_a_world_over_tcp() {
 fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
     for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"] {
         let host = Some("127.0.0.1".to_owned());
-        let options = Options { host, ..Options::from_config(5, &config()) };
+        let options = RegistrarOptions { host, ..RegistrarOptions::from_config(5, &config()) };
         let registrar = Registrar::start_in_order(options, None).unwrap();
         let config = Config { allreduce_algorithm: algorithm.to_owned(), ..config() };
         let seats = with(
@@ -121,10 +140,12 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
             5,
             |task| (task % 2).to_string(),
             |client, deadline| {
-                let task = client.task().0;
-                let wishes = Wishes::default();
-                let session = launched(&config, client, &wishes, deadline, &mut || false).unwrap();
-                let (world, seat) = (session.world(), session.world().seat());
+                let task = client.task_id().0;
+                let wishes = InitOptions::default();
+                let session =
+                    form_launched_session(&config, client, &wishes, deadline, &mut || false)
+                        .unwrap();
+                let (world, seat) = (session.world(), session.world().own_placement());
                 assert_eq!(
                     (world.rank.0, seat.local_rank.0, seat.cross_rank.0),
                     (task, task / 2, task % 2)
@@ -138,20 +159,23 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
     }
 }
 
-/// In every way of reducing, in the world and in process sets; the first operation of each is what
-/// opens its links.
+/// Uses every algorithm, in the world and in process sets. The first operation opens the links.
 #[test]
 fn ranks_whose_links_open_at_their_first_use_reduce_in_the_world_and_in_sets() {
     for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"] {
         let config =
             Config { allreduce_algorithm: algorithm.to_owned(), links_at_start: 0, ..config() };
-        let wishes =
-            Wishes { process_sets: vec![vec![0, 2, 3, 5, 6, 7], vec![1, 4]], ..Wishes::default() };
+        let wishes = InitOptions {
+            process_sets: vec![vec![0, 2, 3, 5, 6, 7], vec![1, 4]],
+            ..InitOptions::default()
+        };
         world(
             8,
             |task| (task % 6).to_string(),
             |client, deadline| {
-                let session = launched(&config, client, &wishes, deadline, &mut || false).unwrap();
+                let session =
+                    form_launched_session(&config, client, &wishes, deadline, &mut || false)
+                        .unwrap();
                 let (set, members) =
                     if [1, 4].contains(&session.world().rank.0) { (2, 2.0) } else { (1, 6.0) };
                 assert_eq!(sum_in(&session, ProcessSetId(set)), members, "{algorithm}");
@@ -170,9 +194,14 @@ fn a_world_can_form_again_after_all_have_left() {
             (0..3)
                 .map(|_| {
                     let client = client.clone();
-                    let session =
-                        launched(&config(), client, &Wishes::default(), deadline, &mut || false)
-                            .unwrap();
+                    let session = form_launched_session(
+                        &config(),
+                        client,
+                        &InitOptions::default(),
+                        deadline,
+                        &mut || false,
+                    )
+                    .unwrap();
                     let sum = sum(&session, &[1.0])[0];
                     session.shutdown();
                     sum
@@ -188,13 +217,14 @@ fn a_world_can_form_again_after_all_have_left() {
 fn a_wait_for_other_ranks_ends_when_it_is_cancelled() {
     let registrar = registrar(2);
     let deadline = Instant::now() + LIMIT;
-    let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-    client.register(0, &host::facts(), deadline).unwrap();
+    let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+    client.register_task(0, &host::host_facts(), deadline).unwrap();
     let mut questions = 0;
-    let outcome = launched(&config(), client, &Wishes::default(), deadline, &mut || {
-        questions += 1;
-        questions == 2
-    });
+    let outcome =
+        form_launched_session(&config(), client, &InitOptions::default(), deadline, &mut || {
+            questions += 1;
+            questions == 2
+        });
     assert!(matches!(outcome, Err(Error::Interrupted)));
     assert!(Instant::now() < deadline - LIMIT / 2, "gave up too late");
 }
@@ -212,16 +242,19 @@ fn a_wait_for_the_links_of_a_living_peer_ends_when_it_is_cancelled() {
             if world.rank == Rank(1) {
                 // Joins, and never opens its end of a link.
                 let mut never = || false;
-                let meeting = Meeting::new(&client, &world, None, &mut never);
-                let mesh = join(&config(), &client, &world, meeting, deadline);
+                let meeting = RegistrarRendezvous::new(&client, &world, None, &mut never);
+                let mesh = join_mesh(&config(), &client, &world, meeting, deadline);
                 joined.store(true, Ordering::Release);
                 end.wait();
                 drop(mesh.unwrap());
             } else {
-                let outcome =
-                    launched(&config(), client, &Wishes::default(), deadline, &mut || {
-                        joined.load(Ordering::Acquire)
-                    });
+                let outcome = form_launched_session(
+                    &config(),
+                    client,
+                    &InitOptions::default(),
+                    deadline,
+                    &mut || joined.load(Ordering::Acquire),
+                );
                 end.wait();
                 assert!(matches!(outcome, Err(Error::Interrupted)));
             }
@@ -230,8 +263,8 @@ fn a_wait_for_the_links_of_a_living_peer_ends_when_it_is_cancelled() {
     assert!(started.elapsed() < LIMIT / 2, "gave up too late");
 }
 
-fn session(client: Client, deadline: Instant, wishes: &Wishes) -> Result<Session> {
-    launched(
+fn session(client: TaskClient, deadline: Instant, wishes: &InitOptions) -> Result<Session> {
+    form_launched_session(
         &Config { dynamic_process_sets: wishes.dynamic, ..config() },
         client,
         wishes,
@@ -242,12 +275,12 @@ fn session(client: Client, deadline: Instant, wishes: &Wishes) -> Result<Session
 
 fn sum_in(session: &Session, set: ProcessSetId) -> f32 {
     let memory = filled(&1f32.to_ne_bytes());
-    let request = Request {
+    let request = CollectiveRequest {
         name: "sum".to_owned(),
-        kind: Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
+        kind: RequestKind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
         dtype: DataType::F32,
         shape: vec![1],
-        input: memory.buffer(),
+        input: memory.as_buffer(),
         output: None,
         process_set: set,
         ready: None,
@@ -260,7 +293,7 @@ fn sum_in(session: &Session, set: ProcessSetId) -> f32 {
 /// SE-5.
 #[test]
 fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
-    let wishes = Wishes { process_sets: vec![vec![2, 0], vec![1]], ..Wishes::default() };
+    let wishes = InitOptions { process_sets: vec![vec![2, 0], vec![1]], ..InitOptions::default() };
     world(
         3,
         |task| (task % 2).to_string(),
@@ -274,7 +307,10 @@ fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
                 1 => assert_eq!(sum_in(&session, ProcessSetId(2)), 1.0),
                 _ => assert_eq!(sum_in(&session, ProcessSetId(1)), 2.0),
             }
-            assert!(matches!(session.add_process_set(&[0, 1], &mut || false), Err(Error::Fixed)));
+            assert!(matches!(
+                session.add_process_set(&[0, 1], &mut || false),
+                Err(Error::FixedProcessSets)
+            ));
             assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 3.0);
         },
     );
@@ -283,7 +319,7 @@ fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
 /// SE-5.
 #[test]
 fn process_sets_come_and_go_and_their_numbers_are_used_again_in_order() {
-    let wishes = Wishes { dynamic: true, ..Wishes::default() };
+    let wishes = InitOptions { dynamic: true, ..InitOptions::default() };
     world(
         3,
         |_| "a".to_owned(),
@@ -321,7 +357,7 @@ fn ranks_that_ask_for_different_sets_all_get_the_requests_of_all() {
         3,
         |_| "a".to_owned(),
         |client, deadline| {
-            let wishes = Wishes { dynamic: true, ..Wishes::default() };
+            let wishes = InitOptions { dynamic: true, ..InitOptions::default() };
             let session = session(client, deadline, &wishes).unwrap();
             let ranks: &[u32] = if session.world().rank == Rank(2) { &[1, 2] } else { &[0, 1] };
             let error = session.add_process_set(ranks, &mut || false).unwrap_err();
@@ -342,8 +378,10 @@ fn ranks_that_begin_with_different_sets_get_an_error_that_names_the_entry() {
         |_| "a".to_owned(),
         |client, deadline| {
             let world = await_assignment(&client, deadline, &mut || false).unwrap();
-            let wishes =
-                Wishes { process_sets: vec![vec![0], vec![world.rank.0]], ..Wishes::default() };
+            let wishes = InitOptions {
+                process_sets: vec![vec![0], vec![world.rank.0]],
+                ..InitOptions::default()
+            };
             session(client, deadline, &wishes).err().unwrap().to_string()
         },
     );
@@ -361,7 +399,7 @@ fn parts_of_the_launched_world_form_worlds_of_their_own() {
         |client, deadline| {
             let whole = await_assignment(&client, deadline, &mut || false).unwrap();
             let odd = whole.rank.0 % 2;
-            let wishes = Wishes { ranks: Some(vec![2 + odd, odd]), ..Wishes::default() };
+            let wishes = InitOptions { ranks: Some(vec![2 + odd, odd]), ..InitOptions::default() };
             let session = session(client, deadline, &wishes).unwrap();
             assert_eq!((session.world().size(), session.world().rank.0), (2, whole.rank.0 / 2));
             assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 2.0);
@@ -378,7 +416,7 @@ fn ranks_that_ask_for_different_worlds_get_an_error_at_once() {
             let whole = await_assignment(&client, deadline, &mut || false).unwrap();
             let ranks = [Some(vec![0, 1]), Some(vec![0, 1, 2]), None];
             let ranks = ranks[whole.rank.index()].clone();
-            session(client, deadline, &Wishes { ranks, ..Wishes::default() })
+            session(client, deadline, &InitOptions { ranks, ..InitOptions::default() })
                 .err()
                 .unwrap()
                 .to_string()
@@ -397,26 +435,35 @@ fn ranks_whose_init_failed_on_one_of_them_meet_when_they_try_again() {
         |_| "a".to_owned(),
         |client, deadline| {
             let try_with = |config: &Config| {
-                launched(config, client.clone(), &Wishes::default(), deadline, &mut || false)
+                form_launched_session(
+                    config,
+                    client.clone(),
+                    &InitOptions::default(),
+                    deadline,
+                    &mut || false,
+                )
             };
             let rank = await_assignment(&client, deadline, &mut || false).unwrap().rank;
             let algorithm = if rank == Rank(1) { "none" } else { "auto" };
             let first = try_with(&Config { allreduce_algorithm: algorithm.to_owned(), ..config() });
             let error = first.err().unwrap().to_string();
             assert!(rank == Rank(0) || error.contains("FARANDOLE_ALLREDUCE_ALGORITHM"), "{error}");
-            // Rank 1 fails once more before it meets rank 0 again.
+            // Rank 1 fails once more before it joins rank 0 again.
             if rank == Rank(1) {
                 let mut asked = false;
-                let given_up =
-                    launched(&config(), client.clone(), &Wishes::default(), deadline, &mut || {
-                        std::mem::replace(&mut asked, true)
-                    });
+                let given_up = form_launched_session(
+                    &config(),
+                    client.clone(),
+                    &InitOptions::default(),
+                    deadline,
+                    &mut || std::mem::replace(&mut asked, true),
+                );
                 drop(given_up);
             }
             let second = loop {
                 match try_with(&config()) {
                     Ok(session) => break session,
-                    // Rank 0 may have met the attempt that was given up.
+                    // Rank 0 may have joined the attempt that was given up.
                     Err(error) => assert!(Instant::now() < deadline, "{error}"),
                 }
             };
@@ -431,11 +478,13 @@ fn ranks_whose_init_failed_on_one_of_them_meet_when_they_try_again() {
 fn a_second_process_cannot_take_a_rank() {
     let registrar = registrar(1);
     let deadline = Instant::now() + LIMIT;
-    let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-    client.register(0, &host::facts(), deadline).unwrap();
+    let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+    client.register_task(0, &host::host_facts(), deadline).unwrap();
     client.await_assignment(deadline).unwrap();
-    client.meet(None, "process 7 (00)", b"", deadline, &mut || false).unwrap();
+    client.form_world(None, "process 7 (00)", b"", deadline, &mut || false).unwrap();
     let error =
-        launched(&config(), client, &Wishes::default(), deadline, &mut || false).err().unwrap();
+        form_launched_session(&config(), client, &InitOptions::default(), deadline, &mut || false)
+            .err()
+            .unwrap();
     assert!(error.to_string().starts_with("rank 0 is already process 7 (00): "), "{error}");
 }

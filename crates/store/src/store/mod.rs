@@ -13,107 +13,109 @@ use futures::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode};
 
-use crate::backend::Backend;
+use crate::backend::StoreBackend;
+use crate::backend_wait::BackendWaiter;
 use crate::error::{Error, Result};
-use crate::hadoop::is_leaving;
-use crate::local;
-use crate::location::{Location, Service};
-use crate::mark;
-use crate::upload::Upload;
-use crate::wait::Waiter;
+use crate::hdfs_retry::is_partial_upload;
+use crate::local_files;
+use crate::location::{StorageService, StoreLocation};
+use crate::mark_names;
+use crate::upload::StoreUpload;
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Path relative to the store that was asked.
+pub struct FileEntry {
+    /// Path relative to the listed store.
     pub path: String,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
     /// Time of the last write, if the backend reports it.
     pub modified: Option<SystemTime>,
 }
 
-/// An item at a path: a file, or a directory, which object stores derive from names.
+/// An item of a listing: a file, or a directory. Object stores derive directories from names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Item {
-    /// Last part of its path.
+pub struct DirectoryItem {
+    /// Last part of the path.
     pub name: String,
-    /// Size of a file, 0 of a directory.
+    /// Size of a file; 0 for a directory.
     pub bytes: u64,
     /// Time of the last write to a file, if the backend reports it.
     pub modified: Option<SystemTime>,
-    /// Whether it is a directory.
+    /// Whether the item is a directory.
     pub is_directory: bool,
 }
 
-impl Item {
-    fn file(meta: &object_store::ObjectMeta) -> Self {
+impl DirectoryItem {
+    fn from_meta(meta: &object_store::ObjectMeta) -> Self {
         let name = meta.location.filename().unwrap_or_default().to_owned();
         let modified = Some(SystemTime::from(meta.last_modified));
         Self { name, bytes: meta.size, modified, is_directory: false }
     }
 
-    fn directory(path: &Path) -> Self {
+    fn from_directory_path(path: &Path) -> Self {
         let name = path.filename().unwrap_or_default().to_owned();
         Self { name, bytes: 0, modified: None, is_directory: true }
     }
 }
 
-/// Files under one URL; paths are relative to it, `""` is the URL itself. Cheap to clone.
+/// Files under one URL. Paths are relative to it, and `""` is the URL itself. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Store {
-    backend: Backend,
-    location: Location,
+    backend: StoreBackend,
+    location: StoreLocation,
     prefix: Path,
 }
 
 impl Store {
     /// Opens the store of `url`: a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`,
-    /// `abfss://`, `az://` or `memory://name/path`, with the options of [`crate::configure`].
-    /// Touches nothing.
+    /// `abfss://`, `az://` or `memory://name/path`, with the options of
+    /// [`crate::configure_options`]. Accesses no file.
     ///
     /// # Errors
     /// Text that is no URL, an unknown scheme, an unknown option.
     pub fn open(url: &str) -> Result<Self> {
-        let location = Location::parse(url)?;
+        let location = StoreLocation::parse(url)?;
         let refuse = |_| Error::Url { url: url.to_owned(), reason: "the path cannot be a store's" };
         let prefix = match &location {
-            Location::Local(path) => Path::from_absolute_path(path).map_err(refuse)?,
-            Location::Memory { path, .. } | Location::Remote { path, .. } => {
+            StoreLocation::Local(path) => Path::from_absolute_path(path).map_err(refuse)?,
+            StoreLocation::Memory { path, .. } | StoreLocation::Remote { path, .. } => {
                 Path::parse(path).map_err(refuse)?
             }
         };
-        let backend = Backend::of(&location)?;
+        let backend = StoreBackend::for_location(&location)?;
         Ok(Self { backend, location, prefix })
     }
 
-    /// Returns the store that `path` names: another URL, an absolute path, or a place below this
-    /// one.
+    /// Returns the store that `path` names: another URL, an absolute path, or a path below this
+    /// store.
     ///
     /// # Errors
     /// Like [`Store::open`].
-    pub fn resolve(&self, path: &str) -> Result<Self> {
+    pub fn resolve_path(&self, path: &str) -> Result<Self> {
         if path.starts_with('/') || path.contains(":/") {
             Self::open(path)
         } else {
-            self.child(path)
+            self.open_child(path)
         }
     }
 
-    /// Returns the store below this one.
+    /// Returns the store at `path` below this one.
     ///
     /// # Errors
     /// A path with `..` or empty parts.
-    pub fn child(&self, path: &str) -> Result<Self> {
-        let prefix = self.at(path)?;
+    pub fn open_child(&self, path: &str) -> Result<Self> {
+        let prefix = self.object_path(path)?;
         let location = match &self.location {
-            Location::Local(base) => Location::Local(base.join(path)),
-            Location::Memory { name, .. } => {
-                Location::Memory { name: name.clone(), path: prefix.to_string() }
+            StoreLocation::Local(base) => StoreLocation::Local(base.join(path)),
+            StoreLocation::Memory { name, .. } => {
+                StoreLocation::Memory { name: name.clone(), path: prefix.to_string() }
             }
-            Location::Remote { service, root, .. } => {
-                Location::Remote { service: *service, root: root.clone(), path: prefix.to_string() }
-            }
+            StoreLocation::Remote { service, root, .. } => StoreLocation::Remote {
+                service: *service,
+                root: root.clone(),
+                path: prefix.to_string(),
+            },
         };
         Ok(Self { backend: self.backend.clone(), location, prefix })
     }
@@ -123,59 +125,63 @@ impl Store {
         self.location.url()
     }
 
-    /// Returns the directory, when it is on this machine's file system.
+    /// Returns the directory if it is on a local file system.
     pub fn local_path(&self) -> Option<PathBuf> {
         match &self.location {
-            Location::Local(path) => Some(path.clone()),
-            Location::Memory { .. } | Location::Remote { .. } => None,
+            StoreLocation::Local(path) => Some(path.clone()),
+            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => None,
         }
     }
 
-    /// Returns whether files are fetched over a network.
+    /// Returns whether the store is accessed over a network.
     pub fn is_remote(&self) -> bool {
-        matches!(self.location, Location::Remote { .. })
+        matches!(self.location, StoreLocation::Remote { .. })
     }
 
-    /// Returns the whole path of a file here, for messages.
-    pub fn name_of(&self, path: &str) -> String {
+    /// Returns the whole path of a file, for messages.
+    pub fn display_path(&self, path: &str) -> String {
         let whole = match &self.location {
-            Location::Local(base) => base.display().to_string(),
+            StoreLocation::Local(base) => base.display().to_string(),
             other => other.url(),
         };
         if path.is_empty() { whole } else { format!("{}/{path}", whole.trim_end_matches('/')) }
     }
 
-    fn at(&self, path: &str) -> Result<Path> {
+    fn object_path(&self, path: &str) -> Result<Path> {
         let whole = if path.is_empty() {
             self.prefix.to_string()
         } else {
             format!("{}/{path}", self.prefix)
         };
         Path::parse(&whole).map_err(|_| Error::Url {
-            url: self.name_of(path),
+            url: self.display_path(path),
             reason: "the path must not contain . or .. or empty parts",
         })
     }
 
-    fn fail(&self, action: &'static str, path: &str) -> impl FnOnce(object_store::Error) -> Error {
-        let path = self.name_of(path);
-        move |source| Error::of(action, path, source)
+    fn backend_error(
+        &self,
+        action: &'static str,
+        path: &str,
+    ) -> impl FnOnce(object_store::Error) -> Error {
+        let path = self.display_path(path);
+        move |source| Error::from_backend(action, path, source)
     }
 
-    fn io(&self, action: &'static str, path: &str, source: std::io::Error) -> Error {
+    fn local_error(&self, action: &'static str, path: &str, source: std::io::Error) -> Error {
         let store = "LocalFileSystem";
-        let whole = self.name_of(path);
+        let whole = self.display_path(path);
         let source = match source.kind() {
             std::io::ErrorKind::NotFound => {
                 object_store::Error::NotFound { path: whole, source: Box::new(source) }
             }
             _ => object_store::Error::Generic { store, source: Box::new(source) },
         };
-        self.fail(action, path)(source)
+        self.backend_error(action, path)(source)
     }
 
-    /// Asks the backend and waits.
-    fn ask<T, F>(
+    /// Sends a request to the backend and waits for the answer.
+    fn ask_backend<T, F>(
         &self,
         action: &'static str,
         path: &str,
@@ -184,55 +190,57 @@ impl Store {
     where
         F: Future<Output = object_store::Result<T>>,
     {
-        let future = question(self.backend.get()?);
-        self.backend.waiter().wait(future)?.map_err(self.fail(action, path))
+        let future = question(self.backend.object_store()?);
+        self.backend.backend_waiter().wait(future)?.map_err(self.backend_error(action, path))
     }
 
-    /// Returns a whole file.
+    /// Reads a whole file.
     ///
     /// # Errors
     /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
     pub fn read(&self, path: &str) -> Result<Bytes> {
-        let at = self.at(path)?;
-        self.ask("read", path, async |backend| backend.get(&at).await?.bytes().await)
+        let at = self.object_path(path)?;
+        self.ask_backend("read", path, async |backend| backend.get(&at).await?.bytes().await)
     }
 
-    /// Ranges of a file; near ones are fetched together.
+    /// Reads ranges of a file; neighbouring ranges are fetched together.
     ///
     /// # Errors
     /// Like [`Store::read`], and a range past the end.
     pub fn read_ranges(&self, path: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
-        let at = self.at(path)?;
-        if let Location::Local(base) = &self.location {
-            return local::read_ranges(&base.join(path), ranges)
-                .map_err(|source| self.io("read", path, source));
+        let at = self.object_path(path)?;
+        if let StoreLocation::Local(base) = &self.location {
+            return local_files::read_ranges(&base.join(path), ranges)
+                .map_err(|source| self.local_error("read", path, source));
         }
-        self.ask("read", path, async |backend| backend.get_ranges(&at, ranges).await)
+        self.ask_backend("read", path, async |backend| backend.get_ranges(&at, ranges).await)
     }
 
-    /// Size of a file.
+    /// Returns the size of a file.
     ///
     /// # Errors
     /// Like [`Store::read`].
     pub fn size(&self, path: &str) -> Result<u64> {
-        let at = self.at(path)?;
-        self.ask("look up", path, async |backend| backend.head(&at).await).map(|meta| meta.size)
+        let at = self.object_path(path)?;
+        self.ask_backend("look up", path, async |backend| backend.head(&at).await)
+            .map(|meta| meta.size)
     }
 
-    /// Returns whether there is a file of this name, or anything below it.
+    /// Returns whether a file with this name exists, or any file below it.
     ///
     /// # Errors
     /// A backend that cannot be asked.
     pub fn exists(&self, path: &str) -> Result<bool> {
-        if let Location::Local(base) = &self.location {
+        if let StoreLocation::Local(base) = &self.location {
             return Ok(if path.is_empty() { base.exists() } else { base.join(path).exists() });
         }
         match self.size(path) {
             Ok(_) => Ok(true),
             Err(Error::Missing { .. } | Error::Url { .. }) => {
-                let at = self.at(path)?;
-                let first = self
-                    .ask("list", path, async |backend| backend.list(Some(&at)).try_next().await)?;
+                let at = self.object_path(path)?;
+                let first = self.ask_backend("list", path, async |backend| {
+                    backend.list(Some(&at)).try_next().await
+                })?;
                 Ok(first.is_some())
             }
             Err(error) => Err(error),
@@ -242,14 +250,14 @@ impl Store {
     /// Returns the item at `path`.
     ///
     /// # Errors
-    /// [`Error::Missing`] when there is nothing; as [`Store::read`].
-    pub fn stat(&self, path: &str) -> Result<Item> {
-        let at = self.at(path)?;
-        match self.ask("look up", path, async |backend| backend.head(&at).await) {
-            Ok(meta) => Ok(Item::file(&meta)),
+    /// [`Error::Missing`] if there is none; otherwise like [`Store::read`].
+    pub fn stat(&self, path: &str) -> Result<DirectoryItem> {
+        let at = self.object_path(path)?;
+        match self.ask_backend("look up", path, async |backend| backend.head(&at).await) {
+            Ok(meta) => Ok(DirectoryItem::from_meta(&meta)),
             Err(missing @ Error::Missing { .. }) => {
                 if self.exists(path)? {
-                    Ok(Item::directory(&at))
+                    Ok(DirectoryItem::from_directory_path(&at))
                 } else {
                     Err(missing)
                 }
@@ -258,27 +266,28 @@ impl Store {
         }
     }
 
-    /// Files and directories directly in `path`, sorted by name.
+    /// Returns files and directories directly in `path`, sorted by name.
     ///
     /// # Errors
     /// A backend that cannot be asked.
-    pub fn look(&self, path: &str) -> Result<Vec<Item>> {
-        let at = self.at(path)?;
-        let found =
-            self.ask("list", path, async |backend| backend.list_with_delimiter(Some(&at)).await)?;
-        let directories = found.common_prefixes.iter().map(Item::directory);
-        let mut items: Vec<Item> =
-            directories.chain(found.objects.iter().map(Item::file)).collect();
+    pub fn list_directory(&self, path: &str) -> Result<Vec<DirectoryItem>> {
+        let at = self.object_path(path)?;
+        let found = self.ask_backend("list", path, async |backend| {
+            backend.list_with_delimiter(Some(&at)).await
+        })?;
+        let directories = found.common_prefixes.iter().map(DirectoryItem::from_directory_path);
+        let mut items: Vec<DirectoryItem> =
+            directories.chain(found.objects.iter().map(DirectoryItem::from_meta)).collect();
         items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
     }
 
-    /// Returns every file below `path`, sorted; none when there is no such place.
+    /// Returns all files below `path`, sorted by path; none if the directory does not exist.
     ///
     /// # Errors
     /// A backend that cannot be asked.
-    pub fn list(&self, path: &str) -> Result<Vec<Entry>> {
-        let at = self.at(path)?;
+    pub fn list(&self, path: &str) -> Result<Vec<FileEntry>> {
+        let at = self.object_path(path)?;
         let below = |whole: &str| {
             whole
                 .strip_prefix(self.prefix.as_ref())
@@ -286,131 +295,138 @@ impl Store {
                 .trim_start_matches('/')
                 .to_owned()
         };
-        let entry = |meta: object_store::ObjectMeta| Entry {
+        let entry = |meta: object_store::ObjectMeta| FileEntry {
             path: below(meta.location.as_ref()),
             bytes: meta.size,
             modified: Some(SystemTime::from(meta.last_modified)),
         };
-        let mut entries: Vec<Entry> = self.ask("list", path, async |backend| {
+        let mut entries: Vec<FileEntry> = self.ask_backend("list", path, async |backend| {
             backend.list(Some(&at)).map_ok(entry).try_collect().await
         })?;
         entries.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(entries)
     }
 
-    /// Writes a file that is seen whole or not at all; on a local file system also after a loss of
-    /// power.
+    /// Writes a file that is visible completely or not at all; on a local file system even after a
+    /// power failure.
     ///
     /// # Errors
     /// Like [`Store::read`].
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
-        let at = self.at(path)?;
-        if let Location::Local(base) = &self.location {
-            return local::write(&base.join(path), &data)
-                .map_err(|source| self.io("write", path, source));
+        let at = self.object_path(path)?;
+        if let StoreLocation::Local(base) = &self.location {
+            return local_files::write_file(&base.join(path), &data)
+                .map_err(|source| self.local_error("write", path, source));
         }
-        self.ask("write", path, async |backend| backend.put(&at, data.into()).await).map(drop)
+        self.ask_backend("write", path, async |backend| backend.put(&at, data.into()).await)
+            .map(drop)
     }
 
-    /// Writes a small file unless there is one of this name; says whether it did. Of many attempts,
-    /// one succeeds.
+    /// Writes a small file unless a file with this name exists; returns whether it was written. Of
+    /// several concurrent attempts, one succeeds.
     ///
     /// # Errors
     /// Like [`Store::write`].
-    pub fn create(&self, path: &str, data: Bytes) -> Result<bool> {
-        let at = self.at(path)?;
-        if let Location::Local(base) = &self.location {
-            // Hard links, by which the backend does it, are not to be had on every mount.
-            return local::create(&base.join(path), &data)
-                .map_err(|source| self.io("write", path, source));
+    pub fn create_if_absent(&self, path: &str, data: Bytes) -> Result<bool> {
+        let at = self.object_path(path)?;
+        if let StoreLocation::Local(base) = &self.location {
+            // The backend would use hard links, which some mounts do not support.
+            return local_files::create_file(&base.join(path), &data)
+                .map_err(|source| self.local_error("write", path, source));
         }
         let put = async |backend: Arc<dyn ObjectStore>| {
             backend.put_opts(&at, data.into(), PutMode::Create.into()).await
         };
-        let wrote = self.backend.waiter().wait(put(self.backend.get()?))?;
+        let wrote = self.backend.backend_waiter().wait(put(self.backend.object_store()?))?;
         match wrote {
             Ok(_) => Ok(true),
             Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
-            Err(source) => Err(self.fail("write", path)(source)),
+            Err(source) => Err(self.backend_error("write", path)(source)),
         }
     }
 
-    /// Deletes what killed uploads left directly in this directory; the caller knows that there is
-    /// no writer here. Only file systems show such leavings.
+    /// Deletes files that killed uploads left directly in this directory. The caller must know that
+    /// there is no writer. Only file systems show such files.
     ///
     /// # Errors
-    /// Like [`Store::look`] and [`Store::delete`].
-    pub fn tidy(&self) -> Result<()> {
+    /// Like [`Store::list_directory`] and [`Store::delete`].
+    pub fn remove_partial_uploads(&self) -> Result<()> {
         match &self.location {
-            Location::Local(base) => {
-                local::tidy(base).map_err(|source| self.io("delete", "", source))
-            }
-            Location::Remote { service: Service::Hdfs, .. } => {
-                let mut items = self.look("")?;
+            StoreLocation::Local(base) => local_files::remove_partial_uploads(base)
+                .map_err(|source| self.local_error("delete", "", source)),
+            StoreLocation::Remote { service: StorageService::Hdfs, .. } => {
+                let mut items = self.list_directory("")?;
                 items.retain(|item| {
-                    let coming = mark::may_be_coming(&item.name, || item.modified);
-                    !item.is_directory && is_leaving(&item.name) && !coming
+                    let coming = mark_names::may_become_mark(&item.name, || item.modified);
+                    !item.is_directory && is_partial_upload(&item.name) && !coming
                 });
                 items.iter().try_for_each(|item| self.delete(&item.name))
             }
-            Location::Memory { .. } | Location::Remote { .. } => Ok(()),
+            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => Ok(()),
         }
     }
 
-    /// Starts a file that is written piece by piece.
+    /// Starts the upload of a file in pieces.
     ///
     /// # Errors
     /// Like [`Store::write`].
-    pub fn upload(&self, path: &str) -> Result<Upload> {
-        let at = self.at(path)?;
-        let inner = self.ask("write", path, async |backend| backend.put_multipart(&at).await)?;
+    pub fn start_upload(&self, path: &str) -> Result<StoreUpload> {
+        let at = self.object_path(path)?;
+        let inner =
+            self.ask_backend("write", path, async |backend| backend.put_multipart(&at).await)?;
         let local = self.local_path().map(|base| base.join(path));
-        Ok(Upload::new(inner, self.backend.waiter(), self.name_of(path), local))
+        Ok(StoreUpload::new(inner, self.backend.backend_waiter(), self.display_path(path), local))
     }
 
-    /// Deletes a file; a missing one is no error.
+    /// Deletes a file; a missing file is not an error.
     ///
     /// # Errors
     /// Like [`Store::write`].
     pub fn delete(&self, path: &str) -> Result<()> {
-        let at = self.at(path)?;
-        match self.ask("delete", path, async |backend| backend.delete(&at).await) {
+        let at = self.object_path(path)?;
+        match self.ask_backend("delete", path, async |backend| backend.delete(&at).await) {
             Err(Error::Missing { .. }) => Ok(()),
             other => other,
         }
     }
 
-    /// Like [`Store::delete`], but a store over the network that does not answer is given up after
-    /// `patience`; then it is not known whether the file is still there.
+    /// Like [`Store::delete`], but gives up after `patience` if a store over the network does not
+    /// answer. Then it is unknown whether the file still exists.
     ///
     /// # Errors
-    /// Like [`Store::delete`], and [`Error::Late`].
+    /// Like [`Store::delete`], and [`Error::TimedOut`].
     pub fn delete_within(&self, path: &str, patience: Duration) -> Result<()> {
-        let at = self.at(path)?;
-        let backend = self.backend.get()?;
-        let asked = match self.backend.waiter() {
-            Waiter::Here => Waiter::Here.wait(backend.delete(&at))?,
-            Waiter::Runtime => {
-                let late = || Error::Late { action: "delete", path: self.name_of(path), patience };
+        let at = self.object_path(path)?;
+        let backend = self.backend.object_store()?;
+        let asked = match self.backend.backend_waiter() {
+            BackendWaiter::CallingThread => {
+                BackendWaiter::CallingThread.wait(backend.delete(&at))?
+            }
+            BackendWaiter::Runtime => {
+                let late = || Error::TimedOut {
+                    action: "delete",
+                    path: self.display_path(path),
+                    patience,
+                };
                 let timed = async { tokio::time::timeout(patience, backend.delete(&at)).await };
-                Waiter::Runtime.wait(timed)?.map_err(|_| late())?
+                BackendWaiter::Runtime.wait(timed)?.map_err(|_| late())?
             }
         };
-        match asked.map_err(self.fail("delete", path)) {
+        match asked.map_err(self.backend_error("delete", path)) {
             Err(Error::Missing { .. }) => Ok(()),
             other => other,
         }
     }
 
-    /// Deletes everything below `path`, directories too; returns how many files that were.
+    /// Deletes all files and directories below `path`; returns the number of files.
     ///
     /// # Errors
-    /// Like [`Store::write`]; some files may be gone by then.
+    /// Like [`Store::write`]. Some files may be deleted by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
         let entries = self.list(path)?;
         self.delete_files(path, entries.iter().map(|entry| entry.path.as_str()))?;
         match &self.location {
-            Location::Local(base) => {
+            StoreLocation::Local(base) => {
                 let directory = base.join(path);
                 match std::fs::remove_dir_all(&directory) {
                     Err(source) if directory.is_dir() => {
@@ -422,20 +438,22 @@ impl Store {
                     Ok(()) | Err(_) => {}
                 }
             }
-            Location::Remote { service: Service::Hdfs, .. } => self.remove_directories(path)?,
-            Location::Memory { .. } | Location::Remote { .. } => {}
+            StoreLocation::Remote { service: StorageService::Hdfs, .. } => {
+                self.remove_directories(path)?
+            }
+            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => {}
         }
         Ok(entries.len())
     }
 
-    /// Deletes several files below `path`; missing ones are no error.
+    /// Deletes several files below `path`; missing files are not an error.
     pub(crate) fn delete_files<'a>(
         &self,
         path: &str,
         files: impl Iterator<Item = &'a str>,
     ) -> Result<()> {
-        let paths = files.map(|file| self.at(file)).collect::<Result<Vec<_>>>()?;
-        self.ask("delete", path, async |backend| {
+        let paths = files.map(|file| self.object_path(file)).collect::<Result<Vec<_>>>()?;
+        self.ask_backend("delete", path, async |backend| {
             let gone = |deleted: &object_store::Result<Path>| {
                 std::future::ready(!matches!(deleted, Err(object_store::Error::NotFound { .. })))
             };
@@ -445,31 +463,33 @@ impl Store {
         .map(drop)
     }
 
-    /// Removes the directory of this store and those in it, as far as they have no files.
-    pub(crate) fn remove_empty(&self) -> Result<()> {
+    /// Removes the directory of this store and the directories in it, unless they contain files.
+    pub(crate) fn remove_empty_directories(&self) -> Result<()> {
         match &self.location {
-            Location::Local(base) => local::remove_empty(base),
-            Location::Remote { service: Service::Hdfs, .. } => self.remove_directories("")?,
-            Location::Memory { .. } | Location::Remote { .. } => {}
+            StoreLocation::Local(base) => local_files::remove_empty_directories(base),
+            StoreLocation::Remote { service: StorageService::Hdfs, .. } => {
+                self.remove_directories("")?
+            }
+            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => {}
         }
         Ok(())
     }
 
-    /// Removes the directories at and below `path` that have no files, innermost first.
+    /// Removes the directories without files at and below `path`, innermost first.
     fn remove_directories(&self, path: &str) -> Result<()> {
-        for item in self.look(path)?.into_iter().filter(|item| item.is_directory) {
+        for item in self.list_directory(path)?.into_iter().filter(|item| item.is_directory) {
             let inner = if path.is_empty() { item.name } else { format!("{path}/{}", item.name) };
             self.remove_directories(&inner)?;
         }
-        // A directory with a writer stays, as it should.
+        // A directory with files stays: its deletion fails, and the error is ignored on purpose.
         drop(self.delete(path));
         Ok(())
     }
 
-    /// Writes and deletes a small file.
+    /// Checks that files can be written by writing and deleting a small one.
     ///
     /// # Errors
-    /// What writing here would meet.
+    /// Like [`Store::write`].
     pub fn check_writable(&self) -> Result<()> {
         let name = format!("_writable_{}_{:?}", std::process::id(), std::thread::current().id());
         let name: String =

@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// The contract of all backends.
+/// Checks the contract of all backends.
 fn contract(store: &Store) {
     assert!(!store.exists("a/b.bin").unwrap());
     store.write("a/b.bin", Bytes::from_static(b"0123456789")).unwrap();
@@ -14,25 +14,25 @@ fn contract(store: &Store) {
     assert!(store.exists("a").unwrap() && store.exists("").unwrap());
     let names: Vec<String> = store.list("").unwrap().into_iter().map(|entry| entry.path).collect();
     assert_eq!(names, ["a/b.bin", "c"]);
-    let below = store.child("a").unwrap().list("").unwrap();
+    let below = store.open_child("a").unwrap().list("").unwrap();
     assert_eq!(below.len(), 1);
     assert_eq!((below[0].path.as_str(), below[0].bytes), ("b.bin", 10));
     assert!(below[0].modified.is_some());
     assert_eq!(store.list("nowhere").unwrap(), []);
 
-    assert!(store.create("once", Bytes::from_static(b"1")).unwrap());
-    assert!(!store.create("once", Bytes::from_static(b"2")).unwrap());
+    assert!(store.create_if_absent("once", Bytes::from_static(b"1")).unwrap());
+    assert!(!store.create_if_absent("once", Bytes::from_static(b"2")).unwrap());
     assert_eq!(store.read("once").unwrap(), "1");
     store.delete("once").unwrap();
 
-    let mut upload = store.upload("a/u").unwrap();
-    upload.write(Bytes::from(vec![7; PIECE])).unwrap();
-    upload.write(Bytes::from(vec![8; PIECE])).unwrap();
+    let mut upload = store.start_upload("a/u").unwrap();
+    upload.write_piece(Bytes::from(vec![7; PIECE])).unwrap();
+    upload.write_piece(Bytes::from(vec![8; PIECE])).unwrap();
     assert!(!store.exists("a/u").unwrap(), "ST-1: nobody sees an upload before its end");
     assert_eq!(upload.finish().unwrap(), 2 * PIECE as u64);
     let seam = PIECE as u64 - 1..PIECE as u64 + 1;
     assert_eq!(store.read_ranges("a/u", std::slice::from_ref(&seam)).unwrap(), [&[7, 8][..]]);
-    drop(store.upload("a/v").unwrap());
+    drop(store.start_upload("a/v").unwrap());
     assert!(!store.exists("a/v").unwrap());
 
     store.delete("c").unwrap();
@@ -41,7 +41,7 @@ fn contract(store: &Store) {
     assert!(!store.exists("a").unwrap());
     let missing = store.read("a/b.bin").unwrap_err();
     assert!(
-        matches!(&missing, Error::Missing { path } if *path == store.name_of("a/b.bin")),
+        matches!(&missing, Error::Missing { path } if *path == store.display_path("a/b.bin")),
         "{missing}"
     );
     store.check_writable().unwrap();
@@ -79,13 +79,13 @@ fn st_2_a_path_that_cannot_be_written_is_named() {
 fn a_path_may_not_climb_out() {
     let store = Store::open("memory://climb/x").unwrap();
     assert!(matches!(store.read("../y"), Err(Error::Url { .. })));
-    assert!(matches!(store.child("a//b"), Err(Error::Url { .. })));
+    assert!(matches!(store.open_child("a//b"), Err(Error::Url { .. })));
 }
 
 #[test]
 fn a_store_resolves_urls_paths_and_names() {
     let store = Store::open("/tmp/prefix").unwrap();
-    assert_eq!(store.resolve("data").unwrap().url(), "file:///tmp/prefix/data");
-    assert_eq!(store.resolve("/other").unwrap().url(), "file:///other");
-    assert_eq!(store.resolve("memory://m/y").unwrap().url(), "memory://m/y");
+    assert_eq!(store.resolve_path("data").unwrap().url(), "file:///tmp/prefix/data");
+    assert_eq!(store.resolve_path("/other").unwrap().url(), "file:///other");
+    assert_eq!(store.resolve_path("memory://m/y").unwrap().url(), "memory://m/y");
 }

@@ -12,16 +12,16 @@ use farandole_config::LogLevel;
 use tracing::field::{Field, Visit};
 use tracing::{Level, Metadata};
 
-use crate::ring::Weight;
+use crate::ring::RingWeight;
 
 /// The longest text of an event, in bytes.
-const LONGEST: usize = 8 << 10;
+const MAX_TEXT_BYTES: usize = 8 << 10;
 /// The weight of an event in a queue besides its texts.
-const OVERHEAD: usize = 200;
+const EVENT_OVERHEAD_BYTES: usize = 200;
 
 /// One event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct LogEvent {
     /// Time of the event.
     pub time: SystemTime,
     /// Severity.
@@ -40,16 +40,16 @@ pub struct Event {
     pub line: Option<u32>,
 }
 
-impl Event {
-    pub(super) fn of(event: &tracing::Event<'_>) -> Self {
+impl LogEvent {
+    pub(super) fn from_tracing(event: &tracing::Event<'_>) -> Self {
         let metadata = event.metadata();
-        let mut words = Words::default();
+        let mut words = EventText::default();
         event.record(&mut words);
-        let (text, has_rank) = words.done();
+        let (text, has_rank) = words.into_text();
         Self {
             time: SystemTime::now(),
-            level: level(metadata),
-            logger: logger(metadata.target()),
+            level: log_level(metadata),
+            logger: logger_name(metadata.target()),
             text,
             has_rank,
             thread: thread::current().name().map(str::to_owned),
@@ -65,20 +65,20 @@ impl Event {
             let time = DateTime::<Local>::from(self.time);
             line.push_str(&time.format("%Y-%m-%d %H:%M:%S%.3f ").to_string());
         }
-        for part in [self.level.name(), " ", &self.logger, ": ", &self.text, "\n"] {
+        for part in [self.level.as_str(), " ", &self.logger, ": ", &self.text, "\n"] {
             line.push_str(part);
         }
         line
     }
 }
 
-impl Weight for Event {
-    fn weight(&self) -> usize {
-        OVERHEAD + self.logger.len() + self.text.len()
+impl RingWeight for LogEvent {
+    fn weight_bytes(&self) -> usize {
+        EVENT_OVERHEAD_BYTES + self.logger.len() + self.text.len()
     }
 }
 
-fn level(metadata: &Metadata<'_>) -> LogLevel {
+fn log_level(metadata: &Metadata<'_>) -> LogLevel {
     match *metadata.level() {
         Level::TRACE => LogLevel::Trace,
         Level::DEBUG => LogLevel::Debug,
@@ -88,8 +88,8 @@ fn level(metadata: &Metadata<'_>) -> LogLevel {
     }
 }
 
-/// Name of a logger below `farandole` for the path of a module.
-fn logger(target: &str) -> String {
+/// Returns the name of a logger below `farandole` for the path of a module.
+fn logger_name(target: &str) -> String {
     let path = target.replace("::", ".");
     match path.strip_prefix("farandole_") {
         Some(room) => format!("farandole.{room}"),
@@ -100,20 +100,21 @@ fn logger(target: &str) -> String {
 
 /// Collects message and fields.
 #[derive(Default)]
-struct Words {
+struct EventText {
     message: String,
     fields: String,
     has_rank: bool,
 }
 
-impl Words {
-    fn add(&mut self, field: &Field, value: &str) {
+impl EventText {
+    fn add_field(&mut self, field: &Field, value: &str) {
         if field.name() == "message" {
             self.message.push_str(value);
             return;
         }
         self.has_rank |= field.name() == "rank";
-        // A line stays one line, whatever a peer or a file has put into a value.
+        // An event stays on one line even if a value contains line breaks, as values from peers or
+        // files may.
         let written = if value.contains(|c: char| c.is_control()) {
             value.escape_debug().to_string()
         } else {
@@ -127,30 +128,30 @@ impl Words {
         }
     }
 
-    fn done(self) -> (String, bool) {
+    fn into_text(self) -> (String, bool) {
         let Self { message: mut text, fields, has_rank } = self;
         if !text.is_empty() && !fields.is_empty() {
             text.push(' ');
         }
         text.push_str(&fields);
-        if text.len() > LONGEST {
-            text.truncate(text.floor_char_boundary(LONGEST));
+        if text.len() > MAX_TEXT_BYTES {
+            text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
             text.push_str("...");
         }
         (text, has_rank)
     }
 }
 
-impl Visit for Words {
+impl Visit for EventText {
     fn record_str(&mut self, field: &Field, value: &str) {
         if field.name() != "message" && (value.is_empty() || value.contains([' ', '"'])) {
-            return self.add(field, &format!("{value:?}"));
+            return self.add_field(field, &format!("{value:?}"));
         }
-        self.add(field, value);
+        self.add_field(field, value);
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        self.add(field, &format!("{value:?}"));
+        self.add_field(field, &format!("{value:?}"));
     }
 }
 
@@ -168,13 +169,13 @@ mod tests {
             ("farandole", "farandole"),
             ("h2::client", "farandole.h2.client"),
         ] {
-            assert_eq!(logger(target), name);
+            assert_eq!(logger_name(target), name);
         }
     }
 
     #[test]
     fn a_line_has_time_level_logger_and_text() {
-        let event = Event {
+        let event = LogEvent {
             time: SystemTime::UNIX_EPOCH + Duration::from_millis(86_400_250),
             level: LogLevel::Warning,
             logger: "farandole.engine".to_owned(),

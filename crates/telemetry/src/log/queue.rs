@@ -11,52 +11,53 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use std::{process, thread};
 
-use super::event::Event;
-use crate::ring::Weight as _;
+use super::event::LogEvent;
+use crate::ring::RingWeight as _;
 
 /// Bytes of events that may wait: some thousands.
-const BUDGET: usize = 1 << 20;
+const EVENT_QUEUE_BUDGET_BYTES: usize = 1 << 20;
 
 /// Longest attempt to take the lock: threads of this process hold it for some microseconds.
-const PATIENCE: Duration = Duration::from_millis(200);
+const LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The events of this process.
-pub(super) static KEPT: Queue = Queue::new(BUDGET);
+pub(super) static EVENT_QUEUE: EventQueue = EventQueue::new(EVENT_QUEUE_BUDGET_BYTES);
 
 /// Events that waited.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Taken {
+pub struct DrainedEvents {
     /// Oldest first.
-    pub events: Vec<Event>,
+    pub events: Vec<LogEvent>,
     /// Events that were dropped since the last time, all older than these.
     pub dropped: u64,
 }
 
-struct State {
-    events: VecDeque<Event>,
+struct EventQueueState {
+    events: VecDeque<LogEvent>,
     weight: usize,
     dropped: u64,
     /// The process that takes them.
-    taker: Option<u32>,
+    taker_process: Option<u32>,
 }
 
 /// A queue bounded by weight.
-pub(super) struct Queue {
+pub(super) struct EventQueue {
     budget: usize,
-    state: Mutex<State>,
+    state: Mutex<EventQueueState>,
     arrived: Condvar,
 }
 
-impl Queue {
+impl EventQueue {
     pub(super) const fn new(budget: usize) -> Self {
-        let state = State { events: VecDeque::new(), weight: 0, dropped: 0, taker: None };
+        let state =
+            EventQueueState { events: VecDeque::new(), weight: 0, dropped: 0, taker_process: None };
         Self { budget, state: Mutex::new(state), arrived: Condvar::new() }
     }
 
     /// Keeps events from now on. Whether this process did not do so before; `None` when the lock
     /// was lost by a fork.
-    pub(super) fn open(&self) -> Option<bool> {
-        let deadline = Instant::now() + PATIENCE;
+    pub(super) fn start_keeping(&self) -> Option<bool> {
+        let deadline = Instant::now() + LOCK_TIMEOUT;
         let mut state = loop {
             match self.state.try_lock() {
                 Ok(state) => break state,
@@ -66,24 +67,25 @@ impl Queue {
             }
         };
         let me = Some(process::id());
-        if state.taker == me {
+        if state.taker_process == me {
             return Some(false);
         }
-        // What a forked child finds here belongs to its parent.
-        *state = State { events: VecDeque::new(), weight: 0, dropped: 0, taker: me };
+        // In a forked child, the events in the queue belong to the parent.
+        *state =
+            EventQueueState { events: VecDeque::new(), weight: 0, dropped: 0, taker_process: me };
         Some(true)
     }
 
     /// Adds an event, dropping the oldest ones until it fits. False if no thread takes events.
-    pub(super) fn push(&self, event: Event) -> bool {
-        let mut state = self.lock();
-        if state.taker.is_none() {
+    pub(super) fn push(&self, event: LogEvent) -> bool {
+        let mut state = self.lock_state();
+        if state.taker_process.is_none() {
             return false;
         }
-        let weight = event.weight();
+        let weight = event.weight_bytes();
         while state.weight + weight > self.budget {
             let Some(old) = state.events.pop_front() else { break };
-            state.weight -= old.weight();
+            state.weight -= old.weight_bytes();
             state.dropped += 1;
         }
         state.weight += weight;
@@ -93,26 +95,27 @@ impl Queue {
         true
     }
 
-    pub(super) fn take(&self, limit: Duration) -> Option<Taken> {
-        let waits = |state: &mut State| state.events.is_empty() && state.taker.is_some();
+    pub(super) fn take_events(&self, limit: Duration) -> Option<DrainedEvents> {
+        let waits =
+            |state: &mut EventQueueState| state.events.is_empty() && state.taker_process.is_some();
         let (mut state, _) = self
             .arrived
-            .wait_timeout_while(self.lock(), limit, waits)
+            .wait_timeout_while(self.lock_state(), limit, waits)
             .unwrap_or_else(PoisonError::into_inner);
-        if state.events.is_empty() && state.taker.is_none() {
+        if state.events.is_empty() && state.taker_process.is_none() {
             return None;
         }
         state.weight = 0;
         let events = std::mem::take(&mut state.events).into();
-        Some(Taken { events, dropped: std::mem::take(&mut state.dropped) })
+        Some(DrainedEvents { events, dropped: std::mem::take(&mut state.dropped) })
     }
 
     pub(super) fn close(&self) {
-        self.lock().taker = None;
+        self.lock_state().taker_process = None;
         self.arrived.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock_state(&self) -> MutexGuard<'_, EventQueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -125,8 +128,8 @@ mod tests {
 
     use super::*;
 
-    fn event(text: &str) -> Event {
-        Event {
+    fn event(text: &str) -> LogEvent {
+        LogEvent {
             time: SystemTime::UNIX_EPOCH,
             level: LogLevel::Info,
             logger: String::new(),
@@ -138,47 +141,52 @@ mod tests {
         }
     }
 
-    fn texts(taken: Option<Taken>) -> (Vec<String>, u64) {
+    fn texts(taken: Option<DrainedEvents>) -> (Vec<String>, u64) {
         let taken = taken.unwrap();
         (taken.events.into_iter().map(|event| event.text).collect(), taken.dropped)
     }
 
     #[test]
     fn the_oldest_events_make_room_and_are_counted() {
-        let queue = Queue::new(2 * event("a").weight());
+        let queue = EventQueue::new(2 * event("a").weight_bytes());
         assert!(!queue.push(event("nobody takes it")));
-        assert_eq!((queue.open(), queue.open()), (Some(true), Some(false)));
+        assert_eq!((queue.start_keeping(), queue.start_keeping()), (Some(true), Some(false)));
         for text in ["a", "b", "c"] {
             assert!(queue.push(event(text)));
         }
-        assert_eq!(texts(queue.take(Duration::ZERO)), (vec!["b".to_owned(), "c".to_owned()], 1));
-        assert_eq!(texts(queue.take(Duration::ZERO)), (vec![], 0));
+        assert_eq!(
+            texts(queue.take_events(Duration::ZERO)),
+            (vec!["b".to_owned(), "c".to_owned()], 1)
+        );
+        assert_eq!(texts(queue.take_events(Duration::ZERO)), (vec![], 0));
     }
 
     #[test]
     fn a_lock_that_is_never_released_is_given_up() {
-        let queue = Queue::new(BUDGET);
-        let held = queue.lock();
-        thread::scope(|scope| assert_eq!(scope.spawn(|| queue.open()).join().unwrap(), None));
+        let queue = EventQueue::new(EVENT_QUEUE_BUDGET_BYTES);
+        let held = queue.lock_state();
+        thread::scope(|scope| {
+            assert_eq!(scope.spawn(|| queue.start_keeping()).join().unwrap(), None)
+        });
         drop(held);
-        assert_eq!(queue.open(), Some(true));
+        assert_eq!(queue.start_keeping(), Some(true));
     }
 
     #[test]
     fn a_close_wakes_the_taker_after_the_last_events() {
-        let queue = Queue::new(BUDGET);
-        queue.open();
+        let queue = EventQueue::new(EVENT_QUEUE_BUDGET_BYTES);
+        queue.start_keeping();
         queue.push(event("last"));
         let started = Instant::now();
         thread::scope(|scope| {
             let taker = scope.spawn(|| {
                 let limit = Duration::from_secs(60);
-                (texts(queue.take(limit)), queue.take(limit))
+                (texts(queue.take_events(limit)), queue.take_events(limit))
             });
             queue.close();
             assert_eq!(taker.join().unwrap(), ((vec!["last".to_owned()], 0), None));
         });
         assert!(started.elapsed() < Duration::from_secs(30));
-        assert_eq!(queue.open(), Some(true), "it may begin again");
+        assert_eq!(queue.start_keeping(), Some(true), "it may begin again");
     }
 }

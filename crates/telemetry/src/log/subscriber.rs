@@ -17,17 +17,17 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::{Interest, Subscriber, set_global_default};
 use tracing::{Metadata, callsite};
 
-use super::event::Event;
-use super::queue::KEPT;
+use super::event::LogEvent;
+use super::queue::EVENT_QUEUE;
 
-/// Index into [`FILTERS`].
-static LEVEL: AtomicU8 = AtomicU8::new(0);
+/// Index into [`LEVEL_FILTERS`].
+static LEVEL_INDEX: AtomicU8 = AtomicU8::new(0);
 static HIDE_TIME: AtomicBool = AtomicBool::new(false);
 /// The process whose events are kept, or 0. A forked child has another number, and its events go to
 /// stderr.
-static KEEPER: AtomicU32 = AtomicU32::new(0);
+static KEEPING_PROCESS: AtomicU32 = AtomicU32::new(0);
 
-const FILTERS: [LevelFilter; 6] = [
+const LEVEL_FILTERS: [LevelFilter; 6] = [
     LevelFilter::OFF,
     LevelFilter::ERROR,
     LevelFilter::WARN,
@@ -37,8 +37,8 @@ const FILTERS: [LevelFilter; 6] = [
 ];
 
 /// Sets what passes and where it goes.
-pub(super) fn install(level: LogLevel, hide_time: bool, keep: bool) {
-    static INSTALLED: Once = Once::new();
+pub(super) fn install_subscriber(level: LogLevel, hide_time: bool, keep: bool) {
+    static INSTALL_ONCE: Once = Once::new();
     let index = match level {
         LogLevel::Fatal => 0,
         LogLevel::Error => 1,
@@ -47,33 +47,36 @@ pub(super) fn install(level: LogLevel, hide_time: bool, keep: bool) {
         LogLevel::Debug => 4,
         LogLevel::Trace => 5,
     };
-    LEVEL.store(index, Ordering::Relaxed);
+    LEVEL_INDEX.store(index, Ordering::Relaxed);
     HIDE_TIME.store(hide_time, Ordering::Relaxed);
-    KEEPER.store(if keep { process::id() } else { 0 }, Ordering::Relaxed);
-    INSTALLED.call_once(|| {
-        // A program that is linked with us and has a subscriber of its own keeps it.
-        drop(set_global_default(Lines));
+    KEEPING_PROCESS.store(if keep { process::id() } else { 0 }, Ordering::Relaxed);
+    INSTALL_ONCE.call_once(|| {
+        // If the program that links this crate has already set a subscriber, that subscriber stays.
+        drop(set_global_default(LogSubscriber));
     });
     callsite::rebuild_interest_cache();
 }
 
 /// Returns whether this process keeps its events.
-pub(super) fn keeps() -> bool {
-    KEEPER.load(Ordering::Relaxed) == process::id()
+pub(super) fn keeps_events() -> bool {
+    KEEPING_PROCESS.load(Ordering::Relaxed) == process::id()
 }
 
 /// Sends later events to stderr.
-pub(super) fn give_up_keeping() {
-    KEEPER.store(0, Ordering::Relaxed);
+pub(super) fn clear_keeping_process() {
+    KEEPING_PROCESS.store(0, Ordering::Relaxed);
 }
 
-fn filter() -> LevelFilter {
-    FILTERS.get(usize::from(LEVEL.load(Ordering::Relaxed))).copied().unwrap_or(LevelFilter::WARN)
+fn current_filter() -> LevelFilter {
+    LEVEL_FILTERS
+        .get(usize::from(LEVEL_INDEX.load(Ordering::Relaxed)))
+        .copied()
+        .unwrap_or(LevelFilter::WARN)
 }
 
 /// Returns whether a library's event passes: its debug events are about itself, and far more than
 /// ours.
-fn passes(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
+fn passes_filter(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
     let ours = metadata.target().starts_with("farandole");
     let filter =
         if ours || filter == LevelFilter::TRACE { filter } else { filter.min(LevelFilter::WARN) };
@@ -81,24 +84,24 @@ fn passes(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
 }
 
 /// The subscriber of the process. Spans have no meaning here.
-struct Lines;
+struct LogSubscriber;
 
-impl Subscriber for Lines {
+impl Subscriber for LogSubscriber {
     fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
         if self.enabled(metadata) { Interest::always() } else { Interest::never() }
     }
 
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        passes(metadata, filter())
+        passes_filter(metadata, current_filter())
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(filter())
+        Some(current_filter())
     }
 
     fn event(&self, event: &tracing::Event<'_>) {
-        let event = Event::of(event);
-        if keeps() && KEPT.push(event.clone()) {
+        let event = LogEvent::from_tracing(event);
+        if keeps_events() && EVENT_QUEUE.push(event.clone()) {
             return;
         }
         // In one piece. A closed reader is no reason to fail.

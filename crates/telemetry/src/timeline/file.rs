@@ -4,7 +4,7 @@
 //! The file of a timeline. With a limit, it is two files: the newest records, and those before.
 //!
 //! ```text
-//! 0.json is full:  0.json.old is removed, 0.json becomes 0.json.old, 0.json begins anew
+//! 0.json is full:  0.json.old is removed, 0.json becomes 0.json.old, a new 0.json begins
 //! ```
 
 use std::fs::{self, File};
@@ -13,32 +13,32 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// The suffix of the file with the earlier part of a timeline.
-pub const OLD: &str = ".old";
+pub const OLD_FILE_SUFFIX: &str = ".old";
 /// A file has at least this many bytes before the next one begins.
-const LEAST: u64 = 32 << 10;
+const MIN_FILE_BYTES: u64 = 32 << 10;
 /// Bytes of records that are written together at most.
-const TOGETHER: u64 = 64 << 10;
-const END: &str = "\n]\n";
+const MAX_WRITE_BYTES: u64 = 64 << 10;
+const TRACE_END: &str = "\n]\n";
 
 /// The file of records. It ends with `]` after every write; the next write begins by overwriting
 /// that.
-pub(super) struct Pages {
+pub(super) struct TraceFile {
     path: PathBuf,
     file: File,
     /// Offset of the next record.
     offset: u64,
     /// Bytes after which the next file begins.
-    most: u64,
+    max_bytes: u64,
 }
 
-impl Pages {
+impl TraceFile {
     pub(super) fn new(path: &Path, limit: Option<u64>) -> io::Result<Self> {
-        match fs::remove_file(old(path)) {
+        match fs::remove_file(old_file_path(path)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let most = limit.map_or(u64::MAX, |limit| (limit / 2).max(LEAST));
-        Ok(Self { path: path.to_owned(), file: File::create(path)?, offset: 0, most })
+        let most = limit.map_or(u64::MAX, |limit| (limit / 2).max(MIN_FILE_BYTES));
+        Ok(Self { path: path.to_owned(), file: File::create(path)?, offset: 0, max_bytes: most })
     }
 
     /// Returns whether nothing was written to the file yet.
@@ -48,27 +48,27 @@ impl Pages {
 
     /// Returns the bytes of records after which they are written: a small part of a file, so that
     /// its size is kept.
-    pub(super) fn together(&self) -> u64 {
-        TOGETHER.min(self.most / 4)
+    pub(super) fn write_threshold_bytes(&self) -> u64 {
+        MAX_WRITE_BYTES.min(self.max_bytes / 4)
     }
 
     /// Returns whether the next records go to the next file.
     pub(super) fn is_full(&self) -> bool {
-        self.offset.saturating_add(self.together()) > self.most
+        self.offset.saturating_add(self.write_threshold_bytes()) > self.max_bytes
     }
 
     /// Begins the next file.
-    pub(super) fn turn(&mut self) -> io::Result<()> {
-        fs::rename(&self.path, old(&self.path))?;
+    pub(super) fn rotate_file(&mut self) -> io::Result<()> {
+        fs::rename(&self.path, old_file_path(&self.path))?;
         self.file = File::create(&self.path)?;
         self.offset = 0;
         Ok(())
     }
 
     /// Writes records and takes them out of `text`.
-    pub(super) fn write(&mut self, text: &mut String) -> io::Result<()> {
+    pub(super) fn write_records(&mut self, text: &mut String) -> io::Result<()> {
         let records = text.len() as u64;
-        text.push_str(END);
+        text.push_str(TRACE_END);
         self.file.write_all_at(text.as_bytes(), self.offset)?;
         self.offset += records;
         text.clear();
@@ -76,8 +76,8 @@ impl Pages {
     }
 }
 
-fn old(path: &Path) -> PathBuf {
+fn old_file_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(OLD);
+    name.push(OLD_FILE_SUFFIX);
     name.into()
 }

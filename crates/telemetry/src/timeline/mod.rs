@@ -4,7 +4,7 @@
 //! The history of every tensor, written as a trace that `chrome://tracing` and Perfetto show.
 //!
 //! ```text
-//! whoever holds the engine's progress lock -> Ring (bounded) -> one thread -> file, valid JSON after every flush
+//! holder of the engine's progress lock -> Ring (bounded) -> one thread -> file, valid JSON after every flush
 //! ```
 //!
 //! Off, an event costs one relaxed load. The thread exists only while a timeline runs.
@@ -21,26 +21,26 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-pub use self::file::OLD;
-use self::writer::Writer;
-use crate::{Ring, Weight};
+pub use self::file::OLD_FILE_SUFFIX;
+use self::writer::TraceWriter;
+use crate::{BoundedRing, RingWeight};
 
 /// Bytes that wait for the writer at most: some three hundred thousand events.
-const BUDGET: usize = 32 << 20;
+const RING_BUDGET_BYTES: usize = 32 << 20;
 /// Events of this long are written together.
-const GATHER: Duration = Duration::from_millis(20);
+const WRITE_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest sleep of the writer when nothing happens.
-const LONG: Duration = Duration::from_secs(3600);
+const IDLE_WAIT_LIMIT: Duration = Duration::from_secs(3600);
 
 /// No rank: the arrivals of all are wanted.
-const ALL: u32 = u32::MAX;
+const ALL_RANKS: u32 = u32::MAX;
 
-const ON: u8 = 1;
-const CYCLES: u8 = 2;
+const STATE_ON: u8 = 1;
+const STATE_CYCLES: u8 = 2;
 
 /// The result of a finished operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Produced {
+pub struct ProducedTensor {
     /// Element type.
     pub dtype: &'static str,
     /// Dimensions.
@@ -49,7 +49,7 @@ pub struct Produced {
 
 /// One tensor of one process set: a "process" of the trace.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Track {
+pub struct TimelineTrack {
     /// The process set.
     pub set: u32,
     /// The tensor.
@@ -58,7 +58,7 @@ pub struct Track {
 
 /// The owner of a timeline: the facts that merging the files of all ranks needs.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Title<'a> {
+pub struct TimelineOwner<'a> {
     /// Name of the process in the trace.
     pub name: &'a str,
     /// Its rank.
@@ -73,39 +73,39 @@ pub struct Title<'a> {
 
 /// The settings of a timeline.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Extent {
+pub struct TimelineOptions {
     /// Whether every negotiation round has a mark.
-    pub cycles: bool,
+    pub mark_cycles: bool,
     /// Whether arrivals of other ranks are left out, because each rank writes its own file.
-    pub own: bool,
+    pub own_arrivals_only: bool,
     /// Its greatest size in bytes; the oldest records are dropped. `None`: no limit.
-    pub limit: Option<u64>,
+    pub max_bytes: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
-enum What {
-    Begin(Track, &'static str, Option<u64>),
-    Arrived(Track, u32),
-    End(Track, Option<Produced>),
+enum TimelineEventKind {
+    Begin(TimelineTrack, &'static str, Option<u64>),
+    Arrived(TimelineTrack, u32),
+    End(TimelineTrack, Option<ProducedTensor>),
     Enter(Arc<str>),
     Leave,
     Cycle,
 }
 
 #[derive(Clone, Debug)]
-struct Event {
+struct TimelineEvent {
     at: Instant,
-    what: What,
+    kind: TimelineEventKind,
 }
 
-impl Weight for Event {
-    fn weight(&self) -> usize {
+impl RingWeight for TimelineEvent {
+    fn weight_bytes(&self) -> usize {
         size_of::<Self>()
     }
 }
 
-struct Running {
-    ring: Arc<Ring<Event>>,
+struct TimelineThread {
+    ring: Arc<BoundedRing<TimelineEvent>>,
     thread: JoinHandle<io::Result<()>>,
 }
 
@@ -113,11 +113,11 @@ struct Running {
 #[derive(Default)]
 pub struct Timeline {
     state: AtomicU8,
-    /// The rank whose arrivals are wanted, or [`ALL`].
-    whose: AtomicU32,
-    ring: Mutex<Option<Arc<Ring<Event>>>>,
+    /// The rank whose arrivals are wanted, or [`ALL_RANKS`].
+    arrivals_of: AtomicU32,
+    ring: Mutex<Option<Arc<BoundedRing<TimelineEvent>>>>,
     /// Held while the file changes. Taken before `ring`.
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<TimelineThread>>,
 }
 
 impl Timeline {
@@ -127,37 +127,46 @@ impl Timeline {
     }
 
     /// Returns the rank whose arrivals alone are wanted, where each rank writes its own file.
-    pub fn only(&self) -> Option<u32> {
-        Some(self.whose.load(Ordering::Relaxed)).filter(|rank| *rank != ALL)
+    pub fn only_rank(&self) -> Option<u32> {
+        Some(self.arrivals_of.load(Ordering::Relaxed)).filter(|rank| *rank != ALL_RANKS)
     }
 
     /// Writes to `path` from now on, which is created or emptied; what ran before is ended first.
     /// Returns when the file is there and valid. With a limit, the file has half of it at most, and
-    /// older records are in the file with [`OLD`] after its name.
+    /// older records are in the file with [`OLD_FILE_SUFFIX`] after its name.
     ///
     /// # Errors
     /// When the file cannot be written, or the thread not made; nothing runs then.
-    pub fn start(&self, path: &Path, title: Title<'_>, extent: Extent) -> io::Result<()> {
+    pub fn start_writing(
+        &self,
+        path: &Path,
+        title: TimelineOwner<'_>,
+        extent: TimelineOptions,
+    ) -> io::Result<()> {
         let mut running = self.running.lock();
-        self.end(&mut running)?;
-        let mut writer = Writer::new(path, title, extent.limit)?;
-        let ring = Arc::new(Ring::new(BUDGET));
+        self.end_thread(&mut running)?;
+        let mut writer = TraceWriter::new(path, title, extent.max_bytes)?;
+        let ring = Arc::new(BoundedRing::new(RING_BUDGET_BYTES));
         let events = Arc::clone(&ring);
         let write = move || {
             while !events.is_finished() {
-                let drained = events.drain(Instant::now() + LONG);
-                writer.write(&drained.records, drained.dropped)?;
+                let drained = events.drain_until(Instant::now() + IDLE_WAIT_LIMIT);
+                writer.write_events(&drained.records, drained.dropped)?;
                 if !events.is_finished() {
-                    thread::park_timeout(GATHER);
+                    thread::park_timeout(WRITE_INTERVAL);
                 }
             }
-            writer.finish()
+            writer.finish_trace()
         };
         let thread = thread::Builder::new().name("farandole-timeline".to_owned()).spawn(write)?;
         *self.ring.lock() = Some(Arc::clone(&ring));
-        *running = Some(Running { ring, thread });
-        self.whose.store(if extent.own { title.rank } else { ALL }, Ordering::Relaxed);
-        self.state.store(ON | if extent.cycles { CYCLES } else { 0 }, Ordering::Relaxed);
+        *running = Some(TimelineThread { ring, thread });
+        self.arrivals_of.store(
+            if extent.own_arrivals_only { title.rank } else { ALL_RANKS },
+            Ordering::Relaxed,
+        );
+        self.state
+            .store(STATE_ON | if extent.mark_cycles { STATE_CYCLES } else { 0 }, Ordering::Relaxed);
         Ok(())
     }
 
@@ -165,12 +174,12 @@ impl Timeline {
     ///
     /// # Errors
     /// When the file could not be written to its end.
-    pub fn stop(&self) -> io::Result<()> {
-        self.end(&mut self.running.lock())
+    pub fn stop_writing(&self) -> io::Result<()> {
+        self.end_thread(&mut self.running.lock())
     }
 
-    fn end(&self, running: &mut Option<Running>) -> io::Result<()> {
-        let Some(Running { ring, thread }) = running.take() else { return Ok(()) };
+    fn end_thread(&self, running: &mut Option<TimelineThread>) -> io::Result<()> {
+        let Some(TimelineThread { ring, thread }) = running.take() else { return Ok(()) };
         self.state.store(0, Ordering::Relaxed);
         *self.ring.lock() = None;
         ring.close();
@@ -178,48 +187,48 @@ impl Timeline {
         thread.join().unwrap_or_else(|_| Err(io::Error::other("the timeline's thread panicked")))
     }
 
-    /// A span begins on a track, inside the spans that have begun there before.
-    pub fn begin(&self, track: &Track, name: &'static str) {
-        self.record(|| What::Begin(track.clone(), name, None));
+    /// Begins a span on a track, inside the open spans of the track.
+    pub fn begin_span(&self, track: &TimelineTrack, name: &'static str) {
+        self.record_event(|| TimelineEventKind::Begin(track.clone(), name, None));
     }
 
-    /// Like [`Timeline::begin`], for an operation of a list: its number is the same on all ranks.
-    pub fn begin_listed(&self, track: &Track, name: &'static str, list: u64) {
-        self.record(|| What::Begin(track.clone(), name, Some(list)));
+    /// Begins a span for an operation of a list, whose number is the same on all ranks.
+    pub fn begin_listed_span(&self, track: &TimelineTrack, name: &'static str, list: u64) {
+        self.record_event(|| TimelineEventKind::Begin(track.clone(), name, Some(list)));
     }
 
-    /// A phase of a training step begins, inside of those that have begun.
-    pub fn enter(&self, name: &str) {
-        self.record(|| What::Enter(name.into()));
+    /// Begins a phase of a training step, inside the phases that have begun.
+    pub fn enter_phase(&self, name: &str) {
+        self.record_event(|| TimelineEventKind::Enter(name.into()));
     }
 
-    /// The phase that began last ends.
-    pub fn leave(&self) {
-        self.record(|| What::Leave);
+    /// Ends the phase that began last.
+    pub fn leave_phase(&self) {
+        self.record_event(|| TimelineEventKind::Leave);
     }
 
-    /// A rank arrived in the negotiation of a tensor.
-    pub fn arrived(&self, track: &Track, rank: u32) {
-        self.record(|| What::Arrived(track.clone(), rank));
+    /// Records the arrival of a rank in the negotiation of a tensor.
+    pub fn record_arrival(&self, track: &TimelineTrack, rank: u32) {
+        self.record_event(|| TimelineEventKind::Arrived(track.clone(), rank));
     }
 
     /// Ends the last span that began on a track.
-    pub fn end_of(&self, track: &Track, produced: Option<Produced>) {
-        self.record(|| What::End(track.clone(), produced));
+    pub fn end_span(&self, track: &TimelineTrack, produced: Option<ProducedTensor>) {
+        self.record_event(|| TimelineEventKind::End(track.clone(), produced));
     }
 
-    /// A negotiation round; nothing unless cycles are marked.
-    pub fn cycle(&self) {
-        if self.state.load(Ordering::Relaxed) & CYCLES != 0 {
-            self.record(|| What::Cycle);
+    /// Marks a negotiation round, if cycles are marked.
+    pub fn mark_cycle(&self) {
+        if self.state.load(Ordering::Relaxed) & STATE_CYCLES != 0 {
+            self.record_event(|| TimelineEventKind::Cycle);
         }
     }
 
-    fn record(&self, what: impl FnOnce() -> What) {
+    fn record_event(&self, what: impl FnOnce() -> TimelineEventKind) {
         if self.is_on()
             && let Some(ring) = &*self.ring.lock()
         {
-            ring.push(Event { at: Instant::now(), what: what() });
+            ring.push(TimelineEvent { at: Instant::now(), kind: what() });
         }
     }
 }
@@ -227,7 +236,7 @@ impl Timeline {
 impl Drop for Timeline {
     fn drop(&mut self) {
         // No caller is left for the error that the file is cut short.
-        drop(self.stop());
+        drop(self.stop_writing());
     }
 }
 

@@ -8,11 +8,11 @@ use serde_json::Value;
 use super::*;
 
 fn old(path: &Path) -> std::path::PathBuf {
-    path.with_file_name(format!("{}{OLD}", path.file_name().unwrap().to_string_lossy()))
+    path.with_file_name(format!("{}{OLD_FILE_SUFFIX}", path.file_name().unwrap().to_string_lossy()))
 }
 
-fn track(set: u32, tensor: &str) -> Track {
-    Track { set, tensor: tensor.into() }
+fn track(set: u32, tensor: &str) -> TimelineTrack {
+    TimelineTrack { set, tensor: tensor.into() }
 }
 
 fn read(path: &Path) -> Vec<Value> {
@@ -24,23 +24,23 @@ fn a_tensor_is_a_process_with_nested_spans() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let (timeline, a) = (Timeline::default(), track(0, "a\"\n"));
-    timeline.begin(&a, "BEFORE");
+    timeline.begin_span(&a, "BEFORE");
     assert!(!timeline.is_on());
     timeline
-        .start(
+        .start_writing(
             &path,
-            Title { name: "rank 0", ..Title::default() },
-            Extent { cycles: true, ..Extent::default() },
+            TimelineOwner { name: "rank 0", ..TimelineOwner::default() },
+            TimelineOptions { mark_cycles: true, ..TimelineOptions::default() },
         )
         .unwrap();
     assert_eq!(read(&path).len(), 2, "valid before anything happened");
-    timeline.begin(&a, "NEGOTIATE_ALLREDUCE");
-    timeline.arrived(&a, 3);
-    timeline.end_of(&a, None);
-    timeline.cycle();
-    timeline.begin(&track(2, "b"), "BROADCAST");
-    timeline.end_of(&track(2, "b"), Some(Produced { dtype: "float32", shape: vec![2, 3] }));
-    timeline.stop().unwrap();
+    timeline.begin_span(&a, "NEGOTIATE_ALLREDUCE");
+    timeline.record_arrival(&a, 3);
+    timeline.end_span(&a, None);
+    timeline.mark_cycle();
+    timeline.begin_span(&track(2, "b"), "BROADCAST");
+    timeline.end_span(&track(2, "b"), Some(ProducedTensor { dtype: "float32", shape: vec![2, 3] }));
+    timeline.stop_writing().unwrap();
     assert!(!timeline.is_on());
     let records = read(&path);
     let of = |key: &str| records.iter().map(|record| record[key].clone()).collect::<Vec<_>>();
@@ -63,13 +63,13 @@ fn earlier_spans_are_left_out_and_open_spans_end_with_the_timeline() {
     let folder = tempfile::tempdir().unwrap();
     let (one, two) = (folder.path().join("1"), folder.path().join("2"));
     let (timeline, a) = (Timeline::default(), track(0, "a"));
-    timeline.start(&one, Title::default(), Extent::default()).unwrap();
-    timeline.begin(&a, "ALLREDUCE");
-    timeline.cycle();
-    timeline.start(&two, Title::default(), Extent::default()).unwrap();
-    timeline.end_of(&a, None);
-    timeline.end_of(&track(0, "b"), None);
-    timeline.begin(&a, "ALLREDUCE");
+    timeline.start_writing(&one, TimelineOwner::default(), TimelineOptions::default()).unwrap();
+    timeline.begin_span(&a, "ALLREDUCE");
+    timeline.mark_cycle();
+    timeline.start_writing(&two, TimelineOwner::default(), TimelineOptions::default()).unwrap();
+    timeline.end_span(&a, None);
+    timeline.end_span(&track(0, "b"), None);
+    timeline.begin_span(&a, "ALLREDUCE");
     drop(timeline);
     for path in [one, two] {
         let spans: Vec<Value> =
@@ -83,11 +83,11 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let (timeline, a) = (Timeline::default(), track(0, "a"));
-    timeline.start(&path, Title::default(), Extent::default()).unwrap();
+    timeline.start_writing(&path, TimelineOwner::default(), TimelineOptions::default()).unwrap();
     let (end, mut seen) = (Instant::now() + Duration::from_secs(20), 0);
     while seen < 100 {
-        timeline.begin(&a, "ALLREDUCE");
-        timeline.end_of(&a, None);
+        timeline.begin_span(&a, "ALLREDUCE");
+        timeline.end_span(&a, None);
         // One write: a reader sees the file before it or after it, or an end that is about to be
         // overwritten.
         if let Ok(records) = serde_json::from_slice::<Vec<Value>>(&std::fs::read(&path).unwrap()) {
@@ -95,7 +95,7 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
         }
         assert!(Instant::now() < end, "{seen}");
     }
-    timeline.stop().unwrap();
+    timeline.stop_writing().unwrap();
     assert!(read(&path).len() >= seen);
 }
 
@@ -104,21 +104,28 @@ fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
     let timeline = Timeline::default();
     assert!(
         timeline
-            .start(Path::new("/nonexistent/x.json"), Title::default(), Extent::default())
+            .start_writing(
+                Path::new("/nonexistent/x.json"),
+                TimelineOwner::default(),
+                TimelineOptions::default()
+            )
             .is_err()
     );
-    assert!(!timeline.is_on() && timeline.stop().is_ok());
+    assert!(!timeline.is_on() && timeline.stop_writing().is_ok());
 }
 
 #[test]
 fn lost_events_are_counted_and_leave_no_span_open() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    let mut writer = Writer::new(&path, Title::default(), None).unwrap();
-    let begin = Event { at: Instant::now(), what: What::Begin(track(0, "a"), "ALLREDUCE", None) };
-    writer.write(std::slice::from_ref(&begin), 0).unwrap();
-    writer.write(&[begin], 7).unwrap();
-    writer.finish().unwrap();
+    let mut writer = TraceWriter::new(&path, TimelineOwner::default(), None).unwrap();
+    let begin = TimelineEvent {
+        at: Instant::now(),
+        kind: TimelineEventKind::Begin(track(0, "a"), "ALLREDUCE", None),
+    };
+    writer.write_events(std::slice::from_ref(&begin), 0).unwrap();
+    writer.write_events(&[begin], 7).unwrap();
+    writer.finish_trace().unwrap();
     let spans: Vec<Value> = read(&path).split_off(4);
     let kinds: Vec<_> = spans.iter().map(|record| record["ph"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["B", "E", "i", "B", "E"]);
@@ -130,20 +137,20 @@ fn phases_of_steps_have_a_track_and_the_file_says_whose_it_is() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let timeline = Timeline::default();
-    timeline.enter("nobody listens");
+    timeline.enter_phase("nobody listens");
     timeline
-        .start(
+        .start_writing(
             &path,
-            Title { name: "rank 3", rank: 3, host: "a-1\"", size: 4, generation: 2 },
-            Extent::default(),
+            TimelineOwner { name: "rank 3", rank: 3, host: "a-1\"", size: 4, generation: 2 },
+            TimelineOptions::default(),
         )
         .unwrap();
-    timeline.leave();
-    timeline.enter("step \"1\"");
-    timeline.enter("data");
-    timeline.leave();
-    timeline.begin_listed(&track(0, "steps"), "ALLREDUCE", 7);
-    timeline.stop().unwrap();
+    timeline.leave_phase();
+    timeline.enter_phase("step \"1\"");
+    timeline.enter_phase("data");
+    timeline.leave_phase();
+    timeline.begin_listed_span(&track(0, "steps"), "ALLREDUCE", 7);
+    timeline.stop_writing().unwrap();
     let records = read(&path);
     assert_eq!(records[0]["args"]["rank"], 3);
     assert_eq!(records[0]["args"]["host"], "a-1\"");
@@ -169,16 +176,18 @@ fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("0.json");
     std::fs::write(old(&path), "of an earlier timeline").unwrap();
-    let extent = Extent { limit: Some(LIMIT), ..Extent::default() };
+    let extent = TimelineOptions { max_bytes: Some(LIMIT), ..TimelineOptions::default() };
     let timeline = Timeline::default();
-    timeline.start(&path, Title { rank: 5, ..Title::default() }, extent).unwrap();
+    timeline
+        .start_writing(&path, TimelineOwner { rank: 5, ..TimelineOwner::default() }, extent)
+        .unwrap();
     assert!(!old(&path).exists());
     for list in 0..10_000 {
         let tensor = track(0, ["a", "b"][usize::try_from(list % 2).unwrap()]);
-        timeline.begin_listed(&tensor, "ALLREDUCE", list);
-        timeline.end_of(&tensor, None);
+        timeline.begin_listed_span(&tensor, "ALLREDUCE", list);
+        timeline.end_span(&tensor, None);
     }
-    timeline.stop().unwrap();
+    timeline.stop_writing().unwrap();
     let (before, after) = (read(&old(&path)), read(&path));
     let sizes = [&path, &old(&path)].map(|path| path.metadata().unwrap().len());
     assert!(sizes.iter().sum::<u64>() <= LIMIT + 1024, "{sizes:?}");
@@ -206,13 +215,17 @@ fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
 fn it_gets_the_rank_whose_arrivals_are_wanted() {
     let folder = tempfile::tempdir().unwrap();
     let timeline = Timeline::default();
-    let title = Title { rank: 1, ..Title::default() };
+    let title = TimelineOwner { rank: 1, ..TimelineOwner::default() };
     timeline
-        .start(&folder.path().join("1"), title, Extent { own: true, ..Extent::default() })
+        .start_writing(
+            &folder.path().join("1"),
+            title,
+            TimelineOptions { own_arrivals_only: true, ..TimelineOptions::default() },
+        )
         .unwrap();
-    assert_eq!(timeline.only(), Some(1));
-    timeline.start(&folder.path().join("2"), title, Extent::default()).unwrap();
-    assert_eq!(timeline.only(), None);
+    assert_eq!(timeline.only_rank(), Some(1));
+    timeline.start_writing(&folder.path().join("2"), title, TimelineOptions::default()).unwrap();
+    assert_eq!(timeline.only_rank(), None);
 }
 
 /// The numbers of lists in both files, oldest first.
@@ -234,17 +247,19 @@ fn names_that_are_used_once_do_not_fill_a_bounded_file() {
     const BYTES: u64 = 512;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("0.json");
-    let mut writer = Writer::new(&path, Title::default(), Some(LIMIT)).unwrap();
+    let mut writer = TraceWriter::new(&path, TimelineOwner::default(), Some(LIMIT)).unwrap();
     let often = track(0, "often");
-    let event = |what| Event { at: Instant::now(), what };
+    let event = |what| TimelineEvent { at: Instant::now(), kind: what };
     for list in 0..NAMES {
         let once = track(0, &format!("allreduce.noname.{list}"));
         for tensor in [&once, &often] {
-            let begin = event(What::Begin(tensor.clone(), "ALLREDUCE", Some(list)));
-            writer.write(&[begin, event(What::End(tensor.clone(), None))], 0).unwrap();
+            let begin = event(TimelineEventKind::Begin(tensor.clone(), "ALLREDUCE", Some(list)));
+            writer
+                .write_events(&[begin, event(TimelineEventKind::End(tensor.clone(), None))], 0)
+                .unwrap();
         }
     }
-    writer.finish().unwrap();
+    writer.finish_trace().unwrap();
     assert!(bytes_of(&path) <= LIMIT + 2048, "{}", bytes_of(&path));
     let lists = lists_of(&path);
     assert_eq!(lists.last(), Some(&(NAMES - 1)));
@@ -276,24 +291,26 @@ fn a_share_that_is_smaller_than_the_names_of_the_tracks_keeps_records() {
     const TENSORS: u64 = 200;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("0.json");
-    let mut writer = Writer::new(&path, Title::default(), Some(LIMIT)).unwrap();
-    let tensors: Vec<Track> = (0..TENSORS)
+    let mut writer = TraceWriter::new(&path, TimelineOwner::default(), Some(LIMIT)).unwrap();
+    let tensors: Vec<TimelineTrack> = (0..TENSORS)
         .map(|number| track(0, &format!("transformer.layers.{number}.weight")))
         .collect();
-    let event = |what| Event { at: Instant::now(), what };
+    let event = |what| TimelineEvent { at: Instant::now(), kind: what };
     for step in 0..20 {
         // In some steps, all begin before the first ends.
         let together = step % 3 == 0;
         for (tensor, list) in tensors.iter().zip(step * TENSORS..) {
-            let begin = event(What::Begin(tensor.clone(), "ALLREDUCE", Some(list)));
-            let end = (!together).then(|| event(What::End(tensor.clone(), None)));
-            writer.write(&[Some(begin), end].into_iter().flatten().collect::<Vec<_>>(), 0).unwrap();
+            let begin = event(TimelineEventKind::Begin(tensor.clone(), "ALLREDUCE", Some(list)));
+            let end = (!together).then(|| event(TimelineEventKind::End(tensor.clone(), None)));
+            writer
+                .write_events(&[Some(begin), end].into_iter().flatten().collect::<Vec<_>>(), 0)
+                .unwrap();
         }
         for tensor in tensors.iter().filter(|_| together) {
-            writer.write(&[event(What::End(tensor.clone(), None))], 0).unwrap();
+            writer.write_events(&[event(TimelineEventKind::End(tensor.clone(), None))], 0).unwrap();
         }
     }
-    writer.finish().unwrap();
+    writer.finish_trace().unwrap();
     let lists = lists_of(&path);
     assert_eq!(lists.last(), Some(&(20 * TENSORS - 1)));
     assert!(lists.len() > 80, "{}", lists.len());

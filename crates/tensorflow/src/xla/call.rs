@@ -7,30 +7,30 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use farandole_door::{Door, Operation, Outcome, Request};
+use farandole_door::{EngineTable, OperationCode, SubmissionOutcome, TensorRequest};
 
-use super::plan::{self, Collective, Plan};
-use super::registry::{Status, fail};
-use crate::context::{Code, Failure};
-use crate::exports::{door, place, refused, translated};
-use crate::job::{EMPTY, wire};
-use crate::kernel::member;
-use crate::output::Brought;
+use super::plan::{self, PlannedCollective, XlaCallPlan};
+use super::registry::{XlaCallStatus, write_failure};
+use crate::collective_run::{EMPTY_OUTPUT, wire_type};
+use crate::context::{KernelFailure, TensorflowCode};
+use crate::exports::{check_status, connected_table, query_placement, tensorflow_code};
+use crate::kernel::group_tensor_name;
+use crate::output::EngineOutput;
 use crate::world;
 
 /// Storage of results: each tensor's, then the token's, which orders calls and carries nothing.
 type Outputs = *const *mut c_void;
 
-/// The function that XLA calls.
+/// Runs a collective for XLA, which calls this function by its registered name.
 ///
 /// # Safety
 /// XLA calls it with the addresses of inputs and outputs, the text, its length and a status.
-pub(super) unsafe extern "C" fn run(
+pub(super) unsafe extern "C" fn run_custom_call(
     outputs: Outputs,
     inputs: *const *const c_void,
     text: *const c_char,
     length: usize,
-    status: *mut Status,
+    status: *mut XlaCallStatus,
 ) {
     let ran = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: XLA's text, of this length.
@@ -38,18 +38,18 @@ pub(super) unsafe extern "C" fn run(
         let text =
             std::str::from_utf8(text).map_err(|_| "the call's text is not UTF-8".to_owned())?;
         // SAFETY: XLA's addresses fit the program in which the text stands.
-        unsafe { perform(&plan::read(text)?, outputs, inputs) }
+        unsafe { execute_plan(&plan::parse_plan(text)?, outputs, inputs) }
     }));
     if let Err(text) = ran.unwrap_or_else(|_| Err("the custom call panicked".to_owned())) {
         // SAFETY: of this call.
-        unsafe { fail(status, &text) };
+        unsafe { write_failure(status, &text) };
     }
 }
 
 /// # Safety
-/// Like [`run`]; the plan fits the addresses.
-unsafe fn perform(
-    plan: &Plan,
+/// Like [`run_custom_call`]; the plan fits the addresses.
+unsafe fn execute_plan(
+    plan: &XlaCallPlan,
     outputs: Outputs,
     inputs: *const *const c_void,
 ) -> Result<(), String> {
@@ -57,19 +57,19 @@ unsafe fn perform(
     // order's sake.
     unsafe {
         let token = match plan {
-            Plan::Probe => {
+            XlaCallPlan::Probe => {
                 let number = (*inputs).cast::<i32>().read_unaligned();
                 (*outputs).cast::<i32>().write_unaligned(2 * number);
                 1
             }
-            Plan::Question { question, process_set } => {
+            XlaCallPlan::WorldQuery { question, process_set } => {
                 let number =
-                    world::answer(*question, *process_set).map_err(|failure| failure.text)?;
+                    world::answer_query(*question, *process_set).map_err(|failure| failure.text)?;
                 (*outputs).cast::<i32>().write_unaligned(number);
                 1
             }
-            Plan::Collective(operation, collective) => {
-                collect(*operation, collective, outputs, inputs)
+            XlaCallPlan::Collective(operation, collective) => {
+                run_collective(*operation, collective, outputs, inputs)
                     .map_err(|text| format!("Farandole{operation:?}: {text}"))?;
                 collective.tensors.len()
             }
@@ -80,25 +80,25 @@ unsafe fn perform(
 }
 
 /// One collective in progress; lives on the stack of the thread that drives it.
-struct Waiting<'a> {
-    door: &'static Door,
-    operation: Operation,
-    collective: &'a Collective,
+struct PendingXlaCollective<'a> {
+    door: &'static EngineTable,
+    operation: OperationCode,
+    collective: &'a PlannedCollective,
     outputs: Outputs,
     result: Result<(), String>,
 }
 
 /// # Safety
-/// Like [`perform`].
-unsafe fn collect(
-    operation: Operation,
-    collective: &Collective,
+/// Like [`execute_plan`].
+unsafe fn run_collective(
+    operation: OperationCode,
+    collective: &PlannedCollective,
     outputs: Outputs,
     inputs: *const *const c_void,
 ) -> Result<(), String> {
-    let door = door().map_err(|failure| failure.text)?;
+    let door = connected_table().map_err(|failure| failure.text)?;
     if collective.ranks != 0 {
-        let now = place(collective.call.process_set).map_err(told)?.set_size;
+        let now = query_placement(collective.call.process_set).map_err(failure_text)?.set_size;
         if now != collective.ranks {
             return Err(format!(
                 "the function was compiled for another number of ranks, trace it again: {} then, \
@@ -109,79 +109,83 @@ unsafe fn collect(
     }
     let count = collective.tensors.len();
     let names: Vec<String> =
-        (0..count).map(|index| member(&collective.name, index, count)).collect();
+        (0..count).map(|index| group_tensor_name(&collective.name, index, count)).collect();
     // Only the members' rows tell how large these become.
-    let brings = matches!(operation, Operation::Allgather | Operation::Alltoall);
+    let brings = matches!(operation, OperationCode::Allgather | OperationCode::Alltoall);
     let request = |(index, name): (usize, &String)| {
         let tensor = &collective.tensors[index];
         // SAFETY: XLA passes one address for each tensor.
         let (input, output) = unsafe { (*inputs.add(index), *outputs.add(index)) };
-        let output = if output.is_null() { EMPTY.get() } else { output };
-        Request {
+        let output = if output.is_null() { EMPTY_OUTPUT.get() } else { output };
+        TensorRequest {
             name: name.as_ptr().cast(),
             name_length: name.len(),
-            dtype: wire(tensor.dtype),
+            dtype: wire_type(tensor.dtype),
             rank: u32::try_from(tensor.shape.len()).unwrap_or(u32::MAX),
             shape: tensor.shape.as_ptr(),
-            input: if input.is_null() { EMPTY.get() } else { input },
+            input: if input.is_null() { EMPTY_OUTPUT.get() } else { input },
             output: if brings { std::ptr::null_mut() } else { output },
             output_bytes: if brings { 0 } else { tensor.output_bytes },
             splits: std::ptr::null(),
             split_count: 0,
         }
     };
-    let requests: Vec<Request> = names.iter().enumerate().map(request).collect();
-    let mut waiting = Waiting { door, operation, collective, outputs, result: Ok(()) };
+    let requests: Vec<TensorRequest> = names.iter().enumerate().map(request).collect();
+    let mut waiting = PendingXlaCollective { door, operation, collective, outputs, result: Ok(()) };
     let mut message = [0u8; 1024];
-    // SAFETY: an attended call has run `done` when it returns; until then all of this stands.
+    // SAFETY: an attended call has run `receive_outcome` when it returns; until then all objects
+    // live.
     let code = unsafe {
-        let (context, message): (*mut Waiting, *mut [u8; 1024]) =
+        let (context, message): (*mut PendingXlaCollective, *mut [u8; 1024]) =
             (&raw mut waiting, &raw mut message);
         (door.submit)(
             &raw const collective.call,
             requests.as_ptr(),
             count,
-            done,
+            receive_outcome,
             context.cast(),
             message.cast(),
             1024,
         )
     };
-    refused(code, &message).map_err(told)?;
+    check_status(code, &message).map_err(failure_text)?;
     waiting.result
 }
 
 /// # Safety
 /// The door calls it once, with what `collect` waits for.
-unsafe extern "C" fn done(context: *mut c_void, outcome: *const Outcome) {
+unsafe extern "C" fn receive_outcome(context: *mut c_void, outcome: *const SubmissionOutcome) {
     // SAFETY: `collect` waits, and looks at it afterwards; the outcome lives for this call.
-    let (waiting, outcome) = unsafe { (&mut *context.cast::<Waiting>(), &*outcome) };
-    waiting.result = if let Some(code) = translated(outcome.code) {
+    let (waiting, outcome) = unsafe { (&mut *context.cast::<PendingXlaCollective>(), &*outcome) };
+    waiting.result = if let Some(code) = tensorflow_code(outcome.code) {
         // SAFETY: terminated.
         let text = unsafe { CStr::from_ptr(outcome.message) }.to_string_lossy().into_owned();
-        Err(told(Failure { code, text }))
+        Err(failure_text(KernelFailure { code, text }))
     } else {
         // SAFETY: of this call.
-        let brought = unsafe { Brought::all(waiting.door, outcome.outputs, outcome.output_count) };
-        waiting.take(&brought)
+        let brought = unsafe {
+            EngineOutput::from_outcome(waiting.door, outcome.outputs, outcome.output_count)
+        };
+        waiting.copy_outputs(&brought)
     };
 }
 
-/// XLA has one code for all failures; elastic training must tell those apart that it can recover
-/// from.
-fn told(failure: Failure) -> String {
-    let lost = if failure.code == Code::Unknown { "FarandoleInternalError: " } else { "" };
+/// Returns the text of a failure. XLA has one code for all failures, so the prefix of the text
+/// marks the failures that elastic training can recover from.
+fn failure_text(failure: KernelFailure) -> String {
+    let lost =
+        if failure.code == TensorflowCode::Unknown { "FarandoleInternalError: " } else { "" };
     format!("{lost}{}", failure.text)
 }
 
-impl Waiting<'_> {
-    /// Copies what the engine brought to where XLA wants it.
-    fn take(&self, brought: &[Brought<'_>]) -> Result<(), String> {
-        if !matches!(self.operation, Operation::Allgather | Operation::Alltoall) {
+impl PendingXlaCollective<'_> {
+    /// Copies the outputs of the engine to XLA's output buffers.
+    fn copy_outputs(&self, brought: &[EngineOutput<'_>]) -> Result<(), String> {
+        if !matches!(self.operation, OperationCode::Allgather | OperationCode::Alltoall) {
             return Ok(());
         }
         for (index, (tensor, output)) in self.collective.tensors.iter().zip(brought).enumerate() {
-            let (rows, bytes) = (output.rows(), output.bytes());
+            let (rows, bytes) = (output.member_rows(), output.memory_bytes());
             if rows.iter().any(|other| *other != rows[0]) || bytes.len() != tensor.output_bytes {
                 return Err(format!(
                     "compiled functions need the same number of rows from every rank: {rows:?}"

@@ -3,10 +3,10 @@
 
 //! Collectives inside functions that XLA has compiled for the CPU.
 //!
-//! XLA cannot run ops of ours, but calls a function by its name, a custom call. It hands over
-//! addresses of inputs and outputs and a text that was fixed when the program was traced
-//! ([`plan`]); shapes are not told, so the text has them. The call blocks: XLA's thread drives the
-//! operation itself, as a Python thread does that asks for one.
+//! XLA cannot run our ops, but calls a function by its name, a custom call. XLA passes the
+//! addresses of inputs and outputs, and a text that was fixed when the program was traced
+//! ([`plan`]). XLA does not pass shapes, so the text contains them. The call blocks: XLA's thread
+//! drives the operation itself, like a Python thread that waits for an operation.
 //!
 //! The registry of custom calls is C++ and no stable interface. Its used parts are looked up by
 //! name: two functions, and `std::string` by libstdc++'s layout. Python tries a compiled call
@@ -20,15 +20,15 @@ use std::ffi::{CString, c_char};
 use std::ptr::null;
 use std::sync::OnceLock;
 
-static REGISTERED: OnceLock<Result<(), CString>> = OnceLock::new();
+static XLA_REGISTERED: OnceLock<Result<(), CString>> = OnceLock::new();
 
 /// Registers the custom call `farandole` with XLA's compiler for the CPU, once.
 /// Returns null, or why that cannot be.
 #[expect(unsafe_code, reason = "exported to C")]
 #[unsafe(no_mangle)]
 extern "C" fn farandole_tensorflow_register_xla() -> *const c_char {
-    let registered = REGISTERED.get_or_init(|| {
-        registry::register().map_err(|problem| CString::new(problem).unwrap_or_default())
+    let registered = XLA_REGISTERED.get_or_init(|| {
+        registry::register_target().map_err(|problem| CString::new(problem).unwrap_or_default())
     });
     registered.as_ref().map_or_else(|problem| problem.as_ptr(), |()| null())
 }

@@ -14,32 +14,32 @@
 
 use std::ffi::c_int;
 
-use farandole_door::{Call, Operation};
+use farandole_door::{OperationCode, SubmissionHeader};
 
 /// Kinds from here on are questions.
-pub(super) const QUESTIONS: u32 = 100;
+pub(super) const FIRST_QUERY_KIND: u32 = 100;
 /// The kind that doubles one 32-bit integer, for Python to try.
-pub(super) const PROBE: u32 = 200;
+pub(super) const PROBE_KIND: u32 = 200;
 
 /// The operation to execute.
 #[derive(Debug, PartialEq)]
-pub(super) enum Plan {
-    Collective(Operation, Collective),
-    Question { question: u32, process_set: u32 },
+pub(super) enum XlaCallPlan {
+    Collective(OperationCode, PlannedCollective),
+    WorldQuery { question: u32, process_set: u32 },
     Probe,
 }
 
 /// A collective on one or several tensors.
 #[derive(Debug)]
-pub(super) struct Collective {
-    pub(super) call: Call,
+pub(super) struct PlannedCollective {
+    pub(super) call: SubmissionHeader,
     /// Members of the process set that shapes were made for; 0 when it does not matter.
     pub(super) ranks: u32,
     pub(super) name: String,
-    pub(super) tensors: Vec<Tensor>,
+    pub(super) tensors: Vec<PlannedTensor>,
 }
 
-impl PartialEq for Collective {
+impl PartialEq for PlannedCollective {
     fn eq(&self, other: &Self) -> bool {
         (&self.name, self.ranks, &self.tensors) == (&other.name, other.ranks, &other.tensors)
     }
@@ -47,7 +47,7 @@ impl PartialEq for Collective {
 
 /// One tensor of a collective.
 #[derive(Debug, PartialEq)]
-pub(super) struct Tensor {
+pub(super) struct PlannedTensor {
     pub(super) dtype: c_int,
     pub(super) output_bytes: usize,
     pub(super) shape: Vec<u64>,
@@ -56,8 +56,8 @@ pub(super) struct Tensor {
 /// Reads a call's text.
 ///
 /// # Errors
-/// What is wrong with it.
-pub(super) fn read(text: &str) -> Result<Plan, String> {
+/// A description of the error in the text.
+pub(super) fn parse_plan(text: &str) -> Result<XlaCallPlan, String> {
     let mut parts = text.split(';');
     let mut head = parts.next().unwrap_or_default().splitn(8, ',');
     let mut number = || head.next().and_then(|part| part.parse::<u64>().ok());
@@ -68,14 +68,14 @@ pub(super) fn read(text: &str) -> Result<Plan, String> {
     let (root, process_set, ranks) = (small(number()), small(number()), small(number()));
     let kind = kind.ok_or_else(wrong)?;
     let process_set = process_set.ok_or_else(wrong)?;
-    if kind == PROBE {
-        return Ok(Plan::Probe);
+    if kind == PROBE_KIND {
+        return Ok(XlaCallPlan::Probe);
     }
-    if kind >= QUESTIONS {
-        return Ok(Plan::Question { question: kind - QUESTIONS, process_set });
+    if kind >= FIRST_QUERY_KIND {
+        return Ok(XlaCallPlan::WorldQuery { question: kind - FIRST_QUERY_KIND, process_set });
     }
-    let operation = Operation::from_number(kind).ok_or_else(wrong)?;
-    let call = Call {
+    let operation = OperationCode::from_number(kind).ok_or_else(wrong)?;
+    let call = SubmissionHeader {
         operation: kind,
         reduction: reduction.ok_or_else(wrong)?,
         prescale: prescale.ok_or_else(wrong)?,
@@ -88,14 +88,14 @@ pub(super) fn read(text: &str) -> Result<Plan, String> {
     let name = head.next().filter(|name| !name.is_empty()).ok_or_else(wrong)?.to_owned();
     let ranks = ranks.ok_or_else(wrong)?;
     let tensors =
-        parts.map(tensor).collect::<Option<Vec<_>>>().filter(|tensors| !tensors.is_empty());
-    Ok(Plan::Collective(
+        parts.map(parse_tensor).collect::<Option<Vec<_>>>().filter(|tensors| !tensors.is_empty());
+    Ok(XlaCallPlan::Collective(
         operation,
-        Collective { call, ranks, name, tensors: tensors.ok_or_else(wrong)? },
+        PlannedCollective { call, ranks, name, tensors: tensors.ok_or_else(wrong)? },
     ))
 }
 
-fn tensor(text: &str) -> Option<Tensor> {
+fn parse_tensor(text: &str) -> Option<PlannedTensor> {
     let mut parts = text.splitn(3, ':');
     let dtype = parts.next()?.parse().ok()?;
     let output_bytes = parts.next()?.parse().ok()?;
@@ -105,7 +105,7 @@ fn tensor(text: &str) -> Option<Tensor> {
     } else {
         extents.split(',').map(|extent| extent.parse().ok()).collect::<Option<_>>()?
     };
-    Some(Tensor { dtype, output_bytes, shape })
+    Some(PlannedTensor { dtype, output_bytes, shape })
 }
 
 #[cfg(test)]
@@ -117,9 +117,10 @@ mod tests {
     #[test]
     fn a_text_says_what_is_done_with_which_tensors() {
         let plan =
-            read(&format!("0,1,{ONE},{},0,3,4,a,name;1:24:2,3;9:8:", 0.5f64.to_bits())).unwrap();
-        let Plan::Collective(operation, collective) = plan else { unreachable!("{plan:?}") };
-        assert_eq!((operation, &*collective.name), (Operation::Allreduce, "a,name"));
+            parse_plan(&format!("0,1,{ONE},{},0,3,4,a,name;1:24:2,3;9:8:", 0.5f64.to_bits()))
+                .unwrap();
+        let XlaCallPlan::Collective(operation, collective) = plan else { unreachable!("{plan:?}") };
+        assert_eq!((operation, &*collective.name), (OperationCode::Allreduce, "a,name"));
         let call = collective.call;
         assert_eq!(
             (call.reduction, call.prescale, call.postscale, call.process_set),
@@ -133,9 +134,9 @@ mod tests {
 
     #[test]
     fn questions_need_no_tensors() {
-        let plan = read(&format!("101,0,{ONE},{ONE},0,7,0,")).unwrap();
-        assert_eq!(plan, Plan::Question { question: 1, process_set: 7 });
-        assert_eq!(read(&format!("200,0,{ONE},{ONE},0,0,0,")).unwrap(), Plan::Probe);
+        let plan = parse_plan(&format!("101,0,{ONE},{ONE},0,7,0,")).unwrap();
+        assert_eq!(plan, XlaCallPlan::WorldQuery { question: 1, process_set: 7 });
+        assert_eq!(parse_plan(&format!("200,0,{ONE},{ONE},0,0,0,")).unwrap(), XlaCallPlan::Probe);
     }
 
     #[test]
@@ -148,7 +149,7 @@ mod tests {
             "0,1,2,3,4,5,6,name;x:1:2",
             "77,1,2,3,4,5,6,name;1:4:1",
         ] {
-            assert_eq!(read(text).unwrap_err(), format!("no such call: {text}"));
+            assert_eq!(parse_plan(text).unwrap_err(), format!("no such call: {text}"));
         }
     }
 }

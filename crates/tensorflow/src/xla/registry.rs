@@ -16,40 +16,40 @@ use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
 
 use super::call;
-use crate::api::symbol;
+use crate::api::find_symbol;
 
 /// `xla::CustomCallTargetRegistry::Global()`.
-const GLOBAL: &CStr = c"_ZN3xla24CustomCallTargetRegistry6GlobalEv";
+const REGISTRY_GLOBAL_SYMBOL: &CStr = c"_ZN3xla24CustomCallTargetRegistry6GlobalEv";
 /// `xla::CustomCallTargetRegistry::Register(std::string const&, void*, std::string const&)`.
-const REGISTER: &CStr =
+const REGISTRY_REGISTER_SYMBOL: &CStr =
     c"_ZN3xla24CustomCallTargetRegistry8RegisterERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEEPvS8_";
 /// `xla::CustomCallStatusGetMessage(XlaCustomCallStatus const*)`.
-const GET_MESSAGE: &CStr = c"_ZN3xla26CustomCallStatusGetMessageEPK20XlaCustomCallStatus_";
+const GET_MESSAGE_SYMBOL: &CStr = c"_ZN3xla26CustomCallStatusGetMessageEPK20XlaCustomCallStatus_";
 /// `operator new(size_t)`, whose memory XLA's strings free.
-const NEW: &CStr = c"_Znwm";
+const OPERATOR_NEW_SYMBOL: &CStr = c"_Znwm";
 /// `operator delete(void*)`.
-const DELETE: &CStr = c"_ZdlPv";
+const OPERATOR_DELETE_SYMBOL: &CStr = c"_ZdlPv";
 
 type Global = unsafe extern "C" fn() -> *mut c_void;
-type Register = unsafe extern "C" fn(*mut c_void, *const Text, *mut c_void, *const Text);
-type GetMessage = unsafe extern "C" fn(*const Status) -> View;
+type Register = unsafe extern "C" fn(*mut c_void, *const CppString, *mut c_void, *const CppString);
+type GetMessage = unsafe extern "C" fn(*const XlaCallStatus) -> CppOptionalStringView;
 type New = unsafe extern "C" fn(usize) -> *mut c_void;
 type Delete = unsafe extern "C" fn(*mut c_void);
 
-static ALLOCATE: OnceLock<New> = OnceLock::new();
+static OPERATOR_NEW: OnceLock<New> = OnceLock::new();
 
 /// `std::string` of libstdc++: where the text is, its length, and room for a short one, to which
 /// `data` points then; for a long one the room begins with the capacity.
 #[repr(C)]
-struct Text {
+struct CppString {
     data: *const c_char,
     length: usize,
     short: [usize; 2],
 }
 
-impl Text {
+impl CppString {
     /// Returns a text to be read only: C++ must not destroy it, and never gets to.
-    fn over(text: &'static CStr) -> Self {
+    fn from_static(text: &'static CStr) -> Self {
         let length = text.count_bytes();
         Self { data: text.as_ptr(), length, short: [length, 0] }
     }
@@ -57,29 +57,33 @@ impl Text {
 
 /// `XlaCustomCallStatus`: a `std::optional<std::string>` of libstdc++, empty while all is well.
 #[repr(C)]
-pub(super) struct Status {
-    text: Text,
+pub(super) struct XlaCallStatus {
+    text: CppString,
     failed: bool,
 }
 
 /// `std::optional<std::string_view>` of libstdc++.
 #[repr(C)]
-struct View {
+struct CppOptionalStringView {
     length: usize,
     data: *const u8,
     present: bool,
 }
 
-/// Makes [`call::run`] known to XLA's compiler for the CPU, by the name `farandole`.
+/// Makes [`call::run_custom_call`] known to XLA's compiler for the CPU, by the name `farandole`.
 ///
 /// # Errors
 /// The reason: a part that this TensorFlow lacks, or lays out in another way.
-pub(super) fn register() -> Result<(), String> {
+pub(super) fn register_target() -> Result<(), String> {
     let found = |name: &'static CStr| {
-        symbol(name).ok_or_else(|| format!("this TensorFlow lacks {}", name.to_string_lossy()))
+        find_symbol(name).ok_or_else(|| format!("this TensorFlow lacks {}", name.to_string_lossy()))
     };
-    let (global, register, get_message) = (found(GLOBAL)?, found(REGISTER)?, found(GET_MESSAGE)?);
-    let (new, delete) = (found(NEW)?, found(DELETE)?);
+    let (global, register, get_message) = (
+        found(REGISTRY_GLOBAL_SYMBOL)?,
+        found(REGISTRY_REGISTER_SYMBOL)?,
+        found(GET_MESSAGE_SYMBOL)?,
+    );
+    let (new, delete) = (found(OPERATOR_NEW_SYMBOL)?, found(OPERATOR_DELETE_SYMBOL)?);
     // SAFETY: the functions have these types in XLA's headers; `this` is a method's first argument.
     let (global, register, get_message, new, delete) = unsafe {
         (
@@ -90,17 +94,17 @@ pub(super) fn register() -> Result<(), String> {
             std::mem::transmute::<*mut c_void, Delete>(delete),
         )
     };
-    ALLOCATE.get_or_init(|| new);
+    OPERATOR_NEW.get_or_init(|| new);
     // SAFETY: both are C++'s own.
     unsafe { check_layout(get_message, delete) }?;
-    let (name, platform) = (Text::over(c"farandole"), Text::over(c"Host"));
+    let (name, platform) = (CppString::from_static(c"farandole"), CppString::from_static(c"Host"));
     // SAFETY: the registry is a static object; it copies the texts and keeps the address of a
     // function that stays.
     unsafe {
         register(
             global(),
             &raw const name,
-            call::run as *const () as *mut c_void,
+            call::run_custom_call as *const () as *mut c_void,
             &raw const platform,
         );
     }
@@ -112,37 +116,42 @@ pub(super) fn register() -> Result<(), String> {
 /// # Safety
 /// The functions are what their types say.
 unsafe fn check_layout(get_message: GetMessage, delete: Delete) -> Result<(), String> {
-    const SAMPLE: &str = "longer than what fits into a short string";
+    const SAMPLE_MESSAGE: &str = "longer than what fits into a short string";
     let wrong = || "this TensorFlow has another layout of a custom call's status".to_owned();
-    let mut status =
-        Status { text: Text { data: std::ptr::null(), length: 0, short: [0; 2] }, failed: false };
+    let mut status = XlaCallStatus {
+        text: CppString { data: std::ptr::null(), length: 0, short: [0; 2] },
+        failed: false,
+    };
     // SAFETY: the status stands here; an empty one has no text that would be looked at.
     unsafe {
         if get_message(&raw const status).present {
             return Err(wrong());
         }
-        fail(&raw mut status, SAMPLE);
+        write_failure(&raw mut status, SAMPLE_MESSAGE);
         let view = get_message(&raw const status);
-        let fits =
-            view.present && view.length == SAMPLE.len() && view.data == status.text.data.cast();
+        let fits = view.present
+            && view.length == SAMPLE_MESSAGE.len()
+            && view.data == status.text.data.cast();
         delete(status.text.data.cast_mut().cast());
         if fits { Ok(()) } else { Err(wrong()) }
     }
 }
 
-/// Tells XLA that a call failed.
+/// Reports to XLA that a call failed.
 ///
 /// # Safety
-/// `status` is what XLA passed to a call that has not returned, and no failure was told before.
-pub(super) unsafe fn fail(status: *mut Status, text: &str) {
-    let Some(allocate) = ALLOCATE.get() else { return };
+/// `status` is the status that XLA passed to a call that has not returned, and no failure was
+/// written to it before.
+pub(super) unsafe fn write_failure(status: *mut XlaCallStatus, text: &str) {
+    let Some(allocate) = OPERATOR_NEW.get() else { return };
     // SAFETY: the caller's promise; XLA's destructor frees the memory, which is as large as the
     // capacity says, and 1.
     unsafe {
         let data = allocate(text.len().max(16) + 1).cast::<u8>();
         std::ptr::copy_nonoverlapping(text.as_ptr(), data, text.len());
         data.add(text.len()).write(0);
-        let text = Text { data: data.cast(), length: text.len(), short: [text.len().max(16), 0] };
-        status.write(Status { text, failed: true });
+        let text =
+            CppString { data: data.cast(), length: text.len(), short: [text.len().max(16), 0] };
+        status.write(XlaCallStatus { text, failed: true });
     }
 }

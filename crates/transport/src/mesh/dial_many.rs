@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Many peers are dialled side by side: each link takes several round trips, and one peer may
+//! Dials many peers concurrently, because each link takes several round trips, and one peer may
 //! answer late.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,36 +12,36 @@ use std::time::{Duration, Instant};
 use farandole_world::Rank;
 
 use crate::Result;
-use crate::dial::Wait;
+use crate::dial::DialWait;
 
-/// Peers for each dial that is under way.
-const PEERS: usize = 4;
-/// Dials under way at most.
-const MOST: usize = 16;
+/// Number of peers for each concurrent dial.
+const PEERS_PER_DIAL: usize = 4;
+/// Largest number of concurrent dials.
+const MAX_CONCURRENT_DIALS: usize = 16;
 /// Interval at which the caller is asked whether to give up.
-const ASK: Duration = Duration::from_secs(1);
+const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Dials under way at once, for so many peers.
+/// Returns the number of concurrent dials for this number of peers.
 #[must_use]
-pub fn dials_at_once(peers: usize) -> usize {
-    (peers / PEERS).clamp(1, MOST)
+pub fn concurrent_dials(peers: usize) -> usize {
+    (peers / PEERS_PER_DIAL).clamp(1, MAX_CONCURRENT_DIALS)
 }
 
-/// Dials all peers, and returns the results with their places. After the first error no further
+/// Dials all peers, and returns the results with their indices. After the first error, no further
 /// peer is dialled.
-pub(super) fn dial_all<T: Send>(
+pub(super) fn dial_all_peers<T: Send>(
     peers: &[(usize, Rank)],
-    wait: &mut Wait<'_>,
-    dial: impl Fn(Rank, &mut Wait<'_>) -> Result<T> + Sync,
+    wait: &mut DialWait<'_>,
+    dial: impl Fn(Rank, &mut DialWait<'_>) -> Result<T> + Sync,
 ) -> Result<Vec<(usize, T)>> {
-    let threads = dials_at_once(peers.len());
+    let threads = concurrent_dials(peers.len());
     if threads == 1 {
         return peers.iter().map(|(place, rank)| Ok((*place, dial(*rank, wait)?))).collect();
     }
     let (next, is_over, deadline) = (AtomicUsize::new(0), AtomicBool::new(false), wait.deadline);
     let (dialled, outcomes) = mpsc::channel();
     let work = |dialled: mpsc::Sender<_>| {
-        let mut wait = Wait { deadline, give_up: &mut || is_over.load(Ordering::Relaxed) };
+        let mut wait = DialWait { deadline, give_up: &mut || is_over.load(Ordering::Relaxed) };
         while let Some((place, rank)) = peers.get(next.fetch_add(1, Ordering::Relaxed)) {
             if is_over.load(Ordering::Relaxed)
                 || dialled.send((*place, dial(*rank, &mut wait))).is_err()
@@ -54,7 +54,8 @@ pub(super) fn dial_all<T: Send>(
         for _ in 0..threads {
             let dialled = dialled.clone();
             let builder = thread::Builder::new().name("farandole-dial".to_owned());
-            // A process may have as few threads as its limit allows, and as many dials at once.
+            // If the thread limit of the process is reached, the threads that were started dial all
+            // peers.
             if builder.spawn_scoped(scope, move || work(dialled)).is_err() {
                 break;
             }
@@ -63,14 +64,15 @@ pub(super) fn dial_all<T: Send>(
         let (mut links, mut failure) = (Vec::with_capacity(peers.len()), None);
         let mut asked = Instant::now();
         loop {
-            let outcome = outcomes.recv_timeout(ASK);
-            if failure.is_none() && asked.elapsed() >= ASK {
-                failure = wait.ask().err();
+            let outcome = outcomes.recv_timeout(GIVE_UP_CHECK_INTERVAL);
+            if failure.is_none() && asked.elapsed() >= GIVE_UP_CHECK_INTERVAL {
+                failure = wait.check_give_up().err();
                 asked = Instant::now();
             }
             match outcome {
                 Ok((place, Ok(link))) => links.push((place, link)),
-                // Later ones may be of dials that were given up because of this one.
+                // Only the first error counts: later ones may come from dials that were cancelled
+                // because of it.
                 Ok((_, Err(error))) => failure = failure.or(Some(error)),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -80,7 +82,7 @@ pub(super) fn dial_all<T: Send>(
         if let Some(failure) = failure {
             return Err(failure);
         }
-        // Those that no thread has dialled, if none could be started.
+        // If no thread could be started, this thread dials the remaining peers.
         while let Some((place, rank)) = peers.get(next.fetch_add(1, Ordering::Relaxed)) {
             links.push((*place, dial(*rank, wait)?));
         }
@@ -100,10 +102,10 @@ mod tests {
     fn all(
         count: u32,
         give_up: &mut dyn FnMut() -> bool,
-        dial: impl Fn(Rank, &mut Wait<'_>) -> Result<u32> + Sync,
+        dial: impl Fn(Rank, &mut DialWait<'_>) -> Result<u32> + Sync,
     ) -> Result<Vec<(usize, u32)>> {
-        let mut wait = Wait { deadline: Instant::now() + Duration::from_secs(60), give_up };
-        dial_all(&peers(count), &mut wait, dial)
+        let mut wait = DialWait { deadline: Instant::now() + Duration::from_secs(60), give_up };
+        dial_all_peers(&peers(count), &mut wait, dial)
     }
 
     #[test]
@@ -136,7 +138,7 @@ mod tests {
                 return Err(lost());
             }
             loop {
-                wait.ask()?;
+                wait.check_give_up()?;
                 thread::yield_now();
             }
         });
@@ -153,7 +155,7 @@ mod tests {
                 true
             },
             |_, wait| loop {
-                wait.ask()?;
+                wait.check_give_up()?;
                 thread::yield_now();
             },
         );

@@ -3,17 +3,18 @@
 
 //! Links that are opened at their first use.
 //!
-//! The windows of a link that is not open are empty, as if its rings were full: whoever polls it
-//! continues with other links. The first call that needs the link, of either half, asks for it. As
-//! everywhere, the higher rank dials. It does so on a thread of its own. The lower rank takes the
-//! connections that the service thread has accepted, whenever they came. Both are woken through the
-//! parker when there is news, so a thread that sleeps polls the link again.
+//! The windows of a link that is not open are empty, as if its rings were full, so a caller that
+//! polls it continues with other links. The first call that needs the link, on either half,
+//! requests it. As for all links, the higher rank dials, here on a separate thread. The lower rank
+//! takes the connections that the service thread has accepted, even if they came before the
+//! request. When the state changes, both ranks wake their parkers, so a sleeping thread polls the
+//! link again.
 //!
-//! A dial has a limit of its own ([`dial::any`]). If it fails, the link fails, as if it had broken.
-//! That alone does not make the peer a lost one: it may have left in order, which only the ranks
-//! know that exchange heartbeats with it. The lower rank has no limit: a rank that is late for an
-//! operation is late on open links, too. It waits until the peer dials, is lost, or the operation
-//! has reached its deadline.
+//! A dial has a time limit ([`dial_any_address`](crate::dial::dial_any_address)). If the dial
+//! fails, the link fails, as if it had broken. This alone does not make the peer lost: it may have
+//! left in order, which only the ranks know that exchange heartbeats with it. The lower rank has no
+//! limit, because a rank that is late for an operation is also late on open links. It waits until
+//! the peer dials, the peer is lost, or the operation reaches its deadline.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,59 +24,62 @@ use std::time::{Duration, Instant};
 use farandole_world::Rank;
 use parking_lot::Mutex;
 
-use crate::dial::Wait;
-use crate::peer::Peer;
-use crate::shared::{Secured, Shared};
-use crate::spread::{Call, Way};
+use crate::dial::DialWait;
+use crate::mesh_state::{MeshState, SecuredConnection};
+use crate::multi_nic::{LinkRequest, PeerRoutes};
+use crate::peer::PeerState;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Result, tcp};
 
-/// Dials under way at most.
-const MOST: usize = 16;
-/// Longer than any dial may take; it has limits of its own.
-const LIMIT: Duration = Duration::from_secs(600);
-const LEFT: &str = "this process has left the mesh";
+/// Largest number of concurrent dials.
+const MAX_ON_DEMAND_DIALS: usize = 16;
+/// Deadline of the wait for a dial. It is longer than the time limit of any dial.
+const ON_DEMAND_DIAL_LIMIT: Duration = Duration::from_secs(600);
+const MESH_LEFT_REASON: &str = "this process has left the mesh";
 
-/// Links that wait for a thread to dial them.
+/// Queue of links to dial, with the threads that dial them.
 #[derive(Default)]
-pub(super) struct Dials {
-    waiting: Mutex<Waiting>,
+pub(super) struct DialQueue {
+    waiting: Mutex<DialQueueState>,
 }
 
 #[derive(Default)]
-struct Waiting {
-    slots: VecDeque<Arc<Slot>>,
-    /// Threads that have not ended.
+struct DialQueueState {
+    slots: VecDeque<Arc<OnDemandSlot>>,
+    /// Number of running dial threads.
     threads: usize,
 }
 
-impl Dials {
-    fn add(self: &Arc<Self>, slot: Arc<Slot>) {
+impl DialQueue {
+    fn enqueue_slot(self: &Arc<Self>, slot: Arc<OnDemandSlot>) {
         let mut waiting = self.waiting.lock();
         waiting.slots.push_back(slot);
-        if waiting.threads == MOST {
+        if waiting.threads == MAX_ON_DEMAND_DIALS {
             return;
         }
         let dials = Arc::clone(self);
-        match thread::Builder::new().name("farandole-dial".to_owned()).spawn(move || dials.work()) {
+        match thread::Builder::new()
+            .name("farandole-dial".to_owned())
+            .spawn(move || dials.dial_queued_slots())
+        {
             Ok(_) => waiting.threads += 1,
-            // The threads there are dial this one, too.
+            // The running threads dial this link, too.
             Err(_) if waiting.threads > 0 => {}
             Err(error) => {
                 let slot = waiting.slots.pop_back();
                 drop(waiting);
                 if let Some(slot) = slot {
-                    slot.settle(Err(Error::of("clone")(error)));
+                    slot.finish_dial(Err(Error::from_call("clone")(error)));
                 }
             }
         }
     }
 
     #[cfg(test)]
-    pub(super) fn threads(&self) -> usize {
+    pub(super) fn thread_count(&self) -> usize {
         self.waiting.lock().threads
     }
 
-    fn work(&self) {
+    fn dial_queued_slots(&self) {
         loop {
             let mut waiting = self.waiting.lock();
             let Some(slot) = waiting.slots.pop_front() else {
@@ -83,45 +87,45 @@ impl Dials {
                 return;
             };
             drop(waiting);
-            let outcome = slot.dial();
-            slot.settle(outcome);
+            let outcome = slot.dial_peer();
+            slot.finish_dial(outcome);
         }
     }
 }
 
-/// A link to `peer` that is opened at its first use, with rings of `capacity` bytes.
-pub(super) fn link(
-    shared: &Arc<Shared>,
-    dials: &Arc<Dials>,
-    peer: &Arc<Peer>,
+/// Creates a link to `peer` that is opened at its first use, with rings of `capacity` bytes.
+pub(super) fn on_demand_link(
+    shared: &Arc<MeshState>,
+    dials: &Arc<DialQueue>,
+    peer: &Arc<PeerState>,
     channel: u32,
     capacity: usize,
-    way: Way,
+    way: PeerRoutes,
     congestion: &str,
 ) -> Link {
-    let slot = Arc::new(Slot {
+    let slot = Arc::new(OnDemandSlot {
         shared: Arc::clone(shared),
-        dials: Arc::clone(dials),
+        dial_queue: Arc::clone(dials),
         peer: Arc::clone(peer),
         channel,
         capacity,
-        way,
+        routes: way,
         congestion: congestion.to_owned(),
-        state: Mutex::new(State::Unasked),
+        state: Mutex::new(OnDemandState::Idle),
     });
     Link {
         peer: peer.rank,
         kind: LinkKind::Tcp,
         capacity,
-        sender: Box::new(Sender { slot: Arc::clone(&slot), open: None }),
-        receiver: Box::new(Receiver { slot, open: None }),
+        sender: Box::new(OnDemandSender { slot: Arc::clone(&slot), open: None }),
+        receiver: Box::new(OnDemandReceiver { slot, open: None }),
     }
 }
 
-enum State {
-    Unasked,
-    Asked,
-    /// The halves until they are fetched.
+enum OnDemandState {
+    Idle,
+    Requested,
+    /// The link is open; each half is here until its owner takes it.
     Open {
         sender: Option<Box<dyn LinkSender>>,
         receiver: Option<Box<dyn LinkReceiver>>,
@@ -129,8 +133,8 @@ enum State {
     Failed(Error),
 }
 
-impl State {
-    fn of(opened: Result<Link>) -> Self {
+impl OnDemandState {
+    fn from_result(opened: Result<Link>) -> Self {
         match opened {
             Ok(Link { sender, receiver, .. }) => {
                 Self::Open { sender: Some(sender), receiver: Some(receiver) }
@@ -140,121 +144,139 @@ impl State {
     }
 }
 
-/// One end of a link, shared by its halves and the thread that dials.
-struct Slot {
-    shared: Arc<Shared>,
-    dials: Arc<Dials>,
-    peer: Arc<Peer>,
+/// State of one end of a link, shared by its halves and the thread that dials.
+struct OnDemandSlot {
+    shared: Arc<MeshState>,
+    dial_queue: Arc<DialQueue>,
+    peer: Arc<PeerState>,
     channel: u32,
     capacity: usize,
-    way: Way,
+    routes: PeerRoutes,
     congestion: String,
-    /// Lock order: those of `shared` may be taken while this is held, one at a time.
-    state: Mutex<State>,
+    /// Lock order: the locks of `shared` may be taken while this is held, one at a time.
+    state: Mutex<OnDemandState>,
 }
 
-impl Slot {
-    fn dials(&self) -> bool {
+impl OnDemandSlot {
+    fn is_dialer(&self) -> bool {
         self.shared.rank > self.peer.rank
     }
 
-    /// Asks for the link if nobody has, and takes what has come. Whether it is open.
-    fn look(self: &Arc<Self>) -> Result<bool> {
-        self.shared.guard.check()?;
+    /// Requests the link if that has not happened yet, and takes connections that have arrived.
+    /// Returns whether the link is open.
+    fn poll_open(self: &Arc<Self>) -> Result<bool> {
+        self.shared.guard.check_not_forked()?;
         let mut state = self.state.lock();
-        let is_new = matches!(*state, State::Unasked);
+        let is_new = matches!(*state, OnDemandState::Idle);
         match &*state {
-            State::Open { .. } => return Ok(true),
-            State::Failed(error) => return Err(error.clone()),
-            State::Unasked | State::Asked => *state = State::Asked,
+            OnDemandState::Open { .. } => return Ok(true),
+            OnDemandState::Failed(error) => return Err(error.clone()),
+            OnDemandState::Idle | OnDemandState::Requested => *state = OnDemandState::Requested,
         }
-        if self.dials() {
+        if self.is_dialer() {
             drop(state);
             if is_new {
-                self.dials.add(Arc::clone(self));
+                self.dial_queue.enqueue_slot(Arc::clone(self));
             }
             return Ok(false);
         }
-        // In this order: what came before an orderly end counts.
-        let lost = self.peer.lost();
-        match self.shared.take_arrived(self.channel, &self.peer) {
+        // The loss is read before the arrivals: connections that arrived before an orderly end
+        // still count.
+        let lost = self.peer.loss_error();
+        match self.shared.take_arrived_connections(self.channel, &self.peer) {
             Some(arrived) => {
-                let opened = self.accept(arrived);
+                let opened = self.accept_connections(arrived);
                 let error = opened.as_ref().err().cloned();
-                *state = State::of(opened);
+                *state = OnDemandState::from_result(opened);
                 error.map_or(Ok(true), Err)
             }
-            None if self.shared.stopping() => Err(self.peer.gone(LEFT)),
+            None if self.shared.is_stopping() => Err(self.peer.loss_error_or(MESH_LEFT_REASON)),
             None => lost.map_or(Ok(false), Err),
         }
     }
 
-    fn accept(&self, (capacity, connections): (u64, Vec<Secured>)) -> Result<Link> {
+    fn accept_connections(
+        &self,
+        (capacity, connections): (u64, Vec<SecuredConnection>),
+    ) -> Result<Link> {
         if capacity != self.capacity as u64 {
-            return Err(super::other_capacity(
+            return Err(super::capacity_mismatch(
                 self.peer.rank,
                 self.channel,
                 capacity,
                 self.capacity,
             ));
         }
-        self.over(connections)
+        self.open_tcp_link(connections)
     }
 
-    fn over(&self, connections: Vec<Secured>) -> Result<Link> {
+    fn open_tcp_link(&self, connections: Vec<SecuredConnection>) -> Result<Link> {
         let peer = Arc::clone(&self.peer);
         let congestion = &self.congestion;
-        let (link, below) =
-            tcp::link(connections, peer, &self.shared, self.channel, self.capacity, congestion)?;
-        self.shared.follow(&below);
+        let (link, below) = tcp::link_over_connections(
+            connections,
+            peer,
+            &self.shared,
+            self.channel,
+            self.capacity,
+            congestion,
+        )?;
+        self.shared.queue_monitored_link(&below);
         Ok(link)
     }
 
-    /// On a thread of its own: waits.
-    fn dial(self: &Arc<Self>) -> Result<Link> {
-        // The halves are gone when this thread alone has it.
-        let mut give_up =
-            || self.shared.stopping() || self.peer.lost().is_some() || Arc::strong_count(self) == 1;
-        let mut wait = Wait { deadline: Instant::now() + LIMIT, give_up: &mut give_up };
-        let call = Call { to: &self.peer, channel: self.channel, capacity: self.capacity as u64 };
-        match self.way.connect(&self.shared, &call, &mut wait) {
-            Ok(connections) => self.over(connections),
-            Err(Error::Interrupted) => Err(self.peer.gone(LEFT)),
+    /// Dials the peer and waits for the result; runs on a dial thread.
+    fn dial_peer(self: &Arc<Self>) -> Result<Link> {
+        // When this thread has the only reference, both halves were dropped.
+        let mut give_up = || {
+            self.shared.is_stopping()
+                || self.peer.loss_error().is_some()
+                || Arc::strong_count(self) == 1
+        };
+        let mut wait =
+            DialWait { deadline: Instant::now() + ON_DEMAND_DIAL_LIMIT, give_up: &mut give_up };
+        let call =
+            LinkRequest { to: &self.peer, channel: self.channel, capacity: self.capacity as u64 };
+        match self.routes.dial_connections(&self.shared, &call, &mut wait) {
+            Ok(connections) => self.open_tcp_link(connections),
+            Err(Error::Interrupted) => Err(self.peer.loss_error_or(MESH_LEFT_REASON)),
             Err(error @ Error::System { .. }) => Err(error),
-            Err(error) => Err(self.peer.gone(&format!("no link could be opened: {error}"))),
+            Err(error) => {
+                Err(self.peer.loss_error_or(&format!("no link could be opened: {error}")))
+            }
         }
     }
 
-    /// Says what became of a dial.
-    fn settle(&self, opened: Result<Link>) {
-        *self.state.lock() = State::of(opened);
-        self.shared.wake();
+    /// Publishes the result of a dial, and wakes parked threads.
+    fn finish_dial(&self, opened: Result<Link>) {
+        *self.state.lock() = OnDemandState::from_result(opened);
+        self.shared.wake_parked_threads();
     }
 }
 
-impl Drop for Slot {
+impl Drop for OnDemandSlot {
     fn drop(&mut self) {
-        // What nobody takes any more.
-        if self.shared.guard.intact()
-            && !self.dials()
-            && matches!(self.state.get_mut(), State::Unasked | State::Asked)
+        // Both halves are dropped, so connections that arrived for them are closed.
+        if self.shared.guard.is_original_process()
+            && !self.is_dialer()
+            && matches!(self.state.get_mut(), OnDemandState::Idle | OnDemandState::Requested)
         {
-            drop(self.shared.take_arrived(self.channel, &self.peer));
+            drop(self.shared.take_arrived_connections(self.channel, &self.peer));
         }
     }
 }
 
-struct Sender {
-    slot: Arc<Slot>,
+struct OnDemandSender {
+    slot: Arc<OnDemandSlot>,
     open: Option<Box<dyn LinkSender>>,
 }
 
-impl Sender {
-    /// The half of the open link; none while it is not open.
-    fn half(&mut self) -> Result<Option<&mut (dyn LinkSender + 'static)>> {
+impl OnDemandSender {
+    /// Returns the half of the open link, or `None` while the link is not open.
+    fn open_half(&mut self) -> Result<Option<&mut (dyn LinkSender + 'static)>> {
         if self.open.is_none()
-            && self.slot.look()?
-            && let State::Open { sender, .. } = &mut *self.slot.state.lock()
+            && self.slot.poll_open()?
+            && let OnDemandState::Open { sender, .. } = &mut *self.slot.state.lock()
         {
             self.open = sender.take();
         }
@@ -262,9 +284,9 @@ impl Sender {
     }
 }
 
-impl LinkSender for Sender {
+impl LinkSender for OnDemandSender {
     fn window(&mut self) -> Result<&mut [u8]> {
-        match self.half()? {
+        match self.open_half()? {
             Some(open) => open.window(),
             None => Ok(&mut []),
         }
@@ -272,9 +294,9 @@ impl LinkSender for Sender {
 
     fn commit(&mut self, bytes: usize) -> Result<()> {
         let rank = self.slot.peer.rank;
-        match self.half()? {
+        match self.open_half()? {
             Some(open) => open.commit(bytes),
-            None => nothing_of(bytes, rank),
+            None => check_empty_window(bytes, rank),
         }
     }
 
@@ -282,9 +304,9 @@ impl LinkSender for Sender {
         self.open.as_mut().map_or(Ok(true), |open| open.flush())
     }
 
-    fn last_words(&mut self, bytes: &[u8]) {
+    fn send_final_bytes(&mut self, bytes: &[u8]) {
         if let Some(open) = &mut self.open {
-            open.last_words(bytes);
+            open.send_final_bytes(bytes);
         }
     }
 
@@ -292,23 +314,23 @@ impl LinkSender for Sender {
         true
     }
 
-    fn ask(&mut self) {
-        // A failure is the next call's.
-        drop(self.half());
+    fn request_open(&mut self) {
+        // The next call reports a failure.
+        drop(self.open_half());
     }
 }
 
-struct Receiver {
-    slot: Arc<Slot>,
+struct OnDemandReceiver {
+    slot: Arc<OnDemandSlot>,
     open: Option<Box<dyn LinkReceiver>>,
 }
 
-impl Receiver {
-    /// The half of the open link; none while it is not open.
-    fn half(&mut self) -> Result<Option<&mut (dyn LinkReceiver + 'static)>> {
+impl OnDemandReceiver {
+    /// Returns the half of the open link, or `None` while the link is not open.
+    fn open_half(&mut self) -> Result<Option<&mut (dyn LinkReceiver + 'static)>> {
         if self.open.is_none()
-            && self.slot.look()?
-            && let State::Open { receiver, .. } = &mut *self.slot.state.lock()
+            && self.slot.poll_open()?
+            && let OnDemandState::Open { receiver, .. } = &mut *self.slot.state.lock()
         {
             self.open = receiver.take();
         }
@@ -316,29 +338,29 @@ impl Receiver {
     }
 }
 
-impl LinkReceiver for Receiver {
+impl LinkReceiver for OnDemandReceiver {
     fn window(&mut self) -> Result<&[u8]> {
-        match self.half()? {
+        match self.open_half()? {
             Some(open) => open.window(),
             None => Ok(&[]),
         }
     }
 
-    fn awaits(&mut self) -> Result<()> {
-        self.half()?.map_or(Ok(()), |open| open.awaits())
+    fn check_not_ended(&mut self) -> Result<()> {
+        self.open_half()?.map_or(Ok(()), |open| open.check_not_ended())
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {
         let rank = self.slot.peer.rank;
-        match self.half()? {
+        match self.open_half()? {
             Some(open) => open.release(bytes),
-            None => nothing_of(bytes, rank),
+            None => check_empty_window(bytes, rank),
         }
     }
 }
 
-/// A window of a link that is not open has no bytes.
-fn nothing_of(bytes: usize, rank: Rank) -> Result<()> {
+/// Fails if bytes of a window are used while the link is not open, because its windows are empty.
+fn check_empty_window(bytes: usize, rank: Rank) -> Result<()> {
     match bytes {
         0 => Ok(()),
         _ => Err(Error::Frame { rank, reason: format!("{bytes} bytes of an empty window") }),

@@ -1,81 +1,83 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The sleepers, and those to wake: the parker without its system calls, so that loom can try every
-//! order of what several threads do with it (`make loom`).
+//! The parker without its system calls, so that loom can try every interleaving of threads that
+//! sleep and wake (`make loom`).
 //!
-//! The models have one sleeper, as an engine has: the driving thread. That a wake reaches all of
-//! several rests on the one order of all `SeqCst` accesses, which loom does not know (to it they
-//! are acquire and release), so it cannot judge it;
-//! `a_wake_reaches_every_sleeper_though_peers_need_not_ring` runs four of them instead.
+//! The models have one sleeping thread, the driving thread, as an engine has. That a wake reaches
+//! all of several sleepers depends on the total order of all `SeqCst` accesses. Loom treats them as
+//! acquire and release, so it cannot check this;
+//! `a_wake_reaches_every_sleeper_though_peers_need_not_ring` runs four real threads instead.
 
 use crate::sync::{AtomicBool, AtomicU32, Ordering, fence};
 
-/// The parts of one place to sleep in.
-pub(super) trait Place {
-    /// The result of a wait.
+/// The system calls of one sleeping place.
+pub(super) trait WakeChannel {
+    /// Result of a wait.
     type Outcome;
-    /// The error.
+    /// Error of a wait.
     type Error;
 
-    /// Peers need not ring any more.
-    fn unpark(&self);
-    /// Returns whether peers shall ring.
-    fn parked(&self) -> bool;
-    /// Ends all waits until it is answered.
-    fn ring(&self);
-    /// Forgets all rings so far.
-    fn answer(&self);
-    /// Waits for a ring, or for anything else that concerns a sleeper; whether it came.
-    fn wait(&self) -> Result<bool, Self::Error>;
-    /// Returns the result for a sleeper.
-    fn outcome(woken: bool) -> Self::Outcome;
+    /// Stops asking peers to ring.
+    fn clear_parked(&self);
+    /// Returns whether peers are asked to ring.
+    fn is_parked(&self) -> bool;
+    /// Ends all waits until `clear_rings`.
+    fn ring_doorbell(&self);
+    /// Clears all rings so far.
+    fn clear_rings(&self);
+    /// Waits for a ring or another event that wakes; returns false at the deadline.
+    fn wait_for_ring(&self) -> Result<bool, Self::Error>;
+    /// Converts the result of a wait for the caller.
+    fn park_outcome(woken: bool) -> Self::Outcome;
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Sleepers {
-    /// Threads inside of `park`.
+pub(super) struct ParkedThreads {
+    /// Number of threads inside `park`.
     count: AtomicU32,
-    /// An in-process wake was sent and not answered yet: further ones need no system call.
+    /// Whether a wake of this process was sent and not cleared yet: further wakes need no system
+    /// call.
     signalled: AtomicBool,
 }
 
-impl Sleepers {
-    /// Sleeps, unless there was a ring or a cancellation since the preparation.
-    pub(super) fn park<P: Place>(&self, place: &P) -> Result<P::Outcome, P::Error> {
+impl ParkedThreads {
+    /// Sleeps, unless there was a ring or a `cancel_park` since the preparation.
+    pub(super) fn park_thread<P: WakeChannel>(&self, place: &P) -> Result<P::Outcome, P::Error> {
         self.count.fetch_add(1, Ordering::SeqCst);
-        // Counted first, looked second: `wake` looks at the flag first.
-        let woken = if place.parked() { place.wait() } else { Ok(true) };
+        // The count is raised before the flag is read, because `wake_all` reads the flag before the
+        // count.
+        let woken = if place.is_parked() { place.wait_for_ring() } else { Ok(true) };
         if let Ok(false) = woken {
             if self.count.fetch_sub(1, Ordering::SeqCst) == 1 {
-                place.unpark();
+                place.clear_parked();
             }
-            return Ok(P::outcome(false));
+            return Ok(P::park_outcome(false));
         }
-        place.answer();
+        place.clear_rings();
         self.signalled.swap(false, Ordering::AcqRel);
-        // Other sleepers that saw it are rung again, since the ring was answered. Either such a
-        // sleeper is counted by now, or it finds no parked thread.
-        place.unpark();
+        // Other sleepers that saw the cleared ring are rung again. Such a sleeper is either counted
+        // by now, or it finds the parked flag cleared.
+        place.clear_parked();
         if self.count.fetch_sub(1, Ordering::SeqCst) > 1 {
-            place.ring();
+            place.ring_doorbell();
         }
-        woken.map(P::outcome)
+        woken.map(P::park_outcome)
     }
 
     /// Wakes all threads that sleep or have prepared to.
-    pub(super) fn wake(&self, place: &impl Place) {
+    pub(super) fn wake_all(&self, place: &impl WakeChannel) {
         fence(Ordering::SeqCst);
-        // In this order: a thread that found the flag set, which another has reset since, had been
-        // counted before.
-        let asleep = place.parked() || self.count.load(Ordering::SeqCst) > 0;
+        // The flag is read before the count: a thread that found the flag set, which another thread
+        // has cleared since, was counted before.
+        let asleep = place.is_parked() || self.count.load(Ordering::SeqCst) > 0;
         if asleep && !self.signalled.swap(true, Ordering::AcqRel) {
-            place.ring();
+            place.ring_doorbell();
         }
     }
 
     #[cfg(all(test, not(loom)))]
-    pub(super) fn count(&self) -> u32 {
+    pub(super) fn thread_count(&self) -> u32 {
         self.count.load(Ordering::SeqCst)
     }
 }
@@ -90,54 +92,54 @@ mod tests {
 
     use super::*;
 
-    /// A bell without a page and without an eventfd.
+    /// Model of a doorbell, without a shared page and without an eventfd.
     #[derive(Default)]
-    struct Bell {
+    struct ModelDoorbell {
         parked: AtomicU32,
         rung: Mutex<bool>,
         changed: Condvar,
     }
 
-    impl Bell {
-        /// As `Parked::park`.
-        fn park(&self) {
+    impl ModelDoorbell {
+        /// Like `ParkedFlag::mark_parked` of `farandole_shm`.
+        fn mark_parked(&self) {
             self.parked.store(1, Ordering::Relaxed);
             fence(Ordering::SeqCst);
         }
 
-        /// As `Bell::ring_if_parked`.
+        /// Like `ProcessDoorbell::ring_if_parked` of `farandole_shm`.
         fn ring_if_parked(&self) {
             fence(Ordering::SeqCst);
             if self.parked.load(Ordering::Relaxed) != 0
                 && self.parked.swap(0, Ordering::AcqRel) != 0
             {
-                self.ring();
+                self.ring_doorbell();
             }
         }
     }
 
-    impl Place for Bell {
+    impl WakeChannel for ModelDoorbell {
         type Outcome = ();
         type Error = Infallible;
 
-        fn unpark(&self) {
+        fn clear_parked(&self) {
             self.parked.store(0, Ordering::SeqCst);
         }
 
-        fn parked(&self) -> bool {
+        fn is_parked(&self) -> bool {
             self.parked.load(Ordering::SeqCst) != 0
         }
 
-        fn ring(&self) {
+        fn ring_doorbell(&self) {
             *self.rung.lock().unwrap() = true;
             self.changed.notify_all();
         }
 
-        fn answer(&self) {
+        fn clear_rings(&self) {
             *self.rung.lock().unwrap() = false;
         }
 
-        fn wait(&self) -> Result<bool, Infallible> {
+        fn wait_for_ring(&self) -> Result<bool, Infallible> {
             let mut rung = self.rung.lock().unwrap();
             while !*rung {
                 rung = self.changed.wait(rung).unwrap();
@@ -145,32 +147,33 @@ mod tests {
             Ok(true)
         }
 
-        fn outcome(_: bool) {}
+        fn park_outcome(_: bool) {}
     }
 
     #[derive(Default)]
-    struct World {
-        sleepers: Sleepers,
-        bell: Bell,
+    struct ParkerModel {
+        sleepers: ParkedThreads,
+        bell: ModelDoorbell,
         word: AtomicU32,
     }
 
-    impl World {
-        /// Sleeps until the word is at least this; loom reports a thread that is never woken.
+    impl ParkerModel {
+        /// Sleeps until `word` is at least `least`; loom reports a thread that is never woken.
         fn sleep_until(&self, least: u32) {
             while self.word.load(Ordering::Acquire) < least {
-                self.bell.park();
+                self.bell.mark_parked();
                 if self.word.load(Ordering::Acquire) >= least {
-                    self.bell.unpark();
+                    self.bell.clear_parked();
                     return;
                 }
-                let Ok(()) = self.sleepers.park(&self.bell);
+                let Ok(()) = self.sleepers.park_thread(&self.bell);
             }
         }
     }
 
-    fn few(model: impl Fn() + Sync + Send + 'static) {
-        // Three threads have too many orders to try all: those with up to two preemptions.
+    fn check_few_preemptions(model: impl Fn() + Sync + Send + 'static) {
+        // Three threads have too many interleavings; only those with up to two preemptions are
+        // tried.
         let mut few = loom::model::Builder::new();
         few.preemption_bound = Some(2);
         few.check(model);
@@ -179,11 +182,11 @@ mod tests {
     #[test]
     fn loom_tr_3_a_thread_that_prepared_and_polled_is_woken() {
         loom::model(|| {
-            let world = Arc::new(World::default());
+            let world = Arc::new(ParkerModel::default());
             let other = Arc::clone(&world);
             let waker = thread::spawn(move || {
                 other.word.store(1, Ordering::Release);
-                other.sleepers.wake(&other.bell);
+                other.sleepers.wake_all(&other.bell);
             });
             world.sleep_until(1);
             waker.join().unwrap();
@@ -192,12 +195,12 @@ mod tests {
 
     #[test]
     fn loom_tr_3_of_two_wakes_close_together_the_second_is_not_lost() {
-        few(|| {
-            let world = Arc::new(World::default());
+        check_few_preemptions(|| {
+            let world = Arc::new(ParkerModel::default());
             let (one, two) = (Arc::clone(&world), Arc::clone(&world));
             let first = thread::spawn(move || {
                 one.word.fetch_add(1, Ordering::AcqRel);
-                one.sleepers.wake(&one.bell);
+                one.sleepers.wake_all(&one.bell);
             });
             let second = thread::spawn(move || {
                 two.word.fetch_add(1, Ordering::AcqRel);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Sealed records: what crosses a TCP connection after its handshake. No I/O here.
+//! Sealed records are the encrypted units of a TCP connection after its handshake. No I/O here.
 //!
 //! ```text
 //! record    header | payload, encrypted | tag (16 bytes)
@@ -9,27 +9,28 @@
 //! nonce     4 or 8 zero bytes | u64 number of the record, little endian
 //! ```
 //!
-//! The header is authenticated with the payload. Each direction of each connection has a key of its
-//! own and counts its records from zero, so a record that was changed, repeated, left out, put in,
-//! or taken from elsewhere does not open; after the first of these nothing opens any more.
+//! The header is authenticated with the payload. Each direction of each connection has a separate
+//! key and counts its records from zero, so a record that was changed, repeated, omitted, inserted,
+//! or taken from another connection cannot be opened. After such a record, no further record is
+//! opened.
 //!
-//! Everything is encrypted, as that is the cheapest way to authenticate (`cargo run --release -p
-//! farandole-transport --example seal_speed`).
+//! All payloads are encrypted, because this is the cheapest way to authenticate them (`cargo run
+//! --release -p farandole-transport --example seal_speed`).
 
 mod suite;
 
-use suite::Cipher;
-pub(crate) use suite::Suite;
+pub(crate) use suite::CipherSuite;
+use suite::RecordCipher;
 
-/// Records of this process go in clear, for measurements of what sealing costs. Only the test
-/// harness has this.
+/// Whether records of this process are sent unencrypted, to measure the cost of encryption. Exists
+/// only in the test harness.
 #[cfg(feature = "_test-harness")]
-pub(crate) static IN_CLEAR: std::sync::atomic::AtomicBool =
+pub(crate) static RECORDS_IN_CLEAR: std::sync::atomic::AtomicBool =
     std::sync::atomic::AtomicBool::new(false);
 
 #[cfg(feature = "_test-harness")]
 fn in_clear() -> bool {
-    IN_CLEAR.load(std::sync::atomic::Ordering::Relaxed)
+    RECORDS_IN_CLEAR.load(std::sync::atomic::Ordering::Relaxed)
 }
 
 #[cfg(not(feature = "_test-harness"))]
@@ -37,57 +38,58 @@ const fn in_clear() -> bool {
     false
 }
 
-/// As long as a tag: the kernel copies bytes that follow a header of 4 bytes at half the speed.
-pub(crate) const HEADER: usize = 16;
-pub(crate) const TAG: usize = 16;
-/// Bytes that fill a packet with their record, as far as Linux fills one: up to 64 KiB of whole
-/// segments, of 1,500 or 9,000 bytes on the network. 64 KiB of payload need a second packet for the
-/// last few hundred bytes, which costs as much as a full one and is acknowledged early: an
-/// allreduce of 64 MiB among 4 hosts with 2 ranks took 243 ms with such packets and takes 182 ms
-/// without them.
-pub const PACKET: usize = 61 << 10;
-/// Largest payload of a record: what a core keeps near while it seals it and hands it to the
-/// kernel.
-pub(crate) const MOST: usize = 4 * PACKET;
-/// Payload of a word of heartbeats.
-pub(crate) const WORD: usize = 128;
+/// Size of a header; the same as a tag, because the kernel copies bytes behind a header of 4 bytes
+/// at half the speed.
+pub(crate) const RECORD_HEADER_BYTES: usize = 16;
+pub(crate) const RECORD_TAG_BYTES: usize = 16;
+/// Payload that, with its record, fills one packet of the Linux network stack: up to 64 KiB of
+/// whole segments, of 1,500 or 9,000 bytes on the network. A payload of 64 KiB needs a second
+/// packet for the last few hundred bytes, which costs as much as a full one and is acknowledged
+/// early: an allreduce of 64 MiB among 4 hosts with 2 ranks took 243 ms with such packets and takes
+/// 182 ms without them.
+pub const PACKET_PAYLOAD_BYTES: usize = 61 << 10;
+/// Largest payload of a record: it stays in the cache of a core while the core encrypts it and
+/// passes it to the kernel.
+pub(crate) const MAX_RECORD_PAYLOAD: usize = 4 * PACKET_PAYLOAD_BYTES;
+/// Payload of a control message on a heartbeat connection.
+pub(crate) const CONTROL_PAYLOAD_BYTES: usize = 128;
 
 /// The content of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum RecordKind {
     /// Bytes of a link.
     Bytes,
-    /// Nothing; no record follows.
+    /// End of the stream: no payload, and no record follows.
     End,
-    /// A word of heartbeats.
-    Word,
+    /// A control message on a heartbeat connection.
+    Control,
 }
 
-impl Kind {
-    fn code(self) -> u8 {
+impl RecordKind {
+    fn to_code(self) -> u8 {
         match self {
             Self::Bytes => 1,
             Self::End => 2,
-            Self::Word => 3,
+            Self::Control => 3,
         }
     }
 }
 
-/// The first bytes of a record, as they came.
+/// The first bytes of a record, as received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Header(pub(crate) [u8; HEADER]);
+pub(crate) struct RecordHeader(pub(crate) [u8; RECORD_HEADER_BYTES]);
 
-impl Header {
-    fn new(kind: Kind, length: usize) -> Option<Self> {
-        let mut bytes = [0; HEADER];
+impl RecordHeader {
+    fn new(kind: RecordKind, length: usize) -> Option<Self> {
+        let mut bytes = [0; RECORD_HEADER_BYTES];
         bytes[..4].copy_from_slice(&u32::try_from(length).ok()?.to_le_bytes());
-        bytes[4] = kind.code();
+        bytes[4] = kind.to_code();
         Some(Self(bytes))
     }
 
-    /// Returns the promised record. `None` for one that no sender writes; before the record has
-    /// opened, nothing proves the sender.
-    pub(crate) fn promises(self) -> Option<(Kind, usize)> {
+    /// Returns the kind and the length of the record that the header announces; `None` for a header
+    /// that no sender writes. The values are unauthenticated until the record was opened.
+    pub(crate) fn announced_record(self) -> Option<(RecordKind, usize)> {
         let (length, rest) = self.0.split_first_chunk::<4>()?;
         let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
         let [kind, rest @ ..] = rest else { return None };
@@ -95,79 +97,85 @@ impl Header {
             return None;
         }
         let (kind, fits) = match kind {
-            1 => (Kind::Bytes, (1..=MOST).contains(&length)),
-            2 => (Kind::End, length == 0),
-            3 => (Kind::Word, length == WORD),
+            1 => (RecordKind::Bytes, (1..=MAX_RECORD_PAYLOAD).contains(&length)),
+            2 => (RecordKind::End, length == 0),
+            3 => (RecordKind::Control, length == CONTROL_PAYLOAD_BYTES),
             _ => return None,
         };
         fits.then_some((kind, length))
     }
 }
 
-/// A record did not open.
+/// A record that could not be opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Tampered {
-    /// Its number, from zero.
+pub(crate) struct TamperedRecord {
+    /// Number of the record, from zero.
     pub(crate) record: u64,
 }
 
-/// The key of one direction of one connection, and how many records it has served.
-pub(crate) struct Seal {
-    cipher: Cipher,
+/// The key of one direction of one connection, with the number of the next record.
+pub(crate) struct RecordSeal {
+    cipher: RecordCipher,
     record: u64,
 }
 
-impl Seal {
-    /// `None` for a key of another length, and for a suite that this processor does not have.
-    pub(crate) fn new(suite: Suite, key: &[u8]) -> Option<Self> {
-        Some(Self { cipher: Cipher::new(suite, key)?, record: 0 })
+impl RecordSeal {
+    /// Creates a seal; returns `None` if the key has another length, or if this processor does not
+    /// support the suite.
+    pub(crate) fn new(suite: CipherSuite, key: &[u8]) -> Option<Self> {
+        Some(Self { cipher: RecordCipher::new(suite, key)?, record: 0 })
     }
 
-    /// Encrypts a payload where it lies. `None` for one that is longer than a record may be; it is
-    /// left alone.
-    pub(crate) fn seal(&mut self, kind: Kind, payload: &mut [u8]) -> Option<(Header, [u8; TAG])> {
-        let header =
-            Header::new(kind, payload.len()).filter(|header| header.promises().is_some())?;
+    /// Encrypts a payload in place, and returns the header and the tag. Returns `None` if the
+    /// payload is longer than a record may be, and leaves it unchanged.
+    pub(crate) fn seal_payload(
+        &mut self,
+        kind: RecordKind,
+        payload: &mut [u8],
+    ) -> Option<(RecordHeader, [u8; RECORD_TAG_BYTES])> {
+        let header = RecordHeader::new(kind, payload.len())
+            .filter(|header| header.announced_record().is_some())?;
         let next = self.record.checked_add(1)?;
         if in_clear() {
-            return Some((header, [0; TAG]));
+            return Some((header, [0; RECORD_TAG_BYTES]));
         }
-        let tag = self.cipher.seal(self.record, &header.0, payload)?;
+        let tag = self.cipher.encrypt_payload(self.record, &header.0, payload)?;
         self.record = next;
         Some((header, tag))
     }
 
-    /// Decrypts a payload where it lies if it is the one that follows, with this header and this
-    /// tag. Else its bytes mean nothing, and this must open nothing more.
-    pub(crate) fn open(
+    /// Decrypts a payload in place if it belongs to the next record and matches this header and
+    /// tag. Otherwise the bytes of `payload` are invalid, and this seal must open no further
+    /// record.
+    pub(crate) fn open_payload(
         &mut self,
-        header: Header,
+        header: RecordHeader,
         payload: &mut [u8],
-        tag: [u8; TAG],
-    ) -> Result<(), Tampered> {
-        let tampered = Tampered { record: self.record };
+        tag: [u8; RECORD_TAG_BYTES],
+    ) -> Result<(), TamperedRecord> {
+        let tampered = TamperedRecord { record: self.record };
         if in_clear() {
             return Ok(());
         }
         let next = self.record.checked_add(1).ok_or(tampered)?;
-        self.cipher.open(self.record, &header.0, payload, &tag).ok_or(tampered)?;
+        self.cipher.decrypt_payload(self.record, &header.0, payload, &tag).ok_or(tampered)?;
         self.record = next;
         Ok(())
     }
 
-    /// Returns the error for an invalid record.
-    pub(crate) fn tampered(&self) -> Tampered {
-        Tampered { record: self.record }
+    /// Returns the error for an invalid record at this position.
+    pub(crate) fn tampered_record(&self) -> TamperedRecord {
+        TamperedRecord { record: self.record }
     }
 }
 
-impl std::fmt::Debug for Seal {
+impl std::fmt::Debug for RecordSeal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Seal").field("record", &self.record).finish_non_exhaustive()
     }
 }
 
-impl std::fmt::Display for Tampered {
+impl std::fmt::Display for TamperedRecord {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { record } = self;
         write!(

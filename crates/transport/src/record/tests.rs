@@ -9,66 +9,71 @@ use proptest::prelude::*;
 use super::*;
 
 /// The suites that this processor supports.
-fn suites() -> impl Iterator<Item = Suite> {
-    Suite::ALL.into_iter().filter(|suite| *suite <= Suite::own())
+fn suites() -> impl Iterator<Item = CipherSuite> {
+    CipherSuite::ALL_SUITES.into_iter().filter(|suite| *suite <= CipherSuite::fastest_local())
 }
 
-fn suite() -> impl Strategy<Value = Suite> {
+fn suite() -> impl Strategy<Value = CipherSuite> {
     proptest::sample::select(suites().collect::<Vec<_>>())
 }
 
-fn seal(suite: Suite, key: u8) -> Seal {
-    Seal::new(suite, &vec![key; suite.key_len()]).unwrap()
+fn seal(suite: CipherSuite, key: u8) -> RecordSeal {
+    RecordSeal::new(suite, &vec![key; suite.key_len()]).unwrap()
 }
 
-fn header(length: usize, kind: u8) -> Header {
-    let mut bytes = [0; HEADER];
+fn header(length: usize, kind: u8) -> RecordHeader {
+    let mut bytes = [0; RECORD_HEADER_BYTES];
     bytes[..4].copy_from_slice(&u32::try_from(length).unwrap().to_le_bytes());
     bytes[4] = kind;
-    Header(bytes)
+    RecordHeader(bytes)
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Record {
-    header: Header,
+    header: RecordHeader,
     payload: Vec<u8>,
-    tag: [u8; TAG],
+    tag: [u8; RECORD_TAG_BYTES],
 }
 
-fn sealed(seal: &mut Seal, kind: Kind, payload: &[u8]) -> Record {
+fn sealed(seal: &mut RecordSeal, kind: RecordKind, payload: &[u8]) -> Record {
     let mut payload = payload.to_vec();
-    let (header, tag) = seal.seal(kind, &mut payload).unwrap();
+    let (header, tag) = seal.seal_payload(kind, &mut payload).unwrap();
     Record { header, payload, tag }
 }
 
-fn opened(seal: &mut Seal, record: &Record) -> Result<Vec<u8>, Tampered> {
+fn opened(seal: &mut RecordSeal, record: &Record) -> Result<Vec<u8>, TamperedRecord> {
     let mut payload = record.payload.clone();
-    seal.open(record.header, &mut payload, record.tag).map(|()| payload)
+    seal.open_payload(record.header, &mut payload, record.tag).map(|()| payload)
 }
 
 #[test]
 fn headers_that_no_sender_writes_promise_nothing() {
-    let header = |length: usize, kind: u8| header(length, kind).promises();
-    assert_eq!(header(MOST, 1), Some((Kind::Bytes, MOST)));
-    assert_eq!([header(0, 2), header(WORD, 3)], [Some((Kind::End, 0)), Some((Kind::Word, WORD))]);
+    let header = |length: usize, kind: u8| header(length, kind).announced_record();
+    assert_eq!(header(MAX_RECORD_PAYLOAD, 1), Some((RecordKind::Bytes, MAX_RECORD_PAYLOAD)));
+    assert_eq!(
+        [header(0, 2), header(CONTROL_PAYLOAD_BYTES, 3)],
+        [Some((RecordKind::End, 0)), Some((RecordKind::Control, CONTROL_PAYLOAD_BYTES))]
+    );
     let never = [
         (0, 1),
-        (MOST + 1, 1),
+        (MAX_RECORD_PAYLOAD + 1, 1),
         ((1 << 24) - 1, 1),
         (1, 2),
         (0, 3),
         (1, 3),
-        (WORD + 1, 3),
+        (CONTROL_PAYLOAD_BYTES + 1, 3),
         (5, 0),
         (5, 4),
         (5, 255),
     ];
     assert!(never.into_iter().all(|(length, kind)| header(length, kind).is_none()));
-    let mut more = super::Header::new(Kind::Bytes, 5).unwrap();
+    let mut more = super::RecordHeader::new(RecordKind::Bytes, 5).unwrap();
     more.0[9] = 1;
-    assert_eq!(more.promises(), None);
-    let mut long = vec![0; MOST + 1];
-    assert!(seal(Suite::own(), 1).seal(Kind::Bytes, &mut long).is_none());
+    assert_eq!(more.announced_record(), None);
+    let mut long = vec![0; MAX_RECORD_PAYLOAD + 1];
+    assert!(
+        seal(CipherSuite::fastest_local(), 1).seal_payload(RecordKind::Bytes, &mut long).is_none()
+    );
     assert!(long.iter().all(|byte| *byte == 0), "it was left alone");
 }
 
@@ -77,7 +82,7 @@ fn a_record_of_another_key_or_another_place_does_not_open() {
     for suite in suites() {
         let mut sender = seal(suite, 1);
         let records: Vec<_> =
-            (0..3).map(|_| sealed(&mut sender, Kind::Bytes, b"the same each time")).collect();
+            (0..3).map(|_| sealed(&mut sender, RecordKind::Bytes, b"the same each time")).collect();
         assert_ne!(records[0].payload, records[1].payload);
         assert!(opened(&mut seal(suite, 2), &records[0]).is_err(), "another key");
         assert_eq!(
@@ -88,7 +93,7 @@ fn a_record_of_another_key_or_another_place_does_not_open() {
         let mut receiver = seal(suite, 1);
         opened(&mut receiver, &records[0]).unwrap();
         let error = opened(&mut receiver, &records[0]).unwrap_err();
-        assert_eq!(error, receiver.tampered(), "repeated");
+        assert_eq!(error, receiver.tampered_record(), "repeated");
         assert!(error.to_string().contains("record 1 "), "{error}");
     }
 }
@@ -100,7 +105,7 @@ enum Harm {
     Repeat { record: usize },
     Drop { record: usize },
     Swap { one: usize, other: usize },
-    Insert { record: usize, kind: u8, payload: Vec<u8>, tag: [u8; TAG] },
+    Insert { record: usize, kind: u8, payload: Vec<u8>, tag: [u8; RECORD_TAG_BYTES] },
 }
 
 fn harm() -> impl Strategy<Value = Harm> {
@@ -114,7 +119,7 @@ fn harm() -> impl Strategy<Value = Harm> {
         any::<usize>().prop_map(|record| Harm::Repeat { record }),
         any::<usize>().prop_map(|record| Harm::Drop { record }),
         (any::<usize>(), any::<usize>()).prop_map(|(one, other)| Harm::Swap { one, other }),
-        (any::<usize>(), 1_u8..4, vec(any::<u8>(), 0..40), any::<[u8; TAG]>())
+        (any::<usize>(), 1_u8..4, vec(any::<u8>(), 0..40), any::<[u8; RECORD_TAG_BYTES]>())
             .prop_map(|(record, kind, payload, tag)| Harm::Insert { record, kind, payload, tag }),
     ]
 }
@@ -125,13 +130,13 @@ fn apply(harm: &Harm, records: &mut Vec<Record>) {
         Harm::Flip { record, at, bits } => {
             let record = place(*record);
             let record = &mut records[record];
-            let at = at % (HEADER + record.payload.len() + TAG);
-            let byte = if at < HEADER {
+            let at = at % (RECORD_HEADER_BYTES + record.payload.len() + RECORD_TAG_BYTES);
+            let byte = if at < RECORD_HEADER_BYTES {
                 &mut record.header.0[at]
-            } else if at < HEADER + TAG {
-                &mut record.tag[at - HEADER]
+            } else if at < RECORD_HEADER_BYTES + RECORD_TAG_BYTES {
+                &mut record.tag[at - RECORD_HEADER_BYTES]
             } else {
-                &mut record.payload[at - HEADER - TAG]
+                &mut record.payload[at - RECORD_HEADER_BYTES - RECORD_TAG_BYTES]
             };
             *byte ^= bits;
         }
@@ -167,11 +172,11 @@ proptest! {
     fn sealed_records_open_in_their_order(suite in suite(), payloads in vec(vec(any::<u8>(), 1..300), 1..12)) {
         let (mut sender, mut receiver) = (seal(suite, 5), seal(suite, 5));
         for payload in payloads {
-            let record = sealed(&mut sender, Kind::Bytes, &payload);
-            prop_assert_eq!(record.header.promises(), Some((Kind::Bytes, payload.len())));
+            let record = sealed(&mut sender, RecordKind::Bytes, &payload);
+            prop_assert_eq!(record.header.announced_record(), Some((RecordKind::Bytes, payload.len())));
             prop_assert_eq!(opened(&mut receiver, &record), Ok(payload));
         }
-        prop_assert!(opened(&mut receiver, &sealed(&mut sender, Kind::End, &[])).is_ok());
+        prop_assert!(opened(&mut receiver, &sealed(&mut sender, RecordKind::End, &[])).is_ok());
     }
 
     /// Up to the first harm everything opens, and nothing does that is not as it was sealed.
@@ -183,7 +188,7 @@ proptest! {
     ) {
         let (mut sender, mut receiver) = (seal(suite, 5), seal(suite, 5));
         let original: Vec<_> =
-            payloads.iter().map(|payload| sealed(&mut sender, Kind::Bytes, payload)).collect();
+            payloads.iter().map(|payload| sealed(&mut sender, RecordKind::Bytes, payload)).collect();
         let mut records = original.clone();
         apply(&harm, &mut records);
         let same = original.iter().zip(&records).take_while(|(one, other)| one == other).count();
@@ -192,7 +197,7 @@ proptest! {
             if at < same {
                 prop_assert_eq!(outcome.as_ref(), Ok(&payloads[at]));
             } else {
-                prop_assert_eq!(outcome, Err(Tampered { record: same as u64 }));
+                prop_assert_eq!(outcome, Err(TamperedRecord { record: same as u64 }));
                 break;
             }
         }

@@ -1,31 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Link halves over one or several TCP connections: a private ring each way, pumped by a poll of
-//! either half.
+//! Link halves over one or several TCP connections. Each direction has a private ring; polling
+//! either half moves bytes between the rings and the sockets.
 //!
-//! Bytes are dealt to the connections in fixed blocks ([`stripes`]); the receiver reads each
-//! connection straight to where its blocks belong in the ring, so that nothing is copied to put it
-//! in order. What crosses a connection is sealed in records ([`crate::record`]): sealed in the ring
-//! of the sender, opened in that of the receiver.
+//! Bytes are assigned to the connections in fixed blocks ([`stripes`]). The receiver reads each
+//! connection directly to the positions of its blocks in the ring, so no copy is needed to restore
+//! the order. Records ([`crate::record`]) are encrypted in the ring of the sender and decrypted in
+//! the ring of the receiver.
 //!
 //! Measured between two network namespaces of one machine, a path without delay and without loss,
 //! both directions at once, in processor time per gigabyte:
 //! - Congestion control: with BBR, whose timers pace every burst, 0.57 s; with CUBIC or Reno, 0.30
-//!   s. So links ask for CUBIC, which most systems use anyway, and keep the system's choice where
-//!   it is not allowed. This says what BBR costs where there is nothing to control. Over a network
-//!   with delay and loss neither was measured: there the system's choice may be the faster one
-//!   (`FARANDOLE_TCP_CONGESTION=` takes it).
-//! - `MSG_ZEROCOPY`: 0.45 to 0.77 s instead of 0.30 s: between namespaces the kernel copies after
-//!   all, and the pages are pinned and their completions collected besides. Not used.
+//!   s. So links ask for CUBIC, which is the default of most systems, and keep the system's choice
+//!   where CUBIC is not allowed. This is the cost of BBR on a path without congestion. Neither was
+//!   measured over a network with delay and loss; there the system's choice may be faster (an empty
+//!   `FARANDOLE_TCP_CONGESTION=` selects it).
+//! - `MSG_ZEROCOPY`: 0.45 to 0.77 s instead of 0.30 s. Between namespaces the kernel copies anyway,
+//!   and pinning pages and collecting completions is extra work. Not used.
 //! - Explicit socket buffers of 1 to 4 MiB instead of the kernel's own tuning: 0.28 to 0.33 s, and
 //!   less throughput. Not set.
-//! - Calls of 1 MiB instead of 256 KiB: 0.24 s. So a call moves all there is.
-//! - A ring of 512 KiB to 1 MiB instead of 4 MiB, which stays in the cache: 0.17 to 0.25 s. So an
-//!   empty ring begins at its start again.
-//! - Two connections: as one. They pay where a network limits each flow (`FARANDOLE_TCP_STREAMS`).
+//! - Calls of 1 MiB instead of 256 KiB: 0.24 s. So a call moves all available bytes.
+//! - A ring of 512 KiB to 1 MiB, which stays in the cache, instead of 4 MiB: 0.17 to 0.25 s. So an
+//!   empty ring starts again at its beginning.
+//! - Two connections: the same as one. Several connections help where a network limits each flow
+//!   (`FARANDOLE_TCP_STREAMS`).
 
-pub(crate) mod path;
+pub(crate) mod path_liveness;
 mod receiving;
 mod sending;
 pub(crate) mod stripes;
@@ -34,55 +35,58 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use farandole_shm::{Consumer, Guard, Producer, private, rewind};
+use farandole_shm::{ForkGuard, RingConsumer, RingProducer, create_private_ring, rewind_ring};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown, sockopt};
 
-use crate::peer::Peer;
-use crate::shared::{Secured, Shared};
+use crate::mesh_state::{MeshState, SecuredConnection};
+use crate::peer::PeerState;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Parker, Result, addresses};
-use path::Sight;
-use receiving::{Receiving, Step};
-use sending::Sending;
-use stripes::Stripes;
+use path_liveness::TcpInfoSnapshot;
+use receiving::{ReceiveStep, RecordReceiver};
+use sending::RecordSender;
+use stripes::StripeCursors;
 
-const CLOSED: &str = "it closed the connection";
+const CONNECTION_CLOSED_REASON: &str = "it closed the connection";
 
-/// The shared state of both halves.
-pub(crate) struct Connection {
+/// State that both halves of a link share.
+pub(crate) struct TcpLinkState {
     sockets: Vec<OwnedFd>,
-    peer: Arc<Peer>,
+    peer: Arc<PeerState>,
     parker: Parker,
-    /// Takes over the sockets in the end.
-    mesh: Weak<Shared>,
+    /// The mesh that takes over the sockets when the link is dropped.
+    mesh: Weak<MeshState>,
     channel: u32,
-    guard: Guard,
-    /// The sockets' end of the outgoing ring. Lock order: nothing is locked while this is held.
-    outgoing: Mutex<Outgoing>,
-    /// Something lies in the outgoing ring: a poll of the receiver moves it, too.
+    guard: ForkGuard,
+    /// The outgoing ring as the sockets read it. Lock order: no other lock is taken while this is
+    /// held.
+    outgoing: Mutex<OutgoingRing>,
+    /// Whether the outgoing ring has bytes: then a poll of the receiver also sends them.
     unsent: AtomicBool,
 }
 
-impl Drop for Connection {
+impl Drop for TcpLinkState {
     fn drop(&mut self) {
         for socket in &self.sockets {
-            self.parker.unwatch(socket);
+            self.parker.unwatch_socket(socket);
         }
-        // To close a socket with something unread resets it: then the peer would hear of a failure,
-        // not of an end.
-        self.sockets.retain(|socket| Sight::of(socket).is_ok_and(|sight| !sight.done));
-        if self.guard.intact()
-            && self.peer.lost().is_none()
+        // Closing a socket with unread bytes sends a reset; the peer would then see a failure
+        // instead of an orderly end.
+        self.sockets.retain(|socket| {
+            TcpInfoSnapshot::query_socket(socket).is_ok_and(|sight| !sight.end_confirmed)
+        });
+        if self.guard.is_original_process()
+            && self.peer.loss_error().is_none()
             && let Some(mesh) = self.mesh.upgrade()
         {
-            mesh.retire(&self.peer, std::mem::take(&mut self.sockets));
+            mesh.retire_sockets(&self.peer, std::mem::take(&mut self.sockets));
         }
     }
 }
 
-impl Connection {
-    pub(crate) fn peer(&self) -> &Arc<Peer> {
+impl TcpLinkState {
+    pub(crate) fn peer(&self) -> &Arc<PeerState> {
         &self.peer
     }
 
@@ -90,123 +94,132 @@ impl Connection {
         &self.sockets
     }
 
-    /// Sends what the sockets take.
-    fn pump(&self, outgoing: &mut Outgoing) -> Result<()> {
-        let moved = outgoing.pump(&self.sockets, &self.peer);
-        self.unsent.store(outgoing.pending.used()? > 0, Ordering::Release);
+    /// Sends as many bytes as the sockets accept.
+    fn pump_outgoing(&self, outgoing: &mut OutgoingRing) -> Result<()> {
+        let moved = outgoing.pump_sockets(&self.sockets, &self.peer);
+        self.unsent.store(outgoing.pending.used_bytes()? > 0, Ordering::Release);
         moved
     }
 
-    /// A connection's bytes were changed on the way: the peer is lost, because none of its
-    /// connections can be trusted.
-    fn tampered(&self, number: usize, what: &str) -> String {
-        let address = self.sockets.get(number).map_or(String::new(), addresses::of_peer);
+    /// Reports that the bytes of a connection were changed on the way. The peer is then lost,
+    /// because none of its connections can be trusted.
+    fn report_tampering(&self, number: usize, what: &str) -> String {
+        let address =
+            self.sockets.get(number).map_or(String::new(), addresses::describe_peer_address);
         let channel = self.channel;
         let reason = format!("on connection {number} of channel {channel} with {address}, {what}");
         if let Some(mesh) = self.mesh.upgrade() {
-            mesh.lose(&self.peer, reason.clone(), false);
+            mesh.record_loss(&self.peer, reason.clone(), false);
         }
         reason
     }
 
-    /// On behalf of the sender, whose own polls tell what goes wrong.
-    fn pump_idly(&self) {
+    /// Sends pending bytes during a poll of the receiver. Errors are dropped, because the sender's
+    /// own polls report them.
+    fn pump_if_unsent(&self) {
         if self.unsent.load(Ordering::Acquire)
             && let Some(mut outgoing) = self.outgoing.try_lock()
         {
-            drop(self.pump(&mut outgoing));
+            drop(self.pump_outgoing(&mut outgoing));
         }
     }
 }
 
-struct Outgoing {
-    pending: Consumer,
-    /// By connection.
-    sending: Vec<Sending>,
-    stripes: Stripes,
+struct OutgoingRing {
+    pending: RingConsumer,
+    /// By connection number.
+    sending: Vec<RecordSender>,
+    stripes: StripeCursors,
     broken: Option<String>,
 }
 
-impl Outgoing {
-    fn pump(&mut self, sockets: &[OwnedFd], peer: &Peer) -> Result<()> {
+impl OutgoingRing {
+    fn pump_sockets(&mut self, sockets: &[OwnedFd], peer: &PeerState) -> Result<()> {
         if let Some(reason) = &self.broken {
-            return Err(peer.gone(reason));
+            return Err(peer.loss_error_or(reason));
         }
-        let base = self.stripes.complete();
+        let base = self.stripes.completed_position();
         let window = self.pending.window_mut()?;
         let end = base + window.len() as u64;
         for (number, (socket, sending)) in sockets.iter().zip(&mut self.sending).enumerate() {
-            while let Some(extent) = self.stripes.extent(number, end) {
-                let bytes = &mut window[within(base, extent.start)..within(base, extent.end)];
-                match sending.step(socket, bytes) {
-                    Ok(sent) => self.stripes.advance(number, sent as u64),
+            while let Some(extent) = self.stripes.next_extent(number, end) {
+                let bytes =
+                    &mut window[window_offset(base, extent.start)..window_offset(base, extent.end)];
+                match sending.send_step(socket, bytes) {
+                    Ok(sent) => self.stripes.advance_cursor(number, sent as u64),
                     Err(Errno::AGAIN) => break,
                     Err(error) => {
                         let reason = if error == Errno::PIPE {
-                            CLOSED.to_owned()
+                            CONNECTION_CLOSED_REASON.to_owned()
                         } else {
                             error.to_string()
                         };
-                        let lost = peer.gone(&reason);
+                        let lost = peer.loss_error_or(&reason);
                         self.broken = Some(reason);
                         return Err(lost);
                     }
                 }
             }
         }
-        let done = within(base, self.stripes.complete());
+        let done = window_offset(base, self.stripes.completed_position());
         self.pending.release(done)?;
-        // Not before: a peer that is lost on another connection may still hear last words on this
-        // one.
-        peer.lost().map_or(Ok(()), Err)
+        // Checked last: a peer that is lost on another connection may still receive final bytes on
+        // this one.
+        peer.loss_error().map_or(Ok(()), Err)
     }
 }
 
 /// Returns the offset of a position in a window that begins at `base`.
-fn within(base: u64, position: u64) -> usize {
+fn window_offset(base: u64, position: u64) -> usize {
     usize::try_from(position.saturating_sub(base)).unwrap_or(usize::MAX)
 }
 
-/// A link over connections, in the order of their numbers, and what lies under it. `congestion`
-/// names the algorithm to ask for.
-pub(crate) fn link(
-    connections: Vec<Secured>,
-    peer: Arc<Peer>,
-    mesh: &Arc<Shared>,
+/// Creates a link over connections, which are ordered by their numbers. Also returns the state
+/// under the link. `congestion` names the congestion control algorithm to ask for.
+pub(crate) fn link_over_connections(
+    connections: Vec<SecuredConnection>,
+    peer: Arc<PeerState>,
+    mesh: &Arc<MeshState>,
     channel: u32,
     capacity: usize,
     congestion: &str,
-) -> Result<(Link, Arc<Connection>)> {
+) -> Result<(Link, Arc<TcpLinkState>)> {
     let parker = mesh.parker.clone();
     let (mut sockets, mut sending, mut receiving) = (Vec::new(), Vec::new(), Vec::new());
-    for Secured { socket, keys } in connections {
+    for SecuredConnection { socket, keys } in connections {
         sockets.push(socket);
-        sending.push(Sending::new(keys.sending));
-        receiving.push(Receiving::new(keys.receiving));
+        sending.push(RecordSender::new(keys.sending));
+        receiving.push(RecordReceiver::new(keys.receiving));
     }
     for socket in &sockets {
-        rustix::io::ioctl_fionbio(socket, true).map_err(Error::of("ioctl"))?;
-        sockopt::set_tcp_nodelay(socket, true).map_err(Error::of("setsockopt"))?;
-        path::keep_asking(socket, mesh.peer_timeout).map_err(Error::of("setsockopt"))?;
+        rustix::io::ioctl_fionbio(socket, true).map_err(Error::from_call("ioctl"))?;
+        sockopt::set_tcp_nodelay(socket, true).map_err(Error::from_call("setsockopt"))?;
+        path_liveness::enable_keepalive(socket, mesh.peer_timeout)
+            .map_err(Error::from_call("setsockopt"))?;
         if !congestion.is_empty() {
-            // Where it is not there or not allowed, the system's own serves.
+            // If the algorithm is missing or not allowed, the system's default stays.
             let _ = sockopt::set_tcp_congestion(socket, congestion);
         }
-        parker.watch(socket)?;
+        parker.watch_socket(socket)?;
     }
     let rank = peer.rank;
-    let (outgoing, pending) = private(capacity)?;
-    let (arriving, incoming) = private(capacity)?;
-    let stripes = Stripes::new(sockets.len());
+    let (outgoing, pending) = create_private_ring(capacity)?;
+    let (arriving, incoming) = create_private_ring(capacity)?;
+    let stripes = StripeCursors::new(sockets.len());
     let ended = vec![None; sockets.len()];
-    let connection = Arc::new(Connection {
+    let connection = Arc::new(TcpLinkState {
         sockets,
         peer,
         parker,
         mesh: Arc::downgrade(mesh),
         channel,
-        guard: Guard::new(),
-        outgoing: Mutex::new(Outgoing { pending, sending, stripes: stripes.clone(), broken: None }),
+        guard: ForkGuard::new(),
+        outgoing: Mutex::new(OutgoingRing {
+            pending,
+            sending,
+            stripes: stripes.clone(),
+            broken: None,
+        }),
         unsent: AtomicBool::new(false),
     });
     let below = Arc::clone(&connection);
@@ -230,15 +243,15 @@ pub(crate) fn link(
 }
 
 struct TcpSender {
-    connection: Arc<Connection>,
-    /// The caller's end of the ring.
-    outgoing: Producer,
+    connection: Arc<TcpLinkState>,
+    /// The outgoing ring as the caller writes it.
+    outgoing: RingProducer,
 }
 
 impl TcpSender {
-    fn pump(&self) -> Result<MutexGuard<'_, Outgoing>> {
+    fn pump_outgoing(&self) -> Result<MutexGuard<'_, OutgoingRing>> {
         let mut outgoing = self.connection.outgoing.lock();
-        self.connection.pump(&mut outgoing)?;
+        self.connection.pump_outgoing(&mut outgoing)?;
         Ok(outgoing)
     }
 }
@@ -246,46 +259,46 @@ impl TcpSender {
 impl LinkSender for TcpSender {
     fn window(&mut self) -> Result<&mut [u8]> {
         let mut pumped = self.connection.outgoing.lock();
-        self.connection.pump(&mut pumped)?;
-        rewind(&mut self.outgoing, &mut pumped.pending);
+        self.connection.pump_outgoing(&mut pumped)?;
+        rewind_ring(&mut self.outgoing, &mut pumped.pending);
         drop(pumped);
         Ok(self.outgoing.window()?)
     }
 
     fn commit(&mut self, bytes: usize) -> Result<()> {
         self.outgoing.commit(bytes)?;
-        self.pump().map(drop)
+        self.pump_outgoing().map(drop)
     }
 
     fn flush(&mut self) -> Result<bool> {
-        if self.outgoing.used()? == 0 {
+        if self.outgoing.used_bytes()? == 0 {
             return Ok(true);
         }
-        Ok(self.pump()?.pending.used()? == 0)
+        Ok(self.pump_outgoing()?.pending.used_bytes()? == 0)
     }
 
-    fn last_words(&mut self, bytes: &[u8]) {
-        // A failure is no news: the peer is lost anyway.
-        drop(self.pump());
+    fn send_final_bytes(&mut self, bytes: &[u8]) {
+        // Errors do not matter: the peer is lost anyway.
+        drop(self.pump_outgoing());
         let Ok(window) = self.outgoing.window() else { return };
         let fits = bytes.len().min(window.len());
         window[..fits].copy_from_slice(&bytes[..fits]);
         if self.outgoing.commit(fits).is_ok() {
-            drop(self.pump());
+            drop(self.pump_outgoing());
         }
     }
 }
 
 impl Drop for TcpSender {
     fn drop(&mut self) {
-        if self.connection.guard.intact() {
-            // What the peer no longer takes is lost, as the documentation of a drop says.
+        if self.connection.guard.is_original_process() {
+            // Bytes that the peer does not accept any more are lost, as documented for a drop.
             let mut outgoing = self.connection.outgoing.lock();
-            drop(self.connection.pump(&mut outgoing));
-            let all = outgoing.pending.used().is_ok_and(|left| left == 0);
+            drop(self.connection.pump_outgoing(&mut outgoing));
+            let all = outgoing.pending.used_bytes().is_ok_and(|left| left == 0);
             for (socket, sending) in self.connection.sockets.iter().zip(&mut outgoing.sending) {
                 if all {
-                    sending.end(socket);
+                    sending.send_end(socket);
                 }
                 let _ = shutdown(socket, Shutdown::Write);
             }
@@ -294,87 +307,90 @@ impl Drop for TcpSender {
 }
 
 struct TcpReceiver {
-    connection: Arc<Connection>,
-    /// The sockets' end of the ring.
-    arriving: Producer,
-    /// The caller's end.
-    incoming: Consumer,
-    /// By connection.
-    receiving: Vec<Receiving>,
-    stripes: Stripes,
-    /// The reason why nothing more will come, by connection.
+    connection: Arc<TcpLinkState>,
+    /// The incoming ring as the sockets write it.
+    arriving: RingProducer,
+    /// The incoming ring as the caller reads it.
+    incoming: RingConsumer,
+    /// By connection number.
+    receiving: Vec<RecordReceiver>,
+    stripes: StripeCursors,
+    /// The reason why no more bytes will come, by connection number.
     ended: Vec<Option<String>>,
-    /// The reason why nothing more can be believed.
+    /// The reason why no further bytes can be trusted.
     broken: Option<String>,
-    /// The ring was full: bytes may wait in a socket without an edge to tell.
+    /// Whether the ring was full: bytes may then wait in a socket without a new epoll edge.
     full: bool,
 }
 
 impl TcpReceiver {
-    fn pump(&mut self) -> Result<()> {
-        if !self.stripes.ahead() && !self.receiving.iter().any(Receiving::in_ring) {
-            rewind(&mut self.arriving, &mut self.incoming);
+    fn pump_incoming(&mut self) -> Result<()> {
+        if !self.stripes.has_gaps()
+            && !self.receiving.iter().any(RecordReceiver::has_partial_in_ring)
+        {
+            rewind_ring(&mut self.arriving, &mut self.incoming);
         }
-        let base = self.stripes.complete();
+        let base = self.stripes.completed_position();
         let window = self.arriving.window()?;
         let end = base + window.len() as u64;
         self.full = false;
         let connections = self.connection.sockets.iter().zip(&mut self.receiving).enumerate();
         for (number, (socket, receiving)) in connections {
             let mut seen = false;
-            receiving.poll();
+            receiving.begin_poll();
             while self.ended[number].is_none() && self.broken.is_none() {
-                let (extent, block) = self.stripes.room(number, end);
-                // A block that begins beyond the window has no room at all.
-                let space = window.get_mut(within(base, extent.start)..within(base, extent.end));
+                let (extent, block) = self.stripes.next_room(number, end);
+                // A block that begins behind the window has no space at all.
+                let space = window
+                    .get_mut(window_offset(base, extent.start)..window_offset(base, extent.end));
                 let space = space.unwrap_or_default();
-                match receiving.step(socket, space, within(0, block), seen) {
-                    Step::Placed(bytes) => {
-                        self.stripes.advance(number, bytes as u64);
+                match receiving.receive_step(socket, space, window_offset(0, block), seen) {
+                    ReceiveStep::Placed(bytes) => {
+                        self.stripes.advance_cursor(number, bytes as u64);
                         seen = true;
                     }
-                    Step::Again => {}
-                    Step::Drained => break,
-                    Step::Full => {
+                    ReceiveStep::Again => {}
+                    ReceiveStep::Drained => break,
+                    ReceiveStep::Full => {
                         self.full = true;
                         break;
                     }
-                    Step::Ended(reason) => self.ended[number] = Some(reason),
-                    Step::Tampered(what) => {
-                        self.broken = Some(self.connection.tampered(number, &what))
+                    ReceiveStep::Ended(reason) => self.ended[number] = Some(reason),
+                    ReceiveStep::Tampered(what) => {
+                        self.broken = Some(self.connection.report_tampering(number, &what))
                     }
                 }
             }
         }
-        let arrived = within(base, self.stripes.complete());
+        let arrived = window_offset(base, self.stripes.completed_position());
         Ok(self.arriving.commit(arrived)?)
     }
 }
 
 impl LinkReceiver for TcpReceiver {
     fn window(&mut self) -> Result<&[u8]> {
-        self.connection.pump_idly();
-        self.pump()?;
-        if self.incoming.used()? == 0 {
-            self.awaits()?;
+        self.connection.pump_if_unsent();
+        self.pump_incoming()?;
+        if self.incoming.used_bytes()? == 0 {
+            self.check_not_ended()?;
         }
         Ok(self.incoming.window()?)
     }
 
-    fn awaits(&mut self) -> Result<()> {
+    fn check_not_ended(&mut self) -> Result<()> {
         let peer = &self.connection.peer;
         if let Some(reason) = &self.broken {
-            return Err(peer.gone(reason));
+            return Err(peer.loss_error_or(reason));
         }
-        let next = self.stripes.owner(self.stripes.complete());
+        let next = self.stripes.connection_at(self.stripes.completed_position());
         if let Some(reason) = self.ended.get(next).and_then(Option::as_deref) {
-            return Err(peer.gone(reason));
+            return Err(peer.loss_error_or(reason));
         }
-        peer.lost().map_or(Ok(()), Err)
+        peer.loss_error().map_or(Ok(()), Err)
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {
         self.incoming.release(bytes)?;
-        if self.full { self.pump() } else { Ok(()) }
+        if self.full { self.pump_incoming() } else { Ok(()) }
     }
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The sending end of one connection: seals what lies in the ring where it lies, one record at a
-//! time.
+//! The sending end of one connection: encrypts bytes in place in the ring, one record at a time.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -10,48 +9,51 @@ use std::os::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, send, sendmsg};
 
-use crate::record::{HEADER, Header, Kind, MOST, Seal, TAG};
+use crate::record::{
+    MAX_RECORD_PAYLOAD, RECORD_HEADER_BYTES, RECORD_TAG_BYTES, RecordHeader, RecordKind, RecordSeal,
+};
 
-/// One connection's.
+/// Sends the records of one connection.
 #[derive(Debug)]
-pub(super) struct Sending {
-    seal: Seal,
-    /// Sealed and not all in the kernel's hands.
-    record: Option<Sealed>,
+pub(super) struct RecordSender {
+    seal: RecordSeal,
+    /// The sealed record that the socket has not fully accepted.
+    record: Option<SealedRecord>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Sealed {
-    header: Header,
+struct SealedRecord {
+    header: RecordHeader,
     length: usize,
-    tag: [u8; TAG],
-    /// Sent bytes of header, payload and tag.
+    tag: [u8; RECORD_TAG_BYTES],
+    /// Bytes of header, payload and tag that are sent.
     sent: usize,
 }
 
-impl Sending {
-    pub(super) fn new(seal: Seal) -> Self {
+impl RecordSender {
+    pub(super) fn new(seal: RecordSeal) -> Self {
         Self { seal, record: None }
     }
 
-    /// Sends of `bytes`, which are not empty and begin where the last record that was sent whole
-    /// ended, as much as the socket takes of one record; the bytes of that record if it then is
-    /// sent whole. Bytes that were sealed and not sent have to be the same at the next call.
-    pub(super) fn step(&mut self, socket: &OwnedFd, bytes: &mut [u8]) -> Result<usize, Errno> {
+    /// Sends as much of one record as the socket accepts; returns the bytes of the record if it is
+    /// then sent completely. `bytes` must not be empty and must begin where the last completely
+    /// sent record ended. If a record was sealed but not completely sent, the next call must pass
+    /// the same bytes.
+    pub(super) fn send_step(&mut self, socket: &OwnedFd, bytes: &mut [u8]) -> Result<usize, Errno> {
         let mut record = match self.record {
             Some(record) => record,
             None => {
-                let length = bytes.len().min(MOST);
-                let sealed = self.seal.seal(Kind::Bytes, &mut bytes[..length]);
+                let length = bytes.len().min(MAX_RECORD_PAYLOAD);
+                let sealed = self.seal.seal_payload(RecordKind::Bytes, &mut bytes[..length]);
                 let (header, tag) = sealed.ok_or(Errno::OVERFLOW)?;
-                Sealed { header, length, tag, sent: 0 }
+                SealedRecord { header, length, tag, sent: 0 }
             }
         };
-        let whole = HEADER + record.length + TAG;
+        let whole = RECORD_HEADER_BYTES + record.length + RECORD_TAG_BYTES;
         let payload = bytes.get(..record.length).ok_or(Errno::FAULT)?;
         while record.sent < whole {
             let parts = [&record.header.0[..], payload, &record.tag];
-            let left = rest(parts, record.sent).map(IoSlice::new);
+            let left = remaining_parts(parts, record.sent).map(IoSlice::new);
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             match sendmsg(socket, &left, &mut SendAncillaryBuffer::default(), flags) {
                 Ok(sent) => record.sent += sent,
@@ -66,22 +68,22 @@ impl Sending {
         Ok(record.length)
     }
 
-    /// Says that nothing follows, if all that was to be sent is, and if the socket has room.
-    pub(super) fn end(&mut self, socket: &OwnedFd) {
+    /// Sends the end record, if no record is partly sent and the socket has space.
+    pub(super) fn send_end(&mut self, socket: &OwnedFd) {
         if self.record.is_none()
-            && let Some((header, tag)) = self.seal.seal(Kind::End, &mut [])
+            && let Some((header, tag)) = self.seal.seal_payload(RecordKind::End, &mut [])
         {
-            let mut bytes = [0; HEADER + TAG];
-            bytes[..HEADER].copy_from_slice(&header.0);
-            bytes[HEADER..].copy_from_slice(&tag);
-            // A peer that does not get it sees the end of the connection.
+            let mut bytes = [0; RECORD_HEADER_BYTES + RECORD_TAG_BYTES];
+            bytes[..RECORD_HEADER_BYTES].copy_from_slice(&header.0);
+            bytes[RECORD_HEADER_BYTES..].copy_from_slice(&tag);
+            // If the peer does not receive the record, it sees the end of the connection.
             let _ = send(socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         }
     }
 }
 
-/// Returns the rest of some parts after their first `gone` bytes.
-fn rest<const N: usize>(parts: [&[u8]; N], mut gone: usize) -> [&[u8]; N] {
+/// Returns the parts without their first `gone` bytes.
+fn remaining_parts<const N: usize>(parts: [&[u8]; N], mut gone: usize) -> [&[u8]; N] {
     parts.map(|part| {
         let skipped = gone.min(part.len());
         gone -= skipped;

@@ -1,40 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Assigns the bytes of a link to its connections: fixed blocks in turn, so that both ends know it
-//! without a message.
+//! Assigns the bytes of a link to its connections: fixed blocks in turn, so both ends know the
+//! assignment without a message.
 //!
 //! ```text
 //! position     0 ......... B ......... 2B ........ 3B ........ 4B
 //! connection   |     0     |     1     |     2     |     0     | ...
 //! ```
 //!
-//! Every connection has a cursor, the next position it is to move. What lies before the least
-//! cursor has gone.
+//! Every connection has a cursor, which is the next position that it moves. All bytes before the
+//! lowest cursor are complete.
 
 use std::ops::Range;
 
 use crate::record;
 
-/// Most connections of one link.
-pub(crate) const MOST: u16 = 16;
+/// Largest number of connections of a link.
+pub(crate) const MAX_STREAMS_PER_LINK: u16 = 16;
 
-/// Bytes of a block where there are several connections, a whole record: both ends must agree.
-const BLOCK: u64 = record::MOST as u64;
-/// One connection takes all there is.
-const ENDLESS: u64 = 1 << 63;
+/// Size of a block with several connections: one whole record. Both ends must agree on it.
+const STRIPE_BLOCK_BYTES: u64 = record::MAX_RECORD_PAYLOAD as u64;
+/// Size of a block with a single connection, which carries all bytes.
+const SINGLE_STREAM_BLOCK_BYTES: u64 = 1 << 63;
 
 /// The cursors of one direction.
 #[derive(Clone, Debug)]
-pub(super) struct Stripes {
+pub(super) struct StripeCursors {
     block: u64,
     cursors: Vec<u64>,
     moved: u64,
 }
 
-impl Stripes {
+impl StripeCursors {
     pub(super) fn new(connections: usize) -> Self {
-        let block = if connections > 1 { BLOCK } else { ENDLESS };
+        let block = if connections > 1 { STRIPE_BLOCK_BYTES } else { SINGLE_STREAM_BLOCK_BYTES };
         Self {
             block,
             cursors: (0_u64..).take(connections.max(1)).map(|number| number * block).collect(),
@@ -42,37 +42,38 @@ impl Stripes {
         }
     }
 
-    /// Everything before this has gone.
-    pub(super) fn complete(&self) -> u64 {
+    /// Returns the position before which all bytes are complete.
+    pub(super) fn completed_position(&self) -> u64 {
         self.cursors.iter().copied().min().unwrap_or(0)
     }
 
-    /// Returns whether anything after [`complete`](Self::complete) has gone already.
-    pub(super) fn ahead(&self) -> bool {
-        self.moved != self.complete()
+    /// Returns whether bytes after [`completed_position`](Self::completed_position) are complete
+    /// already.
+    pub(super) fn has_gaps(&self) -> bool {
+        self.moved != self.completed_position()
     }
 
-    /// The connection that carries a position.
-    pub(super) fn owner(&self, position: u64) -> usize {
+    /// Returns the connection that carries a position.
+    pub(super) fn connection_at(&self, position: u64) -> usize {
         usize::try_from(position / self.block).unwrap_or(usize::MAX) % self.cursors.len()
     }
 
-    /// Returns the next bytes of a connection, before `end`.
-    pub(super) fn extent(&self, connection: usize, end: u64) -> Option<Range<u64>> {
-        let (extent, _) = self.room(connection, end);
+    /// Returns the next bytes of a connection before `end`; `None` if there are none.
+    pub(super) fn next_extent(&self, connection: usize, end: u64) -> Option<Range<u64>> {
+        let (extent, _) = self.next_room(connection, end);
         (!extent.is_empty()).then_some(extent)
     }
 
     /// Returns the next bytes that a connection may move before `end`, which may be none, and the
-    /// bytes up to the end of its block.
-    pub(super) fn room(&self, connection: usize, end: u64) -> (Range<u64>, u64) {
+    /// number of bytes up to the end of its block.
+    pub(super) fn next_room(&self, connection: usize, end: u64) -> (Range<u64>, u64) {
         let start = self.cursors.get(connection).copied().unwrap_or(end);
         let stop = (start / self.block).saturating_add(1).saturating_mul(self.block);
         (start..stop.min(end).max(start), stop - start)
     }
 
-    /// A connection has moved `bytes` of its extent.
-    pub(super) fn advance(&mut self, connection: usize, bytes: u64) {
+    /// Records that a connection has moved `bytes` of its extent.
+    pub(super) fn advance_cursor(&mut self, connection: usize, bytes: u64) {
         let others = (self.cursors.len() as u64).saturating_sub(1);
         if let Some(cursor) = self.cursors.get_mut(connection) {
             *cursor += bytes;
@@ -90,42 +91,48 @@ mod tests {
 
     #[test]
     fn one_connection_takes_everything_in_order() {
-        let mut stripes = Stripes::new(1);
-        assert_eq!(stripes.extent(0, 0), None);
-        assert_eq!(stripes.extent(0, 5 << 30), Some(0..5 << 30));
-        stripes.advance(0, 77);
-        assert_eq!((stripes.complete(), stripes.ahead()), (77, false));
+        let mut stripes = StripeCursors::new(1);
+        assert_eq!(stripes.next_extent(0, 0), None);
+        assert_eq!(stripes.next_extent(0, 5 << 30), Some(0..5 << 30));
+        stripes.advance_cursor(0, 77);
+        assert_eq!((stripes.completed_position(), stripes.has_gaps()), (77, false));
     }
 
     #[test]
     fn blocks_go_to_connections_in_turn_and_complete_in_order() {
-        let mut stripes = Stripes::new(3);
-        let end = 10 * BLOCK;
-        assert_eq!(stripes.extent(1, BLOCK), None);
-        assert_eq!(stripes.extent(1, end), Some(BLOCK..2 * BLOCK));
-        stripes.advance(1, BLOCK);
-        assert_eq!((stripes.complete(), stripes.ahead()), (0, true));
-        assert_eq!(stripes.extent(1, end), Some(4 * BLOCK..5 * BLOCK));
-        stripes.advance(0, BLOCK - 1);
-        assert_eq!(stripes.complete(), BLOCK - 1);
-        stripes.advance(0, 1);
-        assert_eq!((stripes.complete(), stripes.ahead()), (2 * BLOCK, false));
-        assert_eq!(stripes.owner(2 * BLOCK), 2);
+        let mut stripes = StripeCursors::new(3);
+        let end = 10 * STRIPE_BLOCK_BYTES;
+        assert_eq!(stripes.next_extent(1, STRIPE_BLOCK_BYTES), None);
+        assert_eq!(stripes.next_extent(1, end), Some(STRIPE_BLOCK_BYTES..2 * STRIPE_BLOCK_BYTES));
+        stripes.advance_cursor(1, STRIPE_BLOCK_BYTES);
+        assert_eq!((stripes.completed_position(), stripes.has_gaps()), (0, true));
+        assert_eq!(
+            stripes.next_extent(1, end),
+            Some(4 * STRIPE_BLOCK_BYTES..5 * STRIPE_BLOCK_BYTES)
+        );
+        stripes.advance_cursor(0, STRIPE_BLOCK_BYTES - 1);
+        assert_eq!(stripes.completed_position(), STRIPE_BLOCK_BYTES - 1);
+        stripes.advance_cursor(0, 1);
+        assert_eq!(
+            (stripes.completed_position(), stripes.has_gaps()),
+            (2 * STRIPE_BLOCK_BYTES, false)
+        );
+        assert_eq!(stripes.connection_at(2 * STRIPE_BLOCK_BYTES), 2);
     }
 
     #[test]
     fn every_byte_goes_once_whatever_the_order() {
         for connections in 1..6 {
-            let mut stripes = Stripes::new(connections);
-            let end = 7 * BLOCK + 12_345;
+            let mut stripes = StripeCursors::new(connections);
+            let end = 7 * STRIPE_BLOCK_BYTES + 12_345;
             let (mut seen, mut turn) = (0, 0_usize);
-            while stripes.complete() < end {
+            while stripes.completed_position() < end {
                 turn = turn.wrapping_mul(31).wrapping_add(7);
                 let connection = (turn >> 7) % connections;
-                if let Some(extent) = stripes.extent(connection, end) {
-                    assert_eq!(stripes.owner(extent.start), connection);
+                if let Some(extent) = stripes.next_extent(connection, end) {
+                    assert_eq!(stripes.connection_at(extent.start), connection);
                     let part = (extent.end - extent.start).min(1 + (turn as u64 >> 9) % 100_000);
-                    stripes.advance(connection, part);
+                    stripes.advance_cursor(connection, part);
                     seen += part;
                 }
             }

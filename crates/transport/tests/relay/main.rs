@@ -13,8 +13,10 @@ use std::net::{IpAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{Diverted, PATIENCE, address, open_pair};
-use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions, frames};
+use farandole_transport::contract::{
+    DivertingRendezvous, TEST_WAIT_LIMIT, open_link_pair, rank_zero_address,
+};
+use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions, into_frame_halves};
 use farandole_world::{HostHash, Rank};
 use proxy::{HANDSHAKE, Harm, Plan, Proxy, Way};
 use rand::rngs::StdRng;
@@ -27,11 +29,11 @@ const RING: usize = 1 << 20;
 
 fn options(rank: u32, streams: u16) -> MeshOptions {
     MeshOptions {
-        patience: PATIENCE,
+        setup_timeout: TEST_WAIT_LIMIT,
         use_shared_memory: false,
         streams,
         // Nothing is to be lost by time here.
-        peer_timeout: PATIENCE,
+        peer_timeout: TEST_WAIT_LIMIT,
         bind: vec![IpAddr::from([127, 0, 0, 1]).into()],
         ..MeshOptions::new(Rank(rank), 2, HostHash(format!("host-{rank}")), KEY)
     }
@@ -51,8 +53,8 @@ impl Pair {
     fn with(options: impl Fn(u32) -> MeshOptions + Sync, plan: Option<Plan>) -> Self {
         let meeting = MemoryRendezvous::default();
         let target = meeting.clone();
-        let proxy = Proxy::start(move || address(&target, 0), plan);
-        let diverted = Diverted { meeting: meeting.clone(), to: proxy.address };
+        let proxy = Proxy::start(move || rank_zero_address(&target, 0), plan);
+        let diverted = DivertingRendezvous { meeting: meeting.clone(), to: proxy.address };
         let meshes = thread::scope(|scope| {
             let zero = scope.spawn(|| Mesh::join(options(0), &meeting).unwrap());
             let one = Mesh::join(options(1), &diverted).unwrap();
@@ -62,7 +64,7 @@ impl Pair {
     }
 
     fn open(&self, channel: u32) -> (Link, Link) {
-        open_pair(&self.meshes, channel, RING)
+        open_link_pair(&self.meshes, channel, RING)
     }
 }
 
@@ -73,7 +75,7 @@ fn pattern(at: usize) -> u8 {
 /// Sends all of the pattern and closes the link in order, or gives up where the other end is lost.
 fn send(link: Link) {
     let Link { mut sender, receiver, .. } = link;
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     let mut sent = 0;
     while sent < TOTAL {
         let Ok(window) = sender.window() else { return };
@@ -94,7 +96,7 @@ fn send(link: Link) {
 
 /// Reads to the error; how much was accepted, every byte of which is the one that was sent.
 fn receive(link: &mut Link, told: &str) -> (usize, Error) {
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     let mut seen = 0;
     loop {
         let window = match link.receiver.window() {
@@ -108,7 +110,7 @@ fn receive(link: &mut Link, told: &str) -> (usize, Error) {
         );
         let bytes = window.len();
         seen += bytes;
-        let released = link.receiver.release(bytes).and_then(|()| link.receiver.awaits());
+        let released = link.receiver.release(bytes).and_then(|()| link.receiver.check_not_ended());
         if let (Err(error), Ok([])) = (released, link.receiver.window()) {
             return (seen, error);
         }
@@ -158,7 +160,7 @@ fn without_harm_everything_arrives_through_the_relay() {
         sending.join().unwrap();
         assert_eq!(seen, TOTAL);
         assert!(error.to_string().ends_with("it closed the connection"), "{error}");
-        pair.meshes.iter().for_each(|mesh| mesh.check().unwrap());
+        pair.meshes.iter().for_each(|mesh| mesh.check_peers().unwrap());
     }
 }
 
@@ -217,9 +219,9 @@ fn a_link_that_is_cut_off_between_two_records_did_not_end_in_order() {
     one.sender.commit(1000).unwrap();
     drop(one);
     pair.proxy.await_harm();
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     let error = loop {
-        match zero.receiver.awaits() {
+        match zero.receiver.check_not_ended() {
             Ok(()) => {
                 assert!(zero.receiver.window().unwrap().len() <= 1000 && Instant::now() < limit)
             }
@@ -254,9 +256,9 @@ fn tr_7_a_changed_heartbeat_loses_the_peer_and_both_ranks_name_the_link() {
         let _links = pair.open(1);
         let (hearer, sayer) = if way == Way::ToAcceptor { (0, 1) } else { (1, 0) };
         let reason = |rank: usize| {
-            let limit = Instant::now() + PATIENCE;
+            let limit = Instant::now() + TEST_WAIT_LIMIT;
             loop {
-                if let Err(error) = pair.meshes[rank].check() {
+                if let Err(error) = pair.meshes[rank].check_peers() {
                     break error.to_string();
                 }
                 assert!(Instant::now() < limit, "{told}: rank {rank} noticed nothing");
@@ -285,10 +287,10 @@ fn data_on_the_network_reveals_nothing() {
     let secret = b"gradients, pickles and the names of tensors: nobody's business";
     let pair = Pair::new(1, None);
     let (zero, one) = pair.open(1);
-    let ((_, mut heard), (mut sender, _)) = (frames(zero), frames(one));
+    let ((_, mut heard), (mut sender, _)) = (into_frame_halves(zero), into_frame_halves(one));
     let payload = secret.repeat(5000);
-    sender.queue(1, &payload).unwrap();
-    let limit = Instant::now() + PATIENCE;
+    sender.queue_frame(1, &payload).unwrap();
+    let limit = Instant::now() + TEST_WAIT_LIMIT;
     let frame = loop {
         sender.flush().unwrap();
         if let Some(frame) = heard.try_receive().unwrap() {
@@ -323,26 +325,26 @@ fn a_recorded_handshake_is_useless_later() {
     let meeting = MemoryRendezvous::default();
     let (target, card) = (meeting.clone(), meeting.clone());
     let joining = thread::spawn(move || Mesh::join(options(0, 1), &target).unwrap());
-    let there = address(&card, 0);
+    let there = rank_zero_address(&card, 0);
     let other = Mesh::join(options(1, 1), &meeting).unwrap();
     let mesh = joining.join().unwrap();
     for words in &recorded {
-        let before = mesh.refused();
+        let before = mesh.refused_connections();
         let mut stream = TcpStream::connect(there).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TEST_WAIT_LIMIT)).unwrap();
         // The door may close in the middle.
         drop(stream.write_all(words));
         let mut heard = Vec::new();
         drop(stream.read_to_end(&mut heard));
         assert!(heard.len() <= HANDSHAKE[1] - 34, "it was accepted");
-        let limit = Instant::now() + PATIENCE;
-        while mesh.refused() == before {
+        let limit = Instant::now() + TEST_WAIT_LIMIT;
+        while mesh.refused_connections() == before {
             assert!(Instant::now() < limit, "it was not turned away");
             thread::yield_now();
         }
     }
     let impatient = Instant::now() + Duration::from_millis(300);
-    let error = mesh.open_until(1, &[Rank(1)], RING, impatient, &mut || false).unwrap_err();
+    let error = mesh.open_links_until(1, &[Rank(1)], RING, impatient, &mut || false).unwrap_err();
     assert!(matches!(error, Error::Timeout { .. }), "a recorded session became a link: {error}");
     drop(other);
 }

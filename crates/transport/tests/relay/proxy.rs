@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 
-use farandole_transport::contract::PATIENCE;
+use farandole_transport::contract::TEST_WAIT_LIMIT;
 
 /// Bytes of a handshake, from the dialer and from the acceptor.
 pub(crate) const HANDSHAKE: [usize; 2] = [144 + 32, 110 + 34];
@@ -122,8 +122,11 @@ impl Proxy {
     /// Waits until harm was done.
     pub(crate) fn await_harm(&self) {
         let state = self.shared.state.lock().unwrap();
-        let (_state, late) =
-            self.shared.changed.wait_timeout_while(state, PATIENCE, |state| !state.done).unwrap();
+        let (_state, late) = self
+            .shared
+            .changed
+            .wait_timeout_while(state, TEST_WAIT_LIMIT, |state| !state.done)
+            .unwrap();
         assert!(!late.timed_out(), "no harm was done");
     }
 }
@@ -219,7 +222,7 @@ fn meet(shared: &Shared, number: usize, other: usize, way: Way) -> TcpStream {
     assert_ne!(number, other);
     let state = shared.state.lock().unwrap();
     let missing = |state: &mut State| state.outs.len() <= other;
-    let (state, late) = shared.changed.wait_timeout_while(state, PATIENCE, missing).unwrap();
+    let (state, late) = shared.changed.wait_timeout_while(state, TEST_WAIT_LIMIT, missing).unwrap();
     assert!(!late.timed_out(), "no connection {other}");
     state.outs[other][way as usize].try_clone().unwrap()
 }

@@ -8,13 +8,13 @@ use super::*;
 
 const TOKEN: &str = "0123456789abcdef";
 
-fn site(folder: &std::path::Path) -> Site {
-    Site {
+fn site(folder: &std::path::Path) -> ViewerSite {
+    ViewerSite {
         token: TOKEN.to_owned(),
         script: Bytes::from_static(b"script"),
         style: Bytes::from_static(b"style"),
-        catalog: Catalog::open(&[folder.to_string_lossy().into_owned()]).unwrap(),
-        shelf: Shelf::default(),
+        catalog: RunCatalog::open(&[folder.to_string_lossy().into_owned()]).unwrap(),
+        series_cache: SeriesCache::default(),
     }
 }
 
@@ -25,9 +25,9 @@ fn write(folder: &std::path::Path, path: &str, text: &str) {
 }
 
 /// Status and content, as a browser gets them.
-fn get(site: &Site, address: &str) -> (u16, String) {
+fn get(site: &ViewerSite, address: &str) -> (u16, String) {
     let (path, query) = address.split_once('?').unwrap_or((address, ""));
-    let response = site.answer(path, query).response(None);
+    let response = site.answer_request(path, query).into_response(None);
     let status = response.status().as_u16();
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let body = runtime.block_on(response.into_body().collect()).unwrap().to_bytes();
@@ -51,22 +51,27 @@ fn nothing_is_answered_without_the_token() {
 
 #[test]
 fn the_page_names_relative_addresses_only() {
-    assert!(!PAGE.contains("=\"/") && !PAGE.contains("http"));
-    assert!(!PAGE.contains("<style") && !PAGE.contains("style=") && !PAGE.contains("onclick"));
+    assert!(!PAGE_HTML.contains("=\"/") && !PAGE_HTML.contains("http"));
+    assert!(
+        !PAGE_HTML.contains("<style")
+            && !PAGE_HTML.contains("style=")
+            && !PAGE_HTML.contains("onclick")
+    );
 }
 
 #[test]
 fn every_answer_has_the_policy_and_a_known_content_is_not_sent_again() {
     let folder = tempfile::tempdir().unwrap();
     let site = site(folder.path());
-    let first = site.answer(&format!("/{TOKEN}/api/runs"), "").response(None);
+    let first = site.answer_request(&format!("/{TOKEN}/api/runs"), "").into_response(None);
     let header = |name: &str| first.headers().get(name).unwrap().to_str().unwrap().to_owned();
     assert!(
         header("content-security-policy").starts_with("default-src 'none'; script-src 'self';")
     );
     assert_eq!(header("x-content-type-options"), "nosniff");
     assert_eq!(header("referrer-policy"), "no-referrer");
-    let again = site.answer(&format!("/{TOKEN}/api/runs"), "").response(Some(&header("etag")));
+    let again =
+        site.answer_request(&format!("/{TOKEN}/api/runs"), "").into_response(Some(&header("etag")));
     assert_eq!(again.status(), StatusCode::NOT_MODIFIED);
     assert!(again.headers().contains_key("content-security-policy"));
 }
@@ -143,7 +148,7 @@ fn the_timeline_of_a_run_is_a_file_to_save() {
     assert_eq!(get(&site, &address("a")), (200, "{\"traceEvents\":[]}".to_owned()));
     let (path, query) =
         address("a").split_once('?').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
-    let reply = site.answer(&path, &query).response(None);
+    let reply = site.answer_request(&path, &query).into_response(None);
     assert_eq!(reply.headers()["content-disposition"], "attachment; filename=\"timeline.json\"");
     assert_eq!(get(&site, &address("b")).0, 404);
 }

@@ -11,25 +11,25 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 use crate::record;
-use crate::source::{Files, RECORD, Source};
+use crate::source::{Files, RECORD_FILE, RunSource};
 
 /// A rank is a straggler, or its data is slow, if it takes this many times the median.
-const SLOW: f64 = 1.3;
+const STRAGGLER_RATIO: f64 = 1.3;
 /// A share of the step that limits the run.
-const LARGE: f64 = 0.25;
+const LIMITING_SHARE: f64 = 0.25;
 /// Share of a step below which no rank's data is slow.
-const SMALL: f64 = 0.1;
+const MIN_SLOW_DATA_SHARE: f64 = 0.1;
 /// Mean bytes of a gradient below which the time of a reduction depends on their number.
-const SMALL_TENSOR: f64 = 65_536.0;
+const SMALL_TENSOR_BYTES: f64 = 65_536.0;
 /// Bytes per second below which a link between hosts limits a reduction: a network of 1 Gbit/s.
-const SLOW_LINK: f64 = 125e6;
+const SLOW_LINK_BYTES_PER_SECOND: f64 = 125e6;
 /// The advice if the measured times do not show which rank is slow.
-const TRACE: &str = "fit(timeline=True) records what each rank does and when, and names a rank for \
+const TRACE_ADVICE: &str = "fit(timeline=True) records what each rank does and when, and names a rank for \
                      which the others wait";
 
 /// Three lines about a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Explanation {
+pub struct RunExplanation {
     /// The limit of the run, with the number that shows it.
     pub verdict: String,
     /// The numbers that the verdict is based on.
@@ -40,7 +40,7 @@ pub struct Explanation {
 
 /// Mean seconds of one rank's steps.
 #[derive(Clone, Debug, PartialEq)]
-struct Times {
+struct RankStepTimes {
     rank: u64,
     host: String,
     step: f64,
@@ -53,8 +53,8 @@ struct Times {
     reduced: Option<(f64, f64)>,
 }
 
-impl Times {
-    fn of(rank: &Value) -> Option<Self> {
+impl RankStepTimes {
+    fn from_record(rank: &Value) -> Option<Self> {
         let number = |name: &str| rank.get(name).and_then(Value::as_f64);
         Some(Self {
             rank: rank.get("rank")?.as_u64()?,
@@ -68,9 +68,9 @@ impl Times {
         })
     }
 
-    /// Returns the seconds in which the rank does not wait; `None` if it does not measure what it
+    /// Returns the seconds in which the rank does not wait; `None` if it does not measure its
     /// waits.
-    fn own(&self) -> Option<f64> {
+    fn own_seconds(&self) -> Option<f64> {
         Some(self.step - self.data? - self.reduce?)
     }
 }
@@ -79,51 +79,56 @@ impl Times {
 ///
 /// # Errors
 /// [`Error::Missing`] if there is no record of a run; a store that cannot be read.
-pub fn explain(url: &str) -> Result<Explanation> {
+pub fn explain_run(url: &str) -> Result<RunExplanation> {
     let directory = Store::open(url)?;
-    let files = Source::list(&directory)?.remove("").filter(|files| files.contains_key(RECORD));
-    let files = files.ok_or_else(|| Error::Missing { what: directory.name_of(RECORD) })?;
-    Ok(judge(&record::read(&directory, &files), &files))
+    let files = RunSource::list_runs(&directory)?
+        .remove("")
+        .filter(|files| files.contains_key(RECORD_FILE));
+    let files =
+        files.ok_or_else(|| Error::Missing { what: directory.display_path(RECORD_FILE) })?;
+    Ok(explain_record(&record::read_record(&directory, &files), &files))
 }
 
 /// Explains the run of a record, in whose directory these files are.
-pub(crate) fn judge(record: &Map<String, Value>, files: &Files) -> Explanation {
+pub(crate) fn explain_record(record: &Map<String, Value>, files: &Files) -> RunExplanation {
     if record.get("state").and_then(Value::as_str) == Some("failed") {
-        return failed(record, files);
+        return explain_failure(record, files);
     }
-    let ranks: Vec<Times> = record
+    let ranks: Vec<RankStepTimes> = record
         .get("ranks")
         .and_then(Value::as_array)
         .into_iter()
         .flatten()
-        .filter_map(Times::of)
+        .filter_map(RankStepTimes::from_record)
         .collect();
     if ranks.is_empty() {
-        return unknown(record);
+        return explain_unmeasured(record);
     }
-    straggler(&ranks).or_else(|| slow_data(&ranks)).unwrap_or_else(|| by_share(record, &ranks))
+    explain_straggler(&ranks)
+        .or_else(|| explain_slow_data(&ranks))
+        .unwrap_or_else(|| explain_by_share(record, &ranks))
 }
 
 /// Returns whether the run is one of a function or a script, not of an estimator: its steps are not
 /// measured.
-fn is_plain(record: &Map<String, Value>) -> bool {
+fn is_plain_run(record: &Map<String, Value>) -> bool {
     matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
 }
 
-fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
+fn explain_failure(record: &Map<String, Value>, files: &Files) -> RunExplanation {
     let reason = record.get("reason").and_then(Value::as_str).unwrap_or("no reason is recorded");
     let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
     let events = record.get("events").and_then(Value::as_array);
     let last =
         events.and_then(|events| events.last()).and_then(|event| event.get("what")?.as_str());
-    Explanation {
+    RunExplanation {
         verdict: format!("failed: {}", first(reason)),
         why: last.map_or_else(
             || "no event was recorded before the failure".to_owned(),
             |what| format!("the last event was: {}", first(what)),
         ),
-        next: if is_plain(record) {
-            output(reason, files)
+        next: if is_plain_run(record) {
+            output_hint(reason, files)
         } else {
             "fit with the same run_id continues from the last checkpoint; on_failure=\"restart\" \
              does so by itself"
@@ -133,7 +138,7 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
 }
 
 /// Returns a hint to the output of the rank of a failure.
-fn output(reason: &str, files: &Files) -> String {
+fn output_hint(reason: &str, files: &Files) -> String {
     // Reasons begin with the rank: `rank 1 on a failed: ..`.
     let rank =
         reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
@@ -157,9 +162,9 @@ fn output(reason: &str, files: &Files) -> String {
     }
 }
 
-fn unknown(record: &Map<String, Value>) -> Explanation {
-    if is_plain(record) {
-        return Explanation {
+fn explain_unmeasured(record: &Map<String, Value>) -> RunExplanation {
+    if is_plain_run(record) {
+        return RunExplanation {
             verdict: "unknown: only fits of estimators measure the time of their steps".to_owned(),
             why: "this is a run of a function or a script".to_owned(),
             next: "run it with timeline=FILE, or farandole run --timeline FILE: the summary names \
@@ -167,7 +172,7 @@ fn unknown(record: &Map<String, Value>) -> Explanation {
                 .to_owned(),
         };
     }
-    Explanation {
+    RunExplanation {
         verdict: "unknown: the run has no times of its ranks".to_owned(),
         why: "ranks report the time of their steps every two seconds, and none has".to_owned(),
         next: "explain a run that trains for longer, or one that was recorded by this version"
@@ -176,10 +181,10 @@ fn unknown(record: &Map<String, Value>) -> Explanation {
 }
 
 /// Returns a rank whose own work takes far longer than the median.
-fn straggler(ranks: &[Times]) -> Option<Explanation> {
-    let (slow, own, usual) = slowest(ranks, Times::own)?;
+fn explain_straggler(ranks: &[RankStepTimes]) -> Option<RunExplanation> {
+    let (slow, own, usual) = slowest_rank(ranks, RankStepTimes::own_seconds)?;
     let times = own / usual;
-    (usual > 0.0 && times > SLOW).then(|| Explanation {
+    (usual > 0.0 && times > STRAGGLER_RATIO).then(|| RunExplanation {
         verdict: format!(
             "straggler: rank {} on {} computes {times:.1} times as long as the median",
             slow.rank, slow.host
@@ -199,9 +204,9 @@ fn straggler(ranks: &[Times]) -> Option<Explanation> {
 
 /// Returns a rank that waits for its data far longer than the median, so that the others wait for
 /// it.
-fn slow_data(ranks: &[Times]) -> Option<Explanation> {
-    let (slow, data, usual) = slowest(ranks, |rank| rank.data)?;
-    (data - usual > SMALL * slow.step && data > SLOW * usual).then(|| Explanation {
+fn explain_slow_data(ranks: &[RankStepTimes]) -> Option<RunExplanation> {
+    let (slow, data, usual) = slowest_rank(ranks, |rank| rank.data)?;
+    (data - usual > MIN_SLOW_DATA_SHARE * slow.step && data > STRAGGLER_RATIO * usual).then(|| RunExplanation {
         verdict: format!(
             "slow data: rank {} on {} waits {:.1} ms of a step for data, the median is {:.1} ms",
             slow.rank,
@@ -213,7 +218,7 @@ fn slow_data(ranks: &[Times]) -> Option<Explanation> {
             "a step takes {:.1} ms there, {} of it waits for data; the others wait for that rank \
              in the reduction",
             slow.step * 1e3,
-            percent(data / slow.step)
+            format_percent(data / slow.step)
         ),
         next: format!(
             "look for a slow disk, a slow link to the store or other load on {}, and for larger \
@@ -225,7 +230,10 @@ fn slow_data(ranks: &[Times]) -> Option<Explanation> {
 
 /// Returns the rank with the largest value, that value and the median; `None` if there is one rank,
 /// or one without a value.
-fn slowest(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<(&Times, f64, f64)> {
+fn slowest_rank(
+    ranks: &[RankStepTimes],
+    of: impl Fn(&RankStepTimes) -> Option<f64>,
+) -> Option<(&RankStepTimes, f64, f64)> {
     let mut values =
         ranks.iter().map(of).collect::<Option<Vec<f64>>>().filter(|values| values.len() > 1)?;
     let (at, most) = values.iter().copied().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b))?;
@@ -240,32 +248,34 @@ fn slowest(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<(&Time
 }
 
 /// Returns the largest part of a step on average.
-fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
-    let step = mean(ranks, |rank| Some(rank.step)).unwrap_or_default();
+fn explain_by_share(record: &Map<String, Value>, ranks: &[RankStepTimes]) -> RunExplanation {
+    let step = mean_over_ranks(ranks, |rank| Some(rank.step)).unwrap_or_default();
     let takes = format!("a step takes {:.1} ms on average over {} ranks", step * 1e3, ranks.len());
-    let share = |of: fn(&Times) -> Option<f64>| mean(ranks, of).map(|seconds| seconds / step);
+    let share = |of: fn(&RankStepTimes) -> Option<f64>| {
+        mean_over_ranks(ranks, of).map(|seconds| seconds / step)
+    };
     let parameter =
         |name: &str| record.get("parameters").and_then(|all| all.get(name)).map(Value::to_string);
     let now =
         |name: &str| parameter(name).map_or_else(String::new, |value| format!(" (now {value})"));
     let reduce = share(|rank| rank.reduce);
     let Some(data) = share(|rank| rank.data) else {
-        return Explanation {
+        return RunExplanation {
             verdict: "unknown: this run does not measure what a step waits for".to_owned(),
             why: takes,
-            next: TRACE.to_owned(),
+            next: TRACE_ADVICE.to_owned(),
         };
     };
     let why = reduce.map_or_else(
         || {
             format!(
                 "{takes}: {} waits for data; what waits for the reduction is not measured",
-                percent(data)
+                format_percent(data)
             )
         },
         |reduce| {
-            let computes = percent(1.0 - data - reduce);
-            let (data, reduce) = (percent(data), percent(reduce));
+            let computes = format_percent(1.0 - data - reduce);
+            let (data, reduce) = (format_percent(data), format_percent(reduce));
             format!(
                 "{takes}: {data} waits for data, {reduce} waits for the reduction, {computes} \
                      computes"
@@ -273,8 +283,8 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
         },
     );
     let (verdict, next) = match reduce {
-        _ if data >= LARGE => (
-            format!("input-bound: {} of a step waits for data", percent(data)),
+        _ if data >= LIMITING_SHARE => (
+            format!("input-bound: {} of a step waits for data", format_percent(data)),
             format!(
                 "try a larger train_reader_num_workers{}, inmemory_cache_all=True if the rows fit \
                  into memory, or a cheaper transformation_fn",
@@ -282,17 +292,20 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
             ),
         ),
         None => (
-            format!("not input-bound: {} of a step does not wait for data", percent(1.0 - data)),
-            TRACE.to_owned(),
+            format!(
+                "not input-bound: {} of a step does not wait for data",
+                format_percent(1.0 - data)
+            ),
+            TRACE_ADVICE.to_owned(),
         ),
-        Some(reduce) if reduce >= LARGE => {
-            if let Some(limited) = by_gradients(ranks, reduce, reduce * step, &why) {
+        Some(reduce) if reduce >= LIMITING_SHARE => {
+            if let Some(limited) = explain_by_gradients(ranks, reduce, reduce * step, &why) {
                 return limited;
             }
             (
                 format!(
                     "reduction-bound: {} of a step waits for the reduction of gradients",
-                    percent(reduce)
+                    format_percent(reduce)
                 ),
                 format!(
                     "try a larger batch_size{}, gradient_compression or \
@@ -303,7 +316,7 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
             )
         }
         Some(reduce) => (
-            format!("compute-bound: {} of a step computes", percent(1.0 - data - reduce)),
+            format!("compute-bound: {} of a step computes", format_percent(1.0 - data - reduce)),
             format!(
                 "more ranks or faster processors shorten an epoch; try precision=\"bf16\" or a \
                  larger batch_size{}",
@@ -311,16 +324,21 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
             ),
         ),
     };
-    Explanation { verdict, why, next }
+    RunExplanation { verdict, why, next }
 }
 
 /// Returns what makes reductions slow, if the number and the size of the gradients show it.
-fn by_gradients(ranks: &[Times], share: f64, waits: f64, why: &str) -> Option<Explanation> {
+fn explain_by_gradients(
+    ranks: &[RankStepTimes],
+    share: f64,
+    waits: f64,
+    why: &str,
+) -> Option<RunExplanation> {
     let (tensors, bytes) = ranks.first()?.reduced?;
     let hosts: BTreeSet<&str> = ranks.iter().map(|rank| rank.host.as_str()).collect();
-    let share = percent(share);
-    if bytes / tensors < SMALL_TENSOR {
-        return Some(Explanation {
+    let share = format_percent(share);
+    if bytes / tensors < SMALL_TENSOR_BYTES {
+        return Some(RunExplanation {
             verdict: format!(
                 "small tensors: {share} of a step waits for the reduction of {tensors:.0} \
                  gradients, of {:.1} KB on average",
@@ -335,7 +353,7 @@ fn by_gradients(ranks: &[Times], share: f64, waits: f64, why: &str) -> Option<Ex
     }
     // The wait is a part of the transfer, so the link is at most as fast as this.
     let speed = bytes / waits;
-    (hosts.len() > 1 && speed < SLOW_LINK).then(|| Explanation {
+    (hosts.len() > 1 && speed < SLOW_LINK_BYTES_PER_SECOND).then(|| RunExplanation {
         verdict: format!(
             "slow link: {share} of a step waits for the reduction of {:.1} MB of gradients, which \
              {} hosts exchange at no more than {:.1} MB/s",
@@ -351,12 +369,15 @@ fn by_gradients(ranks: &[Times], share: f64, waits: f64, why: &str) -> Option<Ex
 }
 
 /// Returns the mean over all ranks; `None` if one has no value.
-fn mean(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<f64> {
+fn mean_over_ranks(
+    ranks: &[RankStepTimes],
+    of: impl Fn(&RankStepTimes) -> Option<f64>,
+) -> Option<f64> {
     let count = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
     Some(ranks.iter().map(of).sum::<Option<f64>>()? / f64::from(count))
 }
 
-fn percent(share: f64) -> String {
+fn format_percent(share: f64) -> String {
     format!("{:.0} %", share * 100.0)
 }
 

@@ -9,9 +9,9 @@ fn rank(number: u32, step: f64, data: f64, reduce: f64) -> Value {
     json!({"rank": number, "host": format!("h{number}"), "step_seconds": step, "data_seconds": data, "reduce_seconds": reduce})
 }
 
-fn of(record: Value) -> Explanation {
+fn of(record: Value) -> RunExplanation {
     let Value::Object(record) = record else { panic!("an object") };
-    judge(&record, &Files::new())
+    explain_record(&record, &Files::new())
 }
 
 #[test]
@@ -111,9 +111,9 @@ fn a_failed_run_and_one_without_times_say_so() {
 fn a_run_is_read_from_its_directory() {
     let folder = tempfile::tempdir().unwrap();
     let url = folder.path().to_string_lossy().into_owned();
-    assert!(matches!(explain(&url), Err(Error::Missing { .. })));
-    std::fs::write(folder.path().join(RECORD), r#"{"state": "ended"}"#).unwrap();
-    assert!(explain(&url).unwrap().verdict.starts_with("unknown"));
+    assert!(matches!(explain_run(&url), Err(Error::Missing { .. })));
+    std::fs::write(folder.path().join(RECORD_FILE), r#"{"state": "ended"}"#).unwrap();
+    assert!(explain_run(&url).unwrap().verdict.starts_with("unknown"));
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn the_failure_of_a_function_leads_to_the_output_of_its_rank() {
     let Value::Object(record) = record else { panic!("an object") };
     let next = |files: &[&str]| {
         let files = files.iter().map(|file| ((*file).to_owned(), (1, None))).collect();
-        judge(&record, &files).next
+        explain_record(&record, &files).next
     };
     assert_eq!(
         next(&["output/rank.1/stderr"]),

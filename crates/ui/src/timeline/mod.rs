@@ -17,7 +17,7 @@
 //! - `TL-2`: ranks of one host have one clock: their times are not changed against each other.
 
 mod clocks;
-mod late;
+mod lateness;
 mod pieces;
 mod read;
 mod summary;
@@ -28,17 +28,17 @@ mod write;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-pub use pieces::{KIND, Pieces};
-pub use summary::{RankSummary, Straggler, Summary};
+pub use pieces::{TIMELINE_RECORD_KIND, TimelinePieces};
+pub use summary::{StragglerShare, TimelineRankSummary, TimelineSummary};
 
-use self::clocks::Clocks;
-use self::late::Lateness;
-use self::read::Trace;
+use self::clocks::HostClocks;
+use self::lateness::RankLateness;
+use self::read::RankTrace;
 use crate::error::{Error, Result};
 
 /// One rank's part in an operation, in microseconds of its host's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Part {
+struct OperationPart {
     rank: u32,
     begun: i64,
     ended: i64,
@@ -48,10 +48,10 @@ struct Part {
 type Operation = (String, u64);
 
 /// The parts of ranks in operations.
-type Operations = HashMap<Operation, Vec<Part>>;
+type Operations = HashMap<Operation, Vec<OperationPart>>;
 
 /// The suffix of the file with the earlier part of a rank's timeline, if files are bounded.
-const OLD: &str = ".old";
+const OLD_FILE_SUFFIX: &str = ".old";
 
 /// Merges timelines into one trace.
 ///
@@ -61,24 +61,28 @@ const OLD: &str = ".old";
 /// # Errors
 /// `Timeline` if there is no timeline, a file is none, two have the same rank, or a file cannot be
 /// read or written.
-pub fn merge(inputs: &[PathBuf], output: &Path) -> Result<Summary> {
+pub fn merge_timeline_files(inputs: &[PathBuf], output: &Path) -> Result<TimelineSummary> {
     let mut traces = Vec::new();
-    for path in files(inputs)? {
-        traces.push(Trace::open(&path)?);
+    for path in timeline_files(inputs)? {
+        traces.push(RankTrace::open(&path)?);
     }
-    merge_traces(traces, output, Broken::Fails)
+    merge_traces(traces, output, BrokenTracePolicy::Fail)
 }
 
 /// The treatment of a trace that cannot be read to its end.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Broken {
+enum BrokenTracePolicy {
     /// Merging fails.
-    Fails,
+    Fail,
     /// The trace is left out, unless there is no other.
-    IsLeftOut,
+    Skip,
 }
 
-fn merge_traces(mut traces: Vec<Trace>, output: &Path, broken: Broken) -> Result<Summary> {
+fn merge_traces(
+    mut traces: Vec<RankTrace>,
+    output: &Path,
+    broken: BrokenTracePolicy,
+) -> Result<TimelineSummary> {
     // Of an elastic job, the last world: ranks of others are other workers.
     let last = traces.iter().map(|trace| trace.generation).max();
     traces.retain(|trace| Some(trace.generation) == last);
@@ -88,33 +92,41 @@ fn merge_traces(mut traces: Vec<Trace>, output: &Path, broken: Broken) -> Result
             && one.rank == other.rank
         {
             let reason = format!("it is of rank {}, as is {}", other.rank, one.path.display());
-            return Err(refused(&other.path, reason));
+            return Err(timeline_error(&other.path, reason));
         }
     }
-    let (traces, operations) = read(traces, broken)?;
+    let (traces, operations) = read_operations(traces, broken)?;
     let hosts: Vec<(u32, &str)> = traces.iter().map(|trace| (trace.rank, &*trace.host)).collect();
-    let clocks = Clocks::measure(&hosts, &operations);
+    let clocks = HostClocks::measure_clocks(&hosts, &operations);
     // Before this, some rank's part in operations was dropped, so the late rank is unknown.
     let cut = traces.iter().filter(|trace| trace.since > 0);
-    let known = cut.map(|trace| clocks.corrected(trace.rank, trace.start + trace.since)).max();
-    let lateness = Lateness::of(&operations, &clocks, known.unwrap_or(i64::MIN), traces.len());
-    write::write(output, &traces, &clocks, &lateness)?;
-    Ok(Summary::of(&traces, &clocks, &lateness))
+    let known = cut.map(|trace| clocks.corrected_time(trace.rank, trace.start + trace.since)).max();
+    let lateness = RankLateness::from_operations(
+        &operations,
+        &clocks,
+        known.unwrap_or(i64::MIN),
+        traces.len(),
+    );
+    write::write_trace(output, &traces, &clocks, &lateness)?;
+    Ok(TimelineSummary::from_traces(&traces, &clocks, &lateness))
 }
 
 /// Returns the operations of all traces, and the traces that can be read to their ends.
-fn read(traces: Vec<Trace>, broken: Broken) -> Result<(Vec<Trace>, Operations)> {
+fn read_operations(
+    traces: Vec<RankTrace>,
+    broken: BrokenTracePolicy,
+) -> Result<(Vec<RankTrace>, Operations)> {
     let (mut whole, mut operations) = (Vec::new(), Operations::new());
     let mut failure = None;
     for trace in traces {
-        match trace.operations() {
+        match trace.completed_operations() {
             Ok(own) => {
                 for (operation, part) in own {
                     operations.entry(operation).or_default().push(part);
                 }
                 whole.push(trace);
             }
-            Err(error) if broken == Broken::Fails => return Err(error),
+            Err(error) if broken == BrokenTracePolicy::Fail => return Err(error),
             Err(error) => failure = Some(error),
         }
     }
@@ -124,21 +136,24 @@ fn read(traces: Vec<Trace>, broken: Broken) -> Result<(Vec<Trace>, Operations)> 
     }
 }
 
-fn files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
+fn timeline_files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for input in inputs {
         if input.is_dir() {
-            let listing =
-                std::fs::read_dir(input).map_err(|error| refused(input, error.to_string()))?;
+            let listing = std::fs::read_dir(input)
+                .map_err(|error| timeline_error(input, error.to_string()))?;
             let before = found.len();
             for entry in listing {
-                let path = entry.map_err(|error| refused(input, error.to_string()))?.path();
+                let path = entry.map_err(|error| timeline_error(input, error.to_string()))?.path();
                 if path.extension().is_some_and(|ending| ending == "json") {
                     found.push(path);
                 }
             }
             if found.len() == before {
-                return Err(refused(input, "the folder has no files that end in .json".to_owned()));
+                return Err(timeline_error(
+                    input,
+                    "the folder has no files that end in .json".to_owned(),
+                ));
             }
         } else {
             found.push(input.clone());
@@ -148,6 +163,6 @@ fn files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-fn refused(path: &Path, reason: String) -> Error {
+fn timeline_error(path: &Path, reason: String) -> Error {
     Error::Timeline { path: path.to_owned(), reason }
 }

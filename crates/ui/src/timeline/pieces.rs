@@ -11,48 +11,49 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use tempfile::TempDir;
 
-use super::read::Trace;
-use super::{Broken, Summary, merge_traces, refused};
+use super::read::RankTrace;
+use super::{BrokenTracePolicy, TimelineSummary, merge_traces, timeline_error};
 use crate::error::Result;
 
 /// Kind of the records that carry pieces.
-pub const KIND: &str = "timeline";
+pub const TIMELINE_RECORD_KIND: &str = "timeline";
 
-/// Bytes of all timelines at most, so that no worker fills the disk of the driver: 16 times the
-/// default limit of what the ranks write.
-const MOST: u64 = 4 << 30;
+/// The limit for all timelines together, so that no worker fills the disk of the driver: 16 times
+/// the default limit for the timelines of the ranks.
+const MAX_TIMELINES_BYTES: u64 = 4 << 30;
 
 /// The header of a piece, on a line before its bytes.
 #[derive(Deserialize)]
-struct Head {
+struct PieceHeader {
     offset: u64,
     size: u64,
 }
 
-struct Arriving {
+struct ArrivingTimeline {
     file: File,
     bytes: u64,
     size: u64,
 }
 
 /// The pieces that have arrived, in a folder that goes with this.
-pub struct Pieces {
+pub struct TimelinePieces {
     folder: TempDir,
     /// By the worker's task: a rank may be another worker's later.
-    files: BTreeMap<u32, Arriving>,
+    files: BTreeMap<u32, ArrivingTimeline>,
     /// Bytes that may still come.
-    pub(super) left: u64,
+    pub(super) bytes_left: u64,
 }
 
-impl Pieces {
+impl TimelinePieces {
     /// Creates an empty collection.
     ///
     /// # Errors
     /// `Timeline` if there is no room for a folder.
     pub fn new() -> Result<Self> {
         let made = tempfile::Builder::new().prefix("farandole-timeline-").tempdir();
-        let folder = made.map_err(|error| refused(Path::new("timeline"), error.to_string()))?;
-        Ok(Self { folder, files: BTreeMap::new(), left: MOST })
+        let folder =
+            made.map_err(|error| timeline_error(Path::new("timeline"), error.to_string()))?;
+        Ok(Self { folder, files: BTreeMap::new(), bytes_left: MAX_TIMELINES_BYTES })
     }
 
     /// Takes a piece of the timeline of a task's worker. Records that are no pieces, or beyond the
@@ -60,26 +61,27 @@ impl Pieces {
     ///
     /// # Errors
     /// `Timeline` if it cannot be written.
-    pub fn take(&mut self, task: u32, piece: &[u8]) -> Result<()> {
+    pub fn add_piece(&mut self, task: u32, piece: &[u8]) -> Result<()> {
         let Some(end) = piece.iter().position(|byte| *byte == b'\n') else { return Ok(()) };
         let (head, bytes) = (&piece[..end], &piece[end + 1..]);
-        let Ok(Head { offset, size }) = serde_json::from_slice(head) else { return Ok(()) };
-        let path = self.path(task);
-        let failed = |error: std::io::Error| refused(&path, error.to_string());
+        let Ok(PieceHeader { offset, size }) = serde_json::from_slice(head) else { return Ok(()) };
+        let path = self.task_path(task);
+        let failed = |error: std::io::Error| timeline_error(&path, error.to_string());
         if offset == 0 {
             let file = File::create(&path).map_err(failed)?;
-            if let Some(before) = self.files.insert(task, Arriving { file, bytes: 0, size }) {
-                self.left += before.bytes;
+            if let Some(before) = self.files.insert(task, ArrivingTimeline { file, bytes: 0, size })
+            {
+                self.bytes_left += before.bytes;
             }
         }
         let Some(arriving) = self.files.get_mut(&task) else { return Ok(()) };
         // After a gap the rest has no use: a trace is read from its beginning.
         let more = bytes.len() as u64;
-        let fits = more <= self.left && more <= arriving.size - arriving.bytes;
+        let fits = more <= self.bytes_left && more <= arriving.size - arriving.bytes;
         if offset == arriving.bytes && fits {
             arriving.file.write_all_at(bytes, offset).map_err(failed)?;
             arriving.bytes += more;
-            self.left -= more;
+            self.bytes_left -= more;
         }
         Ok(())
     }
@@ -90,11 +92,11 @@ impl Pieces {
     /// # Errors
     /// `Timeline` if no timeline can be read, two of the last world have the same rank, or the
     /// trace cannot be written.
-    pub fn merge(&self, output: &Path) -> Result<Summary> {
+    pub fn merge_pieces(&self, output: &Path) -> Result<TimelineSummary> {
         let (mut traces, mut cut) = (Vec::new(), Vec::new());
         let mut failure = None;
         for (task, file) in &self.files {
-            match Trace::open(&self.path(*task)) {
+            match RankTrace::open(&self.task_path(*task)) {
                 Ok(trace) => {
                     if file.bytes != file.size {
                         cut.push((trace.generation, trace.rank));
@@ -105,10 +107,10 @@ impl Pieces {
             }
         }
         let Some(last) = traces.iter().map(|trace| trace.generation).max() else {
-            let none = || refused(output, "no worker has sent its timeline".to_owned());
+            let none = || timeline_error(output, "no worker has sent its timeline".to_owned());
             return Err(failure.unwrap_or_else(none));
         };
-        let mut summary = merge_traces(traces, output, Broken::IsLeftOut)?;
+        let mut summary = merge_traces(traces, output, BrokenTracePolicy::Skip)?;
         // A rank of an earlier world may be another worker now, or none.
         for (_, rank) in cut.into_iter().filter(|(generation, _)| *generation == last) {
             if !summary.incomplete.contains(&rank) {
@@ -119,7 +121,7 @@ impl Pieces {
         Ok(summary)
     }
 
-    fn path(&self, task: u32) -> PathBuf {
+    fn task_path(&self, task: u32) -> PathBuf {
         self.folder.path().join(format!("{task}.json"))
     }
 }

@@ -11,23 +11,23 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::{OLD, Operation, Part, refused};
+use super::{OLD_FILE_SUFFIX, Operation, OperationPart, timeline_error};
 use crate::error::Result;
 
 /// The track of changes of process sets, such as the one of `init()`: no step waits for them.
-const SETS: &str = "process_sets";
+const PROCESS_SETS_TRACK: &str = "process_sets";
 
 /// Ranks of a job at most.
-const RANKS: u32 = 1 << 20;
+const MAX_RANKS: u32 = 1 << 20;
 /// Microseconds from the epoch, and from a file's begin, at most: some two thousand years. Sums and
 /// differences of a few times and clock shifts cannot overflow.
-const FAR: u64 = 1 << 56;
+const MAX_ABSOLUTE_TIME_US: u64 = 1 << 56;
 /// Bytes of a record at most: a line is held in memory.
-const LONGEST: u64 = 1 << 20;
+const MAX_RECORD_BYTES: u64 = 1 << 20;
 
 /// A record of the file.
 #[derive(Deserialize)]
-pub(super) struct Record<'a> {
+pub(super) struct TraceRecord<'a> {
     #[serde(default, borrow)]
     pub(super) name: Option<std::borrow::Cow<'a, str>>,
     pub(super) ph: std::borrow::Cow<'a, str>,
@@ -40,7 +40,7 @@ pub(super) struct Record<'a> {
 
 /// The content of a first record.
 #[derive(Deserialize)]
-struct Title {
+struct TraceTitle {
     #[serde(rename = "start_time_since_epoch_in_micros")]
     start: i64,
     rank: u32,
@@ -56,17 +56,17 @@ struct Title {
 }
 
 #[derive(Deserialize)]
-struct Named {
+struct TrackNameArgs {
     name: String,
 }
 
 #[derive(Deserialize)]
-struct Listed {
+struct ListNumberArgs {
     list: u64,
 }
 
 /// A rank's file, whose first record was read.
-pub(super) struct Trace {
+pub(super) struct RankTrace {
     pub(super) path: PathBuf,
     pub(super) rank: u32,
     pub(super) host: String,
@@ -82,37 +82,41 @@ pub(super) struct Trace {
 
 /// An operation of a track that has begun and not ended.
 #[derive(Default)]
-struct Open {
+struct OpenOperation {
     begun: Option<i64>,
     list: Option<u64>,
 }
 
-impl Trace {
+impl RankTrace {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let mut title = None;
-        each(path, |record| {
+        for_each_record_with_old(path, |record| {
             if title.is_none() {
-                title = record.args.and_then(|args| serde_json::from_str::<Title>(args.get()).ok());
+                title = record
+                    .args
+                    .and_then(|args| serde_json::from_str::<TraceTitle>(args.get()).ok());
                 return Ok(title.is_none() && record.ph == "M");
             }
             Ok(false)
         })?;
-        let Some(Title { start, rank, host, since, size, generation }) = title else {
+        let Some(TraceTitle { start, rank, host, since, size, generation }) = title else {
             let reason = "it is no timeline of this version: its first record does not name a rank"
                 .to_owned();
-            return Err(refused(path, reason));
+            return Err(timeline_error(path, reason));
         };
-        if size > RANKS {
-            return Err(refused(
+        if size > MAX_RANKS {
+            return Err(timeline_error(
                 path,
-                format!("it is of a job with {size} ranks; {RANKS} is the most"),
+                format!("it is of a job with {size} ranks; {MAX_RANKS} is the most"),
             ));
         }
         if size > 0 && rank >= size {
-            return Err(refused(path, format!("it is of rank {rank} of {size} ranks")));
+            return Err(timeline_error(path, format!("it is of rank {rank} of {size} ranks")));
         }
-        if start.unsigned_abs() > FAR || since.unsigned_abs() > FAR {
-            return Err(refused(
+        if start.unsigned_abs() > MAX_ABSOLUTE_TIME_US
+            || since.unsigned_abs() > MAX_ABSOLUTE_TIME_US
+        {
+            return Err(timeline_error(
                 path,
                 format!("it begins at {start} us, {since} us; no clock has such a time"),
             ));
@@ -121,38 +125,43 @@ impl Trace {
     }
 
     /// Calls `take` with each record until it returns false.
-    pub(super) fn each(&self, take: impl FnMut(Record<'_>) -> Result<bool>) -> Result<()> {
-        each(&self.path, take)
+    pub(super) fn for_each_record(
+        &self,
+        take: impl FnMut(TraceRecord<'_>) -> Result<bool>,
+    ) -> Result<()> {
+        for_each_record_with_old(&self.path, take)
     }
 
     /// Returns the operations that this rank has completed.
-    pub(super) fn operations(&self) -> Result<Vec<(Operation, Part)>> {
+    pub(super) fn completed_operations(&self) -> Result<Vec<(Operation, OperationPart)>> {
         let mut all = Vec::new();
-        let mut tracks: HashMap<u32, (String, Open)> = HashMap::new();
+        let mut tracks: HashMap<u32, (String, OpenOperation)> = HashMap::new();
         let own = self.rank.to_string();
-        self.each(|record| {
-            if let (Some(name), Some(tensor)) = (&record.name, named(&record))
+        self.for_each_record(|record| {
+            if let (Some(name), Some(tensor)) = (&record.name, track_name(&record))
                 && name == "process_name"
             {
                 // A file that continues another one names its tracks again.
-                tracks.entry(record.pid).or_insert_with(|| (tensor, Open::default()));
+                tracks.entry(record.pid).or_insert_with(|| (tensor, OpenOperation::default()));
                 return Ok(true);
             }
             let Some((tensor, open)) = tracks.get_mut(&record.pid) else { return Ok(true) };
-            if tensor == SETS {
+            if tensor == PROCESS_SETS_TRACK {
                 return Ok(true);
             }
             match &*record.ph {
                 "X" if record.name.as_deref() == Some(own.as_str()) => open.begun = Some(record.ts),
                 "B" => {
-                    if let Some(list) = listed(&record) {
+                    if let Some(list) = list_number(&record) {
                         open.list = Some(list);
                     }
                 }
-                // Only what ended well says what it produced.
+                // Only an operation that succeeded has its output in the arguments.
                 "E" if record.args.is_some() => {
-                    if let Open { begun: Some(begun), list: Some(list) } = std::mem::take(open) {
-                        let part = Part {
+                    if let OpenOperation { begun: Some(begun), list: Some(list) } =
+                        std::mem::take(open)
+                    {
+                        let part = OperationPart {
                             rank: self.rank,
                             begun: self.start + begun,
                             ended: self.start + record.ts,
@@ -169,41 +178,48 @@ impl Trace {
 }
 
 /// Returns the name of the track that a record introduces.
-pub(super) fn named(record: &Record<'_>) -> Option<String> {
+pub(super) fn track_name(record: &TraceRecord<'_>) -> Option<String> {
     let args = record.args.filter(|_| record.ph == "M")?;
-    serde_json::from_str::<Named>(args.get()).ok().map(|named| named.name)
+    serde_json::from_str::<TrackNameArgs>(args.get()).ok().map(|named| named.name)
 }
 
 /// Returns the list that an operation began in.
-pub(super) fn listed(record: &Record<'_>) -> Option<u64> {
-    serde_json::from_str::<Listed>(record.args?.get()).ok().map(|listed| listed.list)
+pub(super) fn list_number(record: &TraceRecord<'_>) -> Option<u64> {
+    serde_json::from_str::<ListNumberArgs>(record.args?.get()).ok().map(|listed| listed.list)
 }
 
-/// Returns the earlier records, if they are in their own file, and then those of the file.
-fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result<()> {
+/// Calls `take` with the older records, if they are in their own file, and then with the records of
+/// the file.
+fn for_each_record_with_old(
+    path: &Path,
+    mut take: impl FnMut(TraceRecord<'_>) -> Result<bool>,
+) -> Result<()> {
     let mut old = path.as_os_str().to_owned();
-    old.push(OLD);
+    old.push(OLD_FILE_SUFFIX);
     let old = PathBuf::from(old);
-    if old.exists() && !each_of(&old, &mut take)? {
+    if old.exists() && !for_each_record_of_file(&old, &mut take)? {
         return Ok(());
     }
-    each_of(path, &mut take).map(drop)
+    for_each_record_of_file(path, &mut take).map(drop)
 }
 
 /// Returns whether `take` wants more.
-fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Result<bool> {
-    let file = File::open(path).map_err(|error| refused(path, error.to_string()))?;
+fn for_each_record_of_file(
+    path: &Path,
+    take: &mut impl FnMut(TraceRecord<'_>) -> Result<bool>,
+) -> Result<bool> {
+    let file = File::open(path).map_err(|error| timeline_error(path, error.to_string()))?;
     let mut reader = BufReader::with_capacity(1 << 18, file);
     let mut line = Vec::new();
     let mut number = 0;
     loop {
         line.clear();
-        let read = reader.by_ref().take(LONGEST).read_until(b'\n', &mut line);
+        let read = reader.by_ref().take(MAX_RECORD_BYTES).read_until(b'\n', &mut line);
         number += 1;
-        if read.map_err(|error| refused(path, error.to_string()))? == 0 {
+        if read.map_err(|error| timeline_error(path, error.to_string()))? == 0 {
             return Ok(true);
         }
-        match record(&line) {
+        match parse_record(&line) {
             Ok(Some(record)) => {
                 if !take(record)? {
                     return Ok(false);
@@ -212,9 +228,11 @@ fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Re
             // Pieces of two files may have been put together.
             Ok(None) => {}
             // The last line of a process that was killed while it wrote.
-            Err(_) if !line.ends_with(b"\n") && (line.len() as u64) < LONGEST => return Ok(true),
+            Err(_) if !line.ends_with(b"\n") && (line.len() as u64) < MAX_RECORD_BYTES => {
+                return Ok(true);
+            }
             Err(reason) => {
-                return Err(refused(
+                return Err(timeline_error(
                     path,
                     format!("line {number} is no record of a timeline: {reason}"),
                 ));
@@ -224,14 +242,14 @@ fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Re
 }
 
 /// Returns the record of a line, if it has one; or why it is none.
-fn record(line: &[u8]) -> std::result::Result<Option<Record<'_>>, String> {
+fn parse_record(line: &[u8]) -> std::result::Result<Option<TraceRecord<'_>>, String> {
     let text = std::str::from_utf8(line).map_err(|error| error.to_string())?;
     let text = text.trim().trim_end_matches(',');
     if matches!(text, "" | "[" | "]") {
         return Ok(None);
     }
-    let record: Record<'_> = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    if record.ts.unsigned_abs() > FAR {
+    let record: TraceRecord<'_> = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    if record.ts.unsigned_abs() > MAX_ABSOLUTE_TIME_US {
         return Err(format!("no event is at {} us", record.ts));
     }
     Ok(Some(record))

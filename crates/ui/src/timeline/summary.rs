@@ -7,17 +7,17 @@ use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::clocks::Clocks;
-use super::late::{Arrivals, Lateness};
-use super::read::Trace;
+use super::clocks::HostClocks;
+use super::lateness::{RankArrivals, RankLateness};
+use super::read::RankTrace;
 
 /// A rank is a straggler if the others wait for it alone for at least this share of the traced
 /// time.
-const NOTABLE: f64 = 0.05;
+const MIN_STRAGGLER_SHARE: f64 = 0.05;
 
 /// One rank.
 #[derive(Clone, Debug, Serialize)]
-pub struct RankSummary {
+pub struct TimelineRankSummary {
     /// Its number.
     pub rank: u32,
     /// Its host.
@@ -38,7 +38,7 @@ pub struct RankSummary {
 
 /// The rank that the others wait for.
 #[derive(Clone, Debug, Serialize)]
-pub struct Straggler {
+pub struct StragglerShare {
     /// Its number.
     pub rank: u32,
     /// Share of the traced time in which all others wait for it alone.
@@ -47,38 +47,42 @@ pub struct Straggler {
 
 /// The result of [`merge`](super::merge).
 #[derive(Clone, Debug, Serialize)]
-pub struct Summary {
+pub struct TimelineSummary {
     /// By rank.
-    pub ranks: Vec<RankSummary>,
+    pub ranks: Vec<TimelineRankSummary>,
     /// The rank that the others wait for, if there is one.
-    pub straggler: Option<Straggler>,
+    pub straggler: Option<StragglerShare>,
     /// Seconds from the first shared operation to the last.
     pub seconds: f64,
     /// Ranks whose files are missing or incomplete.
     pub incomplete: Vec<u32>,
 }
 
-impl Summary {
-    pub(super) fn of(traces: &[Trace], clocks: &Clocks, lateness: &Lateness) -> Self {
-        let row = |trace: &Trace| {
+impl TimelineSummary {
+    pub(super) fn from_traces(
+        traces: &[RankTrace],
+        clocks: &HostClocks,
+        lateness: &RankLateness,
+    ) -> Self {
+        let row = |trace: &RankTrace| {
             let arrivals = lateness.ranks.get(&trace.rank).copied().unwrap_or_default();
-            let shift = clocks.shift(trace.rank);
-            RankSummary {
+            let shift = clocks.first_shift(trace.rank);
+            TimelineRankSummary {
                 rank: trace.rank,
                 host: trace.host.clone(),
                 operations: arrivals.operations,
-                last: arrivals.last,
-                waited_for_ms: arrivals.alone as f64 / 1e3,
+                last: arrivals.came_last,
+                waited_for_ms: arrivals.waited_for_alone as f64 / 1e3,
                 waited_ms: arrivals.waited as f64 / 1e3,
                 clock_shift_us: shift.map(|(shift, _)| shift),
                 clock_error_us: shift.map(|(_, error)| error),
             }
         };
         let span = lateness.until.saturating_sub(lateness.from).max(1) as f64;
-        let latest = lateness.ranks.iter().max_by_key(|(_, arrivals)| arrivals.alone);
-        let straggler = latest.and_then(|(rank, Arrivals { alone, .. })| {
+        let latest = lateness.ranks.iter().max_by_key(|(_, arrivals)| arrivals.waited_for_alone);
+        let straggler = latest.and_then(|(rank, RankArrivals { waited_for_alone: alone, .. })| {
             let share = *alone as f64 / span;
-            (share >= NOTABLE).then_some(Straggler { rank: *rank, share })
+            (share >= MIN_STRAGGLER_SHARE).then_some(StragglerShare { rank: *rank, share })
         });
         let ranks = traces.iter().map(row).collect();
         let size = traces.iter().map(|trace| trace.size).max().unwrap_or_default();
@@ -88,12 +92,12 @@ impl Summary {
     }
 
     /// Returns all of it as JSON.
-    pub fn json(&self) -> String {
+    pub fn to_json(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()
     }
 
     /// Returns the same for a terminal.
-    pub fn lines(&self) -> Vec<String> {
+    pub fn summary_lines(&self) -> Vec<String> {
         let mut lines = vec![format!(
             "{:>5} {:>10} {:>10} {:>14}  clock",
             "rank", "operations", "came last", "waited for"

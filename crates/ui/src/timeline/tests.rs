@@ -82,9 +82,9 @@ fn job(ranks: &[u32]) -> tempfile::TempDir {
     folder
 }
 
-fn merged(folder: &Path) -> (Summary, Vec<Value>) {
+fn merged(folder: &Path) -> (TimelineSummary, Vec<Value>) {
     let output = folder.join("merged.trace");
-    let summary = merge(&[folder.to_owned()], &output).unwrap();
+    let summary = merge_timeline_files(&[folder.to_owned()], &output).unwrap();
     let trace: Value = serde_json::from_slice(&std::fs::read(output).unwrap()).unwrap();
     (summary, trace["traceEvents"].as_array().unwrap().clone())
 }
@@ -137,7 +137,7 @@ fn the_late_rank_is_named_and_has_spans_of_its_own() {
             .iter()
             .all(|wait| wait["name"] == "rank 2" && wait["args"]["tensor"] == "gradient \"1\"")
     );
-    let lines = summary.lines();
+    let lines = summary.summary_lines();
     assert_eq!(lines.len(), 6);
     assert!(lines[5].starts_with("rank 2 is a straggler: for "), "{}", lines[5]);
 }
@@ -173,7 +173,7 @@ fn a_job_without_a_late_rank_has_no_straggler_and_one_rank_is_enough() {
     let folder = job(&[0, 1]);
     let (summary, _) = merged(folder.path());
     assert!(summary.straggler.is_none());
-    let lines = summary.lines();
+    let lines = summary.summary_lines();
     assert!(lines[lines.len() - 2].starts_with("no straggler in "), "{lines:?}");
     assert_eq!(
         lines.last().unwrap(),
@@ -188,7 +188,9 @@ fn a_job_without_a_late_rank_has_no_straggler_and_one_rank_is_enough() {
 fn files_that_are_no_timelines_are_named() {
     let folder = job(&[0, 1]);
     let output = folder.path().join("out");
-    let fails = |folder: &Path| merge(&[folder.to_owned()], &output).unwrap_err().to_string();
+    let fails = |folder: &Path| {
+        merge_timeline_files(&[folder.to_owned()], &output).unwrap_err().to_string()
+    };
     std::fs::write(folder.path().join("2.json"), "[\n{\"name\":\"x\",\"ph\":\"B\",\"pid\":1}\n]\n")
         .unwrap();
     assert!(fails(folder.path()).contains("2.json: it is no timeline"), "{}", fails(folder.path()));
@@ -208,7 +210,7 @@ fn files_that_are_no_timelines_are_named() {
 
 #[test]
 fn pieces_make_files_again_and_missing_ones_are_reported() {
-    let mut pieces = Pieces::new().unwrap();
+    let mut pieces = TimelinePieces::new().unwrap();
     let mut send = |rank: u32, whole: bool| {
         let text = file(rank);
         let size = text.len();
@@ -219,19 +221,19 @@ fn pieces_make_files_again_and_missing_ones_are_reported() {
             let mut piece =
                 format!("{{\"offset\":{},\"size\":{size}}}\n", number * 1000).into_bytes();
             piece.extend_from_slice(chunk);
-            pieces.take(rank + 7, &piece).unwrap();
+            pieces.add_piece(rank + 7, &piece).unwrap();
         }
     };
     send(0, true);
     send(1, true);
     send(3, false);
-    pieces.take(9, b"no piece").unwrap();
-    pieces.take(9, b"{\"offset\":\"../x\",\"size\":1}\nx").unwrap();
+    pieces.add_piece(9, b"no piece").unwrap();
+    pieces.add_piece(9, b"{\"offset\":\"../x\",\"size\":1}\nx").unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let summary = pieces.merge(&folder.path().join("trace.json")).unwrap();
+    let summary = pieces.merge_pieces(&folder.path().join("trace.json")).unwrap();
     assert_eq!(summary.ranks.iter().map(|row| row.rank).collect::<Vec<_>>(), [0, 1, 3]);
     assert_eq!(summary.incomplete, [2, 3]);
-    assert!(summary.lines().last().unwrap().ends_with("missing or incomplete: 2, 3"));
+    assert!(summary.summary_lines().last().unwrap().ends_with("missing or incomplete: 2, 3"));
 }
 
 /// Splits a rank's file after some of its lines: earlier lines go to their own file.
@@ -253,7 +255,7 @@ fn a_bounded_timeline_in_two_files_is_as_one_in_a_whole() {
     split(parts.path(), 2, 101);
     let (summary, records) = merged(parts.path());
     let (expected, all) = merged(whole.path());
-    assert_eq!(summary.json(), expected.json());
+    assert_eq!(summary.to_json(), expected.to_json());
     assert_eq!(records, all);
 }
 
@@ -274,7 +276,7 @@ fn operations_that_a_rank_dropped_do_not_count_for_lateness() {
     assert!(
         summary.ranks.iter().all(|row| row.operations == STEPS as u64 / 2 - 1),
         "{}",
-        summary.json()
+        summary.to_json()
     );
     assert_eq!(summary.straggler.unwrap().rank, 2);
     assert!(
@@ -290,7 +292,7 @@ fn an_elastic_job_has_the_timeline_of_its_last_world() {
     std::fs::write(folder.path().join("earlier.json"), earlier(1)).unwrap();
     let (summary, records) = merged(folder.path());
     let (expected, all) = merged(job(&[0, 1, 2, 3]).path());
-    assert_eq!(summary.json(), expected.json());
+    assert_eq!(summary.to_json(), expected.to_json());
     assert_eq!(records, all);
     std::fs::write(folder.path().join("3.json"), earlier(3)).unwrap();
     assert_eq!(merged(folder.path()).0.incomplete, [3]);
@@ -305,7 +307,7 @@ fn a_track_that_has_another_number_in_the_next_file_is_one_track() {
     std::fs::write(&path, text.replace("\"pid\":1", "\"pid\":9")).unwrap();
     let (summary, records) = merged(parts.path());
     let (expected, all) = merged(whole.path());
-    assert_eq!(summary.json(), expected.json());
+    assert_eq!(summary.to_json(), expected.to_json());
     assert_eq!(records, all);
 }
 
@@ -320,7 +322,7 @@ fn a_rank_that_only_its_process_set_waits_for_is_no_straggler() {
         std::fs::write(folder.path().join(format!("{rank}.json")), text).unwrap();
     }
     let (summary, records) = merged(folder.path());
-    assert!(summary.straggler.is_none(), "{}", summary.json());
+    assert!(summary.straggler.is_none(), "{}", summary.to_json());
     assert!(records.iter().all(|record| record["cat"] != "straggler"));
     assert_eq!(summary.ranks[2].last, u64::try_from(STEPS).unwrap());
     assert_eq!((summary.ranks[2].waited_for_ms, summary.ranks[5].operations), (0.0, STEPS as u64));
@@ -349,8 +351,9 @@ fn numbers_that_no_timeline_has_are_refused() {
         let text = file(3);
         assert!(text.contains(from), "{from}");
         std::fs::write(folder.path().join("3.json"), text.replacen(from, to, 1)).unwrap();
-        let error =
-            merge(&[folder.path().to_owned()], &output).map(|summary| summary.json()).unwrap_err();
+        let error = merge_timeline_files(&[folder.path().to_owned()], &output)
+            .map(|summary| summary.to_json())
+            .unwrap_err();
         assert!(error.to_string().contains(says), "{from}, {to}: {error}");
     };
     let start = format!("micros\":{}", EPOCH - 15_000 + AHEAD);
@@ -380,42 +383,48 @@ fn a_file_that_is_cut_within_a_character_is_merged_to_there() {
         text.replace("Qü", "Q").replace("ph", "p\u{fffd}"),
     )
     .unwrap();
-    assert!(merge(&[folder.path().to_owned()], &folder.path().join("out")).is_err());
+    assert!(merge_timeline_files(&[folder.path().to_owned()], &folder.path().join("out")).is_err());
 }
 
 /// Sends a timeline in pieces of 1000 bytes, of which `takes` takes some.
-fn send(pieces: &mut Pieces, task: u32, text: &[u8], size: usize, takes: impl Fn(usize) -> bool) {
+fn send(
+    pieces: &mut TimelinePieces,
+    task: u32,
+    text: &[u8],
+    size: usize,
+    takes: impl Fn(usize) -> bool,
+) {
     for (number, chunk) in text.chunks(1000).enumerate().filter(|(number, _)| takes(*number)) {
         let mut piece = format!("{{\"offset\":{},\"size\":{size}}}\n", number * 1000).into_bytes();
         piece.extend_from_slice(chunk);
-        pieces.take(task, &piece).unwrap();
+        pieces.add_piece(task, &piece).unwrap();
     }
 }
 
-fn merged_pieces(pieces: &Pieces) -> Summary {
+fn merged_pieces(pieces: &TimelinePieces) -> TimelineSummary {
     let folder = tempfile::tempdir().unwrap();
-    pieces.merge(&folder.path().join("trace.json")).unwrap()
+    pieces.merge_pieces(&folder.path().join("trace.json")).unwrap()
 }
 
-fn ranks_of(summary: &Summary) -> Vec<u32> {
+fn ranks_of(summary: &TimelineSummary) -> Vec<u32> {
     summary.ranks.iter().map(|row| row.rank).collect()
 }
 
 #[test]
 fn pieces_beyond_the_size_that_was_told_are_left() {
-    let mut pieces = Pieces::new().unwrap();
+    let mut pieces = TimelinePieces::new().unwrap();
     for (rank, told) in [(0, usize::MAX), (1, 10), (2, 1500), (3, usize::MAX)] {
         let text = file(rank);
         send(&mut pieces, rank, text.as_bytes(), told.min(text.len()), |_| true);
     }
     let summary = merged_pieces(&pieces);
     assert_eq!((ranks_of(&summary), &*summary.incomplete), (vec![0, 2, 3], &[1, 2][..]));
-    assert!(summary.ranks[1].operations < 10, "{}", summary.json());
+    assert!(summary.ranks[1].operations < 10, "{}", summary.to_json());
 }
 
 #[test]
 fn a_timeline_that_cannot_be_read_leaves_those_of_other_ranks() {
-    let mut pieces = Pieces::new().unwrap();
+    let mut pieces = TimelinePieces::new().unwrap();
     for rank in [0, 2] {
         let text = file(rank);
         send(&mut pieces, rank, text.as_bytes(), text.len(), |_| true);
@@ -427,17 +436,17 @@ fn a_timeline_that_cannot_be_read_leaves_those_of_other_ranks() {
     send(&mut pieces, 3, broken.as_bytes(), broken.len(), |_| true);
     let summary = merged_pieces(&pieces);
     assert_eq!((ranks_of(&summary), &*summary.incomplete), (vec![0, 2], &[1, 3][..]));
-    let mut pieces = Pieces::new().unwrap();
+    let mut pieces = TimelinePieces::new().unwrap();
     let output = tempfile::tempdir().unwrap();
     let output = output.path().join("trace.json");
-    assert!(pieces.merge(&output).is_err(), "none has come");
+    assert!(pieces.merge_pieces(&output).is_err(), "none has come");
     send(&mut pieces, 1, cut.as_bytes(), 9000, |_| true);
-    assert!(pieces.merge(&output).unwrap_err().to_string().contains("it is no timeline"));
+    assert!(pieces.merge_pieces(&output).unwrap_err().to_string().contains("it is no timeline"));
 }
 
 #[test]
 fn a_rank_of_an_earlier_world_is_not_missing_in_the_last() {
-    let mut pieces = Pieces::new().unwrap();
+    let mut pieces = TimelinePieces::new().unwrap();
     for rank in 0..RANKS {
         let text = file(rank);
         send(&mut pieces, rank, text.as_bytes(), text.len(), |_| true);
@@ -449,9 +458,9 @@ fn a_rank_of_an_earlier_world_is_not_missing_in_the_last() {
 
 #[test]
 fn all_pieces_together_have_a_limit() {
-    let mut pieces = Pieces::new().unwrap();
+    let mut pieces = TimelinePieces::new().unwrap();
     let texts: Vec<String> = (0..RANKS).map(file).collect();
-    pieces.left = texts[0].len() as u64 + 5000;
+    pieces.bytes_left = texts[0].len() as u64 + 5000;
     // A worker that sends its timeline again takes the place of what it has sent.
     for rank in [0, 0, 1, 2] {
         let text = &texts[rank as usize];
@@ -459,5 +468,5 @@ fn all_pieces_together_have_a_limit() {
     }
     let summary = merged_pieces(&pieces);
     assert_eq!((ranks_of(&summary), &*summary.incomplete), (vec![0, 1], &[1, 2, 3][..]));
-    assert_eq!(pieces.left, 0);
+    assert_eq!(pieces.bytes_left, 0);
 }

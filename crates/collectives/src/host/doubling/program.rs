@@ -3,47 +3,54 @@
 
 //! The steps of a doubling, written down.
 
-use super::super::hosts::Hosts;
-use super::super::program::{Builder, Load, Program};
-use super::{Step, plan};
+use super::super::hosts::MembersByHost;
+use super::super::program::{CollectiveProgram, ProgramBuilder, TransferLoad};
+use super::{DoublingStep, plan_steps};
 
 /// Returns the steps of a member. One step of the plan begins when the one before is over.
-pub(in super::super) fn program(
-    hosts: &Hosts,
+pub(in super::super) fn member_program(
+    hosts: &MembersByHost,
     member: usize,
     bytes: usize,
     width: usize,
-) -> Program {
-    let mut builder = Builder::new(hosts.sizes().iter().sum());
-    let host = hosts.of(member);
-    let others = || hosts.members(host).filter(move |other| *other != member);
-    let (values, partial) = (Load::one(bytes, true), Load::one(bytes * width, true));
+) -> CollectiveProgram {
+    let mut builder = ProgramBuilder::new(hosts.host_sizes().iter().sum());
+    let host = hosts.host_of(member);
+    let others = || hosts.host_members(host).filter(move |other| *other != member);
+    let (values, partial) = (
+        TransferLoad::single_message(bytes, true),
+        TransferLoad::single_message(bytes * width, true),
+    );
     let partials = bytes * width;
     let mut before: Vec<u32> = Vec::new();
-    for step in plan(hosts, member) {
+    for step in plan_steps(hosts, member) {
         let after = std::mem::take(&mut before);
         before = match step {
-            Step::Post { to } | Step::Hand { to } => vec![builder.send(to, values, &after)],
-            Step::Fetch { from } => vec![builder.receive(from, values, &after)],
-            Step::Collect => {
+            DoublingStep::SendInput { to } | DoublingStep::SendResult { to } => {
+                vec![builder.add_send(to, values, &after)]
+            }
+            DoublingStep::ReceiveResult { from } => vec![builder.add_receive(from, values, &after)],
+            DoublingStep::CollectInputs => {
                 let mut arrived: Vec<u32> =
-                    others().map(|from| builder.receive(from, values, &after)).collect();
+                    others().map(|from| builder.add_receive(from, values, &after)).collect();
                 arrived.extend(after);
-                vec![builder.reduce((arrived.len() + 1) * bytes + partials, &arrived)]
+                vec![builder.add_reduction((arrived.len() + 1) * bytes + partials, &arrived)]
             }
-            Step::Serve => others().map(|to| builder.send(to, values, &after)).collect(),
-            Step::Swap { with, .. } => {
-                let sent = builder.send(with, partial, &after);
-                let arrived = builder.receive(with, partial, &after);
-                vec![builder.reduce(3 * partials, &[sent, arrived])]
+            DoublingStep::DistributeResult => {
+                others().map(|to| builder.add_send(to, values, &after)).collect()
             }
-            Step::Give { to } => vec![builder.send(to, partial, &after)],
-            Step::Take { from } => {
-                let arrived = builder.receive(from, partial, &after);
-                vec![builder.reduce(3 * partials, &[arrived])]
+            DoublingStep::SwapPartials { with, .. } => {
+                let sent = builder.add_send(with, partial, &after);
+                let arrived = builder.add_receive(with, partial, &after);
+                vec![builder.add_reduction(3 * partials, &[sent, arrived])]
             }
-            Step::Finish => vec![builder.reduce(partials + bytes, &after)],
+            DoublingStep::SendPartial { to } => vec![builder.add_send(to, partial, &after)],
+            DoublingStep::ReceivePartial { from } => {
+                let arrived = builder.add_receive(from, partial, &after);
+                vec![builder.add_reduction(3 * partials, &[arrived])]
+            }
+            DoublingStep::ComputeResult => vec![builder.add_reduction(partials + bytes, &after)],
         };
     }
-    builder.finish()
+    builder.into_program()
 }

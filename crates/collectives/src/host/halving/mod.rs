@@ -1,42 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce in the host, across hosts by halves, and back.
+//! Allreduce in three phases: within the host, across hosts by recursive halving and doubling, and
+//! back within the host.
 //!
-//! As in `hierarchy`, elements are cut in chunks, and one member of each host carries a chunk, in
-//! turns: it joins the inputs of its host. The carriers then halve and double (Rabenseifner): in
-//! step `k` a host swaps with the host `2^k` away halves of the partials that it has, keeps the sum
-//! of one half, and so has `1 / H` of the chunk after `log2 H` steps. It makes the result of that.
-//! In the reverse order of the steps results are swapped. Of what exceeds a power of two, the first
-//! hosts are paired: one of the two gives its partials to the other before and gets the result
-//! after. The two take turns, so that they send as much as the other hosts. This is the order of
-//! `Order::pairs`.
+//! As in `hierarchy`, the elements are cut into chunks. The members of a host take turns: one of
+//! them carries a chunk and joins the inputs of its host. The carriers then halve and double
+//! (Rabenseifner). In step `k`, a host swaps halves of its partials with the host `2^k` away and
+//! keeps the sum of one half. After `log2 H` steps it has the sum of `1 / H` of the chunk and
+//! computes the result of this part. The results are swapped in the reverse order of the steps. If
+//! `H` is no power of two, the first hosts form pairs: one host of a pair sends its partials to the
+//! other before the swaps and receives the result after them. The two hosts take turns, so that
+//! they send as much as the other hosts. This is the order of `ReductionOrder::pairwise_order`.
 //!
 //! `2 + 2 * log2 H` steps, in progress at the same time for different chunks. Every member has
-//! `log2 H` links to other hosts, or `2 * log2 H + 1` at most where `H` is no power of two, and
-//! sends `2 * N / L` bytes over them at most. The first steps, which have the most bytes, are
-//! between neighbouring hosts. Accumulators go up: those of 16-bit floats have twice the bytes of
-//! elements, also if the reduction rounds the partials of hosts.
+//! `log2 H` links to other hosts, or at most `2 * log2 H + 1` if `H` is no power of two, and sends
+//! at most `2 * N / L` bytes over them. The first steps, which have the most bytes, are between
+//! neighbouring hosts. Partials travel as accumulators: the accumulators of 16-bit floats have
+//! twice the bytes of the elements, also if the reduction rounds the partials of hosts.
 //!
 //! On the link from `r` to `q` goes a fixed sequence of messages, as in `hierarchy`: for `t = 0, 1,
-//! ...` first the early message for chunk `t`, then the late one for chunk `t - A`; empty ones are
-//! left out. `A` falls with the distance of hosts, as results come back in the reverse order of the
-//! steps, and is largest within a host.
+//! ...`, first the early message for chunk `t`, then the late message for chunk `t - A`; empty
+//! messages are left out. `A` falls with the distance of hosts, as results come back in the reverse
+//! order of the steps, and is largest within a host.
 //!
 //! ```text
-//! same host:    early(t): r's input, if q carries t             late(t): the result, if r carries t
-//! other host:   early(t): partials of the half that q keeps     late(t): results of the half that r keeps
+//! same host:   early(t): r's input, if q carries t          late(t): the result, if r carries t
+//! other host:  early(t): partials of the half that q keeps  late(t): results of the half r keeps
 //! ```
 //!
 //! **No deadlock.** For each `t` in order, let there be these steps: the inputs of `t`; the swaps
 //! of partials of `t`, one after the other; for each distance, the farthest first, the swaps of
-//! results of `t - A`; the results of `t - A` (within). Every link has its messages in the order of
-//! these steps, which is also that of the steps of each chunk, and a member begins chunks in this
-//! order. Suppose no member can move, and consider the first step that is not over. All messages of
+//! results of `t - A`; the results of `t - A` (within). Every link carries its messages in the
+//! order of these steps, every chunk passes its steps in this order, and a member begins chunks in
+//! this order. Suppose no member can move, and consider the first unfinished step. All messages of
 //! earlier steps have been read, so its messages are the first on their links, and the rings have
-//! room. The partials of all earlier chunks were made to results, so there is memory to join
-//! inputs. In a swap both ends have all they need from earlier steps: they can write what they give
-//! and read what they keep, however small rings are. So some member can move.
+//! room. The partials of all earlier chunks have been reduced to results, so there is memory to
+//! join inputs. In a swap, both ends have all input from earlier steps: both can write the half
+//! that they send and read the half that they keep, however small rings are. So some member can
+//! move.
 
 pub(super) mod program;
 mod schedule;
@@ -47,46 +49,46 @@ use std::sync::Arc;
 
 use farandole_transport::Link;
 
-use super::UNIT;
-use super::copies::Copies;
-use super::hierarchy::{Inputs, arrived};
-use super::peers::{Job, Moved, Peers};
-use super::position::{Position, Stream};
+use super::UNIT_BYTES;
+use super::copy_path::RingCopier;
+use super::hierarchy::{HostInputs, arrived_bytes};
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::position::{LinkPositions, MessagePosition};
 use crate::Result;
-use crate::buffer::Flat;
-use crate::kernel::Reducer;
-pub(super) use schedule::Lane;
-use schedule::{Schedule, Stage, Way};
+use crate::buffer::GatherList;
+use crate::kernel::BlockReducer;
+pub(super) use schedule::HalvingLane;
+use schedule::{HalvingSchedule, HalvingStage, LaneDirection};
 
 /// Bytes worked on at a time: they are still in the cache when they are written on.
-const BLOCK: usize = 16 << 10;
+const MERGE_BLOCK_BYTES: usize = 16 << 10;
 
 /// A chunk that this member carries.
-struct Work {
+struct HalvingChunk {
     chunk: usize,
     /// Bytes of elements that are joined.
     joined: usize,
-    /// Steps between hosts that are over: first those of partials, then those of results, in
-    /// reverse.
+    /// Finished steps between hosts: first the steps that swap partials, then the steps that swap
+    /// results, in reverse.
     step: usize,
     stages: usize,
     /// The present step; none before it was looked up.
-    stage: Option<(usize, Stage)>,
+    stage: Option<(usize, HalvingStage)>,
     /// Partials of the whole chunk. Empty when the results are computed.
     partials: Vec<u8>,
 }
 
-impl Work {
-    fn is_over(&self) -> bool {
+impl HalvingChunk {
+    fn is_finished(&self) -> bool {
         self.step == 2 * self.stages
     }
 }
 
-pub(super) struct Halving {
-    reducer: Reducer,
-    inputs: Flat,
-    outputs: Flat,
-    schedule: Schedule,
+pub(super) struct HalvingJob {
+    reducer: BlockReducer,
+    inputs: GatherList,
+    outputs: GatherList,
+    schedule: HalvingSchedule,
     member: usize,
     host: usize,
     /// Members on this host: every so many chunks are carried by this one.
@@ -95,40 +97,45 @@ pub(super) struct Halving {
     local: Range<usize>,
     /// The same among the lanes.
     near: Range<usize>,
-    lanes: Arc<[Lane]>,
+    lanes: Arc<[HalvingLane]>,
     /// By lane.
-    streams: Vec<Stream>,
+    streams: Vec<LinkPositions>,
     /// Chunks under way, in order.
-    works: VecDeque<Work>,
+    works: VecDeque<HalvingChunk>,
     /// The next chunk to begin.
     next: usize,
     /// Memory for partials.
     spare: Vec<Vec<u8>>,
 }
 
-impl Halving {
+impl HalvingJob {
     pub(super) fn new(
-        peers: &mut Peers,
-        reducer: Reducer,
-        inputs: Flat,
-        outputs: Flat,
+        peers: &mut PeerLinks,
+        reducer: BlockReducer,
+        inputs: GatherList,
+        outputs: GatherList,
     ) -> Result<Self> {
-        let schedule = Schedule::new(inputs.len(), &peers.hosts, reducer.width(), peers.capacity);
-        let schedule = schedule.ok_or_else(|| peers.too_small())?;
-        let (member, host) = (peers.member, peers.hosts.own());
+        let schedule = HalvingSchedule::new(
+            inputs.len(),
+            &peers.hosts,
+            reducer.accumulator_expansion(),
+            peers.capacity,
+        );
+        let schedule = schedule.ok_or_else(|| peers.ring_too_small())?;
+        let (member, host) = (peers.member, peers.hosts.own_host());
         let lanes = match &peers.scratch.lanes {
             Some(lanes) => Arc::clone(lanes),
-            None => Arc::clone(peers.scratch.lanes.insert(schedule.lanes(member).into())),
+            None => Arc::clone(peers.scratch.lanes.insert(schedule.member_lanes(member).into())),
         };
         let mut spare = std::mem::take(&mut peers.scratch.store);
-        spare.resize_with(schedule.begun(host), Vec::new);
-        let longest = schedule.longest();
+        spare.resize_with(schedule.chunks_in_flight(host), Vec::new);
+        let longest = schedule.max_partial_bytes();
         spare.iter_mut().filter(|old| old.len() < longest).for_each(|old| old.resize(longest, 0));
-        let stream = |lane: &Lane| Stream {
-            writing: schedule.first(lane, Way::Out),
-            reading: schedule.first(lane, Way::Back),
+        let stream = |lane: &HalvingLane| LinkPositions {
+            writing: schedule.first_message(lane, LaneDirection::Outgoing),
+            reading: schedule.first_message(lane, LaneDirection::Incoming),
         };
-        let members = peers.hosts.members(host);
+        let members = peers.hosts.host_members(host);
         let local = peers.local_links();
         let before = |link| lanes.partition_point(|lane| lane.link < link);
         Ok(Self {
@@ -149,59 +156,81 @@ impl Halving {
         })
     }
 
-    fn wrote(&mut self, lane: usize) {
-        let Stream { writing, .. } = &mut self.streams[lane];
+    fn advance_writing(&mut self, lane: usize) {
+        let LinkPositions { writing, .. } = &mut self.streams[lane];
         if writing.message.is_finished() {
-            *writing = self.schedule.next(*writing, &self.lanes[lane], Way::Out);
+            *writing =
+                self.schedule.next_message(*writing, &self.lanes[lane], LaneDirection::Outgoing);
         }
     }
 
-    fn read(&mut self, lane: usize) {
-        let Stream { reading, .. } = &mut self.streams[lane];
+    fn advance_reading(&mut self, lane: usize) {
+        let LinkPositions { reading, .. } = &mut self.streams[lane];
         if reading.message.is_finished() {
-            *reading = self.schedule.next(*reading, &self.lanes[lane], Way::Back);
+            *reading =
+                self.schedule.next_message(*reading, &self.lanes[lane], LaneDirection::Incoming);
         }
     }
 
-    /// Sends a carrier on this host what the link takes of this member's input.
-    fn post(&mut self, lane: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
-        let Stream { writing, .. } = &mut self.streams[lane];
-        let Some(chunk) = writing.early() else { return Ok(false) };
-        let (start, inputs) = (self.schedule.chunk(chunk).0, &self.inputs);
-        let put = |at, to: &mut [u8]| copies.read(inputs, start + at, to);
-        let any = writing.message.put(&mut *link.sender, put)?;
-        self.wrote(lane);
+    /// Sends this member's input to a carrier on this host, at most as many bytes as the link
+    /// takes.
+    fn send_input(
+        &mut self,
+        lane: usize,
+        link: &mut Link,
+        copies: &mut RingCopier,
+    ) -> Result<bool> {
+        let LinkPositions { writing, .. } = &mut self.streams[lane];
+        let Some(chunk) = writing.early_chunk() else { return Ok(false) };
+        let (start, inputs) = (self.schedule.chunk_extent(chunk).0, &self.inputs);
+        let put = |at, to: &mut [u8]| copies.copy_from_list(inputs, start + at, to);
+        let any = writing.message.send_window(&mut *link.sender, put)?;
+        self.advance_writing(lane);
         Ok(any)
     }
 
     /// Begins a chunk if there is memory for its partials, and joins inputs of this host that have
     /// arrived.
-    fn join(&mut self, peers: &mut Peers) -> Result<bool> {
-        let is_joined =
-            |work: &Work, schedule: &Schedule| work.joined == schedule.chunk(work.chunk).1;
+    fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
+        let is_joined = |work: &HalvingChunk, schedule: &HalvingSchedule| {
+            work.joined == schedule.chunk_extent(work.chunk).1
+        };
         if self.works.back().is_none_or(|work| is_joined(work, &self.schedule)) {
-            if self.next >= self.schedule.chunks() {
+            if self.next >= self.schedule.chunk_count() {
                 return Ok(false);
             }
             let Some(partials) = self.spare.pop() else { return Ok(false) };
-            let stages = self.schedule.stages(self.host, self.next);
+            let stages = self.schedule.stage_count(self.host, self.next);
             let chunk = self.next;
-            self.works.push_back(Work { chunk, joined: 0, step: 0, stages, stage: None, partials });
+            self.works.push_back(HalvingChunk {
+                chunk,
+                joined: 0,
+                step: 0,
+                stages,
+                stage: None,
+                partials,
+            });
             self.next += self.stride;
         }
-        let Some(Work { chunk, joined: at, partials, .. }) = self.works.back_mut() else {
+        let Some(HalvingChunk { chunk, joined: at, partials, .. }) = self.works.back_mut() else {
             return Ok(false);
         };
-        let (start, len) = self.schedule.chunk(*chunk);
-        let ready = |stream: &Stream| stream.reading.early() == Some(*chunk);
+        let (start, len) = self.schedule.chunk_extent(*chunk);
+        let ready = |stream: &LinkPositions| stream.reading.early_chunk() == Some(*chunk);
         if !self.streams[self.near.clone()].iter().all(ready) {
             return Ok(false);
         }
         let near = self.near.clone().zip(self.local.clone());
         let mut bytes = len - *at;
         for (lane, link) in near.clone() {
-            bytes = bytes
-                .min(arrived(&mut peers.links[link], &self.streams[lane].reading.message, UNIT)?.0);
+            bytes = bytes.min(
+                arrived_bytes(
+                    &mut peers.links[link],
+                    &self.streams[lane].reading.message,
+                    UNIT_BYTES,
+                )?
+                .0,
+            );
         }
         if bytes == 0 {
             return Ok(false);
@@ -210,44 +239,49 @@ impl Halving {
         let windows = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         // Links to earlier members come first.
         let place = self.member - self.local.start;
-        let (width, reducer) = (self.schedule.width(), &self.reducer);
-        let join = |inputs: &[&[u8]], out: &mut [u8]| reducer.accumulate(inputs, out);
+        let (width, reducer) = (self.schedule.accumulator_width(), &self.reducer);
+        let join = |inputs: &[&[u8]], out: &mut [u8]| reducer.accumulate_inputs(inputs, out);
         let inputs =
-            Inputs { windows: &windows, place, own: &self.inputs, start: start + *at, bytes };
-        inputs.join(width, join, &mut partials[*at * width..]);
+            HostInputs { windows: &windows, place, own: &self.inputs, start: start + *at, bytes };
+        inputs.join_into(width, join, &mut partials[*at * width..]);
         *at += bytes;
-        let wire = bytes.next_multiple_of(UNIT);
+        let wire = bytes.next_multiple_of(UNIT_BYTES);
         for (lane, link) in near {
             peers.links[link].receiver.release(wire)?;
-            self.streams[lane].reading.message.advance(wire);
-            self.read(lane);
+            self.streams[lane].reading.message.advance_by(wire);
+            self.advance_reading(lane);
         }
         Ok(true)
     }
 
-    /// Moves a chunk between hosts as far as it goes.
-    fn cross(&mut self, work: &mut Work, peers: &mut Peers) -> Result<bool> {
+    /// Moves a chunk between hosts until it is finished or has to wait.
+    fn exchange_between_hosts(
+        &mut self,
+        work: &mut HalvingChunk,
+        peers: &mut PeerLinks,
+    ) -> Result<bool> {
         let mut any = false;
-        while work.joined == self.schedule.chunk(work.chunk).1 && !work.is_over() {
+        while work.joined == self.schedule.chunk_extent(work.chunk).1 && !work.is_finished() {
             let is_up = work.step < work.stages;
             let step = if is_up { work.step } else { 2 * work.stages - 1 - work.step };
             let Some((lane, stage)) =
-                work.stage.take().or_else(|| self.stage(peers, work.chunk, step))
+                work.stage.take().or_else(|| self.find_stage(peers, work.chunk, step))
             else {
                 break;
             };
             let over = if is_up {
-                any |= self.give(lane, work, &stage, peers)?;
-                any |= self.merge(lane, work, &stage, peers)?;
-                let Stream { writing, reading } = &self.streams[lane];
+                any |= self.send_partials(lane, work, &stage, peers)?;
+                any |= self.merge_partials(lane, work, &stage, peers)?;
+                let LinkPositions { writing, reading } = &self.streams[lane];
                 writing.is_past_early(work.chunk) && reading.is_past_early(work.chunk)
             } else {
-                let far = Far { lane, chunk: work.chunk };
-                any |= self.answer(far, &stage, peers)?;
-                any |= self.store(far, &stage, peers)?;
-                let Stream { writing, reading } = &self.streams[lane];
-                let is_past =
-                    |position: Position| position.is_past_late(self.lanes[lane].ahead, work.chunk);
+                let far = LaneChunk { lane, chunk: work.chunk };
+                any |= self.send_host_results(far, &stage, peers)?;
+                any |= self.receive_host_results(far, &stage, peers)?;
+                let LinkPositions { writing, reading } = &self.streams[lane];
+                let is_past = |position: MessagePosition| {
+                    position.is_past_late(self.lanes[lane].ahead, work.chunk)
+                };
                 is_past(*writing) && is_past(*reading)
             };
             if !over {
@@ -257,151 +291,175 @@ impl Halving {
             any = true;
             work.step += 1;
             if is_up && work.step == work.stages {
-                self.conclude(work, &stage.keep);
+                self.compute_results(work, &stage.keep);
             }
         }
         Ok(any)
     }
 
     /// Returns a step of a chunk that this member carries, and its lane.
-    fn stage(&self, peers: &Peers, chunk: usize, step: usize) -> Option<(usize, Stage)> {
-        let stage = self.schedule.stage(self.host, chunk, step)?;
-        let link = peers.link_to(self.schedule.hosts().carrier(stage.host, chunk));
+    fn find_stage(
+        &self,
+        peers: &PeerLinks,
+        chunk: usize,
+        step: usize,
+    ) -> Option<(usize, HalvingStage)> {
+        let stage = self.schedule.find_stage(self.host, chunk, step)?;
+        let link = peers.link_to(self.schedule.hosts().carrier_for_turn(stage.host, chunk));
         Some((self.lanes.partition_point(|lane| lane.link < link), stage))
     }
 
     /// Sends the partials that the other host keeps.
-    fn give(&mut self, lane: usize, work: &Work, stage: &Stage, peers: &mut Peers) -> Result<bool> {
-        let Stream { writing, .. } = &mut self.streams[lane];
-        if writing.early() != Some(work.chunk) {
+    fn send_partials(
+        &mut self,
+        lane: usize,
+        work: &HalvingChunk,
+        stage: &HalvingStage,
+        peers: &mut PeerLinks,
+    ) -> Result<bool> {
+        let LinkPositions { writing, .. } = &mut self.streams[lane];
+        if writing.early_chunk() != Some(work.chunk) {
             return Ok(false);
         }
-        let from = &work.partials[stage.give.start * self.schedule.width()..];
+        let from = &work.partials[stage.give.start * self.schedule.accumulator_width()..];
         let link = &mut peers.links[self.lanes[lane].link];
         let put = |at: usize, to: &mut [u8]| to.copy_from_slice(&from[at..at + to.len()]);
-        let any = writing.message.put(&mut *link.sender, put)?;
-        self.wrote(lane);
+        let any = writing.message.send_window(&mut *link.sender, put)?;
+        self.advance_writing(lane);
         Ok(any)
     }
 
     /// Joins the partials of the other host that have arrived with the own ones.
-    fn merge(
+    fn merge_partials(
         &mut self,
         lane: usize,
-        work: &mut Work,
-        stage: &Stage,
-        peers: &mut Peers,
+        work: &mut HalvingChunk,
+        stage: &HalvingStage,
+        peers: &mut PeerLinks,
     ) -> Result<bool> {
-        let Stream { reading, .. } = &mut self.streams[lane];
-        if reading.early() != Some(work.chunk) {
+        let LinkPositions { reading, .. } = &mut self.streams[lane];
+        if reading.early_chunk() != Some(work.chunk) {
             return Ok(false);
         }
         let link = &mut peers.links[self.lanes[lane].link];
-        let (bytes, wire) = arrived(link, &reading.message, UNIT)?;
+        let (bytes, wire) = arrived_bytes(link, &reading.message, UNIT_BYTES)?;
         if wire == 0 {
             return Ok(false);
         }
         let theirs = &link.receiver.window()?[..bytes];
-        let at = stage.keep.start * self.schedule.width() + reading.message.done();
+        let at =
+            stage.keep.start * self.schedule.accumulator_width() + reading.message.moved_bytes();
         let own = &mut work.partials[at..at + bytes];
         let scratch = &mut peers.scratch.result;
-        scratch.resize(scratch.len().max(BLOCK), 0);
-        for (own, theirs) in own.chunks_mut(BLOCK).zip(theirs.chunks(BLOCK)) {
+        scratch.resize(scratch.len().max(MERGE_BLOCK_BYTES), 0);
+        for (own, theirs) in own.chunks_mut(MERGE_BLOCK_BYTES).zip(theirs.chunks(MERGE_BLOCK_BYTES))
+        {
             let joined = &mut scratch[..own.len()];
             let (earlier, later) = if stage.is_earlier { (&*own, theirs) } else { (theirs, &*own) };
-            self.reducer.merge(earlier, later, joined);
+            self.reducer.merge_accumulators(earlier, later, joined);
             own.copy_from_slice(joined);
         }
         link.receiver.release(wire)?;
-        reading.message.advance(wire);
-        self.read(lane);
+        reading.message.advance_by(wire);
+        self.advance_reading(lane);
         Ok(true)
     }
 
     /// Makes the results of the own part, and gives the memory back.
-    fn conclude(&mut self, work: &mut Work, own: &Range<usize>) {
-        let (width, start) = (self.schedule.width(), self.schedule.chunk(work.chunk).0);
-        self.outputs.fill(start + own.start, own.len(), |offset, out| {
+    fn compute_results(&mut self, work: &mut HalvingChunk, own: &Range<usize>) {
+        let (width, start) =
+            (self.schedule.accumulator_width(), self.schedule.chunk_extent(work.chunk).0);
+        self.outputs.fill_range(start + own.start, own.len(), |offset, out| {
             let at = own.start + offset;
-            self.reducer.conclude(&work.partials[at * width..(at + out.len()) * width], out);
+            self.reducer
+                .finish_accumulators(&work.partials[at * width..(at + out.len()) * width], out);
         });
         self.spare.push(std::mem::take(&mut work.partials));
     }
 
     /// Sends results of the part that this host has to the host that lacks them.
-    fn answer(
+    fn send_host_results(
         &mut self,
-        Far { lane, chunk }: Far,
-        stage: &Stage,
-        peers: &mut Peers,
+        LaneChunk { lane, chunk }: LaneChunk,
+        stage: &HalvingStage,
+        peers: &mut PeerLinks,
     ) -> Result<bool> {
-        let Stream { writing, .. } = &mut self.streams[lane];
-        if writing.late(self.lanes[lane].ahead) != Some(chunk) {
+        let LinkPositions { writing, .. } = &mut self.streams[lane];
+        if writing.late_chunk(self.lanes[lane].ahead) != Some(chunk) {
             return Ok(false);
         }
-        let (start, outputs) = (self.schedule.chunk(chunk).0 + stage.keep.start, &self.outputs);
+        let (start, outputs) =
+            (self.schedule.chunk_extent(chunk).0 + stage.keep.start, &self.outputs);
         let link = &mut peers.links[self.lanes[lane].link];
-        let any = writing.message.put(&mut *link.sender, |at, to| outputs.read(start + at, to))?;
-        self.wrote(lane);
+        let any = writing
+            .message
+            .send_window(&mut *link.sender, |at, to| outputs.read_at(start + at, to))?;
+        self.advance_writing(lane);
         Ok(any)
     }
 
     /// Stores results of the part that the other host has.
-    fn store(
+    fn receive_host_results(
         &mut self,
-        Far { lane, chunk }: Far,
-        stage: &Stage,
-        peers: &mut Peers,
+        LaneChunk { lane, chunk }: LaneChunk,
+        stage: &HalvingStage,
+        peers: &mut PeerLinks,
     ) -> Result<bool> {
-        let Stream { reading, .. } = &mut self.streams[lane];
-        if reading.late(self.lanes[lane].ahead) != Some(chunk) {
+        let LinkPositions { reading, .. } = &mut self.streams[lane];
+        if reading.late_chunk(self.lanes[lane].ahead) != Some(chunk) {
             return Ok(false);
         }
-        let (start, outputs) = (self.schedule.chunk(chunk).0 + stage.give.start, &self.outputs);
+        let (start, outputs) =
+            (self.schedule.chunk_extent(chunk).0 + stage.give.start, &self.outputs);
         let link = &mut peers.links[self.lanes[lane].link];
         let any = reading
             .message
-            .take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
-        self.read(lane);
+            .receive_window(&mut *link.receiver, |at, from| outputs.write_at(start + at, from))?;
+        self.advance_reading(lane);
         Ok(any)
     }
 
     /// Sends a member of this host the result of a chunk that is complete.
-    fn hand_out(&mut self, lane: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
-        let Stream { writing, .. } = &mut self.streams[lane];
-        let Some(chunk) = writing.late(self.lanes[lane].ahead) else { return Ok(false) };
+    fn send_local_result(
+        &mut self,
+        lane: usize,
+        link: &mut Link,
+        copies: &mut RingCopier,
+    ) -> Result<bool> {
+        let LinkPositions { writing, .. } = &mut self.streams[lane];
+        let Some(chunk) = writing.late_chunk(self.lanes[lane].ahead) else { return Ok(false) };
         if chunk >= self.next || self.works.iter().any(|work| work.chunk == chunk) {
             return Ok(false);
         }
-        let (start, outputs) = (self.schedule.chunk(chunk).0, &self.outputs);
-        let put = |at, to: &mut [u8]| copies.read(outputs, start + at, to);
-        let any = writing.message.put(&mut *link.sender, put)?;
-        self.wrote(lane);
+        let (start, outputs) = (self.schedule.chunk_extent(chunk).0, &self.outputs);
+        let put = |at, to: &mut [u8]| copies.copy_from_list(outputs, start + at, to);
+        let any = writing.message.send_window(&mut *link.sender, put)?;
+        self.advance_writing(lane);
         Ok(any)
     }
 
     /// Stores the result of a chunk that another member of this host carries.
-    fn fetch(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
-        let Stream { reading, .. } = &mut self.streams[lane];
-        let Some(chunk) = reading.late(self.lanes[lane].ahead) else { return Ok(false) };
-        let (start, outputs) = (self.schedule.chunk(chunk).0, &self.outputs);
+    fn receive_local_result(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
+        let LinkPositions { reading, .. } = &mut self.streams[lane];
+        let Some(chunk) = reading.late_chunk(self.lanes[lane].ahead) else { return Ok(false) };
+        let (start, outputs) = (self.schedule.chunk_extent(chunk).0, &self.outputs);
         let any = reading
             .message
-            .take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
-        self.read(lane);
+            .receive_window(&mut *link.receiver, |at, from| outputs.write_at(start + at, from))?;
+        self.advance_reading(lane);
         Ok(any)
     }
 }
 
 /// A chunk on a lane to another host.
 #[derive(Clone, Copy, Debug)]
-struct Far {
+struct LaneChunk {
     lane: usize,
     chunk: usize,
 }
 
-impl Job for Halving {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for HalvingJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         // Every member begins with its successor, so that members do not all start with the same
         // ring.
@@ -410,30 +468,30 @@ impl Job for Halving {
         let near = || (first..end).chain(start..first);
         for lane in near() {
             let link = self.lanes[lane].link;
-            any |= self.post(lane, &mut peers.links[link], &mut peers.copies[link])?;
+            any |= self.send_input(lane, &mut peers.links[link], &mut peers.copies[link])?;
         }
-        any |= self.join(peers)?;
+        any |= self.join_inputs(peers)?;
         let mut works = std::mem::take(&mut self.works);
         for work in &mut works {
-            any |= self.cross(work, peers)?;
+            any |= self.exchange_between_hosts(work, peers)?;
         }
-        works.retain(|work| !work.is_over());
+        works.retain(|work| !work.is_finished());
         self.works = works;
         for lane in near() {
             let link = self.lanes[lane].link;
-            any |= self.fetch(lane, &mut peers.links[link])?;
-            any |= self.hand_out(lane, &mut peers.links[link], &mut peers.copies[link])?;
+            any |= self.receive_local_result(lane, &mut peers.links[link])?;
+            any |= self.send_local_result(lane, &mut peers.links[link], &mut peers.copies[link])?;
         }
-        let done = self.next >= self.schedule.chunks()
+        let done = self.next >= self.schedule.chunk_count()
             && self.works.is_empty()
-            && self.streams.iter().all(Stream::is_over);
+            && self.streams.iter().all(LinkPositions::is_at_end);
         if done {
             peers.scratch.store = std::mem::take(&mut self.spare);
         }
-        Ok(Moved { any, done })
+        Ok(PollProgress { any, done })
     }
 
-    fn links(&self, _peers: &Peers) -> Vec<usize> {
+    fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
         self.lanes.iter().map(|lane| lane.link).collect()
     }
 }

@@ -3,16 +3,16 @@
 
 //! The steps of a halving, written down.
 
-use super::super::program::{Builder, Load, Program};
-pub(in super::super) use super::schedule::Schedule;
-use super::schedule::Stage;
+use super::super::program::{CollectiveProgram, ProgramBuilder, TransferLoad};
+pub(in super::super) use super::schedule::HalvingSchedule;
+use super::schedule::HalvingStage;
 
-/// One member's steps for the chunks, in the order of the slots of [`Schedule`].
-struct Writer<'a> {
-    schedule: &'a Schedule,
+/// One member's steps for the chunks, in the order of the slots of [`HalvingSchedule`].
+struct HalvingProgramWriter<'a> {
+    schedule: &'a HalvingSchedule,
     member: usize,
     host: usize,
-    builder: Builder,
+    builder: ProgramBuilder,
     /// The steps that the next one of a chunk comes after, by chunk.
     before: Vec<Vec<u32>>,
     /// Other hosts stand behind this member itself.
@@ -20,64 +20,71 @@ struct Writer<'a> {
 }
 
 /// Returns the steps of a member.
-pub(in super::super) fn program(schedule: &Schedule, member: usize) -> Program {
-    Writer::new(schedule, member, false).write()
+pub(in super::super) fn member_program(
+    schedule: &HalvingSchedule,
+    member: usize,
+) -> CollectiveProgram {
+    HalvingProgramWriter::new(schedule, member, false).write_program()
 }
 
-/// Returns the steps of a member of the first host, for all: see `Plan::folded`.
-pub(in super::super) fn folded(schedule: &Schedule, member: usize) -> Program {
-    Writer::new(schedule, member, true).write()
+/// Returns the steps of a member of the first host, for all: see `Plan::folded_program`.
+pub(in super::super) fn folded_program(
+    schedule: &HalvingSchedule,
+    member: usize,
+) -> CollectiveProgram {
+    HalvingProgramWriter::new(schedule, member, true).write_program()
 }
 
-impl<'a> Writer<'a> {
-    fn new(schedule: &'a Schedule, member: usize, folded: bool) -> Self {
-        let members = schedule.hosts().sizes().iter().sum();
-        let (host, builder) = (schedule.hosts().of(member), Builder::new(members));
-        let before = vec![Vec::new(); schedule.chunks()];
+impl<'a> HalvingProgramWriter<'a> {
+    fn new(schedule: &'a HalvingSchedule, member: usize, folded: bool) -> Self {
+        let members = schedule.hosts().host_sizes().iter().sum();
+        let (host, builder) = (schedule.hosts().host_of(member), ProgramBuilder::new(members));
+        let before = vec![Vec::new(); schedule.chunk_count()];
         Self { schedule, member, host, builder, before, folded }
     }
 
     /// Sends a carrier of another host something of a step.
-    fn give(
+    fn send_to_partner(
         &mut self,
-        stage: &Stage,
+        stage: &HalvingStage,
         (chunk, step): (usize, usize),
-        load: Load,
+        load: TransferLoad,
         before: &[u32],
     ) -> u32 {
-        let to = self.other(stage, chunk);
+        let to = self.partner_member(stage, chunk);
         // The first host meets another one in each step.
-        let link = if self.folded { self.schedule.hosts().largest() + step } else { to };
-        self.builder.send_over(link, to, load, before)
+        let link = if self.folded { self.schedule.hosts().largest_host_size() + step } else { to };
+        self.builder.add_send_over_link(link, to, load, before)
     }
 
-    fn other(&self, stage: &Stage, chunk: usize) -> usize {
-        if self.folded { self.member } else { self.carrier(stage.host, chunk) }
+    fn partner_member(&self, stage: &HalvingStage, chunk: usize) -> usize {
+        if self.folded { self.member } else { self.chunk_carrier(stage.host, chunk) }
     }
 
-    fn write(mut self) -> Program {
-        let (chunks, within) = (self.schedule.chunks(), self.schedule.ahead_within());
+    fn write_program(mut self) -> CollectiveProgram {
+        let (chunks, within) =
+            (self.schedule.chunk_count(), self.schedule.result_lag_within_host());
         for t in 0..chunks + within {
             if t < chunks {
-                self.early(t);
+                self.write_early_steps(t);
             }
-            for level in (0..self.schedule.levels()).rev() {
-                let chunk = t.checked_sub(self.schedule.ahead_between(level));
+            for level in (0..self.schedule.level_count()).rev() {
+                let chunk = t.checked_sub(self.schedule.result_lag_between_hosts(level));
                 if let Some(chunk) = chunk.filter(|chunk| *chunk < chunks) {
-                    self.late_between(chunk, level);
+                    self.write_late_steps(chunk, level);
                 }
             }
             if let Some(chunk) = t.checked_sub(within) {
                 let results = std::mem::take(&mut self.before[chunk]);
-                let carried = self.schedule.carried(chunk, self.host);
-                self.builder.hand_out(&carried, self.member, &results);
+                let carried = self.schedule.carried_chunk(chunk, self.host);
+                self.builder.distribute_result(&carried, self.member, &results);
             }
         }
-        self.builder.finish()
+        self.builder.into_program()
     }
 
-    fn stage(&self, chunk: usize, step: usize) -> Option<Stage> {
-        let mut stage = self.schedule.stage(self.host, chunk, step)?;
+    fn find_stage(&self, chunk: usize, step: usize) -> Option<HalvingStage> {
+        let mut stage = self.schedule.find_stage(self.host, chunk, step)?;
         if self.folded {
             // It receives as much as it sends. The first host keeps the longer half.
             stage.give = stage.keep.clone();
@@ -85,31 +92,34 @@ impl<'a> Writer<'a> {
         Some(stage)
     }
 
-    fn carrier(&self, host: usize, chunk: usize) -> usize {
-        self.schedule.hosts().carrier(host, chunk)
+    fn chunk_carrier(&self, host: usize, chunk: usize) -> usize {
+        self.schedule.hosts().carrier_for_turn(host, chunk)
     }
 
     /// An input to the carrier; or all inputs, and the swaps of partials.
-    fn early(&mut self, chunk: usize) {
-        let carried = self.schedule.carried(chunk, self.host);
-        let Some(inputs) = self.builder.gather(&carried, self.member) else { return };
-        let (len, width) = (carried.bytes, self.schedule.width());
-        let mut before = vec![self.builder.reduce(len * (inputs.len() + 1 + width), &inputs)];
+    fn write_early_steps(&mut self, chunk: usize) {
+        let carried = self.schedule.carried_chunk(chunk, self.host);
+        let Some(inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
+        let (len, width) = (carried.bytes, self.schedule.accumulator_width());
+        let mut before =
+            vec![self.builder.add_reduction(len * (inputs.len() + 1 + width), &inputs)];
         let mut own = 0..len;
-        for step in 0..self.schedule.stages(self.host, chunk) {
-            let Some(stage) = self.stage(chunk, step) else { break };
-            let Stage { keep, give, .. } = stage.clone();
+        for step in 0..self.schedule.stage_count(self.host, chunk) {
+            let Some(stage) = self.find_stage(chunk, step) else { break };
+            let HalvingStage { keep, give, .. } = stage.clone();
             let mut after = Vec::with_capacity(2);
             if !give.is_empty() {
-                let load = Load::one(give.len() * width, true);
-                after.push(self.give(&stage, (chunk, step), load, &before));
+                let load = TransferLoad::single_message(give.len() * width, true);
+                after.push(self.send_to_partner(&stage, (chunk, step), load, &before));
             }
             if !keep.is_empty() {
-                let (from, load) =
-                    (self.other(&stage, chunk), Load::one(keep.len() * width, false));
-                let theirs = self.builder.receive(from, load, &before);
+                let (from, load) = (
+                    self.partner_member(&stage, chunk),
+                    TransferLoad::single_message(keep.len() * width, false),
+                );
+                let theirs = self.builder.add_receive(from, load, &before);
                 // Read twice, written to a block in the cache, and copied back.
-                after.push(self.builder.reduce(3 * keep.len() * width, &[theirs]));
+                after.push(self.builder.add_reduction(3 * keep.len() * width, &[theirs]));
             }
             own = keep;
             if !after.is_empty() {
@@ -117,26 +127,30 @@ impl<'a> Writer<'a> {
             }
         }
         if !own.is_empty() {
-            before = vec![self.builder.reduce(own.len() * (width + 1), &before)];
+            before = vec![self.builder.add_reduction(own.len() * (width + 1), &before)];
         }
         self.before[chunk] = before;
     }
 
     /// If this member carries the chunk: the swap of results at a level.
-    fn late_between(&mut self, chunk: usize, level: usize) {
-        if self.carrier(self.host, chunk) != self.member {
+    fn write_late_steps(&mut self, chunk: usize, level: usize) {
+        if self.chunk_carrier(self.host, chunk) != self.member {
             return;
         }
-        let Some(step) = self.schedule.step_at(self.host, level) else { return };
-        let Some(stage) = self.stage(chunk, step) else { return };
+        let Some(step) = self.schedule.step_at_level(self.host, level) else { return };
+        let Some(stage) = self.find_stage(chunk, step) else { return };
         let (before, mut after) = (std::mem::take(&mut self.before[chunk]), Vec::with_capacity(2));
         if !stage.keep.is_empty() {
-            let load = Load::one(stage.keep.len(), true);
-            after.push(self.give(&stage, (chunk, step), load, &before));
+            let load = TransferLoad::single_message(stage.keep.len(), true);
+            after.push(self.send_to_partner(&stage, (chunk, step), load, &before));
         }
         if !stage.give.is_empty() {
-            let from = self.other(&stage, chunk);
-            after.push(self.builder.receive(from, Load::one(stage.give.len(), true), &before));
+            let from = self.partner_member(&stage, chunk);
+            after.push(self.builder.add_receive(
+                from,
+                TransferLoad::single_message(stage.give.len(), true),
+                &before,
+            ));
         }
         self.before[chunk] = if after.is_empty() { before } else { after };
     }
@@ -144,9 +158,9 @@ impl<'a> Writer<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::hosts::Hosts;
+    use super::super::super::hosts::MembersByHost;
     use super::super::super::program::tests::assert_goes;
-    use super::super::schedule::Way;
+    use super::super::schedule::LaneDirection;
     use super::*;
 
     #[test]
@@ -154,21 +168,23 @@ mod tests {
         for numbers in
             [&[0, 0, 1, 1][..], &[0, 1, 2, 3, 4], &[0, 0, 0, 1, 1, 1, 2, 2, 2], &[0, 0, 0, 1, 1, 2]]
         {
-            let hosts = Hosts::new(numbers, 0);
+            let hosts = MembersByHost::new(numbers, 0);
             for (bytes, width) in [(65, 1), (100_003, 2), (3 << 20, 1)] {
-                let schedule = Schedule::new(bytes, &hosts, width, 1 << 20).unwrap();
-                let programs: Vec<Program> =
-                    (0..numbers.len()).map(|member| program(&schedule, member)).collect();
+                let schedule = HalvingSchedule::new(bytes, &hosts, width, 1 << 20).unwrap();
+                let programs: Vec<CollectiveProgram> =
+                    (0..numbers.len()).map(|member| member_program(&schedule, member)).collect();
                 for from in 0..numbers.len() {
-                    let lanes = schedule.lanes(from);
+                    let lanes = schedule.member_lanes(from);
                     for to in (0..numbers.len()).filter(|to| *to != from) {
                         let link = if to < from { to } else { to - 1 };
                         let mut expected = Vec::new();
                         if let Some(lane) = lanes.iter().find(|lane| lane.link == link) {
-                            let mut position = schedule.first(lane, Way::Out);
-                            while !position.is_over() {
-                                expected.push(position.message.left() as u64);
-                                position = schedule.next(position, lane, Way::Out);
+                            let mut position =
+                                schedule.first_message(lane, LaneDirection::Outgoing);
+                            while !position.is_at_end() {
+                                expected.push(position.message.remaining_bytes() as u64);
+                                position =
+                                    schedule.next_message(position, lane, LaneDirection::Outgoing);
                             }
                         }
                         assert_goes(&programs, from, to, &expected, numbers);

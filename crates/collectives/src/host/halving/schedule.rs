@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The schedule of an allreduce by halves: what each link carries in which order. It is the same on
-//! every member.
+//! The schedule of an allreduce by halving: the messages of each link, in order. The schedule is
+//! the same on every member.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use super::super::hosts::Hosts;
-use super::super::position::{Found, Position};
-use super::super::program::Carried;
-use super::super::{LARGEST_CHUNK, SMALLEST_CHUNK, UNIT, even_chunk};
+use super::super::hosts::MembersByHost;
+use super::super::position::{Found, MessagePosition};
+use super::super::program::CarriedChunk;
+use super::super::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, even_chunk_bytes};
 
-/// Chunks in each step at the same time, of those that a member carries.
-const LOOKAHEAD: usize = 2;
+/// Chunks of one carrier that are in the same step at the same time.
+const LOOKAHEAD_CHUNKS: usize = 2;
 /// Chunks whose inputs are posted within a host before the result of the first, besides those in
 /// steps between hosts.
-const LOOKAHEAD_WITHIN: usize = 4;
+const LOOKAHEAD_WITHIN_HOST: usize = 4;
 /// Chunks of each member's share that even a small tensor is cut into.
-const OVERLAP: usize = 12;
+const MIN_CHUNKS_PER_SHARE: usize = 12;
 
 /// One step of a chunk between two hosts. Partial sums go one way each, and their results come
 /// back.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Stage {
+pub(super) struct HalvingStage {
     /// The other host.
     pub(super) host: usize,
     /// Bytes of elements, from the start of the chunk, whose partials are received and joined here.
@@ -36,65 +36,65 @@ pub(super) struct Stage {
 
 /// A link over which something goes.
 #[derive(Clone, Copy, Debug)]
-pub(in super::super) struct Lane {
+pub(in super::super) struct HalvingLane {
     pub(super) link: usize,
-    own: Place,
-    peer: Place,
+    own: LanePosition,
+    peer: LanePosition,
     /// Number of chunks by which results come after early messages.
     pub(super) ahead: usize,
 }
 
 /// Host of a member, its number there, and the members there.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct LanePosition {
     host: usize,
     number: usize,
     size: usize,
 }
 
-impl Place {
-    fn new(hosts: &Hosts, member: usize) -> Self {
-        let host = hosts.of(member);
-        let members = hosts.members(host);
+impl LanePosition {
+    fn new(hosts: &MembersByHost, member: usize) -> Self {
+        let host = hosts.host_of(member);
+        let members = hosts.host_members(host);
         Self { host, number: member - members.start, size: members.len() }
     }
 
-    fn carries(&self, chunk: usize) -> bool {
+    fn carries_chunk(&self, chunk: usize) -> bool {
         chunk % self.size == self.number
     }
 
     /// Returns the first chunk from this one on that the member carries.
-    fn first(&self, chunk: usize) -> usize {
+    fn next_carried_chunk(&self, chunk: usize) -> usize {
         self.number + chunk.saturating_sub(self.number).div_ceil(self.size) * self.size
     }
 }
 
-impl Lane {
-    pub(super) fn is_near(&self) -> bool {
+impl HalvingLane {
+    pub(super) fn is_within_host(&self) -> bool {
         self.own.host == self.peer.host
     }
 
     /// Returns the sender and the receiver in one direction.
-    fn ends(&self, way: Way) -> (Place, Place) {
+    fn sender_and_receiver(&self, way: LaneDirection) -> (LanePosition, LanePosition) {
         match way {
-            Way::Out => (self.own, self.peer),
-            Way::Back => (self.peer, self.own),
+            LaneDirection::Outgoing => (self.own, self.peer),
+            LaneDirection::Incoming => (self.peer, self.own),
         }
     }
 }
 
 /// A direction of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    Out,
-    Back,
+pub(super) enum LaneDirection {
+    Outgoing,
+    Incoming,
 }
 
 /// Elements are cut in chunks, which members of a host carry in turns.
 #[derive(Clone, Debug)]
-pub(in super::super) struct Schedule {
+pub(in super::super) struct HalvingSchedule {
     bytes: usize,
-    hosts: Hosts,
+    hosts: MembersByHost,
     width: usize,
     chunk: usize,
     chunks: usize,
@@ -104,113 +104,135 @@ pub(in super::super) struct Schedule {
     folded: usize,
 }
 
-impl Schedule {
+impl HalvingSchedule {
     /// `width` is how many times the bytes of an element a partial sum takes. Nothing when rings
     /// are too small.
     pub(in super::super) fn new(
         bytes: usize,
-        hosts: &Hosts,
+        hosts: &MembersByHost,
         width: usize,
         capacity: usize,
     ) -> Option<Self> {
-        let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
-        let longest = share.clamp(SMALLEST_CHUNK, LARGEST_CHUNK);
-        let chunk = even_chunk(bytes, longest, hosts.largest());
-        let (count, hosts) = (hosts.count(), hosts.clone());
+        let share =
+            (bytes / hosts.largest_host_size() / MIN_CHUNKS_PER_SHARE).next_multiple_of(UNIT_BYTES);
+        let longest = share.clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
+        let chunk = even_chunk_bytes(bytes, longest, hosts.largest_host_size());
+        let (count, hosts) = (hosts.host_count(), hosts.clone());
         let full = 1 << count.checked_ilog2().unwrap_or(0);
         let (chunks, folded) = (bytes.div_ceil(chunk), 2 * (count - full));
-        (capacity >= UNIT).then_some(Self { bytes, hosts, width, chunk, chunks, full, folded })
+        (capacity >= UNIT_BYTES).then_some(Self {
+            bytes,
+            hosts,
+            width,
+            chunk,
+            chunks,
+            full,
+            folded,
+        })
     }
 
-    pub(super) fn hosts(&self) -> &Hosts {
+    pub(super) fn hosts(&self) -> &MembersByHost {
         &self.hosts
     }
 
-    pub(super) fn width(&self) -> usize {
+    pub(super) fn accumulator_width(&self) -> usize {
         self.width
     }
 
-    pub(in super::super) fn chunks(&self) -> usize {
+    pub(in super::super) fn chunk_count(&self) -> usize {
         self.chunks
     }
 
     /// Returns a chunk as a member of this host carries it.
-    pub(super) fn carried(&self, chunk: usize, host: usize) -> Carried<'_> {
-        let (carrier, bytes) = (self.hosts.carrier(host, chunk), self.chunk(chunk).1);
-        Carried { hosts: &self.hosts, carrier, bytes }
+    pub(super) fn carried_chunk(&self, chunk: usize, host: usize) -> CarriedChunk<'_> {
+        let (carrier, bytes) =
+            (self.hosts.carrier_for_turn(host, chunk), self.chunk_extent(chunk).1);
+        CarriedChunk { hosts: &self.hosts, carrier, bytes }
     }
 
     /// Returns the start of a chunk, and its length.
-    pub(super) fn chunk(&self, chunk: usize) -> (usize, usize) {
+    pub(super) fn chunk_extent(&self, chunk: usize) -> (usize, usize) {
         let start = (chunk * self.chunk).min(self.bytes);
         (start, (self.bytes - start).min(self.chunk))
     }
 
     /// Returns the bytes of a chunk's partials.
-    pub(super) fn longest(&self) -> usize {
+    pub(super) fn max_partial_bytes(&self) -> usize {
         self.chunk.min(self.bytes) * self.width
     }
 
-    /// Levels of steps: that of pairs, if there are any, and one for each doubling of the distance.
-    pub(super) fn levels(&self) -> usize {
+    /// Returns the number of levels: one for the steps of pairs, if there are any, and one for each
+    /// doubling of the distance.
+    pub(super) fn level_count(&self) -> usize {
         self.full.ilog2() as usize + usize::from(self.folded > 0)
     }
 
-    /// Returns the step of a host at a level, if it is not that of pairs to which the host does not
-    /// belong.
-    pub(super) fn step_at(&self, host: usize, level: usize) -> Option<usize> {
+    /// Returns the step of a host at a level, or none at the level of pairs if the host belongs to
+    /// no pair.
+    pub(super) fn step_at_level(&self, host: usize, level: usize) -> Option<usize> {
         level.checked_sub(usize::from(host >= self.folded && self.folded > 0))
     }
 
-    /// Number of chunks by which results come after partials between hosts that meet at this level.
-    /// The results of a chunk pass the levels in reverse. If they came equally late at all of them,
-    /// each chunk would wait for the one before.
-    pub(super) fn ahead_between(&self, level: usize) -> usize {
-        LOOKAHEAD * 2 * (self.levels() - level) * self.hosts.largest()
+    /// Returns the number of chunks by which results come after partials between hosts that meet at
+    /// this level. The results of a chunk pass the levels in reverse. If this number were equal at
+    /// all levels, each chunk would wait for the one before.
+    pub(super) fn result_lag_between_hosts(&self, level: usize) -> usize {
+        LOOKAHEAD_CHUNKS * 2 * (self.level_count() - level) * self.hosts.largest_host_size()
     }
 
-    /// Number of chunks by which results come after inputs within a host.
-    pub(super) fn ahead_within(&self) -> usize {
-        self.ahead_between(0) + LOOKAHEAD_WITHIN * self.hosts.largest()
+    /// Returns the number of chunks by which results come after inputs within a host.
+    pub(super) fn result_lag_within_host(&self) -> usize {
+        self.result_lag_between_hosts(0) + LOOKAHEAD_WITHIN_HOST * self.hosts.largest_host_size()
     }
 
     /// Returns the chunks whose partials a member of this host keeps at the same time.
-    pub(super) fn begun(&self, host: usize) -> usize {
-        let members = self.hosts.members(host).len().max(1);
-        let begun = (LOOKAHEAD * self.levels() + 1) * self.hosts.largest() / members;
+    pub(super) fn chunks_in_flight(&self, host: usize) -> usize {
+        let members = self.hosts.host_members(host).len().max(1);
+        let begun =
+            (LOOKAHEAD_CHUNKS * self.level_count() + 1) * self.hosts.largest_host_size() / members;
         begun.min(self.chunks.div_ceil(members))
     }
 
-    /// Returns the place of a host among those that swap. Both hosts of a pair have the same.
-    fn place(&self, host: usize) -> usize {
+    /// Returns the position of a host among the hosts that swap. Both hosts of a pair have the same
+    /// position.
+    fn swap_position(&self, host: usize) -> usize {
         if host < self.folded { host / 2 } else { host - self.folded / 2 }
     }
 
     /// The hosts of a pair take turns, so that both send as much as the others.
-    fn turn(&self, chunk: usize) -> usize {
-        chunk / self.hosts.largest() % 2
+    fn pair_turn(&self, chunk: usize) -> usize {
+        chunk / self.hosts.largest_host_size() % 2
     }
 
     /// Returns whether a host swaps halves of this chunk. If not, the other host of its pair does.
-    fn swaps(&self, host: usize, chunk: usize) -> bool {
-        host >= self.folded || host % 2 == self.turn(chunk)
+    fn swaps_halves(&self, host: usize, chunk: usize) -> bool {
+        host >= self.folded || host % 2 == self.pair_turn(chunk)
     }
 
     /// Returns the host at a place.
-    fn at(&self, place: usize, chunk: usize) -> usize {
-        if place < self.folded / 2 { 2 * place + self.turn(chunk) } else { place + self.folded / 2 }
+    fn host_at_position(&self, place: usize, chunk: usize) -> usize {
+        if place < self.folded / 2 {
+            2 * place + self.pair_turn(chunk)
+        } else {
+            place + self.folded / 2
+        }
     }
 
     /// Returns a step of a chunk on a host; `None` after the last one.
-    pub(super) fn stage(&self, host: usize, chunk: usize, step: usize) -> Option<Stage> {
-        let mut range = 0..self.chunk(chunk).1;
+    pub(super) fn find_stage(
+        &self,
+        host: usize,
+        chunk: usize,
+        step: usize,
+    ) -> Option<HalvingStage> {
+        let mut range = 0..self.chunk_extent(chunk).1;
         let mut step = step;
         if host < self.folded {
-            let swaps = self.swaps(host, chunk);
+            let swaps = self.swaps_halves(host, chunk);
             if step == 0 {
                 let none = range.end..range.end;
                 let (keep, give) = if swaps { (range, none) } else { (none, range) };
-                return Some(Stage {
+                return Some(HalvingStage {
                     host: host ^ 1,
                     keep,
                     give,
@@ -225,19 +247,24 @@ impl Schedule {
         let distance = 1_usize
             .checked_shl(u32::try_from(step).ok()?)
             .filter(|distance| *distance < self.full)?;
-        let place = self.place(host);
+        let place = self.swap_position(host);
         for step in 0..step {
-            range = halves(range, place >> step & 1 == 0).0;
+            range = split_halves(range, place >> step & 1 == 0).0;
         }
         let is_earlier = place & distance == 0;
-        let (keep, give) = halves(range, is_earlier);
-        Some(Stage { host: self.at(place ^ distance, chunk), keep, give, is_earlier })
+        let (keep, give) = split_halves(range, is_earlier);
+        Some(HalvingStage {
+            host: self.host_at_position(place ^ distance, chunk),
+            keep,
+            give,
+            is_earlier,
+        })
     }
 
     /// Returns the number of the steps of a chunk on a host.
-    pub(super) fn stages(&self, host: usize, chunk: usize) -> usize {
+    pub(super) fn stage_count(&self, host: usize, chunk: usize) -> usize {
         let swaps = self.full.ilog2() as usize;
-        match (host < self.folded, self.swaps(host, chunk)) {
+        match (host < self.folded, self.swaps_halves(host, chunk)) {
             (true, true) => swaps + 1,
             (true, false) => 1,
             (false, _) => swaps,
@@ -245,13 +272,13 @@ impl Schedule {
     }
 
     /// Returns the step in which `host` meets another host.
-    fn meets(&self, host: usize, other: usize) -> Option<usize> {
-        self.step_at(host, self.level(host, other)?)
+    fn meeting_step(&self, host: usize, other: usize) -> Option<usize> {
+        self.step_at_level(host, self.meeting_level(host, other)?)
     }
 
     /// Returns the level at which two hosts meet.
-    fn level(&self, host: usize, other: usize) -> Option<usize> {
-        match self.place(host) ^ self.place(other) {
+    fn meeting_level(&self, host: usize, other: usize) -> Option<usize> {
+        match self.swap_position(host) ^ self.swap_position(other) {
             0 => Some(0),
             distance if distance.is_power_of_two() => {
                 Some(usize::from(self.folded > 0) + distance.ilog2() as usize)
@@ -261,111 +288,127 @@ impl Schedule {
     }
 
     /// Returns what one host sends to another of a chunk: partials, and results.
-    fn crosses(&self, from: usize, to: usize, chunk: usize) -> (usize, usize) {
-        let stage = self.meets(from, to).and_then(|step| self.stage(from, chunk, step));
+    fn bytes_between_hosts(&self, from: usize, to: usize, chunk: usize) -> (usize, usize) {
+        let stage = self.meeting_step(from, to).and_then(|step| self.find_stage(from, chunk, step));
         match stage.filter(|stage| stage.host == to) {
-            Some(Stage { keep, give, .. }) => (give.len() * self.width, keep.len()),
+            Some(HalvingStage { keep, give, .. }) => (give.len() * self.width, keep.len()),
             None => (0, 0),
         }
     }
 
     /// Returns the other hosts with which a host exchanges anything.
-    fn partners(&self, host: usize) -> BTreeSet<usize> {
-        let turns = [0, self.hosts.largest()];
+    fn partner_hosts(&self, host: usize) -> BTreeSet<usize> {
+        let turns = [0, self.hosts.largest_host_size()];
         let steps = |chunk| {
-            (0..self.stages(host, chunk)).filter_map(move |step| self.partner(host, chunk, step))
+            (0..self.stage_count(host, chunk))
+                .filter_map(move |step| self.partner_host(host, chunk, step))
         };
         turns.into_iter().flat_map(steps).collect()
     }
 
-    fn partner(&self, host: usize, chunk: usize, step: usize) -> Option<usize> {
-        self.stage(host, chunk, step).map(|stage| stage.host)
+    fn partner_host(&self, host: usize, chunk: usize, step: usize) -> Option<usize> {
+        self.find_stage(host, chunk, step).map(|stage| stage.host)
     }
 
     /// Returns the links of a member over which something goes, whatever the number of bytes, by
     /// link.
-    pub(super) fn lanes(&self, member: usize) -> Vec<Lane> {
+    pub(super) fn member_lanes(&self, member: usize) -> Vec<HalvingLane> {
         let hosts = &self.hosts;
-        let own = Place::new(hosts, member);
-        let mut peers: BTreeSet<usize> = hosts.near(member).collect();
-        for host in self.partners(own.host) {
-            let size = hosts.members(host).len();
-            let period = [size, 2 * hosts.largest()].into_iter().fold(own.size, common_multiple);
+        let own = LanePosition::new(hosts, member);
+        let mut peers: BTreeSet<usize> = hosts.local_peers(member).collect();
+        for host in self.partner_hosts(own.host) {
+            let size = hosts.host_members(host).len();
+            let period = [size, 2 * hosts.largest_host_size()]
+                .into_iter()
+                .fold(own.size, least_common_multiple);
             let carried = (own.number..period).step_by(own.size);
             let meets = |chunk: &usize| {
-                let step = self.meets(own.host, host);
-                step.and_then(|step| self.partner(own.host, *chunk, step)) == Some(host)
+                let step = self.meeting_step(own.host, host);
+                step.and_then(|step| self.partner_host(own.host, *chunk, step)) == Some(host)
             };
-            peers.extend(carried.filter(meets).map(|chunk| hosts.carrier(host, chunk)));
+            peers.extend(carried.filter(meets).map(|chunk| hosts.carrier_for_turn(host, chunk)));
         }
         let link = |peer: &usize| if *peer < member { *peer } else { *peer - 1 };
         let lane = |peer: &usize| {
-            let (link, peer) = (link(peer), Place::new(hosts, *peer));
-            let level = self.level(own.host, peer.host).filter(|_| own.host != peer.host);
-            let ahead =
-                level.map_or_else(|| self.ahead_within(), |level| self.ahead_between(level));
-            Lane { link, own, peer, ahead }
+            let (link, peer) = (link(peer), LanePosition::new(hosts, *peer));
+            let level = self.meeting_level(own.host, peer.host).filter(|_| own.host != peer.host);
+            let ahead = level.map_or_else(
+                || self.result_lag_within_host(),
+                |level| self.result_lag_between_hosts(level),
+            );
+            HalvingLane { link, own, peer, ahead }
         };
         peers.iter().map(lane).collect()
     }
 
     /// Returns the first message from `slot` on.
-    fn seek(&self, slot: usize, lane: &Lane, way: Way) -> Position {
-        let early = |from| self.early(from, lane, way);
-        Position::seek(slot, lane.ahead, early, |from| self.late(from, lane, way))
+    fn seek_message(&self, slot: usize, lane: &HalvingLane, way: LaneDirection) -> MessagePosition {
+        let early = |from| self.next_early_chunk(from, lane, way);
+        MessagePosition::first_nonempty(slot, lane.ahead, early, |from| {
+            self.next_late_chunk(from, lane, way)
+        })
     }
 
-    pub(super) fn first(&self, lane: &Lane, way: Way) -> Position {
-        self.seek(0, lane, way)
+    pub(super) fn first_message(&self, lane: &HalvingLane, way: LaneDirection) -> MessagePosition {
+        self.seek_message(0, lane, way)
     }
 
     /// Returns the position after this one.
-    pub(super) fn next(&self, position: Position, lane: &Lane, way: Way) -> Position {
-        self.seek(position.after(), lane, way)
+    pub(super) fn next_message(
+        &self,
+        position: MessagePosition,
+        lane: &HalvingLane,
+        way: LaneDirection,
+    ) -> MessagePosition {
+        self.seek_message(position.next_slot(), lane, way)
     }
 
     /// Returns the next early message that is not empty: its chunk and its bytes.
-    fn early(&self, from: usize, lane: &Lane, way: Way) -> Found {
-        let (sender, receiver) = lane.ends(way);
-        if lane.is_near() {
-            let chunk = receiver.first(from);
-            return (chunk < self.chunks).then(|| (chunk, self.chunk(chunk).1));
+    fn next_early_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> Found {
+        let (sender, receiver) = lane.sender_and_receiver(way);
+        if lane.is_within_host() {
+            let chunk = receiver.next_carried_chunk(from);
+            return (chunk < self.chunks).then(|| (chunk, self.chunk_extent(chunk).1));
         }
-        self.both(from, sender, receiver, |chunk| self.crosses(sender.host, receiver.host, chunk).0)
+        self.next_shared_chunk(from, sender, receiver, |chunk| {
+            self.bytes_between_hosts(sender.host, receiver.host, chunk).0
+        })
     }
 
     /// Returns the next late message that is not empty: its chunk and its bytes.
-    fn late(&self, from: usize, lane: &Lane, way: Way) -> Found {
-        let (sender, receiver) = lane.ends(way);
-        if lane.is_near() {
-            let chunk = sender.first(from);
-            return (chunk < self.chunks).then(|| (chunk, self.chunk(chunk).1));
+    fn next_late_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> Found {
+        let (sender, receiver) = lane.sender_and_receiver(way);
+        if lane.is_within_host() {
+            let chunk = sender.next_carried_chunk(from);
+            return (chunk < self.chunks).then(|| (chunk, self.chunk_extent(chunk).1));
         }
-        self.both(from, sender, receiver, |chunk| self.crosses(sender.host, receiver.host, chunk).1)
+        self.next_shared_chunk(from, sender, receiver, |chunk| {
+            self.bytes_between_hosts(sender.host, receiver.host, chunk).1
+        })
     }
 
     /// Returns the first chunk that both carry and that has bytes.
-    fn both(
+    fn next_shared_chunk(
         &self,
         from: usize,
-        sender: Place,
-        receiver: Place,
+        sender: LanePosition,
+        receiver: LanePosition,
         bytes: impl Fn(usize) -> usize,
     ) -> Found {
-        let carried = (sender.first(from)..self.chunks).step_by(sender.size);
-        let both = carried.filter(|chunk| receiver.carries(*chunk));
+        let carried = (sender.next_carried_chunk(from)..self.chunks).step_by(sender.size);
+        let both = carried.filter(|chunk| receiver.carries_chunk(*chunk));
         both.map(|chunk| (chunk, bytes(chunk))).find(|(_, bytes)| *bytes > 0)
     }
 }
 
 /// Returns both halves of a range, in units: the one to keep first.
-fn halves(range: Range<usize>, is_lower: bool) -> (Range<usize>, Range<usize>) {
-    let middle = (range.start + (range.len() / 2).next_multiple_of(UNIT)).min(range.end);
+fn split_halves(range: Range<usize>, is_lower: bool) -> (Range<usize>, Range<usize>) {
+    let middle = (range.start + (range.len() / 2).next_multiple_of(UNIT_BYTES)).min(range.end);
     let (lower, upper) = (range.start..middle, middle..range.end);
     if is_lower { (lower, upper) } else { (upper, lower) }
 }
 
-fn common_multiple(one: usize, other: usize) -> usize {
+fn least_common_multiple(one: usize, other: usize) -> usize {
     let multiples = (1..=other).map(|k| k * one);
     multiples.into_iter().find(|multiple| multiple.is_multiple_of(other)).unwrap_or(one * other)
 }
@@ -375,10 +418,10 @@ mod tests {
     use super::*;
 
     /// Hosts of these sizes.
-    fn hosts(sizes: &[usize]) -> Hosts {
+    fn hosts(sizes: &[usize]) -> MembersByHost {
         let numbers: Vec<u32> =
             (0..).zip(sizes).flat_map(|(host, size)| std::iter::repeat_n(host, *size)).collect();
-        Hosts::new(&numbers, 0)
+        MembersByHost::new(&numbers, 0)
     }
 
     fn worlds() -> Vec<Vec<usize>> {
@@ -393,16 +436,16 @@ mod tests {
         for world in worlds() {
             let hosts = hosts(&world);
             for bytes in [4, 64, 65, 1000, 100_003, 3 << 20] {
-                let schedule = Schedule::new(bytes, &hosts, 2, 1 << 20).unwrap();
-                for chunk in 0..schedule.chunks() {
+                let schedule = HalvingSchedule::new(bytes, &hosts, 2, 1 << 20).unwrap();
+                for chunk in 0..schedule.chunk_count() {
                     let mut owned = 0;
-                    for host in 0..hosts.count() {
-                        let mut range = 0..schedule.chunk(chunk).1;
-                        for step in 0..schedule.stages(host, chunk) {
-                            let stage = schedule.stage(host, chunk, step).unwrap();
-                            assert_eq!(schedule.meets(host, stage.host), Some(step));
-                            let theirs = schedule.meets(stage.host, host).unwrap();
-                            let theirs = schedule.stage(stage.host, chunk, theirs).unwrap();
+                    for host in 0..hosts.host_count() {
+                        let mut range = 0..schedule.chunk_extent(chunk).1;
+                        for step in 0..schedule.stage_count(host, chunk) {
+                            let stage = schedule.find_stage(host, chunk, step).unwrap();
+                            assert_eq!(schedule.meeting_step(host, stage.host), Some(step));
+                            let theirs = schedule.meeting_step(stage.host, host).unwrap();
+                            let theirs = schedule.find_stage(stage.host, chunk, theirs).unwrap();
                             assert_eq!(
                                 (theirs.host, &theirs.give, theirs.is_earlier),
                                 (host, &stage.keep, !stage.is_earlier)
@@ -410,10 +453,13 @@ mod tests {
                             assert_eq!(stage.keep.len() + stage.give.len(), range.len());
                             range = stage.keep;
                         }
-                        assert_eq!(schedule.stage(host, chunk, schedule.stages(host, chunk)), None);
+                        assert_eq!(
+                            schedule.find_stage(host, chunk, schedule.stage_count(host, chunk)),
+                            None
+                        );
                         owned += range.len();
                     }
-                    assert_eq!(owned, schedule.chunk(chunk).1, "{world:?}, {bytes}");
+                    assert_eq!(owned, schedule.chunk_extent(chunk).1, "{world:?}, {bytes}");
                 }
             }
         }
@@ -424,13 +470,13 @@ mod tests {
         for world in worlds() {
             let hosts = hosts(&world);
             let size: usize = world.iter().sum();
-            let schedule = Schedule::new(8 << 20, &hosts, 1, 1 << 20).unwrap();
+            let schedule = HalvingSchedule::new(8 << 20, &hosts, 1, 1 << 20).unwrap();
             for member in 0..size {
-                let lanes = schedule.lanes(member);
+                let lanes = schedule.member_lanes(member);
                 assert!(lanes.windows(2).all(|pair| pair[0].link < pair[1].link));
                 for lane in lanes {
-                    let either =
-                        [Way::Out, Way::Back].map(|way| !schedule.first(&lane, way).is_over());
+                    let either = [LaneDirection::Outgoing, LaneDirection::Incoming]
+                        .map(|way| !schedule.first_message(&lane, way).is_at_end());
                     assert!(either.contains(&true), "{world:?}: {member} {lane:?}");
                 }
             }
@@ -441,22 +487,24 @@ mod tests {
     fn many_hosts_have_few_links_and_send_equally_much() {
         for (count, each, most) in [(64, 8, 6), (48, 8, 11), (33, 4, 11), (512, 8, 9)] {
             let hosts = hosts(&vec![each; count]);
-            let schedule = Schedule::new(64 << 20, &hosts, 1, 1 << 20).unwrap();
+            let schedule = HalvingSchedule::new(64 << 20, &hosts, 1, 1 << 20).unwrap();
             let mut sent = Vec::new();
             for host in 0..count {
-                let lanes = schedule.lanes(host * each);
-                let far = lanes.iter().filter(|lane| !lane.is_near()).count();
+                let lanes = schedule.member_lanes(host * each);
+                let far = lanes.iter().filter(|lane| !lane.is_within_host()).count();
                 assert!(far <= most, "{count} x {each}: {far} links of host {host}");
-                let bytes = |lane: &Lane| {
-                    let mut position = schedule.first(lane, Way::Out);
+                let bytes = |lane: &HalvingLane| {
+                    let mut position = schedule.first_message(lane, LaneDirection::Outgoing);
                     let mut bytes = 0;
-                    while !position.is_over() {
-                        bytes += position.message.left();
-                        position = schedule.next(position, lane, Way::Out);
+                    while !position.is_at_end() {
+                        bytes += position.message.remaining_bytes();
+                        position = schedule.next_message(position, lane, LaneDirection::Outgoing);
                     }
                     bytes
                 };
-                sent.push(lanes.iter().filter(|lane| !lane.is_near()).map(bytes).sum::<usize>());
+                sent.push(
+                    lanes.iter().filter(|lane| !lane.is_within_host()).map(bytes).sum::<usize>(),
+                );
             }
             // Of the share of a member, which is sent twice.
             let share = 2.0 * f64::from(64 << 20) / each as f64;

@@ -14,31 +14,34 @@
 //!
 //! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first the
 //! early message for chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A`
-//! is smaller between hosts than within them ([`Schedule::ahead`]).
+//! is smaller between hosts than within them ([`HierarchySchedule::result_lags`]).
 //!
 //! ```text
-//! same host:    early(t): r's input, if q carries t            late(t): the result, if r carries t
-//! other host:   early(t): the partial of q's part, if both do  late(t): the result of r's part, if both do
+//! same host:   early(t): r's input, if q carries t
+//!              late(t):  the result, if r carries t
+//! other host:  early(t): the partial of q's part, if both carry t
+//!              late(t):  the result of r's part, if both carry t
 //! ```
 //!
-//! So a result goes to other hosts after partials up to `A` (between) chunks later, which need
-//! inputs that come after results of `A` (within) chunks before those. The difference of both is
-//! how many chunks are between hosts at once.
+//! So a result goes to other hosts after partials up to `A` (between) chunks later. These partials
+//! need inputs that come after results of `A` (within) chunks before them. The difference of both
+//! values of `A` is the number of chunks that are between hosts at once.
 //!
 //! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and
 //! reduction of `t` in one; then the results of `t - A` (between) go between hosts; then the
-//! results of `t - A` (within) go within hosts, after they went between them, as that `A` is not
-//! smaller. Every link has its messages in the order of these steps. Suppose no member can move,
-//! and consider the first step that is not over. All messages of earlier steps have been read, so
-//! its messages are the first on their links, and the rings have room for some of them. If the step
-//! sends results, they were made or have arrived, so the sender can write, and the receiver can
-//! store what arrives. If it is a reduction, let `b` be the first byte of the chunk that is not
-//! reduced. The bytes before it are reduced, hence joined by all carriers and no longer in rings.
-//! All carriers come to `b` next, and have the inputs, as these are the first on their links. They
-//! can write the partial: the ring to the owner has room, and of the own store at least one slot is
-//! free. Then the owner has all partials of `b`. So some member can move, however small rings are.
-//! [`Schedule`] cuts chunks so that they are large enough for partials of several chunks. Earlier
-//! and later operations change nothing: see `pipeline`.
+//! results of `t - A` (within) go within hosts, after they went between hosts, because `A` (within)
+//! is not smaller. Every link carries its messages in the order of these steps. Suppose no member
+//! can move, and consider the first unfinished step. All messages of earlier steps have been read,
+//! so its messages are the first on their links, and the rings have room for some of them. If the
+//! step sends results, the results were computed or have arrived, so the sender can write, and the
+//! receiver can store the arriving bytes. If the step is a reduction, let `b` be the first byte of
+//! the chunk that is not reduced. The bytes before `b` are reduced, hence joined by all carriers
+//! and no longer in rings. All carriers come to `b` next, and have the inputs, as these are the
+//! first on their links. The carriers can write the partial: the ring to the owner has room, and at
+//! least one slot of the owner's store is free. Then the owner has all partials of `b`. So some
+//! member can move, however small rings are. [`HierarchySchedule`] cuts chunks so that they are
+//! large enough for partials of several chunks. Earlier and later operations change nothing: see
+//! `pipeline`.
 
 pub(super) mod program;
 mod schedule;
@@ -50,19 +53,19 @@ use std::sync::Arc;
 
 use farandole_transport::Link;
 
-use super::UNIT;
-use super::copies::Copies;
-use super::message::Message;
-use super::peers::{Job, Moved, Peers};
-use super::position::Stream;
+use super::UNIT_BYTES;
+use super::copy_path::RingCopier;
+use super::message::MessageProgress;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::position::LinkPositions;
 use crate::Result;
-use crate::buffer::Flat;
-use crate::kernel::Reducer;
-use schedule::{Course, Schedule};
+use crate::buffer::GatherList;
+use crate::kernel::BlockReducer;
+use schedule::{HierarchySchedule, RouteDirection};
 
 /// Progress of something through the chunks that this member carries.
 #[derive(Clone, Copy, Debug)]
-struct Cursor {
+struct ChunkCursor {
     chunk: usize,
     /// Bytes of elements.
     at: usize,
@@ -70,20 +73,25 @@ struct Cursor {
 
 /// A link over which something goes, in the course of hierarchies.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Route {
+pub(super) struct HierarchyRoute {
     link: usize,
     host: usize,
-    out: Course,
-    back: Course,
+    out: RouteDirection,
+    back: RouteDirection,
 }
 
 /// Returns the links over which something goes: among equally full hosts those within the host, and
 /// one to each other host.
-fn routes(peers: &Peers) -> Arc<[Route]> {
+fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
     let route = |link: usize| {
         let (own, peer) = (peers.member, peers.member_of(link));
-        let course = |from, to| Course::new(&peers.hosts, from, to);
-        Route { link, host: peers.hosts.of(peer), out: course(own, peer), back: course(peer, own) }
+        let course = |from, to| RouteDirection::new(&peers.hosts, from, to);
+        HierarchyRoute {
+            link,
+            host: peers.hosts.host_of(peer),
+            out: course(own, peer),
+            back: course(peer, own),
+        }
     };
     (0..peers.links.len())
         .map(route)
@@ -92,16 +100,16 @@ fn routes(peers: &Peers) -> Arc<[Route]> {
 }
 
 /// Results of a chunk that were stored, by host; for handing them out.
-struct Arrived {
+struct StoredResults {
     chunk: usize,
     bytes: Vec<usize>,
 }
 
-pub(super) struct Hierarchy {
-    reducer: Reducer,
-    inputs: Flat,
-    outputs: Flat,
-    schedule: Schedule,
+pub(super) struct HierarchyJob {
+    reducer: BlockReducer,
+    inputs: GatherList,
+    outputs: GatherList,
+    schedule: HierarchySchedule,
     member: usize,
     host: usize,
     /// Members on this host: every so many chunks are carried by this one.
@@ -110,46 +118,46 @@ pub(super) struct Hierarchy {
     local: Range<usize>,
     /// The same among the routes.
     near: Range<usize>,
-    routes: Arc<[Route]>,
+    routes: Arc<[HierarchyRoute]>,
     /// By route.
-    streams: Vec<Stream>,
-    joining: Cursor,
-    reducing: Cursor,
+    streams: Vec<LinkPositions>,
+    joining: ChunkCursor,
+    reducing: ChunkCursor,
     /// Own parts' partials, by carried chunk.
     store: Vec<Vec<u8>>,
-    arrived: VecDeque<Arrived>,
+    arrived: VecDeque<StoredResults>,
     /// The first of the chunks that this member carries and has not handed out.
     handed_out: usize,
     /// Routes to the other carriers of the chunk that is reduced.
     carriers: Vec<usize>,
 }
 
-impl Hierarchy {
+impl HierarchyJob {
     pub(super) fn new(
-        peers: &mut Peers,
-        reducer: Reducer,
-        inputs: Flat,
-        outputs: Flat,
+        peers: &mut PeerLinks,
+        reducer: BlockReducer,
+        inputs: GatherList,
+        outputs: GatherList,
     ) -> Result<Self> {
         let mut store = std::mem::take(&mut peers.scratch.store);
         let routes = match &peers.scratch.routes {
             Some(routes) => Arc::clone(routes),
-            None => Arc::clone(peers.scratch.routes.insert(routes(peers))),
+            None => Arc::clone(peers.scratch.routes.insert(find_routes(peers))),
         };
         let (peers, hosts) = (&*peers, &peers.hosts);
-        let expansion = reducer.expansion();
-        let schedule = Schedule::new(inputs.len(), hosts, expansion, peers.capacity)
-            .ok_or_else(|| peers.too_small())?;
-        let (member, host) = (peers.member, hosts.own());
-        let stream = |route: &Route| Stream {
-            writing: schedule.seek(0, &route.out),
-            reading: schedule.seek(0, &route.back),
+        let expansion = reducer.partial_expansion();
+        let schedule = HierarchySchedule::new(inputs.len(), hosts, expansion, peers.capacity)
+            .ok_or_else(|| peers.ring_too_small())?;
+        let (member, host) = (peers.member, hosts.own_host());
+        let stream = |route: &HierarchyRoute| LinkPositions {
+            writing: schedule.seek_message(0, &route.out),
+            reading: schedule.seek_message(0, &route.back),
         };
         let local = peers.local_links();
         let before = |link| routes.partition_point(|route| route.link < link);
-        let first = Cursor { chunk: member - hosts.members(host).start, at: 0 };
-        store.resize_with(schedule.begun(host), Vec::new);
-        let slot = schedule.longest_part() * expansion;
+        let first = ChunkCursor { chunk: member - hosts.host_members(host).start, at: 0 };
+        store.resize_with(schedule.chunks_in_flight(host), Vec::new);
+        let slot = schedule.max_part_bytes() * expansion;
         store.iter_mut().filter(|old| old.len() < slot).for_each(|old| old.resize(slot, 0));
         Ok(Self {
             streams: routes.iter().map(stream).collect(),
@@ -157,7 +165,7 @@ impl Hierarchy {
             local,
             routes,
             store,
-            stride: hosts.members(host).len(),
+            stride: hosts.host_members(host).len(),
             joining: first,
             reducing: first,
             arrived: VecDeque::new(),
@@ -173,51 +181,57 @@ impl Hierarchy {
     }
 
     /// Returns the route to the carrier of a chunk in another host.
-    fn route_to(&self, peers: &Peers, host: usize, chunk: usize) -> usize {
-        let link = peers.link_to(peers.hosts.carrier(host, chunk));
+    fn route_to_carrier(&self, peers: &PeerLinks, host: usize, chunk: usize) -> usize {
+        let link = peers.link_to(peers.hosts.carrier_for_turn(host, chunk));
         self.routes.partition_point(|route| route.link < link)
     }
 
-    fn slot(&self, chunk: usize) -> usize {
+    fn store_slot(&self, chunk: usize) -> usize {
         chunk / self.stride % self.store.len()
     }
 
-    /// Sends a carrier on this host what the link takes of this member's input.
-    fn post(&mut self, index: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
-        let Stream { writing, .. } = &mut self.streams[index];
-        let Some(chunk) = writing.early() else { return Ok(false) };
-        let (start, inputs) = (self.schedule.chunk(chunk).0, &self.inputs);
-        let put = |at, to: &mut [u8]| copies.read(inputs, start + at, to);
-        let any = writing.message.put(&mut *link.sender, put)?;
-        self.wrote(index);
+    /// Sends this member's input to a carrier on this host, at most as many bytes as the link
+    /// takes.
+    fn send_input(
+        &mut self,
+        index: usize,
+        link: &mut Link,
+        copies: &mut RingCopier,
+    ) -> Result<bool> {
+        let LinkPositions { writing, .. } = &mut self.streams[index];
+        let Some(chunk) = writing.early_chunk() else { return Ok(false) };
+        let (start, inputs) = (self.schedule.chunk_extent(chunk).0, &self.inputs);
+        let put = |at, to: &mut [u8]| copies.copy_from_list(inputs, start + at, to);
+        let any = writing.message.send_window(&mut *link.sender, put)?;
+        self.advance_writing(index);
         Ok(any)
     }
 
-    fn wrote(&mut self, index: usize) {
-        let Stream { writing, .. } = &mut self.streams[index];
+    fn advance_writing(&mut self, index: usize) {
+        let LinkPositions { writing, .. } = &mut self.streams[index];
         if writing.message.is_finished() {
-            *writing = self.schedule.next(*writing, &self.routes[index].out);
+            *writing = self.schedule.next_message(*writing, &self.routes[index].out);
         }
     }
 
-    fn read(&mut self, index: usize) {
-        let Stream { reading, .. } = &mut self.streams[index];
+    fn advance_reading(&mut self, index: usize) {
+        let LinkPositions { reading, .. } = &mut self.streams[index];
         if reading.message.is_finished() {
-            *reading = self.schedule.next(*reading, &self.routes[index].back);
+            *reading = self.schedule.next_message(*reading, &self.routes[index].back);
         }
     }
 
     /// Joins inputs of this host that have arrived, into the window towards the owner of the part
     /// they are in, or into the own store.
-    fn join(&mut self, peers: &mut Peers) -> Result<bool> {
-        let Cursor { chunk, at } = self.joining;
-        let (start, len) = self.schedule.chunk(chunk);
-        if chunk >= self.schedule.chunks() {
+    fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
+        let ChunkCursor { chunk, at } = self.joining;
+        let (start, len) = self.schedule.chunk_extent(chunk);
+        if chunk >= self.schedule.chunk_count() {
             return Ok(false);
         }
-        let Some((owner, part)) = self.schedule.owner(chunk, at) else { return Ok(false) };
-        let expansion = self.reducer.expansion();
-        let ready = |stream: &Stream| stream.reading.early() == Some(chunk);
+        let Some((owner, part)) = self.schedule.owning_host(chunk, at) else { return Ok(false) };
+        let expansion = self.reducer.partial_expansion();
+        let ready = |stream: &LinkPositions| stream.reading.early_chunk() == Some(chunk);
         let near = self.near.clone().zip(self.local.clone());
         if !self.streams[self.near.clone()].iter().all(ready) {
             return Ok(false);
@@ -226,24 +240,29 @@ impl Hierarchy {
         let mut bytes = part.end - at;
         for (index, link) in near.clone() {
             bytes = bytes.min(
-                arrived(&mut peers.links[link], &self.streams[index].reading.message, UNIT)?.0,
+                arrived_bytes(
+                    &mut peers.links[link],
+                    &self.streams[index].reading.message,
+                    UNIT_BYTES,
+                )?
+                .0,
             );
         }
-        let target = (owner != self.host).then(|| self.route_to(peers, owner, chunk));
+        let target = (owner != self.host).then(|| self.route_to_carrier(peers, owner, chunk));
         let target = target.map(|target| (target, self.routes[target].link));
         if let Some((target, link)) = target {
-            if self.streams[target].writing.early() != Some(chunk) {
+            if self.streams[target].writing.early_chunk() != Some(chunk) {
                 return Ok(false);
             }
             let window = peers.links[link].sender.window()?.len();
-            bytes = bytes.min(window / (UNIT * expansion) * UNIT);
+            bytes = bytes.min(window / (UNIT_BYTES * expansion) * UNIT_BYTES);
         } else if chunk / self.stride >= self.reducing.chunk / self.stride + self.store.len() {
             return Ok(false);
         }
         if bytes == 0 {
             return Ok(false);
         }
-        let slot = self.slot(chunk);
+        let slot = self.store_slot(chunk);
         let (before, rest) = peers.links.split_at_mut(self.local.start);
         let (local, after) = rest.split_at_mut(self.local.len());
         let out = match target {
@@ -255,35 +274,35 @@ impl Hierarchy {
         let windows = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         // Links to earlier members come first.
         let place = self.member - self.local.start;
-        join_blocks(&self.reducer, &windows, place, &self.inputs, start + at, bytes, out);
+        join_host_blocks(&self.reducer, &windows, place, &self.inputs, start + at, bytes, out);
         if let Some((target, link)) = target {
             let message = &mut self.streams[target].writing.message;
-            let wire = (bytes * expansion).next_multiple_of(UNIT);
+            let wire = (bytes * expansion).next_multiple_of(UNIT_BYTES);
             out[bytes * expansion..wire].fill(0);
-            message.advance(wire);
+            message.advance_by(wire);
             peers.links[link].sender.commit(wire)?;
-            self.wrote(target);
+            self.advance_writing(target);
         }
-        let wire = bytes.next_multiple_of(UNIT);
+        let wire = bytes.next_multiple_of(UNIT_BYTES);
         for (index, link) in near {
             peers.links[link].receiver.release(wire)?;
-            self.streams[index].reading.message.advance(wire);
-            self.read(index);
+            self.streams[index].reading.message.advance_by(wire);
+            self.advance_reading(index);
         }
         self.joining.at += bytes;
         if self.joining.at == len {
-            self.joining = Cursor { chunk: chunk + self.stride, at: 0 };
+            self.joining = ChunkCursor { chunk: chunk + self.stride, at: 0 };
         }
         Ok(true)
     }
 
     /// Makes results of the partials that have arrived of the own part.
-    fn reduce(&mut self, peers: &mut Peers) -> Result<bool> {
-        let Cursor { chunk, at } = self.reducing;
-        if chunk >= self.schedule.chunks() {
+    fn reduce_own_part(&mut self, peers: &mut PeerLinks) -> Result<bool> {
+        let ChunkCursor { chunk, at } = self.reducing;
+        if chunk >= self.schedule.chunk_count() {
             return Ok(false);
         }
-        let (part, len) = self.schedule.part(chunk, self.host);
+        let (part, len) = self.schedule.part_extent(chunk, self.host);
         // The own part may be reduced before the parts behind it are joined; then joining is still
         // at an earlier chunk.
         let joined = match self.joining.chunk.cmp(&chunk) {
@@ -293,31 +312,32 @@ impl Hierarchy {
         };
         let mut bytes = joined.saturating_sub(at);
         if len == 0 && self.joining.chunk > chunk {
-            self.reduced(chunk, 0, len);
+            self.record_reduced(chunk, 0, len);
             return Ok(true);
         }
         if bytes == 0 {
             return Ok(false);
         }
-        let expansion = self.reducer.expansion();
-        let others = (0..peers.hosts.count()).filter(|host| *host != self.host);
+        let expansion = self.reducer.partial_expansion();
+        let others = (0..peers.hosts.host_count()).filter(|host| *host != self.host);
         let mut carriers = std::mem::take(&mut self.carriers);
         carriers.clear();
-        carriers.extend(others.map(|host| self.route_to(peers, host, chunk)));
+        carriers.extend(others.map(|host| self.route_to_carrier(peers, host, chunk)));
         for index in &carriers {
-            let Stream { reading, .. } = &self.streams[*index];
-            if reading.early() != Some(chunk) {
+            let LinkPositions { reading, .. } = &self.streams[*index];
+            if reading.early_chunk() != Some(chunk) {
                 bytes = 0;
                 break;
             }
             let link = &mut peers.links[self.routes[*index].link];
-            bytes = bytes.min(arrived(link, &reading.message, UNIT * expansion)?.0 / expansion);
+            bytes = bytes
+                .min(arrived_bytes(link, &reading.message, UNIT_BYTES * expansion)?.0 / expansion);
         }
         if bytes == 0 {
             self.carriers = carriers;
             return Ok(false);
         }
-        let own = &self.store[self.slot(chunk)][at * expansion..(at + bytes) * expansion];
+        let own = &self.store[self.store_slot(chunk)][at * expansion..(at + bytes) * expansion];
         let mut partials = Vec::with_capacity(carriers.len() + 1);
         // Carriers and links are in the order of the hosts.
         let (mut rest, mut passed) = (&mut peers.links[..], 0);
@@ -331,41 +351,41 @@ impl Hierarchy {
             (rest, passed) = (after, link + 1);
         }
         partials.insert(self.host, own);
-        let start = self.schedule.chunk(chunk).0 + part + at;
-        self.outputs.fill(start, bytes, |from, out| {
+        let start = self.schedule.chunk_extent(chunk).0 + part + at;
+        self.outputs.fill_range(start, bytes, |from, out| {
             let range = from * expansion..(from + out.len()) * expansion;
             let partials: Vec<&[u8]> =
                 partials.iter().map(|partial| &partial[range.clone()]).collect();
-            self.reducer.finish(&partials, out);
+            self.reducer.finish_partials(&partials, out);
         });
-        let wire = (bytes * expansion).next_multiple_of(UNIT);
+        let wire = (bytes * expansion).next_multiple_of(UNIT_BYTES);
         for index in &carriers {
             peers.links[self.routes[*index].link].receiver.release(wire)?;
-            self.streams[*index].reading.message.advance(wire);
-            self.read(*index);
+            self.streams[*index].reading.message.advance_by(wire);
+            self.advance_reading(*index);
         }
         self.carriers = carriers;
-        self.reduced(chunk, bytes, len);
+        self.record_reduced(chunk, bytes, len);
         Ok(true)
     }
 
-    fn reduced(&mut self, chunk: usize, bytes: usize, len: usize) {
-        self.stored(chunk, self.host, bytes);
+    fn record_reduced(&mut self, chunk: usize, bytes: usize, len: usize) {
+        self.record_stored(chunk, self.host, bytes);
         self.reducing.at += bytes;
         if self.reducing.at == len {
-            self.reducing = Cursor { chunk: chunk + self.stride, at: 0 };
+            self.reducing = ChunkCursor { chunk: chunk + self.stride, at: 0 };
         }
     }
 
     /// Notes results of a chunk that this member carries.
-    fn stored(&mut self, chunk: usize, host: usize, bytes: usize) {
+    fn record_stored(&mut self, chunk: usize, host: usize, bytes: usize) {
         if self.local.is_empty() {
             return;
         }
         while self.handed_out + self.arrived.len() * self.stride <= chunk {
             let next = self.handed_out + self.arrived.len() * self.stride;
-            let bytes = vec![0; self.schedule.hosts().count()];
-            self.arrived.push_back(Arrived { chunk: next, bytes });
+            let bytes = vec![0; self.schedule.hosts().host_count()];
+            self.arrived.push_back(StoredResults { chunk: next, bytes });
         }
         if let Some(arrived) = self.arrived.iter_mut().find(|arrived| arrived.chunk == chunk) {
             arrived.bytes[host] += bytes;
@@ -373,14 +393,14 @@ impl Hierarchy {
     }
 
     /// Results at the beginning of a carried chunk, up to the first that is missing.
-    fn complete(&self, chunk: usize) -> usize {
+    fn complete_prefix_bytes(&self, chunk: usize) -> usize {
         let Some(arrived) = self.arrived.iter().find(|arrived| arrived.chunk == chunk) else {
             return 0;
         };
         let mut complete = 0;
         for (host, bytes) in arrived.bytes.iter().enumerate() {
             complete += bytes;
-            if *bytes < self.schedule.part(chunk, host).1 {
+            if *bytes < self.schedule.part_extent(chunk, host).1 {
                 break;
             }
         }
@@ -388,52 +408,59 @@ impl Hierarchy {
     }
 
     /// Sends results: the own parts to the other hosts' carriers, whole chunks within the host.
-    fn send(&mut self, index: usize, link: &mut Link, copies: &mut Copies) -> Result<bool> {
+    fn send_results(
+        &mut self,
+        index: usize,
+        link: &mut Link,
+        copies: &mut RingCopier,
+    ) -> Result<bool> {
         let ahead = self.routes[index].out.ahead;
-        let Some(chunk) = self.streams[index].writing.late(ahead) else { return Ok(false) };
-        let start = self.schedule.chunk(chunk).0;
+        let Some(chunk) = self.streams[index].writing.late_chunk(ahead) else { return Ok(false) };
+        let start = self.schedule.chunk_extent(chunk).0;
         let (start, len, ready) = if self.near.contains(&index) {
-            (start, self.schedule.chunk(chunk).1, self.complete(chunk))
+            (start, self.schedule.chunk_extent(chunk).1, self.complete_prefix_bytes(chunk))
         } else {
-            let (part, len) = self.schedule.part(chunk, self.host);
+            let (part, len) = self.schedule.part_extent(chunk, self.host);
             let done = if self.reducing.chunk > chunk { len } else { self.reducing.at };
             (start + part, len, if self.reducing.chunk < chunk { 0 } else { done })
         };
-        let Stream { writing, .. } = &mut self.streams[index];
+        let LinkPositions { writing, .. } = &mut self.streams[index];
         let most = if ready == len {
             usize::MAX
         } else {
-            (ready / UNIT * UNIT).saturating_sub(writing.message.done())
+            (ready / UNIT_BYTES * UNIT_BYTES).saturating_sub(writing.message.moved_bytes())
         };
         let outputs = &self.outputs;
-        let put = |at, to: &mut [u8]| copies.read(outputs, start + at, to);
-        let any = writing.message.put_some(most, &mut *link.sender, put)?;
-        self.wrote(index);
+        let put = |at, to: &mut [u8]| copies.copy_from_list(outputs, start + at, to);
+        let any = writing.message.send_at_most(most, &mut *link.sender, put)?;
+        self.advance_writing(index);
         Ok(any)
     }
 
     /// Stores results.
-    fn fetch(&mut self, index: usize, link: &mut Link) -> Result<bool> {
-        let Stream { reading, .. } = &mut self.streams[index];
-        let Some(chunk) = reading.late(self.routes[index].back.ahead) else { return Ok(false) };
-        let start = self.schedule.chunk(chunk).0;
+    fn receive_results(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+        let LinkPositions { reading, .. } = &mut self.streams[index];
+        let Some(chunk) = reading.late_chunk(self.routes[index].back.ahead) else {
+            return Ok(false);
+        };
+        let start = self.schedule.chunk_extent(chunk).0;
         let (host, local) = (self.routes[index].host, self.near.contains(&index));
-        let start = if local { start } else { start + self.schedule.part(chunk, host).0 };
+        let start = if local { start } else { start + self.schedule.part_extent(chunk, host).0 };
         let outputs = &self.outputs;
         let mut bytes = 0;
-        let any = reading.message.take(&mut *link.receiver, |at, from| {
+        let any = reading.message.receive_window(&mut *link.receiver, |at, from| {
             bytes = from.len();
-            outputs.write(start + at, from);
+            outputs.write_at(start + at, from);
         })?;
-        self.read(index);
+        self.advance_reading(index);
         if !local {
-            self.stored(chunk, host, bytes);
+            self.record_stored(chunk, host, bytes);
         }
         Ok(any)
     }
 
     /// Forgets chunks that were handed out.
-    fn forget(&mut self) {
+    fn drop_distributed(&mut self) {
         while let Some(front) = self.arrived.front() {
             let waits = |index: usize| {
                 let ahead = self.routes[index].out.ahead;
@@ -450,14 +477,18 @@ impl Hierarchy {
 
 /// Returns the bytes of the window that belong to this message and are whole units, or its end.
 /// Twice: without padding and with it.
-pub(super) fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, usize)> {
-    let left = message.left();
+pub(super) fn arrived_bytes(
+    link: &mut Link,
+    message: &MessageProgress,
+    unit: usize,
+) -> Result<(usize, usize)> {
+    let left = message.remaining_bytes();
     let whole = |bytes: usize| if bytes >= left { left } else { bytes / unit * unit };
     let window = link.receiver.window()?.len();
     let mut wire = whole(window);
     if wire == 0
         && window > 0
-        && let Err(end) = link.receiver.awaits()
+        && let Err(end) = link.receiver.check_not_ended()
     {
         // The rest may have come together with the end.
         wire = whole(link.receiver.window()?.len());
@@ -465,37 +496,42 @@ pub(super) fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result
             return Err(end.into());
         }
     }
-    Ok((message.payload(wire), wire))
+    Ok((message.payload_bytes(wire), wire))
 }
 
 /// Joins the inputs of a host in member order, `place` being this member's among them.
-pub(super) fn join_blocks(
-    reducer: &Reducer,
+pub(super) fn join_host_blocks(
+    reducer: &BlockReducer,
     windows: &[&[u8]],
     place: usize,
-    own: &Flat,
+    own: &GatherList,
     start: usize,
     bytes: usize,
     out: &mut [u8],
 ) {
-    let begin = |inputs: &[&[u8]], out: &mut [u8]| reducer.begin(inputs, out);
-    let from = Inputs { windows, place, own, start, bytes };
-    from.join(reducer.expansion(), begin, out);
+    let begin = |inputs: &[&[u8]], out: &mut [u8]| reducer.join_to_partial(inputs, out);
+    let from = HostInputs { windows, place, own, start, bytes };
+    from.join_into(reducer.partial_expansion(), begin, out);
 }
 
 /// Inputs of a host in member order, `place` being this member's among them.
-pub(super) struct Inputs<'a> {
+pub(super) struct HostInputs<'a> {
     pub(super) windows: &'a [&'a [u8]],
     pub(super) place: usize,
-    pub(super) own: &'a Flat,
+    pub(super) own: &'a GatherList,
     pub(super) start: usize,
     pub(super) bytes: usize,
 }
 
-impl Inputs<'_> {
+impl HostInputs<'_> {
     /// Joins them to partials that take `width` times the bytes.
-    pub(super) fn join(&self, width: usize, join: impl Fn(&[&[u8]], &mut [u8]), out: &mut [u8]) {
-        self.own.visit(self.start, self.bytes, |offset, mine| {
+    pub(super) fn join_into(
+        &self,
+        width: usize,
+        join: impl Fn(&[&[u8]], &mut [u8]),
+        out: &mut [u8],
+    ) {
+        self.own.visit_range(self.start, self.bytes, |offset, mine| {
             let here = offset..offset + mine.len();
             let out = &mut out[here.start * width..here.end * width];
             let (before, after) = self.windows.split_at(self.place);
@@ -508,38 +544,38 @@ impl Inputs<'_> {
     }
 }
 
-impl Job for Hierarchy {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for HierarchyJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         // Every member begins with its successor, so that members do not all start with the same
         // ring.
         let first = self.routes.partition_point(|route| route.link < self.member);
         for index in (first..self.near.end).chain(self.near.start..first) {
             let link = self.routes[index].link;
-            any |= self.post(index, &mut peers.links[link], &mut peers.copies[link])?;
+            any |= self.send_input(index, &mut peers.links[link], &mut peers.copies[link])?;
         }
-        for _ in 0..self.schedule.hosts().count() {
-            if !self.join(peers)? {
+        for _ in 0..self.schedule.hosts().host_count() {
+            if !self.join_inputs(peers)? {
                 break;
             }
             any = true;
         }
-        any |= self.reduce(peers)?;
+        any |= self.reduce_own_part(peers)?;
         for index in (first..self.routes.len()).chain(0..first) {
             let link = self.routes[index].link;
-            any |= self.fetch(index, &mut peers.links[link])?;
-            any |= self.send(index, &mut peers.links[link], &mut peers.copies[link])?;
+            any |= self.receive_results(index, &mut peers.links[link])?;
+            any |= self.send_results(index, &mut peers.links[link], &mut peers.copies[link])?;
         }
-        self.forget();
-        let done = self.reducing.chunk >= self.schedule.chunks()
-            && self.streams.iter().all(Stream::is_over);
+        self.drop_distributed();
+        let done = self.reducing.chunk >= self.schedule.chunk_count()
+            && self.streams.iter().all(LinkPositions::is_at_end);
         if done {
             peers.scratch.store = std::mem::take(&mut self.store);
         }
-        Ok(Moved { any, done })
+        Ok(PollProgress { any, done })
     }
 
-    fn links(&self, _peers: &Peers) -> Vec<usize> {
+    fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
         self.routes.iter().map(|route| route.link).collect()
     }
 }

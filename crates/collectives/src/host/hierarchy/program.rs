@@ -3,16 +3,16 @@
 
 //! The steps of a hierarchy, written down.
 
-use super::super::program::{Builder, Load, Program};
-pub(in super::super) use super::schedule::Schedule;
+use super::super::program::{CollectiveProgram, ProgramBuilder, TransferLoad};
+pub(in super::super) use super::schedule::HierarchySchedule;
 
-/// One member's steps for the chunks, in the order of the slots of [`Schedule`].
-struct Writer<'a> {
-    schedule: &'a Schedule,
+/// One member's steps for the chunks, in the order of the slots of [`HierarchySchedule`].
+struct HierarchyProgramWriter<'a> {
+    schedule: &'a HierarchySchedule,
     width: usize,
     member: usize,
     host: usize,
-    builder: Builder,
+    builder: ProgramBuilder,
     /// The steps that make the results of a chunk, by chunk: first of the own part, then of parts
     /// from other hosts.
     results: Vec<Vec<u32>>,
@@ -22,19 +22,28 @@ struct Writer<'a> {
 }
 
 /// Returns the steps of a member.
-pub(in super::super) fn program(schedule: &Schedule, member: usize, width: usize) -> Program {
-    let members = schedule.hosts().sizes().iter().sum();
-    Writer::new(schedule, member, width, members, false).write()
+pub(in super::super) fn member_program(
+    schedule: &HierarchySchedule,
+    member: usize,
+    width: usize,
+) -> CollectiveProgram {
+    let members = schedule.hosts().host_sizes().iter().sum();
+    HierarchyProgramWriter::new(schedule, member, width, members, false).write_program()
 }
 
-/// Returns the steps of a member of the first host, for all: see `Plan::folded`.
-pub(in super::super) fn folded(schedule: &Schedule, member: usize, width: usize) -> Program {
-    Writer::new(schedule, member, width, schedule.hosts().largest(), true).write()
+/// Returns the steps of a member of the first host, for all: see `Plan::folded_program`.
+pub(in super::super) fn folded_program(
+    schedule: &HierarchySchedule,
+    member: usize,
+    width: usize,
+) -> CollectiveProgram {
+    HierarchyProgramWriter::new(schedule, member, width, schedule.hosts().largest_host_size(), true)
+        .write_program()
 }
 
-impl<'a> Writer<'a> {
+impl<'a> HierarchyProgramWriter<'a> {
     fn new(
-        schedule: &'a Schedule,
+        schedule: &'a HierarchySchedule,
         member: usize,
         width: usize,
         members: usize,
@@ -44,139 +53,156 @@ impl<'a> Writer<'a> {
             schedule,
             width,
             member,
-            host: schedule.hosts().of(member),
-            builder: Builder::new(members),
-            results: vec![Vec::new(); schedule.chunks()],
+            host: schedule.hosts().host_of(member),
+            builder: ProgramBuilder::new(members),
+            results: vec![Vec::new(); schedule.chunk_count()],
             joined: None,
             folded,
         }
     }
 
-    fn write(mut self) -> Program {
-        let (chunks, (between, within)) = (self.schedule.chunks(), self.schedule.ahead());
+    fn write_program(mut self) -> CollectiveProgram {
+        let (chunks, (between, within)) =
+            (self.schedule.chunk_count(), self.schedule.result_lags());
         let present = |chunk: &usize| *chunk < chunks;
         for t in 0..chunks + within {
             if present(&t) {
-                self.early(t);
+                self.write_early_steps(t);
             }
             if let Some(chunk) = t.checked_sub(between).filter(present) {
-                self.late_between(chunk);
+                self.write_late_steps(chunk);
             }
             if let Some(chunk) = t.checked_sub(within) {
                 let results = std::mem::take(&mut self.results[chunk]);
-                let carried = self.schedule.carried(chunk, self.host);
-                self.builder.hand_out(&carried, self.member, &results);
+                let carried = self.schedule.carried_chunk(chunk, self.host);
+                self.builder.distribute_result(&carried, self.member, &results);
             }
         }
-        self.builder.finish()
+        self.builder.into_program()
     }
 
     /// Returns the other hosts, the next one first.
-    fn far(&self) -> Vec<usize> {
-        let (host, count) = (self.host, self.schedule.hosts().count());
+    fn other_hosts(&self) -> Vec<usize> {
+        let (host, count) = (self.host, self.schedule.hosts().host_count());
         (1..count).map(|k| (host + k) % count).collect()
     }
 
     /// An input to the carrier; or all inputs, the partials, and the own part's result.
-    fn early(&mut self, chunk: usize) {
-        let carried = self.schedule.carried(chunk, self.host);
-        let Some(mut inputs) = self.builder.gather(&carried, self.member) else { return };
+    fn write_early_steps(&mut self, chunk: usize) {
+        let carried = self.schedule.carried_chunk(chunk, self.host);
+        let Some(mut inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
         let members = inputs.len() + 1;
         inputs.extend(self.joined);
-        let own = self.join(chunk, members, &inputs);
-        let part = self.schedule.part(chunk, self.host).1;
+        let own = self.write_joins(chunk, members, &inputs);
+        let part = self.schedule.part_extent(chunk, self.host).1;
         if part == 0 {
             return;
         }
         let mut partials = own.map_or(Vec::new(), |step| vec![step]);
         let (width, schedule) = (self.width, self.schedule);
         if self.folded {
-            let load = self.partials(chunk);
-            partials.extend(self.theirs(load));
+            let load = self.partials_load(chunk);
+            partials.extend(self.receive_folded(load));
         } else {
-            partials.extend(self.receive(chunk, |_| part * width, false));
+            partials.extend(self.receive_from_carriers(chunk, |_| part * width, false));
         }
-        let touched = part * (schedule.hosts().count() * width + 1);
-        self.results[chunk].push(self.builder.reduce(touched, &partials));
+        let touched = part * (schedule.hosts().host_count() * width + 1);
+        self.results[chunk].push(self.builder.add_reduction(touched, &partials));
     }
 
     /// Joins the inputs of this host part by part, each towards its owner; the step that joins the
     /// own part.
-    fn join(&mut self, chunk: usize, members: usize, inputs: &[u32]) -> Option<u32> {
+    fn write_joins(&mut self, chunk: usize, members: usize, inputs: &[u32]) -> Option<u32> {
         let (mut own, mut before) = (None, inputs.to_vec());
-        for owner in 0..self.schedule.hosts().count() {
-            let len = self.schedule.part(chunk, owner).1;
+        for owner in 0..self.schedule.hosts().host_count() {
+            let len = self.schedule.part_extent(chunk, owner).1;
             if len == 0 {
                 continue;
             }
-            let step = self.builder.reduce(len * (members + self.width), &before);
+            let step = self.builder.add_reduction(len * (members + self.width), &before);
             before = vec![step];
             self.joined = Some(step);
             if owner == self.host {
                 own = Some(step);
             } else if !self.folded {
-                let to = self.schedule.hosts().carrier(owner, chunk);
-                self.builder.send(to, Load::one(len * self.width, false), &before);
+                let to = self.schedule.hosts().carrier_for_turn(owner, chunk);
+                self.builder.add_send(
+                    to,
+                    TransferLoad::single_message(len * self.width, false),
+                    &before,
+                );
             }
         }
         if self.folded {
-            let load = self.partials(chunk);
+            let load = self.partials_load(chunk);
             if !load.is_empty() {
-                self.builder.send(self.member, load, &before);
+                self.builder.add_send(self.member, load, &before);
             }
         }
         own
     }
 
     /// Partials of a chunk for all other hosts.
-    fn partials(&self, chunk: usize) -> Load {
-        let parts =
-            self.far().into_iter().map(|host| self.schedule.part(chunk, host).1 * self.width);
-        Load::all(parts, false)
+    fn partials_load(&self, chunk: usize) -> TransferLoad {
+        let parts = self
+            .other_hosts()
+            .into_iter()
+            .map(|host| self.schedule.part_extent(chunk, host).1 * self.width);
+        TransferLoad::all_messages(parts, false)
     }
 
-    /// Folded: receives what the counterparts of this member send when it sends the same.
-    fn theirs(&mut self, load: Load) -> Vec<u32> {
+    /// Receives, in a folded program, the messages of this member's counterparts: the same load as
+    /// this member sends.
+    fn receive_folded(&mut self, load: TransferLoad) -> Vec<u32> {
         if load.is_empty() {
             Vec::new()
         } else {
-            vec![self.builder.receive(self.member, load, &[])]
+            vec![self.builder.add_receive(self.member, load, &[])]
         }
     }
 
     /// Receives from the carriers of a chunk on the other hosts.
-    fn receive(&mut self, chunk: usize, bytes: impl Fn(usize) -> usize, copied: bool) -> Vec<u32> {
-        let far = self.far();
+    fn receive_from_carriers(
+        &mut self,
+        chunk: usize,
+        bytes: impl Fn(usize) -> usize,
+        copied: bool,
+    ) -> Vec<u32> {
+        let far = self.other_hosts();
         let mut arrived = Vec::with_capacity(far.len());
         for host in far {
-            let load = Load::one(bytes(host), copied);
+            let load = TransferLoad::single_message(bytes(host), copied);
             if !load.is_empty() {
-                let from = self.schedule.hosts().carrier(host, chunk);
-                arrived.push(self.builder.receive(from, load, &[]));
+                let from = self.schedule.hosts().carrier_for_turn(host, chunk);
+                arrived.push(self.builder.add_receive(from, load, &[]));
             }
         }
         arrived
     }
 
     /// If this member carries the chunk: results to the carriers on other hosts, and from them.
-    fn late_between(&mut self, chunk: usize) {
-        let part = self.schedule.part(chunk, self.host).1;
+    fn write_late_steps(&mut self, chunk: usize) {
+        let part = self.schedule.part_extent(chunk, self.host).1;
         let mut results = std::mem::take(&mut self.results[chunk]);
-        if self.schedule.hosts().carrier(self.host, chunk) == self.member {
-            let far = self.far();
+        if self.schedule.hosts().carrier_for_turn(self.host, chunk) == self.member {
+            let far = self.other_hosts();
             if self.folded {
-                let load = Load::all(far.iter().map(|_| part), true);
+                let load = TransferLoad::all_messages(far.iter().map(|_| part), true);
                 if !load.is_empty() {
-                    self.builder.send(self.member, load, &results);
+                    self.builder.add_send(self.member, load, &results);
                 }
-                results.extend(self.theirs(load));
+                results.extend(self.receive_folded(load));
             } else {
                 for host in far.into_iter().filter(|_| part > 0) {
-                    let to = self.schedule.hosts().carrier(host, chunk);
-                    self.builder.send(to, Load::one(part, true), &results);
+                    let to = self.schedule.hosts().carrier_for_turn(host, chunk);
+                    self.builder.add_send(to, TransferLoad::single_message(part, true), &results);
                 }
                 let schedule = self.schedule;
-                results.extend(self.receive(chunk, |host| schedule.part(chunk, host).1, true));
+                results.extend(self.receive_from_carriers(
+                    chunk,
+                    |host| schedule.part_extent(chunk, host).1,
+                    true,
+                ));
             }
         }
         self.results[chunk] = results;
@@ -185,9 +211,9 @@ impl<'a> Writer<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::hosts::Hosts;
+    use super::super::super::hosts::MembersByHost;
     use super::super::super::program::tests::assert_goes;
-    use super::super::schedule::Course;
+    use super::super::schedule::RouteDirection;
     use super::*;
 
     #[test]
@@ -195,22 +221,24 @@ mod tests {
         for numbers in
             [&[0, 0, 1, 1][..], &[0, 0, 1], &[0, 0, 0, 1, 1, 1, 2, 2, 2], &[0, 0, 0, 1, 1, 2]]
         {
-            let hosts = Hosts::new(numbers, 0);
+            let hosts = MembersByHost::new(numbers, 0);
             for (bytes, width) in [(65, 1), (100_003, 2), (3 << 20, 1)] {
-                let schedule = Schedule::new(bytes, &hosts, width, 1 << 20).unwrap();
-                let programs: Vec<Program> =
-                    (0..numbers.len()).map(|member| program(&schedule, member, width)).collect();
+                let schedule = HierarchySchedule::new(bytes, &hosts, width, 1 << 20).unwrap();
+                let programs: Vec<CollectiveProgram> = (0..numbers.len())
+                    .map(|member| member_program(&schedule, member, width))
+                    .collect();
                 for (from, to) in
                     (0..numbers.len()).flat_map(|one| (0..numbers.len()).map(move |two| (one, two)))
                 {
                     if from == to {
                         continue;
                     }
-                    let (course, mut expected) = (Course::new(&hosts, from, to), Vec::new());
-                    let mut position = schedule.seek(0, &course);
-                    while !position.is_over() {
-                        expected.push(position.message.left() as u64);
-                        position = schedule.next(position, &course);
+                    let (course, mut expected) =
+                        (RouteDirection::new(&hosts, from, to), Vec::new());
+                    let mut position = schedule.seek_message(0, &course);
+                    while !position.is_at_end() {
+                        expected.push(position.message.remaining_bytes() as u64);
+                        position = schedule.next_message(position, &course);
                     }
                     assert_goes(&programs, from, to, &expected, numbers);
                 }

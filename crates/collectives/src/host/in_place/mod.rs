@@ -4,185 +4,207 @@
 //! Allreduce where the tensors lie: each member reduces its own part straight from all members'
 //! memory, in member order, and writes the result into all members' memory.
 //!
-//! Nothing of the tensors goes over links. 2 rounds of a few bytes from every member to all others,
-//! and one more for memory that is new to them:
+//! No tensor bytes go over links. The members take 2 rounds of a few bytes from every member to all
+//! others, and a third round for memory that is new to them:
 //!
 //! ```text
-//! where    where each tensor lies, or that it is the member's own; all have entered when all of these are here
-//! verdict  whether the member could map what it had not seen before
-//! part     the member is done with everybody's memory
+//! where    the location of each tensor, or that it lies in private memory; when all of
+//!          these messages have arrived, all members have entered the operation
+//! verdict  whether the member could map the memory that was new to it
+//! part     the member no longer uses any other member's memory
 //! ```
 //!
-//! If a tensor of a member is its own, or if memory could not be mapped, all members know it after
-//! the same round and take the pipeline. A member with tensors of its own knows it before, and
-//! begins without waiting for the others' words.
+//! If a tensor lies in private memory of its member, or if memory could not be mapped, all members
+//! know this after the same round and use the pipeline. A member with private tensors knows it
+//! before, and begins without waiting for the messages of the others.
 //!
 //! Parts do not overlap, and a member reads and writes only its own part of all members' memory, so
 //! no read meets another member's write. A member is done once all others have sent `part`: then no
-//! other member touches its memory any more. If it gives up before, it takes its memory away from
-//! the others (`Region::detach`), which may not know yet. Their mappings keep the bytes, so members
-//! that still complete do so with the right ones.
+//! other member touches its memory any more. If a member gives up before, it detaches its memory
+//! from the others (`SharedRegion::detach_from_peers`), which may not know of the failure yet.
+//! Their mappings keep the bytes, so members that still complete compute correct results.
 //!
-//! **No deadlock.** Each round is sent without waiting for anybody, and whatever arrives is taken
-//! at once; between rounds a member waits for nothing. All members take the same rounds: which they
-//! are depends on what all have heard alone.
+//! **No deadlock.** Each round is sent without waiting for any member, and every arriving message
+//! is taken at once; between rounds a member waits for nothing. All members take the same rounds,
+//! because the choice of rounds depends only on messages that all members have received.
 
-mod place;
+mod tensor_location;
 
 use std::ops::Range;
 
-use super::UNIT;
-use super::exchange::Exchange;
-use super::peers::{Job, Moved, Peers};
-use super::pipeline::Pipeline;
-use crate::buffer::Flat;
-use crate::kernel::Reducer;
-use crate::{Error, Memory, Result};
-use place::Place;
-pub(super) use place::Regions;
+use super::UNIT_BYTES;
+use super::exchange::MemberExchange;
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::pipeline::PipelineJob;
+use crate::buffer::GatherList;
+use crate::kernel::BlockReducer;
+use crate::{Error, HostMemory, Result};
+pub(super) use tensor_location::PeerRegions;
+use tensor_location::TensorLocation;
 
 /// Below, the rounds cost more than is gained.
-const LEAST: usize = 256 << 10;
+const MIN_IN_PLACE_BYTES: usize = 256 << 10;
 /// Tensors of one operation, at most: each takes a unit of the first round.
-const MOST: usize = 64;
+const MAX_IN_PLACE_TENSORS: usize = 64;
 /// Bytes reduced before they are copied on, where that takes two passes: they are still in the
 /// first-level cache.
-const BLOCK: usize = 16 << 10;
+const IN_PLACE_BLOCK_BYTES: usize = 16 << 10;
 /// Bytes reduced in one poll.
-const SLICE: usize = 256 << 10;
+const IN_PLACE_BYTES_PER_POLL: usize = 256 << 10;
 
-/// Returns whether members tell each other where their tensors lie: depends only on values that are
-/// equal on all of them.
-pub(super) fn is_considered(peers: &Peers, outputs: &Flat) -> bool {
+/// Returns whether members exchange the locations of their tensors. The answer depends only on
+/// values that are equal on all members.
+pub(super) fn is_in_place_candidate(peers: &PeerLinks, outputs: &GatherList) -> bool {
     let tensors = outputs.buffers().iter().filter(|buffer| !buffer.is_empty()).count();
-    peers.shape.hosts == 1 && outputs.len() >= LEAST && tensors <= MOST
+    peers.shape.hosts == 1 && outputs.len() >= MIN_IN_PLACE_BYTES && tensors <= MAX_IN_PLACE_TENSORS
 }
 
-pub(super) struct InPlace {
-    stage: Stage,
-    heads: Exchange,
+pub(super) struct InPlaceJob {
+    stage: InPlaceStage,
+    locations: MemberExchange,
     /// Bytes of each tensor.
     tensors: Vec<usize>,
     /// Taken by the worker.
-    task: Option<Task>,
+    task: Option<AllreduceTask>,
     /// Memory of this member that others may be working in.
-    exposed: Vec<Memory>,
+    exposed: Vec<HostMemory>,
 }
 
-struct Task {
-    reducer: Reducer,
-    inputs: Flat,
-    outputs: Flat,
+struct AllreduceTask {
+    reducer: BlockReducer,
+    inputs: GatherList,
+    outputs: GatherList,
 }
 
-enum Stage {
-    Meeting,
-    Judging { verdicts: Exchange, places: Vec<Vec<Place>> },
-    Working(Work),
-    Parting(Exchange),
-    Elsewhere(Box<Pipeline>),
+enum InPlaceStage {
+    ExchangingLocations,
+    ExchangingVerdicts { verdicts: MemberExchange, places: Vec<Vec<TensorLocation>> },
+    Reducing(InPlaceReduction),
+    AwaitingPeers(MemberExchange),
+    Pipelined(Box<PipelineJob>),
 }
 
-impl InPlace {
-    pub(super) fn new(peers: &mut Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Self {
-        peers.regions.sweep();
+impl InPlaceJob {
+    pub(super) fn new(
+        peers: &mut PeerLinks,
+        reducer: BlockReducer,
+        inputs: GatherList,
+        outputs: GatherList,
+    ) -> Self {
+        peers.regions.unmap_retired();
         let tensors: Vec<usize> =
             outputs.buffers().iter().map(crate::Buffer::len).filter(|bytes| *bytes > 0).collect();
-        let mut head = Vec::with_capacity(tensors.len() * UNIT);
+        let mut head = Vec::with_capacity(tensors.len() * UNIT_BYTES);
         let mut exposed = Vec::new();
-        if let Some((places, memories)) = place::own(&inputs, &outputs) {
-            places.iter().for_each(|place| place.write(&mut head));
+        if let Some((places, memories)) = tensor_location::own_locations(&inputs, &outputs) {
+            places.iter().for_each(|place| place.encode_unit(&mut head));
             exposed = memories;
         }
-        head.resize(tensors.len() * UNIT, 0);
-        let heads = Exchange::new(peers, head);
+        head.resize(tensors.len() * UNIT_BYTES, 0);
+        let heads = MemberExchange::new(peers, head);
         Self {
-            stage: Stage::Meeting,
-            heads,
+            stage: InPlaceStage::ExchangingLocations,
+            locations: heads,
             tensors,
-            task: Some(Task { reducer, inputs, outputs }),
+            task: Some(AllreduceTask { reducer, inputs, outputs }),
             exposed,
         }
     }
 
-    fn task(&mut self) -> Result<Task> {
+    fn take_task(&mut self) -> Result<AllreduceTask> {
         let taken = || Error::Shape { reason: "an allreduce was begun twice".to_owned() };
         self.task.take().ok_or_else(taken)
     }
 
-    fn elsewhere(&mut self, peers: &Peers) -> Result<Stage> {
+    fn fall_back_to_pipeline(&mut self, peers: &PeerLinks) -> Result<InPlaceStage> {
         // Everybody goes there.
         self.exposed.clear();
-        let Task { reducer, inputs, outputs } = self.task()?;
-        Ok(Stage::Elsewhere(Box::new(Pipeline::new(peers, reducer, inputs, outputs)?)))
+        let AllreduceTask { reducer, inputs, outputs } = self.take_task()?;
+        Ok(InPlaceStage::Pipelined(Box::new(PipelineJob::new(peers, reducer, inputs, outputs)?)))
     }
 
-    /// Returns all members' places, if all have told them.
-    fn places(&self, member: usize) -> Option<Vec<Vec<Place>>> {
-        self.heads.said(member).map(|head| head.chunks(UNIT).map(Place::read).collect()).collect()
+    /// Returns the tensor locations of all members, if all members have sent them.
+    fn member_locations(&self, member: usize) -> Option<Vec<Vec<TensorLocation>>> {
+        self.locations
+            .member_messages(member)
+            .map(|head| head.chunks(UNIT_BYTES).map(TensorLocation::decode_unit).collect())
+            .collect()
     }
 
     /// Continues when all members have sent the places of their tensors.
-    fn meet(&mut self, peers: &mut Peers) -> Result<Stage> {
-        let Some(places) = self.places(peers.member) else { return self.elsewhere(peers) };
+    fn handle_locations(&mut self, peers: &mut PeerLinks) -> Result<InPlaceStage> {
+        let Some(places) = self.member_locations(peers.member) else {
+            return self.fall_back_to_pipeline(peers);
+        };
         let mut new = false;
         for place in places.iter().flatten() {
-            match peers.regions.judged(place) {
+            match peers.regions.recorded_verdict(place) {
                 Some(true) => {}
-                Some(false) => return self.elsewhere(peers),
+                Some(false) => return self.fall_back_to_pipeline(peers),
                 None => new = true,
             }
         }
         if !new {
-            return self.work(peers, &places);
+            return self.start_reduction(peers, &places);
         }
         let mut mapped = true;
         for (_, places) in places.iter().enumerate().filter(|(member, _)| *member != peers.member) {
-            mapped &= places.iter().all(|place| peers.regions.map(place));
+            mapped &= places.iter().all(|place| peers.regions.map_region(place));
         }
-        let verdicts = Exchange::new(peers, vec![u8::from(mapped); UNIT]);
-        Ok(Stage::Judging { verdicts, places })
+        let verdicts = MemberExchange::new(peers, vec![u8::from(mapped); UNIT_BYTES]);
+        Ok(InPlaceStage::ExchangingVerdicts { verdicts, places })
     }
 
     /// Continues when all members have reported whether they could map the new memory.
-    fn judge(&mut self, peers: &mut Peers, all: bool, places: &[Vec<Place>]) -> Result<Stage> {
+    fn handle_verdicts(
+        &mut self,
+        peers: &mut PeerLinks,
+        all: bool,
+        places: &[Vec<TensorLocation>],
+    ) -> Result<InPlaceStage> {
         for place in places.iter().flatten() {
-            if peers.regions.judged(place).is_none() {
-                peers.regions.judge(place, all);
+            if peers.regions.recorded_verdict(place).is_none() {
+                peers.regions.record_verdict(place, all);
             }
         }
-        if all { self.work(peers, places) } else { self.elsewhere(peers) }
+        if all { self.start_reduction(peers, places) } else { self.fall_back_to_pipeline(peers) }
     }
 
-    fn work(&mut self, peers: &Peers, places: &[Vec<Place>]) -> Result<Stage> {
-        let Task { reducer, outputs, .. } = self.task()?;
+    fn start_reduction(
+        &mut self,
+        peers: &PeerLinks,
+        places: &[Vec<TensorLocation>],
+    ) -> Result<InPlaceStage> {
+        let AllreduceTask { reducer, outputs, .. } = self.take_task()?;
         let mut own = Some(outputs);
         let mut lists = Vec::with_capacity(places.len());
         for (member, places) in places.iter().enumerate() {
             if member == peers.member {
                 lists.extend(own.take().map(|own| {
-                    Flat::new(own.buffers().iter().filter(|buffer| !buffer.is_empty()).cloned())
+                    GatherList::new(
+                        own.buffers().iter().filter(|buffer| !buffer.is_empty()).cloned(),
+                    )
                 }));
                 continue;
             }
             let tensors = places.iter().zip(&self.tensors);
             let buffers: Option<Vec<_>> =
-                tensors.map(|(place, bytes)| peers.regions.buffer(place, *bytes)).collect();
+                tensors.map(|(place, bytes)| peers.regions.region_buffer(place, *bytes)).collect();
             let Some(buffers) = buffers else {
                 // It announced the memory, failed later, and has freed it.
                 let rank = peers.links[peers.link_to(member)].peer;
                 let (host, reason) = ("this host".to_owned(), "it gave up its memory".to_owned());
                 return Err(farandole_transport::Error::PeerLost { rank, host, reason }.into());
             };
-            lists.push(Flat::new(buffers));
+            lists.push(GatherList::new(buffers));
         }
-        Ok(Stage::Working(Work::new(peers, reducer, lists)))
+        Ok(InPlaceStage::Reducing(InPlaceReduction::new(peers, reducer, lists)))
     }
 
     /// Ends the operation: no member works in this member's memory any more.
-    fn part(&mut self) -> Result<()> {
+    fn release_exposed(&mut self) -> Result<()> {
         let own = std::mem::take(&mut self.exposed);
-        if own.iter().all(Memory::is_shareable) {
+        if own.iter().all(HostMemory::is_shareable) {
             return Ok(());
         }
         // Another communicator gave it up: the others' results went to where it was.
@@ -192,90 +214,95 @@ impl InPlace {
     }
 }
 
-impl Job for InPlace {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl CollectiveJob for InPlaceJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         let next = match &mut self.stage {
-            Stage::Meeting => {
-                any |= self.heads.poll(peers)?;
-                if self.heads.sent() && self.heads.received() {
-                    Some(self.meet(peers)?)
-                } else if self.heads.sent() && self.exposed.is_empty() {
-                    Some(self.elsewhere(peers)?)
+            InPlaceStage::ExchangingLocations => {
+                any |= self.locations.poll(peers)?;
+                if self.locations.is_sent() && self.locations.is_received() {
+                    Some(self.handle_locations(peers)?)
+                } else if self.locations.is_sent() && self.exposed.is_empty() {
+                    Some(self.fall_back_to_pipeline(peers)?)
                 } else {
                     None
                 }
             }
-            Stage::Judging { verdicts, places } => {
+            InPlaceStage::ExchangingVerdicts { verdicts, places } => {
                 any |= verdicts.poll(peers)?;
-                if verdicts.sent() && verdicts.received() {
-                    let all = verdicts.said(peers.member).all(|said| said.first() == Some(&1));
+                if verdicts.is_sent() && verdicts.is_received() {
+                    let all =
+                        verdicts.member_messages(peers.member).all(|said| said.first() == Some(&1));
                     let places = std::mem::take(places);
-                    Some(self.judge(peers, all, &places)?)
+                    Some(self.handle_verdicts(peers, all, &places)?)
                 } else {
                     None
                 }
             }
-            Stage::Working(work) => {
+            InPlaceStage::Reducing(work) => {
                 any = true;
-                work.advance().then(|| Stage::Parting(Exchange::new(peers, vec![0; UNIT])))
+                work.reduce_next_slice().then(|| {
+                    InPlaceStage::AwaitingPeers(MemberExchange::new(peers, vec![0; UNIT_BYTES]))
+                })
             }
-            Stage::Parting(words) => {
+            InPlaceStage::AwaitingPeers(words) => {
                 any |= words.poll(peers)?;
-                if words.sent() && words.received() {
-                    self.part()?;
-                    return Ok(Moved { any: true, done: true });
+                if words.is_sent() && words.is_received() {
+                    self.release_exposed()?;
+                    return Ok(PollProgress { any: true, done: true });
                 }
                 None
             }
-            Stage::Elsewhere(pipeline) if !self.heads.received() => {
-                any |= self.heads.poll(peers)?;
-                any |= pipeline.post_all(peers)?;
+            InPlaceStage::Pipelined(pipeline) if !self.locations.is_received() => {
+                any |= self.locations.poll(peers)?;
+                any |= pipeline.send_inputs(peers)?;
                 None
             }
-            Stage::Elsewhere(pipeline) => return pipeline.poll(peers),
+            InPlaceStage::Pipelined(pipeline) => return pipeline.poll(peers),
         };
         if let Some(next) = next {
             self.stage = next;
             any = true;
         }
-        Ok(Moved { any, done: false })
+        Ok(PollProgress { any, done: false })
     }
 }
 
-impl Drop for InPlace {
+impl Drop for InPlaceJob {
     fn drop(&mut self) {
         for memory in &self.exposed {
             // Without memory for a copy it stays in place; peers notice the failure after a block
             // or two.
-            let _ = memory.region().map(farandole_shm::Region::detach);
+            let _ = memory.shared_region().map(farandole_shm::SharedRegion::detach_from_peers);
         }
     }
 }
 
 /// The own part of all members' memory.
-struct Work {
-    reducer: Reducer,
+struct InPlaceReduction {
+    reducer: BlockReducer,
     /// Every member's tensors.
-    lists: Vec<Flat>,
-    left: Range<usize>,
+    lists: Vec<GatherList>,
+    remaining: Range<usize>,
     block: Vec<u8>,
 }
 
-impl Work {
-    fn new(peers: &Peers, reducer: Reducer, lists: Vec<Flat>) -> Self {
-        let bytes = lists.first().map_or(0, Flat::len);
-        let units = bytes.div_ceil(UNIT);
-        let start = |member: usize| (units * member / peers.size() * UNIT).min(bytes);
+impl InPlaceReduction {
+    fn new(peers: &PeerLinks, reducer: BlockReducer, lists: Vec<GatherList>) -> Self {
+        let bytes = lists.first().map_or(0, GatherList::len);
+        let units = bytes.div_ceil(UNIT_BYTES);
+        let start = |member: usize| (units * member / peers.member_count() * UNIT_BYTES).min(bytes);
         let left = start(peers.member)..start(peers.member + 1);
-        Self { reducer, lists, left, block: vec![0; BLOCK] }
+        Self { reducer, lists, remaining: left, block: vec![0; IN_PLACE_BLOCK_BYTES] }
     }
 
     /// True when all is done.
-    fn advance(&mut self) -> bool {
-        let Self { reducer, lists, left, block } = self;
-        let bytes = left.len().min(SLICE);
-        Flat::change_all(lists, left.start, bytes, |all| reducer.run_in_place(all, block));
+    fn reduce_next_slice(&mut self) -> bool {
+        let Self { reducer, lists, remaining: left, block } = self;
+        let bytes = left.len().min(IN_PLACE_BYTES_PER_POLL);
+        GatherList::update_all_ranges(lists, left.start, bytes, |all| {
+            reducer.reduce_in_place(all, block)
+        });
         left.start += bytes;
         left.start >= left.end
     }

@@ -5,33 +5,41 @@
 
 use super::tests::RULES;
 use super::*;
-use crate::exit::{Exit, How};
+use crate::exit::{ExitKind, ExitReport};
 
-/// A world of `size` is formed, loses a member, and is formed again; how long that took, and the
-/// steps of its journal.
-fn formed(
+/// Forms a world of `size`, loses a member, and forms the next world. Returns the time it took, and
+/// the number of journal steps.
+fn form_and_reform_world(
     size: u32,
-    mut take: impl FnMut(&mut Elastic, Duration, What) -> bool,
+    mut take: impl FnMut(&mut ElasticMembership, Duration, StepKind) -> bool,
 ) -> (Duration, u32) {
-    let rules = Rules { first: size, least: 1, most: size, ..RULES };
-    let (mut machine, now) = (Elastic::new(rules), Duration::from_secs(1));
+    let rules = ElasticRules { first: size, least: 1, most: size, ..RULES };
+    let (mut machine, now) = (ElasticMembership::new(rules), Duration::from_secs(1));
     let hosts = (0..size / 8).map(|host| (format!("host-{host}.example.org"), 8)).collect();
-    let mut inputs = vec![What::Happens(Input::Hosts(hosts))];
+    let mut inputs = vec![StepKind::Happens(MembershipInput::Hosts(hosts))];
     let place = |task| HostHash(format!("host-{}.example.org-0123456789abcdef", task / 8));
     let register =
-        |task| What::Registers { task: TaskId(task), session: task.into(), place: place(task) };
-    let ask = |task, after, suspects: &[u32]| What::Asks {
+        |task| StepKind::Registers { task: TaskId(task), session: task.into(), place: place(task) };
+    let ask = |task, after, suspects: &[u32]| StepKind::Asks {
         task: TaskId(task),
         after: Generation(after),
         suspects: suspects.iter().copied().map(TaskId).collect(),
     };
     inputs.extend((0..size).map(register));
     inputs.extend((0..size).map(|task| ask(task, 0, &[])));
-    let exit =
-        Exit { how: How::Signal(9), peer_error: false, stopped: false, stderr_tail: Vec::new() };
-    inputs.push(What::Happens(Input::Exited { task: TaskId(1), generation: Generation(1), exit }));
+    let exit = ExitReport {
+        how: ExitKind::Signal(9),
+        peer_error: false,
+        stopped: false,
+        stderr_tail: Vec::new(),
+    };
+    inputs.push(StepKind::Happens(MembershipInput::Exited {
+        task: TaskId(1),
+        generation: Generation(1),
+        exit,
+    }));
     inputs.extend((0..size).filter(|task| *task != 1).map(|task| ask(task, 1, &[1])));
-    inputs.extend((0..64).map(|_| What::Happens(Input::Tick)));
+    inputs.extend((0..64).map(|_| StepKind::Happens(MembershipInput::Tick)));
     let began = std::time::Instant::now();
     let steps = inputs.into_iter().map(|what| u32::from(take(&mut machine, now, what))).sum();
     assert_eq!(machine.generation(), Generation(2));
@@ -41,13 +49,16 @@ fn formed(
 #[test]
 fn a_journal_tells_each_step_once_and_costs_less_than_the_decision() {
     for size in [512, 4096] {
-        let (plain, _) = formed(size, |machine, now, what| machine.take(now, what).is_ok());
-        let (noted, steps) =
-            formed(size, |machine, now, what| machine.noted(now, what).0.is_some());
+        let (plain, _) =
+            form_and_reform_world(size, |machine, now, what| machine.take_step(now, what).is_ok());
+        let (noted, steps) = form_and_reform_world(size, |machine, now, what| {
+            machine.take_journaled_step(now, what).0.is_some()
+        });
         println!(
             "{size} members: {plain:.2?} without a journal, {noted:.2?} with one, {steps} steps"
         );
-        // Each registers and asks twice; one is lost; ticks that change nothing are not told.
+        // Each worker registers, and asks twice; one worker is lost. Ticks that change nothing are
+        // not in the journal.
         assert!((3 * size..3 * size + 4).contains(&steps), "{steps}");
         assert!(noted < 2 * plain + Duration::from_millis(100), "{plain:?}, {noted:?}");
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Hosts of an elastic job: their slots, and which of them has to cool down after a failure.
+//! Hosts of an elastic job: their slots, and their cooldowns after failures.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -9,11 +9,12 @@ use std::time::Duration;
 use farandole_world::TaskId;
 use serde::{Deserialize, Serialize};
 
-/// After how many times the longest cooldown without a failure a host's failures are forgotten.
-const FORGIVEN: u32 = 2;
+/// Multiple of the longest cooldown after which a host without further failures has its earlier
+/// failures forgotten.
+const FORGIVENESS_FACTOR: u32 = 2;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Host {
+struct ElasticHost {
     name: String,
     slots: u32,
     listed: bool,
@@ -24,37 +25,38 @@ struct Host {
 
 /// Hosts in the order in which they were first seen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Hosts {
-    all: Vec<Host>,
+pub(super) struct ElasticHosts {
+    all: Vec<ElasticHost>,
     known: bool,
-    /// The hosts have not been reported since the registrar started again.
+    /// Whether the hosts have not been reported since the registrar restarted.
     outdated: bool,
     /// Shortest and longest cooldown.
     cooldown: (Duration, Duration),
 }
 
-impl Hosts {
+impl ElasticHosts {
     pub(super) fn new(cooldown: (Duration, Duration)) -> Self {
         Self { all: Vec::new(), known: false, outdated: false, cooldown }
     }
 
-    /// Changes the times for which hosts cool down.
-    pub(super) fn cool_down(&mut self, cooldown: (Duration, Duration)) {
+    /// Sets the shortest and longest cooldown.
+    pub(super) fn set_cooldown(&mut self, cooldown: (Duration, Duration)) {
         self.cooldown = cooldown;
     }
 
-    /// Returns whether a list of hosts is given; otherwise workers come by themselves.
+    /// Returns whether a list of hosts was given; otherwise workers come by themselves.
     pub(super) fn are_known(&self) -> bool {
         self.known
     }
 
-    /// No worker is started until a list of hosts is given again.
-    pub(super) fn outdate(&mut self) {
+    /// Marks the hosts as outdated: no worker is started until a new list of hosts is given.
+    pub(super) fn mark_outdated(&mut self) {
         self.outdated = true;
     }
 
-    /// Takes in which hosts there are now. A host that is named twice has the slots of both.
-    pub(super) fn discovered(&mut self, hosts: Vec<(String, u32)>) {
+    /// Replaces the list of available hosts. A host that is listed twice has the slots of both
+    /// entries.
+    pub(super) fn update_discovered(&mut self, hosts: Vec<(String, u32)>) {
         (self.known, self.outdated) = (true, false);
         for host in &mut self.all {
             (host.listed, host.slots) = (false, 0);
@@ -65,7 +67,7 @@ impl Hosts {
                     host.listed = true;
                     host.slots = host.slots.saturating_add(slots);
                 }
-                None => self.all.push(Host {
+                None => self.all.push(ElasticHost {
                     name,
                     slots,
                     listed: true,
@@ -77,35 +79,38 @@ impl Hosts {
         }
     }
 
-    /// Notes that a worker failed there. Failures while it cools down are the same one.
-    pub(super) fn failed(&mut self, now: Duration, name: &str) {
+    /// Records that a worker failed on a host. Failures during a cooldown count as the failure that
+    /// caused the cooldown.
+    pub(super) fn record_failure(&mut self, now: Duration, name: &str) {
         let (least, most) = self.cooldown;
         let Some(host) = self.all.iter_mut().find(|host| host.name == name) else { return };
         if host.cool_at.is_some_and(|until| now < until) {
             return;
         }
-        if host.failed_at.is_some_and(|at| now.saturating_sub(at) > most * FORGIVEN) {
+        if host.failed_at.is_some_and(|at| now.saturating_sub(at) > most * FORGIVENESS_FACTOR) {
             host.failures = 0;
         }
         host.failures = host.failures.saturating_add(1);
         host.failed_at = Some(now);
         let doubled = least.saturating_mul(1 << (host.failures - 1).min(20));
-        // Hosts that failed together do not come back together.
-        let spread = least.mul_f64(f64::from(spread(name, host.failures)) / f64::from(u32::MAX));
+        // Add a jitter, so that hosts that failed together do not return together.
+        let spread =
+            least.mul_f64(f64::from(cooldown_jitter(name, host.failures)) / f64::from(u32::MAX));
         host.cool_at = Some(now + doubled.saturating_add(spread).min(most));
     }
 
-    /// Notes that a worker there leaves by itself, as one does whose host is about to be taken
-    /// away: no failure, but no place for a new worker either, for the shortest cooldown.
-    pub(super) fn rests(&mut self, now: Duration, name: &str) {
+    /// Blocks new workers on a host for the shortest cooldown, because a worker there leaves by
+    /// itself: the host is probably about to be removed. This counts as no failure.
+    pub(super) fn block_new_workers(&mut self, now: Duration, name: &str) {
         let until = now + self.cooldown.0;
         if let Some(host) = self.all.iter_mut().find(|host| host.name == name) {
             host.cool_at = host.cool_at.max(Some(until));
         }
     }
 
-    /// Workers without a slot, and the reason. `living` has those first that stay longest.
-    pub(super) fn surplus(&self, living: &[(TaskId, &str)]) -> BTreeMap<TaskId, String> {
+    /// Returns the workers without a slot, and the reason. `living` lists first the workers that
+    /// should stay longest.
+    pub(super) fn surplus_workers(&self, living: &[(TaskId, &str)]) -> BTreeMap<TaskId, String> {
         let mut free: HashMap<&str, u32> =
             self.all.iter().map(|host| (host.name.as_str(), host.slots)).collect();
         let mut surplus = BTreeMap::new();
@@ -125,7 +130,7 @@ impl Hosts {
     }
 
     /// Returns a host name for each slot that a new worker may take now, host by host.
-    pub(super) fn vacancies(
+    pub(super) fn vacant_slots(
         &self,
         now: Duration,
         living: &[(TaskId, &str)],
@@ -134,7 +139,7 @@ impl Hosts {
         for (_, name) in living {
             *taken.entry(name).or_default() += 1;
         }
-        let free = move |host: &Host| {
+        let free = move |host: &ElasticHost| {
             (host.slots as usize)
                 .saturating_sub(taken.get(host.name.as_str()).copied().unwrap_or(0))
         };
@@ -144,8 +149,8 @@ impl Hosts {
             .flat_map(move |host| std::iter::repeat_n(host.name.clone(), free(host)))
     }
 
-    /// For people: every host, its slots, and how long it still cools down.
-    pub(super) fn describe(&self, now: Duration) -> String {
+    /// Describes every host, its slots and its remaining cooldown, for messages.
+    pub(super) fn describe_slots(&self, now: Duration) -> String {
         let each: Vec<String> = self
             .all
             .iter()
@@ -161,14 +166,14 @@ impl Hosts {
     }
 }
 
-impl Host {
+impl ElasticHost {
     fn is_cooling(&self, now: Duration) -> bool {
         self.cool_at.is_some_and(|until| now < until)
     }
 }
 
 /// Returns a number that differs between hosts and failures and is the same in every run (FNV-1a).
-fn spread(name: &str, failures: u32) -> u32 {
+fn cooldown_jitter(name: &str, failures: u32) -> u32 {
     let bytes = name.bytes().chain(failures.to_le_bytes());
     bytes.fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
@@ -179,18 +184,18 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn vacant(hosts: &Hosts, now: Duration, living: &[(TaskId, &str)]) -> Vec<String> {
-        hosts.vacancies(now, living).collect()
+    fn vacant(hosts: &ElasticHosts, now: Duration, living: &[(TaskId, &str)]) -> Vec<String> {
+        hosts.vacant_slots(now, living).collect()
     }
 
     #[test]
     fn a_host_cools_down_longer_after_each_failure_and_is_forgiven_one_day() {
-        let mut hosts = Hosts::new((SECOND, 20 * SECOND));
-        hosts.discovered(vec![("a".to_owned(), 1)]);
+        let mut hosts = ElasticHosts::new((SECOND, 20 * SECOND));
+        hosts.update_discovered(vec![("a".to_owned(), 1)]);
         let mut now = Duration::ZERO;
         let mut waits = Vec::new();
         for _ in 0..7 {
-            hosts.failed(now, "a");
+            hosts.record_failure(now, "a");
             assert!(vacant(&hosts, now, &[]).is_empty());
             let until = hosts.all[0].cool_at.unwrap();
             waits.push(until - now);
@@ -199,16 +204,16 @@ mod tests {
         }
         assert!(waits[0] >= SECOND && waits[0] <= 2 * SECOND, "{waits:?}");
         assert!(waits.is_sorted() && waits[6] == 20 * SECOND, "{waits:?}");
-        hosts.failed(now + 100 * SECOND, "a");
+        hosts.record_failure(now + 100 * SECOND, "a");
         assert!(hosts.all[0].cool_at.unwrap() <= now + 102 * SECOND);
     }
 
     #[test]
     fn a_host_that_a_worker_leaves_rests_and_has_not_failed() {
-        let mut hosts = Hosts::new((SECOND, 20 * SECOND));
-        hosts.discovered(vec![("a".to_owned(), 1)]);
+        let mut hosts = ElasticHosts::new((SECOND, 20 * SECOND));
+        hosts.update_discovered(vec![("a".to_owned(), 1)]);
         for turn in 0..5 {
-            hosts.rests(10 * turn * SECOND, "a");
+            hosts.block_new_workers(10 * turn * SECOND, "a");
             assert!(vacant(&hosts, 10 * turn * SECOND, &[]).is_empty());
             assert_eq!(
                 vacant(&hosts, (10 * turn + 1) * SECOND, &[]),
@@ -216,18 +221,18 @@ mod tests {
                 "not longer each time"
             );
         }
-        hosts.failed(100 * SECOND, "a");
+        hosts.record_failure(100 * SECOND, "a");
         let cooled = hosts.all[0].cool_at;
-        hosts.rests(100 * SECOND, "a");
+        hosts.block_new_workers(100 * SECOND, "a");
         assert_eq!(hosts.all[0].cool_at, cooled, "a failure counts for longer");
     }
 
     #[test]
     fn slots_decide_which_workers_stay_and_where_there_is_room() {
-        let mut hosts = Hosts::new((SECOND, SECOND));
-        hosts.discovered(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
+        let mut hosts = ElasticHosts::new((SECOND, SECOND));
+        hosts.update_discovered(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
         let living = [(0, "a"), (1, "a"), (2, "c")].map(|(task, host)| (TaskId(task), host));
-        let surplus: Vec<u32> = hosts.surplus(&living).keys().map(|task| task.0).collect();
+        let surplus: Vec<u32> = hosts.surplus_workers(&living).keys().map(|task| task.0).collect();
         assert_eq!(surplus, [1, 2]);
         assert_eq!(vacant(&hosts, SECOND, &living[..1]), ["b", "b"]);
     }

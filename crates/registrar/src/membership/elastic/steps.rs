@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The steps of the state machine in the journal, and their replay when the registrar starts again.
+//! Steps of the state machine in the journal, and their replay when the registrar restarts.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -9,121 +9,142 @@ use std::time::Duration;
 use farandole_world::{Generation, HostHash, TaskId};
 use serde::{Deserialize, Serialize};
 
-use super::{DONE, Decision, Elastic, Input, Phase, Presence, Refusal, Rules, Stage};
+use super::{
+    AgentPresence, ElasticMembership, ElasticPhase, ElasticRules, JOB_DONE_REASON,
+    MembershipDecision, MembershipInput, RegistrationRefusal, WorkerStage,
+};
 
 /// The input of a step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum What {
+pub(crate) enum StepKind {
     /// An agent registers.
     Registers { task: TaskId, session: u64, place: HostHash },
     /// A worker asks for a world.
     Asks { task: TaskId, after: Generation, suspects: BTreeSet<TaskId> },
-    /// Anything else.
-    Happens(Input),
-    /// The registrar has started again.
+    /// Any other input.
+    Happens(MembershipInput),
+    /// The registrar has restarted.
     Resumes,
 }
 
-impl What {
-    /// Returns whether a journal tells it in any case. Steps that come often, or may be repeated,
-    /// are reported only if they changed something.
-    fn always_counts(&self) -> bool {
+impl StepKind {
+    /// Returns whether a journal records the step in any case. Frequent or repeatable steps are
+    /// recorded only if they changed something.
+    fn is_always_journaled(&self) -> bool {
         match self {
             Self::Registers { .. } | Self::Asks { .. } => false,
             Self::Happens(input) => !matches!(
                 input,
-                Input::Beat { .. } | Input::Disconnected { .. } | Input::Abort { .. } | Input::Tick
+                MembershipInput::Beat { .. }
+                    | MembershipInput::Disconnected { .. }
+                    | MembershipInput::Abort { .. }
+                    | MembershipInput::Tick
             ),
             Self::Resumes => true,
         }
     }
 }
 
-/// A step that has changed something.
+/// A step that changed something.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Step {
+pub(crate) struct JournalStep {
     pub(crate) at: Duration,
-    pub(crate) what: What,
-    /// The tasks that it gave up because of their silence.
+    pub(crate) what: StepKind,
+    /// The tasks that the step gave up because of their silence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) losses: Vec<(TaskId, String)>,
 }
 
-impl Elastic {
-    /// Does a step; `None` beside its outcome when it changed nothing that a journal has to tell.
-    /// Times of signs of life are not in a journal, and time alone changes only the report of a
-    /// step.
-    pub(crate) fn noted(
+impl ElasticMembership {
+    /// Takes a step, and returns its outcome and its journal record; `None` as the record if the
+    /// step changed nothing that a journal must record. Times of heartbeats are not in a journal. A
+    /// step in which only time has passed changes only its own report of losses.
+    pub(crate) fn take_journaled_step(
         &mut self,
         now: Duration,
-        what: What,
-    ) -> (Option<Step>, Result<Vec<Decision>, Refusal>) {
-        if let What::Happens(Input::Beat { .. }) = what {
-            return (None, self.take(now, what));
+        what: StepKind,
+    ) -> (Option<JournalStep>, Result<Vec<MembershipDecision>, RegistrationRefusal>) {
+        if let StepKind::Happens(MembershipInput::Beat { .. }) = what {
+            return (None, self.take_step(now, what));
         }
-        let outcome = self.take(now, what.clone());
+        let outcome = self.take_step(now, what.clone());
         let losses = std::mem::take(&mut self.losses);
-        let changed = std::mem::take(&mut self.changed) || what.always_counts();
+        let changed = std::mem::take(&mut self.changed) || what.is_always_journaled();
         let decided = outcome.as_ref().is_ok_and(|decisions| !decisions.is_empty());
-        let step = (decided || changed).then_some(Step { at: now, what, losses });
+        let step = (decided || changed).then_some(JournalStep { at: now, what, losses });
         (step, outcome)
     }
 
-    /// Does a step.
-    pub(crate) fn take(&mut self, now: Duration, what: What) -> Result<Vec<Decision>, Refusal> {
+    /// Takes a step.
+    pub(crate) fn take_step(
+        &mut self,
+        now: Duration,
+        what: StepKind,
+    ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
         match what {
-            What::Registers { task, session, place } => self.register(now, task, session, place),
-            What::Asks { task, after, suspects } => self.ready(now, task, after, suspects),
-            What::Happens(input) => Ok(self.observe(now, input)),
-            What::Resumes => Ok(self.resume(now)),
+            StepKind::Registers { task, session, place } => {
+                self.register_worker(now, task, session, place)
+            }
+            StepKind::Asks { task, after, suspects } => {
+                self.request_world(now, task, after, suspects)
+            }
+            StepKind::Happens(input) => Ok(self.observe_input(now, input)),
+            StepKind::Resumes => Ok(self.resume_after_outage(now)),
         }
     }
 
-    /// Does a step of a journal again. What it decided had its effects in its time.
-    pub(crate) fn repeat(&mut self, step: Step) {
+    /// Replays a journal step. Its decisions were carried out before the restart and are dropped.
+    pub(crate) fn replay_step(&mut self, step: JournalStep) {
         self.repeated = Some(step.losses);
-        // Refused then, refused now.
-        drop(self.take(step.at, step.what));
+        // An input that was refused before the restart is refused again.
+        drop(self.take_step(step.at, step.what));
         self.repeated = None;
         self.losses.clear();
         self.changed = false;
     }
 
-    /// Continues after an outage, in which no agent was heard: all have the usual time to show that
-    /// they live. Whether the workers that were about to start have done so is not known. Others
-    /// are started in their place when the hosts are known again, which may have changed.
-    fn resume(&mut self, now: Duration) -> Vec<Decision> {
-        self.hosts.outdate();
+    /// Continues after an outage in which no agent was heard: all agents get the usual time to show
+    /// that they live. It is unknown whether workers that were about to start have started. Other
+    /// workers are started in their place when a new list of hosts is given, because the hosts may
+    /// have changed.
+    fn resume_after_outage(&mut self, now: Duration) -> Vec<MembershipDecision> {
+        self.hosts.mark_outdated();
         self.returning_until = now + self.rules.liveness.heartbeat_timeout;
-        self.workers.retain(|_, worker| worker.stage != Stage::Starting);
+        self.workers.retain(|_, worker| worker.stage != WorkerStage::Starting);
         for worker in self.workers.values_mut() {
-            worker.presence = Presence::at(now);
+            worker.presence = AgentPresence::seen_at(now);
         }
         match &self.phase {
-            Phase::Open => {}
-            Phase::Aborted { reason } => return vec![Decision::Aborted { reason: reason.clone() }],
-            Phase::Finished { generation } => {
-                let end = |task: &TaskId| Decision::End { task: *task, reason: DONE.to_owned() };
-                let finished = Decision::Finished { generation: *generation };
+            ElasticPhase::Open => {}
+            ElasticPhase::Aborted { reason } => {
+                return vec![MembershipDecision::Aborted { reason: reason.clone() }];
+            }
+            ElasticPhase::Finished { generation } => {
+                let end = |task: &TaskId| MembershipDecision::End {
+                    task: *task,
+                    reason: JOB_DONE_REASON.to_owned(),
+                };
+                let finished = MembershipDecision::Finished { generation: *generation };
                 return self.unheard.keys().map(end).chain([finished]).collect();
             }
         }
         if let Some(present) = &mut self.present {
-            present.forget_told();
+            present.reset_announcements();
         }
-        self.settle(now)
+        self.settle_membership(now)
     }
 
-    /// Goes by other rules from now on.
-    pub(crate) fn go_by(&mut self, rules: Rules) {
-        self.hosts.cool_down(rules.cooldown);
+    /// Replaces the rules from now on.
+    pub(crate) fn replace_rules(&mut self, rules: ElasticRules) {
+        self.hosts.set_cooldown(rules.cooldown);
         self.rules = rules;
     }
 
-    /// Workers that have registered and are not known to have ended, and the hosts they were
-    /// started on.
-    pub(crate) fn living(&self) -> impl Iterator<Item = (TaskId, &str)> {
-        let lives = |stage: &Stage| !matches!(stage, Stage::Starting | Stage::Done);
+    /// Returns the workers that have registered and are not known to have ended, and the hosts on
+    /// which they were started.
+    pub(crate) fn living_workers(&self) -> impl Iterator<Item = (TaskId, &str)> {
+        let lives =
+            |stage: &WorkerStage| !matches!(stage, WorkerStage::Starting | WorkerStage::Done);
         self.workers
             .iter()
             .filter(move |(_, worker)| lives(&worker.stage))
@@ -131,8 +152,8 @@ impl Elastic {
             .chain(self.unheard.iter().map(|(task, host)| (*task, host.as_str())))
     }
 
-    /// Workers that were started once, or came, and are no more.
-    pub(crate) fn gone(&self) -> impl Iterator<Item = TaskId> {
+    /// Returns the workers that were started or came by themselves, and are gone.
+    pub(crate) fn gone_workers(&self) -> impl Iterator<Item = TaskId> {
         let started = (0..self.next).map(TaskId);
         let known =
             |task: &TaskId| self.workers.contains_key(task) || self.unheard.contains_key(task);
@@ -140,7 +161,7 @@ impl Elastic {
     }
 }
 
-/// A map by pairs, as a list: keys of JSON are single.
+/// Serialization of a map with pairs as keys, as a list: JSON keys are strings.
 pub(super) mod pairs {
     use std::collections::BTreeMap;
 

@@ -2,9 +2,9 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use super::*;
-use crate::exit::{Exit, How};
+use crate::exit::{ExitKind, ExitReport};
 
-pub(super) const RULES: Rules = Rules {
+pub(super) const RULES: ElasticRules = ElasticRules {
     first: 2,
     least: 1,
     most: 4,
@@ -13,7 +13,7 @@ pub(super) const RULES: Rules = Rules {
     reset_limit: None,
     cooldown: (Duration::from_secs(1), Duration::from_secs(60)),
     start_timeout: Duration::from_secs(30),
-    liveness: Liveness {
+    liveness: LivenessLimits {
         heartbeat_timeout: Duration::from_secs(5),
         disconnect_grace: Duration::from_secs(1),
     },
@@ -23,16 +23,16 @@ pub(super) const RULES: Rules = Rules {
 /// silent.
 struct Job {
     now: Duration,
-    machine: Elastic,
-    decisions: Vec<Decision>,
+    machine: ElasticMembership,
+    decisions: Vec<MembershipDecision>,
     silent: BTreeSet<TaskId>,
 }
 
 impl Job {
-    fn new(rules: Rules, hosts: &[(&str, u32)]) -> Self {
+    fn new(rules: ElasticRules, hosts: &[(&str, u32)]) -> Self {
         let mut job = Self {
             now: Duration::ZERO,
-            machine: Elastic::new(rules),
+            machine: ElasticMembership::new(rules),
             decisions: Vec::new(),
             silent: BTreeSet::new(),
         };
@@ -40,13 +40,13 @@ impl Job {
         job
     }
 
-    fn say(&mut self, input: Input) {
-        let decisions = self.machine.observe(self.now, input);
+    fn say(&mut self, input: MembershipInput) {
+        let decisions = self.machine.observe_input(self.now, input);
         self.decisions.extend(decisions);
     }
 
     fn hosts(&mut self, hosts: &[(&str, u32)]) {
-        self.say(Input::Hosts(
+        self.say(MembershipInput::Hosts(
             hosts.iter().map(|(name, slots)| ((*name).to_owned(), *slots)).collect(),
         ));
     }
@@ -63,17 +63,20 @@ impl Job {
                 .filter_map(|(task, worker)| Some((*task, worker.session?)))
                 .collect();
             for (task, session) in beating {
-                self.say(Input::Beat { task, session });
+                self.say(MembershipInput::Beat { task, session });
             }
-            self.say(Input::Tick);
+            self.say(MembershipInput::Tick);
         }
     }
 
     /// Workers that were to be started and have not registered.
     fn started(&self) -> Vec<(u32, String)> {
-        let starting = |task: &TaskId| self.machine.stage(*task) == Some(&Stage::Starting);
-        let start = |decision: &Decision| match decision {
-            Decision::Start { task, host } if starting(task) => Some((task.0, host.clone())),
+        let starting =
+            |task: &TaskId| self.machine.worker_stage(*task) == Some(&WorkerStage::Starting);
+        let start = |decision: &MembershipDecision| match decision {
+            MembershipDecision::Start { task, host } if starting(task) => {
+                Some((task.0, host.clone()))
+            }
             _ => None,
         };
         self.decisions.iter().filter_map(start).collect()
@@ -90,26 +93,28 @@ impl Job {
     fn register(&mut self, task: u32, host: &str) {
         let host = HostHash(host.to_owned());
         let decisions =
-            self.machine.register(self.now, TaskId(task), u64::from(task), host).unwrap();
+            self.machine.register_worker(self.now, TaskId(task), u64::from(task), host).unwrap();
         self.decisions.extend(decisions);
     }
 
     fn ready(&mut self, task: u32, after: u64, suspects: &[u32]) {
         let suspects = suspects.iter().copied().map(TaskId).collect();
-        let decisions =
-            self.machine.ready(self.now, TaskId(task), Generation(after), suspects).unwrap();
+        let decisions = self
+            .machine
+            .request_world(self.now, TaskId(task), Generation(after), suspects)
+            .unwrap();
         self.decisions.extend(decisions);
     }
 
-    fn exit(&mut self, task: u32, how: How) {
-        let exit = Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
-        self.say(Input::Exited { task: TaskId(task), generation: Generation(0), exit });
+    fn exit(&mut self, task: u32, how: ExitKind) {
+        let exit = ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+        self.say(MembershipInput::Exited { task: TaskId(task), generation: Generation(0), exit });
     }
 
     /// Tasks of the last world by rank.
     fn world(&self) -> Vec<u32> {
-        let world = |decision: &Decision| match decision {
-            Decision::Assigned { world } => {
+        let world = |decision: &MembershipDecision| match decision {
+            MembershipDecision::Assigned { world } => {
                 Some(world.seats.iter().map(|seat| seat.task.0).collect())
             }
             _ => None,
@@ -119,18 +124,20 @@ impl Job {
 
     fn aborted(&self) -> Option<&str> {
         self.decisions.iter().find_map(|decision| match decision {
-            Decision::Aborted { reason } => Some(reason.as_str()),
+            MembershipDecision::Aborted { reason } => Some(reason.as_str()),
             _ => None,
         })
     }
 
     fn finished(&self) -> bool {
-        self.decisions.iter().any(|decision| matches!(decision, Decision::Finished { .. }))
+        self.decisions
+            .iter()
+            .any(|decision| matches!(decision, MembershipDecision::Finished { .. }))
     }
 
     fn changes(&self) -> Vec<(bool, bool)> {
-        let change = |decision: &Decision| match decision {
-            Decision::Changed { removed, added, .. } => Some((*removed, *added)),
+        let change = |decision: &MembershipDecision| match decision {
+            MembershipDecision::Changed { removed, added, .. } => Some((*removed, *added)),
             _ => None,
         };
         self.decisions.iter().filter_map(change).collect()
@@ -143,10 +150,12 @@ fn el_5_a_worker_that_leaves_is_no_failure_and_is_not_replaced_on_its_host_at_on
     job.all_ready();
     job.pass(4.0);
     assert_eq!(job.world(), [0, 1]);
-    job.say(Input::Leaves { task: TaskId(1), reason: "it got SIGTERM".to_owned() });
+    job.say(MembershipInput::Leaves { task: TaskId(1), reason: "it got SIGTERM".to_owned() });
     // Its notice is over before it was ready to go.
-    job.exit(1, How::Signal(9));
-    assert!(!job.decisions.iter().any(|decision| matches!(decision, Decision::Lost { .. })));
+    job.exit(1, ExitKind::Signal(9));
+    assert!(
+        !job.decisions.iter().any(|decision| matches!(decision, MembershipDecision::Lost { .. }))
+    );
     assert_eq!(job.started(), []);
     job.pass(1.1);
     assert_eq!(job.started(), [(2, "b".to_owned())]);
@@ -157,7 +166,7 @@ fn survivors_continue_without_the_dead_and_admit_its_successor_at_their_next_cha
     let mut job = Job::new(RULES, &[("a", 4)]);
     job.all_ready();
     assert_eq!(job.world(), [0, 1, 2, 3]);
-    job.exit(1, How::Signal(9));
+    job.exit(1, ExitKind::Signal(9));
     for task in [0, 2, 3] {
         job.ready(task, 1, &[1]);
     }
@@ -176,10 +185,10 @@ fn survivors_continue_without_the_dead_and_admit_its_successor_at_their_next_cha
 
 #[test]
 fn a_ready_spare_takes_the_place_of_the_dead_at_once() {
-    let mut job = Job::new(Rules { first: 4, spares: 1, ..RULES }, &[("a", 5)]);
+    let mut job = Job::new(ElasticRules { first: 4, spares: 1, ..RULES }, &[("a", 5)]);
     job.all_ready();
     assert_eq!(job.world(), [0, 1, 2, 3]);
-    job.exit(0, How::Signal(9));
+    job.exit(0, ExitKind::Signal(9));
     for task in [1, 2, 3] {
         job.ready(task, 1, &[]);
     }
@@ -196,7 +205,9 @@ fn a_stopped_member_is_out_once_its_peers_have_lost_it() {
     assert_eq!(job.machine.generation(), Generation(1), "it may only be slow");
     job.pass(0.2);
     assert_eq!(job.world(), [0, 1]);
-    let ended = |decision: &Decision| matches!(decision, Decision::End { task: TaskId(2), .. });
+    let ended = |decision: &MembershipDecision| {
+        matches!(decision, MembershipDecision::End { task: TaskId(2), .. })
+    };
     assert!(job.decisions.iter().any(ended));
 }
 
@@ -204,7 +215,7 @@ fn a_stopped_member_is_out_once_its_peers_have_lost_it() {
 fn a_member_that_only_works_long_is_waited_for() {
     let mut job = Job::new(RULES, &[("a", 3)]);
     job.all_ready();
-    job.exit(1, How::Signal(9));
+    job.exit(1, ExitKind::Signal(9));
     job.ready(0, 1, &[1]);
     job.pass(20.0);
     assert_eq!(job.machine.generation(), Generation(1));
@@ -224,10 +235,10 @@ fn a_removed_host_is_no_failure_and_its_workers_leave_at_the_next_chance() {
     assert_eq!(job.machine.generation(), Generation(1));
     job.ready(3, 1, &[]);
     assert_eq!(job.world(), [0, 1]);
-    let refused = job.machine.ready(job.now, TaskId(3), Generation(1), BTreeSet::new());
-    assert_eq!(refused, Err(Refusal::Dismissed { task: TaskId(3) }));
-    job.exit(2, How::Code(0));
-    job.exit(3, How::Code(0));
+    let refused = job.machine.request_world(job.now, TaskId(3), Generation(1), BTreeSet::new());
+    assert_eq!(refused, Err(RegistrationRefusal::Dismissed { task: TaskId(3) }));
+    job.exit(2, ExitKind::Code(0));
+    job.exit(3, ExitKind::Code(0));
     assert!(job.aborted().is_none() && !job.finished());
     job.hosts(&[("a", 2), ("b", 2)]);
     assert_eq!(job.started().len(), 2, "it may come back at once");
@@ -237,10 +248,10 @@ fn a_removed_host_is_no_failure_and_its_workers_leave_at_the_next_chance() {
 fn success_is_the_return_of_every_member_of_the_present_world() {
     let mut job = Job::new(RULES, &[("a", 3)]);
     job.all_ready();
-    job.exit(0, How::Code(0));
-    job.exit(1, How::Code(0));
+    job.exit(0, ExitKind::Code(0));
+    job.exit(1, ExitKind::Code(0));
     assert!(!job.finished());
-    job.exit(2, How::Signal(9));
+    job.exit(2, ExitKind::Signal(9));
     assert!(
         job.aborted().unwrap().contains("rank 2 on a was ended by SIGKILL"),
         "{:?}",
@@ -250,17 +261,17 @@ fn success_is_the_return_of_every_member_of_the_present_world() {
 
 #[test]
 fn those_that_are_left_of_a_world_that_partly_returned_finish_without_newcomers() {
-    let mut job = Job::new(Rules { least: 3, first: 3, ..RULES }, &[("a", 4)]);
+    let mut job = Job::new(ElasticRules { least: 3, first: 3, ..RULES }, &[("a", 4)]);
     job.all_ready();
-    job.exit(0, How::Code(0));
-    job.exit(1, How::Signal(9));
+    job.exit(0, ExitKind::Code(0));
+    job.exit(1, ExitKind::Signal(9));
     job.ready(2, 1, &[1]);
     job.ready(3, 1, &[1]);
     assert_eq!(job.world(), [2, 3]);
     job.pass(10.0);
     assert!(job.started().is_empty());
-    job.exit(2, How::Code(0));
-    job.exit(3, How::Code(0));
+    job.exit(2, ExitKind::Code(0));
+    job.exit(3, ExitKind::Code(0));
     assert!(job.finished());
 }
 
@@ -268,14 +279,14 @@ fn those_that_are_left_of_a_world_that_partly_returned_finish_without_newcomers(
 fn a_script_that_fails_everywhere_ends_the_job_and_one_that_was_killed_everywhere_starts_again() {
     let mut job = Job::new(RULES, &[("a", 2)]);
     job.all_ready();
-    job.exit(0, How::Code(3));
-    job.exit(1, How::Code(3));
+    job.exit(0, ExitKind::Code(3));
+    job.exit(1, ExitKind::Code(3));
     assert!(job.aborted().unwrap().contains("rank 0 on a exited with code 3"));
 
     let mut job = Job::new(RULES, &[("a", 2)]);
     job.all_ready();
-    job.exit(0, How::Signal(9));
-    job.exit(1, How::Signal(9));
+    job.exit(0, ExitKind::Signal(9));
+    job.exit(1, ExitKind::Signal(9));
     assert!(job.aborted().is_none());
     job.pass(5.0);
     job.all_ready();
@@ -286,7 +297,7 @@ fn a_script_that_fails_everywhere_ends_the_job_and_one_that_was_killed_everywher
 fn a_script_that_fails_before_the_first_world_ends_the_job() {
     let mut job = Job::new(RULES, &[("a", 2)]);
     job.register(0, "a");
-    job.exit(0, How::Code(1));
+    job.exit(0, ExitKind::Code(1));
     assert!(job.aborted().unwrap().contains("worker 0 on a exited with code 1"));
 }
 
@@ -296,7 +307,7 @@ fn a_program_that_never_calls_init_ends_the_job_and_is_not_started_again() {
     for (task, host) in job.started() {
         job.register(task, &host);
     }
-    job.exit(0, How::Code(0));
+    job.exit(0, ExitKind::Code(0));
     assert_eq!(job.aborted(), Some("worker 0 on a ended before it called init()"));
     // A newcomer that does so is a failure of its host: its next one waits.
     let mut job = Job::new(RULES, &[("a", 2)]);
@@ -305,7 +316,7 @@ fn a_program_that_never_calls_init_ends_the_job_and_is_not_started_again() {
     job.hosts(&[("a", 2), ("b", 1)]);
     let (task, host) = job.started().remove(0);
     job.register(task, &host);
-    job.exit(task, How::Code(0));
+    job.exit(task, ExitKind::Code(0));
     assert_eq!((job.aborted(), job.started()), (None, Vec::new()));
     job.pass(3.0);
     assert_eq!(job.started().len(), 1);
@@ -313,7 +324,7 @@ fn a_program_that_never_calls_init_ends_the_job_and_is_not_started_again() {
 
 #[test]
 fn too_few_workers_end_the_job_with_what_is_missing() {
-    let mut job = Job::new(Rules { least: 2, ..RULES }, &[("a", 1)]);
+    let mut job = Job::new(ElasticRules { least: 2, ..RULES }, &[("a", 1)]);
     job.all_ready();
     job.pass(61.0);
     let reason = job.aborted().unwrap();
@@ -322,7 +333,7 @@ fn too_few_workers_end_the_job_with_what_is_missing() {
 
 #[test]
 fn fewer_workers_than_wished_for_begin_once_waiting_is_over() {
-    let mut job = Job::new(Rules { first: 4, ..RULES }, &[("a", 2)]);
+    let mut job = Job::new(ElasticRules { first: 4, ..RULES }, &[("a", 2)]);
     job.all_ready();
     job.pass(59.0);
     assert!(job.world().is_empty());
@@ -332,14 +343,14 @@ fn fewer_workers_than_wished_for_begin_once_waiting_is_over() {
 
 #[test]
 fn worlds_after_the_first_are_counted() {
-    let mut job = Job::new(Rules { reset_limit: Some(1), ..RULES }, &[("a", 4)]);
+    let mut job = Job::new(ElasticRules { reset_limit: Some(1), ..RULES }, &[("a", 4)]);
     job.all_ready();
-    job.exit(3, How::Signal(9));
+    job.exit(3, ExitKind::Signal(9));
     for task in [0, 1, 2] {
         job.ready(task, 1, &[]);
     }
     assert_eq!(job.world(), [0, 1, 2]);
-    job.exit(2, How::Signal(9));
+    job.exit(2, ExitKind::Signal(9));
     job.ready(0, 2, &[]);
     job.ready(1, 2, &[]);
     assert!(job.aborted().unwrap().contains("exceeded the limit: 1"));
@@ -355,7 +366,7 @@ fn of_two_members_that_keep_losing_each_other_one_has_to_go() {
         job.ready(1, generation, &[2]);
         job.ready(2, generation, &[1]);
     }
-    job.say(Input::Tick);
+    job.say(MembershipInput::Tick);
     assert_eq!(job.world(), [0, 1]);
 }
 
@@ -373,7 +384,7 @@ fn a_lost_agent_is_a_lost_worker() {
 fn workers_that_come_by_themselves_need_no_hosts() {
     let mut job = Job {
         now: Duration::ZERO,
-        machine: Elastic::new(RULES),
+        machine: ElasticMembership::new(RULES),
         decisions: Vec::new(),
         silent: BTreeSet::new(),
     };
@@ -382,9 +393,13 @@ fn workers_that_come_by_themselves_need_no_hosts() {
         job.ready(task, 0, &[]);
     }
     assert_eq!(job.world(), [0, 3]);
-    job.exit(3, How::Signal(9));
-    let again = job.machine.register(job.now, TaskId(3), 33, HostHash("b".to_owned()));
-    assert_eq!(again, Err(Refusal::NotWanted { task: TaskId(3) }), "a number is used once");
+    job.exit(3, ExitKind::Signal(9));
+    let again = job.machine.register_worker(job.now, TaskId(3), 33, HostHash("b".to_owned()));
+    assert_eq!(
+        again,
+        Err(RegistrationRefusal::NotWanted { task: TaskId(3) }),
+        "a number is used once"
+    );
 }
 
 #[test]
@@ -394,47 +409,69 @@ fn a_repeated_message_of_a_worker_changes_nothing() {
     let before = job.decisions.len();
     job.ready(0, 0, &[]);
     assert_eq!((job.decisions.len(), job.world()), (before, vec![0, 1]));
-    let other = job.machine.register(job.now, TaskId(0), 77, HostHash("a".to_owned()));
+    let other = job.machine.register_worker(job.now, TaskId(0), 77, HostHash("a".to_owned()));
     assert!(other.is_err());
-    let stranger = job.machine.register(job.now, TaskId(9), 9, HostHash("a".to_owned()));
-    assert_eq!(stranger, Err(Refusal::NotWanted { task: TaskId(9) }));
+    let stranger = job.machine.register_worker(job.now, TaskId(9), 9, HostHash("a".to_owned()));
+    assert_eq!(stranger, Err(RegistrationRefusal::NotWanted { task: TaskId(9) }));
 }
 
 #[test]
 fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
     let at = Duration::from_secs;
-    let mut machine = Elastic::new(RULES);
-    let decided =
-        machine.take(at(0), What::Happens(Input::Hosts(vec![("a".to_owned(), 2)]))).unwrap();
+    let mut machine = ElasticMembership::new(RULES);
+    let decided = machine
+        .take_step(at(0), StepKind::Happens(MembershipInput::Hosts(vec![("a".to_owned(), 2)])))
+        .unwrap();
     assert_eq!(decided.len(), 2, "{decided:?}");
-    let register =
-        |task| What::Registers { task: TaskId(task), session: 7, place: HostHash("a".to_owned()) };
-    machine.take(at(1), register(0)).unwrap();
+    let register = |task| StepKind::Registers {
+        task: TaskId(task),
+        session: 7,
+        place: HostHash("a".to_owned()),
+    };
+    machine.take_step(at(1), register(0)).unwrap();
     // No agent was heard for a while.
-    assert_eq!(machine.take(at(50), What::Resumes).unwrap(), [], "the hosts may have changed");
-    assert_eq!(machine.take(at(50), What::Happens(Input::Tick)).unwrap(), []);
+    assert_eq!(
+        machine.take_step(at(50), StepKind::Resumes).unwrap(),
+        [],
+        "the hosts may have changed"
+    );
+    assert_eq!(machine.take_step(at(50), StepKind::Happens(MembershipInput::Tick)).unwrap(), []);
     let hosts = vec![("a".to_owned(), 1), ("b".to_owned(), 1)];
-    let decided = machine.take(at(50), What::Happens(Input::Hosts(hosts))).unwrap();
-    assert_eq!(decided, [Decision::Start { task: TaskId(2), host: "b".to_owned() }]);
-    assert_eq!(machine.living().collect::<Vec<_>>(), [(TaskId(0), "a")]);
-    assert_eq!(machine.gone().collect::<Vec<_>>(), [TaskId(1)]);
-    assert_eq!(machine.take(at(51), register(1)), Err(Refusal::NotWanted { task: TaskId(1) }));
-    assert!(machine.take(at(54), What::Happens(Input::Tick)).unwrap().is_empty());
-    let decided = machine.take(at(55), What::Happens(Input::Tick)).unwrap();
+    let decided =
+        machine.take_step(at(50), StepKind::Happens(MembershipInput::Hosts(hosts))).unwrap();
+    assert_eq!(decided, [MembershipDecision::Start { task: TaskId(2), host: "b".to_owned() }]);
+    assert_eq!(machine.living_workers().collect::<Vec<_>>(), [(TaskId(0), "a")]);
+    assert_eq!(machine.gone_workers().collect::<Vec<_>>(), [TaskId(1)]);
+    assert_eq!(
+        machine.take_step(at(51), register(1)),
+        Err(RegistrationRefusal::NotWanted { task: TaskId(1) })
+    );
     assert!(
-        matches!(decided[..], [Decision::End { task: TaskId(0), .. }, Decision::Lost { .. }]),
+        machine.take_step(at(54), StepKind::Happens(MembershipInput::Tick)).unwrap().is_empty()
+    );
+    let decided = machine.take_step(at(55), StepKind::Happens(MembershipInput::Tick)).unwrap();
+    assert!(
+        matches!(
+            decided[..],
+            [MembershipDecision::End { task: TaskId(0), .. }, MembershipDecision::Lost { .. }]
+        ),
         "{decided:?}"
     );
 }
 
 #[test]
 fn a_job_that_was_over_is_over_after_an_outage() {
-    let mut machine = Elastic::new(RULES);
+    let mut machine = ElasticMembership::new(RULES);
     let reason = "enough".to_owned();
-    machine.take(Duration::ZERO, What::Happens(Input::Abort { reason: reason.clone() })).unwrap();
+    machine
+        .take_step(
+            Duration::ZERO,
+            StepKind::Happens(MembershipInput::Abort { reason: reason.clone() }),
+        )
+        .unwrap();
     assert_eq!(
-        machine.take(Duration::ZERO, What::Resumes).unwrap(),
-        [Decision::Aborted { reason }]
+        machine.take_step(Duration::ZERO, StepKind::Resumes).unwrap(),
+        [MembershipDecision::Aborted { reason }]
     );
 }
 
@@ -443,10 +480,15 @@ fn a_worker_whose_launching_connection_broke_is_ended() {
     let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
     job.all_ready();
     job.pass(4.0);
-    job.say(Input::NotStarted { task: TaskId(1), reason: "lost the connection to b".to_owned() });
-    let told = |decision: &Decision| matches!(decision, Decision::End { task: TaskId(1), .. });
+    job.say(MembershipInput::NotStarted {
+        task: TaskId(1),
+        reason: "lost the connection to b".to_owned(),
+    });
+    let told = |decision: &MembershipDecision| {
+        matches!(decision, MembershipDecision::End { task: TaskId(1), .. })
+    };
     assert!(job.decisions.iter().any(told));
-    assert!(job.machine.stage(TaskId(1)).is_none());
+    assert!(job.machine.worker_stage(TaskId(1)).is_none());
 }
 
 #[test]
@@ -454,14 +496,14 @@ fn after_a_restart_workers_that_others_have_lost_have_time_to_connect_again() {
     let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
     job.all_ready();
     job.pass(4.0);
-    let decisions = job.machine.take(job.now, What::Resumes).unwrap();
+    let decisions = job.machine.take_step(job.now, StepKind::Resumes).unwrap();
     job.decisions.extend(decisions);
     job.hosts(&[("a", 1), ("b", 1)]);
     job.ready(0, 1, &[1]);
     job.pass(4.5);
-    assert_eq!(job.machine.stage(TaskId(1)), Some(&Stage::Working));
+    assert_eq!(job.machine.worker_stage(TaskId(1)), Some(&WorkerStage::Working));
     job.pass(1.5);
-    assert!(job.machine.stage(TaskId(1)).is_none());
+    assert!(job.machine.worker_stage(TaskId(1)).is_none());
 }
 
 #[test]
@@ -471,24 +513,27 @@ fn workers_that_may_not_know_the_end_of_the_job_get_it_after_an_outage() {
     for (task, host) in &first[..3] {
         job.register(*task, host);
     }
-    job.say(Input::Abort { reason: "enough".to_owned() });
-    job.exit(1, How::Signal(15));
-    let decided = job.machine.take(job.now, What::Resumes).unwrap();
-    assert_eq!(decided, [Decision::Aborted { reason: "enough".to_owned() }]);
-    assert_eq!(job.machine.living().collect::<Vec<_>>(), [(TaskId(0), "a"), (TaskId(2), "a")]);
+    job.say(MembershipInput::Abort { reason: "enough".to_owned() });
+    job.exit(1, ExitKind::Signal(15));
+    let decided = job.machine.take_step(job.now, StepKind::Resumes).unwrap();
+    assert_eq!(decided, [MembershipDecision::Aborted { reason: "enough".to_owned() }]);
     assert_eq!(
-        job.machine.gone().collect::<Vec<_>>(),
+        job.machine.living_workers().collect::<Vec<_>>(),
+        [(TaskId(0), "a"), (TaskId(2), "a")]
+    );
+    assert_eq!(
+        job.machine.gone_workers().collect::<Vec<_>>(),
         [TaskId(1), TaskId(3)],
         "the last never registered"
     );
 
-    let mut job = Job::new(Rules { first: 2, most: 2, spares: 1, ..RULES }, &[("a", 3)]);
+    let mut job = Job::new(ElasticRules { first: 2, most: 2, spares: 1, ..RULES }, &[("a", 3)]);
     job.all_ready();
-    job.exit(0, How::Code(0));
-    job.exit(1, How::Code(0));
+    job.exit(0, ExitKind::Code(0));
+    job.exit(1, ExitKind::Code(0));
     assert!(job.finished());
-    let decided = job.machine.take(job.now, What::Resumes).unwrap();
-    let end = Decision::End { task: TaskId(2), reason: DONE.to_owned() };
-    assert_eq!(decided, [end, Decision::Finished { generation: Generation(1) }]);
-    assert_eq!(job.machine.living().collect::<Vec<_>>(), [(TaskId(2), "a")]);
+    let decided = job.machine.take_step(job.now, StepKind::Resumes).unwrap();
+    let end = MembershipDecision::End { task: TaskId(2), reason: JOB_DONE_REASON.to_owned() };
+    assert_eq!(decided, [end, MembershipDecision::Finished { generation: Generation(1) }]);
+    assert_eq!(job.machine.living_workers().collect::<Vec<_>>(), [(TaskId(2), "a")]);
 }

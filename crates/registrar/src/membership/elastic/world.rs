@@ -6,36 +6,36 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use farandole_world::{Rank, TaskId, TaskPlace};
+use farandole_world::{Rank, TaskId, TaskPlacement};
 use serde::{Deserialize, Serialize};
 
-use crate::exit::{Exit, How};
+use crate::exit::{ExitKind, ExitReport};
 
-/// The reason why a worker is gone that should not be.
+/// The reason why a worker was lost unexpectedly.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Why {
+pub(super) enum LossCause {
     /// It failed by itself.
     Own(String),
-    /// A collective had lost a peer: another worker failed first.
+    /// It failed because a collective lost a peer: another worker failed first.
     Peer(String),
     /// A signal ended it, its agent or host was lost, or it could not be started.
     Lost(String),
 }
 
-/// A world and what became of it.
+/// A world and its state since its assignment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Present {
-    /// Its members by rank, gone ones included.
+pub(super) struct CurrentWorld {
+    /// The members by rank, including members that are gone.
     pub(super) order: Vec<TaskId>,
     ranks: BTreeMap<TaskId, Rank>,
-    /// The same with their hosts.
-    pub(super) places: Vec<TaskPlace>,
-    /// Since when it cannot continue, and why.
+    /// The members by rank, with their hosts.
+    pub(super) places: Vec<TaskPlacement>,
+    /// The time at which the world broke, and the reason.
     pub(super) broken: Option<(Duration, String)>,
-    /// Members that failed, in order of time.
-    pub(super) failures: Vec<Failure>,
-    /// The function has returned on some rank of an earlier world: these are the others, and no
-    /// worker joins them.
+    /// Members that failed, in the order of time.
+    pub(super) failures: Vec<MemberFailure>,
+    /// Whether the function had returned on some rank of the previous world. Then this world
+    /// consists of the remaining members, and no worker joins them.
     pub(super) finishing: bool,
     told_broken: bool,
     told: (bool, bool),
@@ -43,32 +43,32 @@ pub(super) struct Present {
 
 /// A member that failed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Failure {
+pub(super) struct MemberFailure {
     task: TaskId,
     sentence: String,
-    why: Why,
+    why: LossCause,
 }
 
-impl Why {
-    /// Returns the meaning of an exit with another code than 0.
-    pub(super) fn of(exit: &Exit) -> Self {
+impl LossCause {
+    /// Returns the cause of an exit with a code other than 0.
+    pub(super) fn from_exit(exit: &ExitReport) -> Self {
         let sentence = exit.how.to_string();
         match &exit.how {
             _ if exit.peer_error => Self::Peer(sentence),
-            How::Code(_) => Self::Own(sentence),
-            How::Signal(_) | How::NotStarted(_) => Self::Lost(sentence),
+            ExitKind::Code(_) => Self::Own(sentence),
+            ExitKind::Signal(_) | ExitKind::NotStarted(_) => Self::Lost(sentence),
         }
     }
 
-    pub(super) fn sentence(&self) -> &str {
+    pub(super) fn as_sentence(&self) -> &str {
         match self {
             Self::Own(sentence) | Self::Peer(sentence) | Self::Lost(sentence) => sentence,
         }
     }
 }
 
-impl Present {
-    pub(super) fn new(order: Vec<TaskId>, places: Vec<TaskPlace>, finishing: bool) -> Self {
+impl CurrentWorld {
+    pub(super) fn new(order: Vec<TaskId>, places: Vec<TaskPlacement>, finishing: bool) -> Self {
         Self {
             ranks: order.iter().copied().zip((0u32..).map(Rank)).collect(),
             order,
@@ -81,55 +81,62 @@ impl Present {
         }
     }
 
-    pub(super) fn rank(&self, task: TaskId) -> Option<Rank> {
+    pub(super) fn task_rank(&self, task: TaskId) -> Option<Rank> {
         self.ranks.get(&task).copied()
     }
 
-    /// Says that the world cannot continue; the first reason counts.
-    pub(super) fn break_up(&mut self, now: Duration, reason: String) {
+    /// Marks the world as broken; the first reason counts.
+    pub(super) fn mark_broken(&mut self, now: Duration, reason: String) {
         self.broken.get_or_insert((now, reason));
     }
 
-    /// Notes a member's failure.
-    pub(super) fn failed(&mut self, now: Duration, task: TaskId, sentence: String, why: &Why) {
-        self.break_up(now, sentence.clone());
-        self.failures.push(Failure { task, sentence, why: why.clone() });
+    /// Records a member's failure.
+    pub(super) fn record_failure(
+        &mut self,
+        now: Duration,
+        task: TaskId,
+        sentence: String,
+        why: &LossCause,
+    ) {
+        self.mark_broken(now, sentence.clone());
+        self.failures.push(MemberFailure { task, sentence, why: why.clone() });
     }
 
-    /// Returns the reason why a world without survivors has no successor: all failed by themselves,
-    /// or some had returned already.
-    pub(super) fn hopeless(&self, done: bool) -> Option<(TaskId, String)> {
-        let lost = self.failures.iter().any(|failure| matches!(failure.why, Why::Lost(_)));
-        let own = self.failures.iter().find(|failure| matches!(failure.why, Why::Own(_)));
+    /// Returns the reason why a world without survivors has no successor: all members failed by
+    /// themselves, or some had returned already.
+    pub(super) fn hopeless_reason(&self, done: bool) -> Option<(TaskId, String)> {
+        let lost = self.failures.iter().any(|failure| matches!(failure.why, LossCause::Lost(_)));
+        let own = self.failures.iter().find(|failure| matches!(failure.why, LossCause::Own(_)));
         let first = own.or(self.failures.first())?;
         (done || !lost).then(|| (first.task, first.sentence.clone()))
     }
 
-    /// Returns the reason why the world is broken, once.
-    pub(super) fn tell_broken(&mut self) -> Option<String> {
+    /// Returns the reason why the world is broken, but only once.
+    pub(super) fn announce_break(&mut self) -> Option<String> {
         if std::mem::replace(&mut self.told_broken, true) {
             return None;
         }
         self.broken.as_ref().map(|(_, reason)| reason.clone())
     }
 
-    /// Returns whether its members know that it cannot continue.
-    pub(super) fn is_known_to_be_broken(&self) -> bool {
+    /// Returns whether the members were notified that the world cannot continue.
+    pub(super) fn is_break_announced(&self) -> bool {
         self.told_broken
     }
 
-    /// Repeats all announcements, because no process that has heard them may be left.
-    pub(super) fn forget_told(&mut self) {
+    /// Makes all announcements due again, because every process that received them may be gone.
+    pub(super) fn reset_announcements(&mut self) {
         (self.told_broken, self.told) = (false, (false, false));
     }
 
-    /// Returns whether members were told that some are to go, and that others wait.
-    pub(super) fn has_told(&self) -> (bool, bool) {
+    /// Returns two flags: whether members were notified that some of them must leave, and that new
+    /// workers wait.
+    pub(super) fn announced_changes(&self) -> (bool, bool) {
         self.told
     }
 
-    /// Returns whether this is news for the members.
-    pub(super) fn tell(&mut self, removed: bool, added: bool) -> bool {
+    /// Records the announced change, and returns whether it is new to the members.
+    pub(super) fn announce_changes(&mut self, removed: bool, added: bool) -> bool {
         let news = (removed && !self.told.0) || (added && !self.told.1);
         self.told = (removed, added);
         news
@@ -137,9 +144,9 @@ impl Present {
 }
 
 #[cfg(test)]
-impl Present {
-    /// Returns whether members were told to ask for another world.
-    pub(super) fn is_told(&self) -> bool {
+impl CurrentWorld {
+    /// Returns whether members were notified to ask for another world.
+    pub(super) fn is_change_announced(&self) -> bool {
         self.broken.is_none() && self.told != (false, false)
     }
 }

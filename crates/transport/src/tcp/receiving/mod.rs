@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The receiving end of one connection: reads records to where their payload belongs in the ring,
-//! and opens them there.
+//! The receiving end of one connection: reads the payload of records to its position in the ring,
+//! and decrypts it there.
 //!
-//! Small records come through a stage, so that one call reads several. Of a large record the kernel
-//! writes the payload to its place in the ring and what follows it to the stage. A record for which
-//! the ring has no room is read and opened aside: a reader may need the first part of a message
-//! before the ring can hold all of it. No byte is visible before its record has opened.
+//! Small records are read through a staging buffer, so that one call reads several. The payload of
+//! a large record is read directly to its position in the ring, and the bytes after it to the
+//! staging buffer. If the ring has no space for a record, it is read and decrypted in a separate
+//! buffer, because a reader may need the first part of a message before the ring has space for all
+//! of it. No byte is visible before its record was authenticated.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -16,62 +17,64 @@ use std::os::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
 
-use crate::record::{HEADER, Header, Kind, MOST, Seal, TAG};
+use crate::record::{
+    MAX_RECORD_PAYLOAD, RECORD_HEADER_BYTES, RECORD_TAG_BYTES, RecordHeader, RecordKind, RecordSeal,
+};
 
-/// Bytes read at a time of which it is not known where they belong.
-const STAGE: usize = 8 << 10;
-const CLOSED: &str = "it closed the connection";
-const CUT: &str =
+/// Size of the staging buffer, for bytes whose destination is not known yet.
+const STAGE_BYTES: usize = 8 << 10;
+const CONNECTION_CLOSED_REASON: &str = "it closed the connection";
+const CONNECTION_CUT_REASON: &str =
     "it closed the connection without a closing message: its process ended, or the path was cut";
 
-/// One connection's.
-pub(super) struct Receiving {
-    seal: Seal,
-    stage: Box<[u8; STAGE]>,
-    /// Bytes of the stage that have arrived and are not used yet.
+/// Receives the records of one connection.
+pub(super) struct RecordReceiver {
+    seal: RecordSeal,
+    stage: Box<[u8; STAGE_BYTES]>,
+    /// Unused bytes in the staging buffer.
     staged: Range<usize>,
-    record: Option<Partial>,
-    /// The payload of a record that the ring had no room for.
+    record: Option<PartialRecord>,
+    /// Payload of a record for which the ring had no space.
     aside: Vec<u8>,
-    /// Bytes of it that were opened and are not in the ring yet.
+    /// Bytes of `aside` that were decrypted and are not in the ring yet.
     opened: Range<usize>,
-    /// The last call read less than there was room for.
+    /// Whether the last call read less than it had space for.
     drained: bool,
 }
 
-/// A record of which the header has arrived.
+/// A record whose header has arrived.
 #[derive(Clone, Copy, Debug)]
-struct Partial {
-    header: Header,
-    kind: Kind,
+struct PartialRecord {
+    header: RecordHeader,
+    kind: RecordKind,
     length: usize,
-    /// Bytes of its payload that have arrived where they belong.
+    /// Bytes of the payload that are at their destination.
     arrived: usize,
     aside: bool,
 }
 
-/// The result of a step.
+/// Result of [`RecordReceiver::receive_step`].
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Step {
-    /// So many bytes have opened and lie at the beginning of the space.
+pub(super) enum ReceiveStep {
+    /// This many bytes were decrypted and are at the beginning of the space.
     Placed(usize),
-    /// Nothing to be seen, but there may be more.
+    /// No new bytes are visible, but more may be available at once.
     Again,
-    /// Nothing more is there for now.
+    /// The socket has no more bytes for now.
     Drained,
-    /// The ring has no room.
+    /// The ring has no space.
     Full,
-    /// Nothing will follow.
+    /// The stream has ended, for this reason.
     Ended(String),
-    /// Its bytes were changed on the way.
+    /// The bytes of a record were changed on the way.
     Tampered(String),
 }
 
-impl Receiving {
-    pub(super) fn new(seal: Seal) -> Self {
+impl RecordReceiver {
+    pub(super) fn new(seal: RecordSeal) -> Self {
         Self {
             seal,
-            stage: Box::new([0; STAGE]),
+            stage: Box::new([0; STAGE_BYTES]),
             staged: 0..0,
             record: None,
             aside: Vec::new(),
@@ -80,110 +83,122 @@ impl Receiving {
         }
     }
 
-    /// Returns whether a part of a record lies in the ring, behind what was placed there.
-    pub(super) fn in_ring(&self) -> bool {
+    /// Returns whether a part of a record is in the ring, behind the placed bytes.
+    pub(super) fn has_partial_in_ring(&self) -> bool {
         self.record.is_some_and(|record| !record.aside)
     }
 
-    /// A poll begins: there may be something again.
-    pub(super) fn poll(&mut self) {
+    /// Begins a poll: the socket may have bytes again.
+    pub(super) fn begin_poll(&mut self) {
         self.drained = false;
     }
 
-    /// One step. `space` is the room in the ring for what comes next on this connection: it begins
-    /// where that belongs, and ends `block` bytes later at most, where the next byte belongs
-    /// elsewhere. It may have grown since the last step, and is the same otherwise. `seen` says
-    /// whether this poll has placed anything: if so, what is short is not read again.
-    pub(super) fn step(
+    /// Receives one step. `space` is the space in the ring for the next bytes of this connection.
+    /// It begins at their position, and ends at most `block` bytes later, where the next byte
+    /// belongs to another connection. It may have grown since the last step, and is otherwise the
+    /// same. `seen` says whether this poll has placed any bytes: if so, a socket whose last read
+    /// was short is not read again.
+    pub(super) fn receive_step(
         &mut self,
         socket: &OwnedFd,
         space: &mut [u8],
         block: usize,
         seen: bool,
-    ) -> Step {
+    ) -> ReceiveStep {
         if space.is_empty() {
-            return Step::Full;
+            return ReceiveStep::Full;
         }
         if !self.opened.is_empty() {
             let bytes = self.opened.len().min(space.len());
             let start = self.opened.start;
             space[..bytes].copy_from_slice(&self.aside[start..start + bytes]);
             self.opened.start += bytes;
-            return Step::Placed(bytes);
+            return ReceiveStep::Placed(bytes);
         }
         let mut record = match self.record {
             Some(record) => record,
-            None => match self.begin(space, block) {
+            None => match self.begin_record(space, block) {
                 Ok(Some(record)) => record,
-                Ok(None) => return self.read(socket, None, space, seen),
+                Ok(None) => return self.read_from_socket(socket, None, space, seen),
                 Err(tampered) => return tampered,
             },
         };
-        if record.arrived == record.length && self.staged.len() >= TAG {
+        if record.arrived == record.length && self.staged.len() >= RECORD_TAG_BYTES {
             self.record = None;
-            return self.open(record, space);
+            return self.open_record(record, space);
         }
         self.record = None;
-        let step = self.read(socket, Some(&mut record), space, seen);
+        let step = self.read_from_socket(socket, Some(&mut record), space, seen);
         self.record = Some(record);
         step
     }
 
-    /// Takes a header and what follows it from the stage, if there is one.
-    fn begin(&mut self, space: &mut [u8], block: usize) -> Result<Option<Partial>, Step> {
+    /// Takes a header and the bytes behind it from the staging buffer; `None` if no whole header is
+    /// there.
+    fn begin_record(
+        &mut self,
+        space: &mut [u8],
+        block: usize,
+    ) -> Result<Option<PartialRecord>, ReceiveStep> {
         let staged = &self.stage[self.staged.clone()];
-        let Some((header, rest)) = staged.split_first_chunk::<HEADER>() else { return Ok(None) };
-        let header = Header(*header);
-        let promise =
-            header.promises().filter(|(kind, length)| *kind != Kind::Word && *length <= block);
-        let Some((kind, length)) = promise else { return Err(self.tampered()) };
+        let Some((header, rest)) = staged.split_first_chunk::<RECORD_HEADER_BYTES>() else {
+            return Ok(None);
+        };
+        let header = RecordHeader(*header);
+        let promise = header
+            .announced_record()
+            .filter(|(kind, length)| *kind != RecordKind::Control && *length <= block);
+        let Some((kind, length)) = promise else { return Err(self.tampered_step()) };
         let aside = length > space.len();
         let arrived = length.min(rest.len());
         if aside {
-            self.aside.resize(self.aside.len().max(MOST.min(length.next_power_of_two())), 0);
+            self.aside.resize(
+                self.aside.len().max(MAX_RECORD_PAYLOAD.min(length.next_power_of_two())),
+                0,
+            );
             self.aside[..arrived].copy_from_slice(&rest[..arrived]);
         } else {
             space[..arrived].copy_from_slice(&rest[..arrived]);
         }
-        self.staged.start += HEADER + arrived;
-        let record = Partial { header, kind, length, arrived, aside };
+        self.staged.start += RECORD_HEADER_BYTES + arrived;
+        let record = PartialRecord { header, kind, length, arrived, aside };
         self.record = Some(record);
         Ok(Some(record))
     }
 
-    /// All of a record is here.
-    fn open(&mut self, record: Partial, space: &mut [u8]) -> Step {
+    /// Decrypts a record that has arrived completely.
+    fn open_record(&mut self, record: PartialRecord, space: &mut [u8]) -> ReceiveStep {
         let place = if record.aside {
             &mut self.aside[..record.length]
         } else {
             &mut space[..record.length]
         };
         let staged = &self.stage[self.staged.clone()];
-        let Some(tag) = staged.first_chunk::<TAG>() else { return Step::Again };
-        if self.seal.open(record.header, place, *tag).is_err() {
-            return self.tampered();
+        let Some(tag) = staged.first_chunk::<RECORD_TAG_BYTES>() else { return ReceiveStep::Again };
+        if self.seal.open_payload(record.header, place, *tag).is_err() {
+            return self.tampered_step();
         }
-        self.staged.start += TAG;
+        self.staged.start += RECORD_TAG_BYTES;
         match record.kind {
-            Kind::End => Step::Ended(CLOSED.to_owned()),
+            RecordKind::End => ReceiveStep::Ended(CONNECTION_CLOSED_REASON.to_owned()),
             _ if record.aside => {
                 self.opened = 0..record.length;
-                Step::Again
+                ReceiveStep::Again
             }
-            _ => Step::Placed(record.length),
+            _ => ReceiveStep::Placed(record.length),
         }
     }
 
-    /// Reads the rest of a record, and behind it to the stage.
-    fn read(
+    /// Reads the rest of a record, and the bytes behind it to the staging buffer.
+    fn read_from_socket(
         &mut self,
         socket: &OwnedFd,
-        record: Option<&mut Partial>,
+        record: Option<&mut PartialRecord>,
         space: &mut [u8],
         seen: bool,
-    ) -> Step {
+    ) -> ReceiveStep {
         if self.drained && seen {
-            return Step::Drained;
+            return ReceiveStep::Drained;
         }
         self.stage.copy_within(self.staged.clone(), 0);
         self.staged = 0..self.staged.len();
@@ -197,23 +212,25 @@ impl Receiving {
         let mut parts = [IoSliceMut::new(place), IoSliceMut::new(stage)];
         let parts = if first == 0 { &mut parts[1..] } else { &mut parts[..] };
         match recvmsg(socket, parts, &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT) {
-            Ok(message) if message.bytes == 0 => Step::Ended(CUT.to_owned()),
+            Ok(message) if message.bytes == 0 => {
+                ReceiveStep::Ended(CONNECTION_CUT_REASON.to_owned())
+            }
             Ok(message) => {
                 if let Some(record) = record {
                     record.arrived += message.bytes.min(first);
                 }
                 self.staged.end += message.bytes.saturating_sub(first);
                 self.drained = message.bytes < wanted;
-                Step::Again
+                ReceiveStep::Again
             }
-            Err(Errno::AGAIN) => Step::Drained,
-            Err(Errno::INTR) => Step::Again,
-            Err(error) => Step::Ended(error.to_string()),
+            Err(Errno::AGAIN) => ReceiveStep::Drained,
+            Err(Errno::INTR) => ReceiveStep::Again,
+            Err(error) => ReceiveStep::Ended(error.to_string()),
         }
     }
 
-    fn tampered(&self) -> Step {
-        Step::Tampered(self.seal.tampered().to_string())
+    fn tampered_step(&self) -> ReceiveStep {
+        ReceiveStep::Tampered(self.seal.tampered_record().to_string())
     }
 }
 

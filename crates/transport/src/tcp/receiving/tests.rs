@@ -11,10 +11,10 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::record::Suite;
+use crate::record::CipherSuite;
 
-fn seal() -> Seal {
-    Seal::new(Suite::ChaCha20Poly1305, &[3; 32]).unwrap()
+fn seal() -> RecordSeal {
+    RecordSeal::new(CipherSuite::ChaCha20Poly1305, &[3; 32]).unwrap()
 }
 
 /// Payloads as they go over a connection, with the last word.
@@ -22,10 +22,10 @@ fn wire(payloads: &[Vec<u8>]) -> Vec<u8> {
     let mut seal = seal();
     let mut wire = Vec::new();
     for (kind, payload) in
-        payloads.iter().map(|one| (Kind::Bytes, &one[..])).chain([(Kind::End, &[][..])])
+        payloads.iter().map(|one| (RecordKind::Bytes, &one[..])).chain([(RecordKind::End, &[][..])])
     {
         let mut payload = payload.to_vec();
-        let (header, tag) = seal.seal(kind, &mut payload).unwrap();
+        let (header, tag) = seal.seal_payload(kind, &mut payload).unwrap();
         wire.extend([&header.0[..], &payload, &tag].concat());
     }
     wire
@@ -33,10 +33,10 @@ fn wire(payloads: &[Vec<u8>]) -> Vec<u8> {
 
 /// Hands over `wire` in parts and reads it with `room` at a time in the ring; what was placed, and
 /// how it ended.
-fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, Step) {
+fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, ReceiveStep) {
     let (here, mut there) = UnixStream::pair().unwrap();
     let socket = OwnedFd::from(here);
-    let (mut receiving, mut placed) = (Receiving::new(seal()), Vec::new());
+    let (mut receiving, mut placed) = (RecordReceiver::new(seal()), Vec::new());
     let mut parts = parts.iter().cycle();
     let mut rest = wire;
     // The space behind what was placed keeps what lies in it, as a ring's does.
@@ -49,21 +49,21 @@ fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, Step) {
         if rest.is_empty() {
             there.shutdown(std::net::Shutdown::Write).unwrap();
         }
-        receiving.poll();
+        receiving.begin_poll();
         let mut seen = false;
         loop {
-            match receiving.step(&socket, &mut space[filled..], usize::MAX, seen) {
-                Step::Placed(bytes) => {
+            match receiving.receive_step(&socket, &mut space[filled..], usize::MAX, seen) {
+                ReceiveStep::Placed(bytes) => {
                     placed.extend_from_slice(&space[filled..filled + bytes]);
                     filled += bytes;
                     seen = true;
                 }
-                Step::Again => {}
-                Step::Drained => break,
+                ReceiveStep::Again => {}
+                ReceiveStep::Drained => break,
                 // The reader releases everything, and the ring begins again unless a part of a
                 // record lies in it.
-                Step::Full => {
-                    assert!(!receiving.in_ring());
+                ReceiveStep::Full => {
+                    assert!(!receiving.has_partial_in_ring());
                     filled = 0;
                 }
                 end => return (placed, end),
@@ -91,7 +91,7 @@ proptest! {
     ) {
         let (placed, end) = read(&wire(&payloads), &parts, room);
         prop_assert!(placed == payloads.concat());
-        prop_assert_eq!(end, Step::Ended(CLOSED.to_owned()));
+        prop_assert_eq!(end, ReceiveStep::Ended(CONNECTION_CLOSED_REASON.to_owned()));
     }
 
     #[test]
@@ -116,8 +116,8 @@ proptest! {
         // What was put in behind the last word is not read.
         let behind = same == whole.len();
         let expected = match end {
-            Step::Tampered(_) => !behind,
-            Step::Ended(reason) => reason == if behind { CLOSED } else { CUT },
+            ReceiveStep::Tampered(_) => !behind,
+            ReceiveStep::Ended(reason) => reason == if behind { CONNECTION_CLOSED_REASON } else { CONNECTION_CUT_REASON },
             _ => false,
         };
         prop_assert!(expected);
@@ -128,6 +128,6 @@ proptest! {
     fn garbage_places_nothing(garbage in vec(any::<u8>(), 0..2000), parts in parts()) {
         let (placed, end) = read(&garbage, &parts, 4096);
         prop_assert!(placed.is_empty());
-        prop_assert!(matches!(end, Step::Tampered(_) | Step::Ended(_)));
+        prop_assert!(matches!(end, ReceiveStep::Tampered(_) | ReceiveStep::Ended(_)));
     }
 }

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole run --ui`: reports the events of a job to the run viewer.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Result, anyhow};
+use farandole::launcher::JobReport;
+use farandole::telemetry::{RecordSink, WorkerRecord};
+use farandole::world::World;
+
+use super::options::RunOptions;
+use crate::host_interpreter::{HostInterpreter, JobViewer};
+
+/// The run viewer, if it was requested.
+#[derive(Clone)]
+pub(super) struct OptionalJobViewer(Option<Arc<dyn JobViewer>>);
+
+impl OptionalJobViewer {
+    /// Opens the run viewer, if it was requested.
+    ///
+    /// # Errors
+    /// The store is not writable, or the page is not installed.
+    pub(super) fn open_viewer(
+        options: &RunOptions,
+        ranks: u32,
+        surroundings: &dyn HostInterpreter,
+    ) -> Result<Self> {
+        let Some(store) = &options.ui else { return Ok(Self(None)) };
+        // In `python train.py`, the script names the run.
+        let named =
+            options.command.iter().find(|word| word.ends_with(".py")).or(options.command.first());
+        let name = named.and_then(|word| Path::new(word).file_stem()?.to_str()).unwrap_or("run");
+        let opened = surroundings.open_viewer(store.as_deref(), name, ranks);
+        Ok(Self(Some(
+            opened.map_err(|error| anyhow!("the run viewer cannot show the job: {error}"))?,
+        )))
+    }
+
+    pub(super) fn viewer(&self) -> Option<&dyn JobViewer> {
+        self.0.as_deref()
+    }
+
+    /// Returns a sink that passes records on to `next`.
+    pub(super) fn wrap_sink(&self, next: Arc<dyn RecordSink>) -> Arc<dyn RecordSink> {
+        match &self.0 {
+            Some(watch) => Arc::new(MetricsSink { viewer: Arc::clone(watch), next }),
+            None => next,
+        }
+    }
+
+    /// Shows the members of a world. `host` returns the host of a task.
+    pub(super) fn show_world(&self, world: &World, host: impl Fn(u32) -> String) {
+        if let Some(watch) = &self.0 {
+            let places: Vec<(u32, String)> =
+                world.seats.iter().map(|seat| (seat.task.0, host(seat.task.0))).collect();
+            watch.show_world(world.generation.0, &places);
+        }
+    }
+
+    pub(super) fn show_end(&self, report: &Result<JobReport>) {
+        if let Some(watch) = &self.0 {
+            match report {
+                Ok(report) => watch.show_end(report.failure_reason(), report.interrupted),
+                Err(error) => watch.show_end(Some(&format!("{error:#}")), false),
+            }
+        }
+    }
+}
+
+struct MetricsSink {
+    viewer: Arc<dyn JobViewer>,
+    next: Arc<dyn RecordSink>,
+}
+
+impl RecordSink for MetricsSink {
+    fn accept_record(&self, record: WorkerRecord) {
+        match record {
+            WorkerRecord::Metric(metric) => self.viewer.show_metric(&metric),
+            record @ WorkerRecord::Log(_) => self.next.accept_record(record),
+        }
+    }
+}

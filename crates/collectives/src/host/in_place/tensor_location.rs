@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The places of a member's tensors, which it sends to the others, and the mapped memory of the
+//! others.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use farandole_shm::{RegionHandle, SharedRegion};
+
+use super::super::UNIT_BYTES;
+use crate::buffer::GatherList;
+use crate::{Buffer, HostMemory};
+
+/// A tensor in a member's shareable memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct TensorLocation {
+    pub(super) card: RegionHandle,
+    pub(super) offset: u64,
+}
+
+impl TensorLocation {
+    /// `shared: u32; pid, descriptor: u32; 0: u32; bytes, offset, nonce[2]: u64`, little endian, in
+    /// one unit.
+    pub(super) fn encode_unit(&self, unit: &mut Vec<u8>) {
+        let start = unit.len();
+        let RegionHandle { pid, descriptor, bytes, nonce: [first, second] } = self.card;
+        for word in [1, pid, descriptor, 0] {
+            unit.extend(word.to_le_bytes());
+        }
+        for word in [bytes, self.offset, first, second] {
+            unit.extend(word.to_le_bytes());
+        }
+        unit.resize(start + UNIT_BYTES, 0);
+    }
+
+    /// Nothing for a tensor that is the member's alone.
+    pub(super) fn decode_unit(unit: &[u8]) -> Option<Self> {
+        let short = |at: usize| Some(u32::from_le_bytes(unit.get(at..at + 4)?.try_into().ok()?));
+        let long = |at: usize| Some(u64::from_le_bytes(unit.get(at..at + 8)?.try_into().ok()?));
+        if short(0)? != 1 {
+            return None;
+        }
+        let nonce = [long(32)?, long(40)?];
+        let card = RegionHandle { pid: short(4)?, descriptor: short(8)?, bytes: long(16)?, nonce };
+        Some(Self { card, offset: long(24)? })
+    }
+}
+
+/// Memory of members, by nonce.
+#[derive(Default)]
+pub(in super::super) struct PeerRegions {
+    /// Memory of other members, mapped here.
+    mapped: HashMap<[u64; 2], HostMemory>,
+    /// For every member, this one included: whether all others could map its memory. All members
+    /// have the same answers, which are never forgotten, because they cost next to nothing.
+    verdicts: HashMap<[u64; 2], bool>,
+}
+
+impl PeerRegions {
+    pub(super) fn recorded_verdict(&self, place: &TensorLocation) -> Option<bool> {
+        self.verdicts.get(&place.card.nonce).copied()
+    }
+
+    pub(super) fn record_verdict(&mut self, place: &TensorLocation, usable: bool) {
+        self.verdicts.insert(place.card.nonce, usable);
+        if !usable {
+            self.mapped.remove(&place.card.nonce);
+        }
+    }
+
+    /// Unmaps the regions that their owners have freed.
+    pub(super) fn unmap_retired(&mut self) {
+        self.mapped
+            .retain(|_, memory| memory.shared_region().is_some_and(|region| !region.is_retired()));
+    }
+
+    /// Maps another member's memory. True when that could be done.
+    pub(super) fn map_region(&mut self, place: &TensorLocation) -> bool {
+        if let Entry::Vacant(vacant) = self.mapped.entry(place.card.nonce) {
+            let Ok(Some(memory)) = HostMemory::map_peer_region(&place.card) else { return false };
+            vacant.insert(memory);
+        }
+        true
+    }
+
+    /// `bytes` bytes of another member's memory; nothing when they do not lie in it.
+    pub(super) fn region_buffer(&self, place: &TensorLocation, bytes: usize) -> Option<Buffer> {
+        let memory = self.mapped.get(&place.card.nonce)?;
+        let offset = usize::try_from(place.offset).ok()?;
+        let inside = offset.checked_add(bytes)? <= memory.len();
+        let same = memory.shared_region().map(SharedRegion::region_handle) == Some(&place.card);
+        (inside && same).then(|| memory.as_buffer().slice(offset, bytes))
+    }
+}
+
+/// This member's tensors, if every one of them is reduced where it lies and others can work there.
+pub(super) fn own_locations(
+    inputs: &GatherList,
+    outputs: &GatherList,
+) -> Option<(Vec<TensorLocation>, Vec<HostMemory>)> {
+    let (inputs, outputs) = (inputs.buffers(), outputs.buffers());
+    if inputs.len() != outputs.len() {
+        return None;
+    }
+    let (mut places, mut memories) = (Vec::new(), Vec::new());
+    for (input, output) in inputs.iter().zip(outputs).filter(|(input, _)| !input.is_empty()) {
+        if input.address() != output.address() {
+            return None;
+        }
+        let (memory, offset) = crate::buffer::find_shareable_memory(output)?;
+        places.push(TensorLocation {
+            card: *memory.shared_region()?.region_handle(),
+            offset: offset as u64,
+        });
+        memories.push(memory);
+    }
+    Some((places, memories))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_is_read_back_and_zeros_are_none() {
+        let card = RegionHandle { pid: 7, descriptor: 9, bytes: 1 << 40, nonce: [3, u64::MAX] };
+        let place = TensorLocation { card, offset: 1 << 33 };
+        let mut unit = Vec::new();
+        place.encode_unit(&mut unit);
+        assert_eq!(unit.len(), UNIT_BYTES);
+        assert_eq!(TensorLocation::decode_unit(&unit), Some(place));
+        assert_eq!(TensorLocation::decode_unit(&[0; UNIT_BYTES]), None);
+    }
+
+    #[test]
+    fn only_what_lies_in_a_region_is_a_buffer() {
+        let memory = HostMemory::new_shareable(1000).unwrap();
+        let card = *memory.shared_region().unwrap().region_handle();
+        let mut regions = PeerRegions::default();
+        let at = |offset| TensorLocation { card, offset };
+        assert!(regions.map_region(&at(0)));
+        assert_eq!(regions.region_buffer(&at(990), 10).unwrap().len(), 10);
+        for (offset, bytes) in [(990, 11), (u64::MAX, 1), (5, usize::MAX)] {
+            assert!(regions.region_buffer(&at(offset), bytes).is_none());
+        }
+        regions.unmap_retired();
+        assert!(regions.region_buffer(&at(0), 1).is_some());
+        drop(memory);
+        regions.unmap_retired();
+        assert!(regions.region_buffer(&at(0), 1).is_none() && !regions.map_region(&at(0)));
+    }
+}

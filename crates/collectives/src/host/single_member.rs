@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Allreduce of one member: nothing moves, factors still apply.
+
+use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use crate::buffer::GatherList;
+use crate::kernel::BlockReducer;
+use crate::{DataType, Result};
+
+/// Bytes worked on at a time, a whole number of elements of any type.
+const SINGLE_MEMBER_BLOCK_BYTES: usize = 32 << 10;
+
+pub(super) struct SingleMemberJob {
+    reducer: BlockReducer,
+    inputs: GatherList,
+    outputs: GatherList,
+}
+
+impl SingleMemberJob {
+    pub(super) fn new(reducer: BlockReducer, inputs: GatherList, outputs: GatherList) -> Self {
+        Self { reducer, inputs, outputs }
+    }
+}
+
+impl CollectiveJob for SingleMemberJob {
+    fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
+        let reduction = self.reducer.reduction_spec();
+        let plain = reduction.prescale == 1.0 && reduction.postscale == 1.0;
+        if plain && reduction.dtype != DataType::Bool {
+            self.inputs.copy_into(&self.outputs);
+        } else {
+            let bytes = self.inputs.len();
+            let scratch = &mut peers.scratch;
+            scratch.packed.resize(SINGLE_MEMBER_BLOCK_BYTES.min(bytes), 0);
+            scratch.result.resize(SINGLE_MEMBER_BLOCK_BYTES.min(bytes), 0);
+            for at in (0..bytes).step_by(SINGLE_MEMBER_BLOCK_BYTES) {
+                let count = SINGLE_MEMBER_BLOCK_BYTES.min(bytes - at);
+                let (packed, result) = (&mut scratch.packed[..count], &mut scratch.result[..count]);
+                self.inputs.read_at(at, packed);
+                self.reducer.reduce_blocks(&[packed], result);
+                self.outputs.write_at(at, result);
+            }
+        }
+        Ok(PollProgress { any: true, done: true })
+    }
+}

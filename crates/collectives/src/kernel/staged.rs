@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Reductions with accumulators of another type, or with scale factors. A sequence of stages works
+//! on one block at a time, in the first-level cache.
+
+use std::marker::PhantomData;
+
+use super::native::{NativeElement, ReductionOperator};
+use super::{BlockForm, InstructionSet, ReductionOrder};
+
+/// Format of elements: conversion to accumulators and back.
+pub(super) trait ElementFormat: 'static {
+    /// Bytes of one element.
+    const ELEMENT_BYTES: usize;
+    /// Type of the accumulator.
+    type Acc: NativeElement + Send + Sync;
+
+    fn widen(bytes: &[u8], acc: &mut [Self::Acc]);
+    fn narrow(acc: &[Self::Acc], bytes: &mut [u8]);
+    /// Multiplies by a factor. A value beyond the range of the element saturates.
+    fn scale(acc: &mut [Self::Acc], factor: f64);
+    /// Divides by the number of members.
+    fn mean(acc: &mut [Self::Acc], members: usize);
+}
+
+/// Float type with scaling and averaging.
+pub(super) trait FloatElement: NativeElement {
+    /// Divides by `divisor`.
+    fn divide_by(self, divisor: Self) -> Self;
+    fn scale(acc: &mut [Self], factor: f64);
+    fn mean(acc: &mut [Self], members: usize);
+}
+
+/// Format of elements whose accumulators have the type of the elements.
+pub(super) struct NativeFormat<T>(PhantomData<T>);
+
+/// Format of integers with wider accumulators, so that a sum over members cannot overflow before it
+/// is divided.
+pub(super) struct WideningFormat<T, A>(PhantomData<(T, A)>);
+
+macro_rules! float {
+    ($($type:ty, $size:literal;)+) => { $(
+        impl FloatElement for $type {
+            #[inline(always)]
+            fn divide_by(self, divisor: Self) -> Self {
+                self / divisor
+            }
+
+            #[inline(always)]
+            fn scale(acc: &mut [Self], factor: f64) {
+                let factor = <$type as NativeElement>::factor(factor);
+                for a in acc {
+                    *a *= factor;
+                }
+            }
+
+            #[inline(always)]
+            fn mean(acc: &mut [Self], members: usize) {
+                let members = members as $type;
+                for a in acc {
+                    *a /= members;
+                }
+            }
+        }
+
+        impl ElementFormat for NativeFormat<$type> {
+            const ELEMENT_BYTES: usize = $size;
+            type Acc = $type;
+
+            #[inline(always)]
+            fn widen(form_bytes: &[u8], acc: &mut [$type]) {
+                for (a, b) in acc.iter_mut().zip(<$type as NativeElement>::cells(form_bytes)) {
+                    *a = <$type>::get(*b);
+                }
+            }
+
+            #[inline(always)]
+            fn narrow(acc: &[$type], form_bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(<$type as NativeElement>::cells_mut(form_bytes)) {
+                    *b = a.put();
+                }
+            }
+
+            #[inline(always)]
+            fn scale(acc: &mut [$type], factor: f64) {
+                <$type as FloatElement>::scale(acc, factor);
+            }
+
+            #[inline(always)]
+            fn mean(acc: &mut [$type], members: usize) {
+                <$type as FloatElement>::mean(acc, members);
+            }
+        }
+    )+ };
+}
+
+float! { f32, 4; f64, 8; }
+
+macro_rules! narrowed {
+    (same, $type:ty, $value:expr) => {
+        $value
+    };
+    (cut, $type:ty, $value:expr) => {{
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "a mean fits the type of what it is of"
+        )]
+        let value = $value as $type;
+        value
+    }};
+}
+
+macro_rules! integer {
+    ($($format:ty, $type:ty, $acc:ty, $size:literal, $narrow:ident;)+) => { $(
+        impl ElementFormat for $format {
+            const ELEMENT_BYTES: usize = $size;
+            type Acc = $acc;
+
+            #[inline(always)]
+            fn widen(form_bytes: &[u8], acc: &mut [$acc]) {
+                for (a, b) in acc.iter_mut().zip(<$type as NativeElement>::cells(form_bytes)) {
+                    *a = <$acc>::from(<$type>::get(*b));
+                }
+            }
+
+            #[inline(always)]
+            fn narrow(acc: &[$acc], form_bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(<$type as NativeElement>::cells_mut(form_bytes)) {
+                    *b = narrowed!($narrow, $type, *a).put();
+                }
+            }
+
+            #[inline(always)]
+            #[expect(clippy::cast_possible_truncation, reason = "truncates toward zero and \
+                                                                 saturates")]
+            fn scale(acc: &mut [$acc], factor: f64) {
+                for a in acc {
+                    *a = <$acc>::from((*a as f64 * factor) as $type);
+                }
+            }
+
+            #[inline(always)]
+            fn mean(acc: &mut [$acc], members: usize) {
+                let Ok(members) = <$acc>::try_from(members) else { return };
+                for a in acc {
+                    *a /= members;
+                }
+            }
+        }
+    )+ };
+}
+
+integer! {
+    NativeFormat<u8>, u8, u8, 1, same;
+    NativeFormat<i8>, i8, i8, 1, same;
+    NativeFormat<u16>, u16, u16, 2, same;
+    NativeFormat<i16>, i16, i16, 2, same;
+    NativeFormat<u32>, u32, u32, 4, same;
+    NativeFormat<i32>, i32, i32, 4, same;
+    NativeFormat<u64>, u64, u64, 8, same;
+    NativeFormat<i64>, i64, i64, 8, same;
+    WideningFormat<u8, i64>, u8, i64, 1, cut;
+    WideningFormat<i8, i64>, i8, i64, 1, cut;
+    WideningFormat<u16, i64>, u16, i64, 2, cut;
+    WideningFormat<i16, i64>, i16, i64, 2, cut;
+    WideningFormat<u32, i64>, u32, i64, 4, cut;
+    WideningFormat<i32, i64>, i32, i64, 4, cut;
+    WideningFormat<u64, i128>, u64, i128, 8, cut;
+    WideningFormat<i64, i128>, i64, i128, 8, cut;
+}
+
+/// Elements per block: accumulators and inputs of the widest type stay in the first-level cache.
+const STAGED_BLOCK_ELEMENTS: usize = 512;
+
+type Widen<A> = unsafe fn(&[u8], &mut [A]);
+type Merge<A> = unsafe fn(&mut [A], &[A]);
+type Narrow<A> = unsafe fn(&[A], &mut [u8]);
+type Scale<A> = unsafe fn(&mut [A], f64);
+type Mean<A> = unsafe fn(&mut [A], usize);
+
+/// Stages of a reduction, each compiled for one instruction set.
+pub(super) struct StagedKernel<A> {
+    size: usize,
+    widen: Widen<A>,
+    load: Widen<A>,
+    merge: Merge<A>,
+    narrow: Narrow<A>,
+    store: Narrow<A>,
+    scale: Scale<A>,
+    mean: Option<(Mean<A>, usize)>,
+    prescale: f64,
+    postscale: f64,
+}
+
+/// Factors and divisor of a reduction.
+#[derive(Clone, Copy)]
+pub(super) struct ScaleFactors {
+    pub(super) prescale: f64,
+    pub(super) postscale: f64,
+    /// Number of members, if the operation is an Average.
+    pub(super) mean: Option<usize>,
+}
+
+macro_rules! stages {
+    ($name:ident, $($features:literal)?) => {
+        mod $name {
+            use super::{ElementFormat, ReductionOperator, NativeElement};
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn widen<F: ElementFormat>(form_bytes: &[u8], acc: &mut [F::Acc]) {
+                F::widen(form_bytes, acc);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn merge<A: Copy, J: ReductionOperator<A>>(acc: &mut [A], other: &[A]) {
+                for (a, b) in acc.iter_mut().zip(other) {
+                    *a = J::join(*a, *b);
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn load<A: NativeElement>(form_bytes: &[u8], acc: &mut [A]) {
+                for (a, b) in acc.iter_mut().zip(A::cells(form_bytes)) {
+                    *a = A::get(*b);
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn store<A: NativeElement>(acc: &[A], form_bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(A::cells_mut(form_bytes)) {
+                    *b = a.put();
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn narrow<F: ElementFormat>(acc: &[F::Acc], form_bytes: &mut [u8]) {
+                F::narrow(acc, form_bytes);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn scale<F: ElementFormat>(acc: &mut [F::Acc], factor: f64) {
+                F::scale(acc, factor);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn mean<F: ElementFormat>(acc: &mut [F::Acc], members: usize) {
+                F::mean(acc, members);
+            }
+        }
+    };
+}
+
+stages!(baseline,);
+#[cfg(target_arch = "x86_64")]
+stages!(avx2, "avx2,f16c");
+
+impl<A: NativeElement> StagedKernel<A> {
+    /// Returns the stages of a format. AVX-512 uses the stages of AVX2: the conversions are no
+    /// wider, so it would gain nothing.
+    pub(super) fn new<F: ElementFormat<Acc = A>, J: ReductionOperator<A>>(
+        path: InstructionSet,
+        factors: ScaleFactors,
+    ) -> Self {
+        let ScaleFactors { prescale, postscale, mean } = factors;
+        let size = F::ELEMENT_BYTES;
+        match path {
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx2 | InstructionSet::Avx512 => Self {
+                size,
+                widen: avx2::widen::<F>,
+                load: avx2::load::<A>,
+                merge: avx2::merge::<A, J>,
+                narrow: avx2::narrow::<F>,
+                store: avx2::store::<A>,
+                scale: avx2::scale::<F>,
+                mean: mean.map(|members| (avx2::mean::<F> as Mean<A>, members)),
+                prescale,
+                postscale,
+            },
+            _ => Self {
+                size,
+                widen: baseline::widen::<F>,
+                load: baseline::load::<A>,
+                merge: baseline::merge::<A, J>,
+                narrow: baseline::narrow::<F>,
+                store: baseline::store::<A>,
+                scale: baseline::scale::<F>,
+                mean: mean.map(|members| (baseline::mean::<F> as Mean<A>, members)),
+                prescale,
+                postscale,
+            },
+        }
+    }
+}
+
+/// Reduction in stages, with any type of accumulator.
+pub(super) trait StagedReduction: Send + Sync {
+    /// Returns the size of an accumulator as a multiple of the size of an element.
+    fn accumulator_expansion(&self) -> usize;
+
+    /// Combines `inputs` into `out`, in `order` or sequentially.
+    ///
+    /// # Safety
+    /// This processor has the instruction set for which the stages were compiled.
+    unsafe fn reduce_blocks(
+        &self,
+        from: BlockForm,
+        to: BlockForm,
+        order: Option<&ReductionOrder>,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    );
+}
+
+impl<A: NativeElement + Send + Sync> StagedKernel<A> {
+    fn form_bytes(&self, form: BlockForm) -> usize {
+        match form {
+            BlockForm::Element | BlockForm::Rounded => self.size,
+            BlockForm::Partial => size_of::<A>(),
+        }
+    }
+
+    /// # Safety
+    /// Like [`StagedReduction::reduce_blocks`].
+    unsafe fn read_block(&self, from: BlockForm, bytes: &[u8], into: &mut [A]) {
+        // SAFETY: the caller's promise about this processor covers every stage.
+        unsafe {
+            match from {
+                BlockForm::Partial => (self.load)(bytes, into),
+                BlockForm::Rounded => (self.widen)(bytes, into),
+                BlockForm::Element => {
+                    (self.widen)(bytes, into);
+                    if self.prescale != 1.0 {
+                        (self.scale)(into, self.prescale);
+                    }
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// Like [`StagedReduction::reduce_blocks`].
+    unsafe fn write_block(&self, to: BlockForm, acc: &mut [A], bytes: &mut [u8]) {
+        // SAFETY: the caller's promise about this processor covers every stage.
+        unsafe {
+            match to {
+                BlockForm::Partial => (self.store)(acc, bytes),
+                BlockForm::Rounded => (self.narrow)(acc, bytes),
+                BlockForm::Element => {
+                    if let Some((mean, members)) = self.mean {
+                        mean(acc, members);
+                    }
+                    if self.postscale != 1.0 {
+                        (self.scale)(acc, self.postscale);
+                    }
+                    (self.narrow)(acc, bytes);
+                }
+            }
+        }
+    }
+
+    /// Like [`StagedReduction::reduce_blocks`], in an order that is not sequential, with a stack of
+    /// blocks.
+    ///
+    /// # Safety
+    /// Like [`StagedReduction::reduce_blocks`].
+    unsafe fn reduce_tree(
+        &self,
+        from: BlockForm,
+        to: BlockForm,
+        order: &ReductionOrder,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) {
+        let (read, written) = (self.form_bytes(from), self.form_bytes(to));
+        let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
+        let elements = elements.min(out.len() / written);
+        let block = STAGED_BLOCK_ELEMENTS.min(elements);
+        let mut stack = vec![A::default(); order.stack_depth() * block];
+        for start in (0..elements).step_by(STAGED_BLOCK_ELEMENTS) {
+            let count = STAGED_BLOCK_ELEMENTS.min(elements - start);
+            let mut height = 0;
+            for (k, input) in inputs.iter().enumerate() {
+                let top = &mut stack[height * block..height * block + count];
+                // SAFETY: the caller's promise.
+                unsafe { self.read_block(from, &input[start * read..(start + count) * read], top) };
+                height += 1;
+                for _ in 0..order.merges_after(k) {
+                    height -= 1;
+                    let (below, top) = stack.split_at_mut(height * block);
+                    let into = &mut below[(height - 1) * block..(height - 1) * block + count];
+                    // SAFETY: the caller's promise.
+                    unsafe { (self.merge)(into, &top[..count]) };
+                }
+            }
+            let range = start * written..(start + count) * written;
+            // SAFETY: the caller's promise.
+            unsafe { self.write_block(to, &mut stack[..count], &mut out[range]) };
+        }
+    }
+}
+
+impl<A: NativeElement + Send + Sync> StagedReduction for StagedKernel<A> {
+    fn accumulator_expansion(&self) -> usize {
+        size_of::<A>() / self.size
+    }
+
+    unsafe fn reduce_blocks(
+        &self,
+        from: BlockForm,
+        to: BlockForm,
+        order: Option<&ReductionOrder>,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) {
+        if let Some(order) = order {
+            // SAFETY: the caller's promise.
+            return unsafe { self.reduce_tree(from, to, order, inputs, out) };
+        }
+        let (mut acc, mut next) =
+            ([A::default(); STAGED_BLOCK_ELEMENTS], [A::default(); STAGED_BLOCK_ELEMENTS]);
+        let (read, written) = (self.form_bytes(from), self.form_bytes(to));
+        let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
+        let elements = elements.min(out.len() / written);
+        for start in (0..elements).step_by(STAGED_BLOCK_ELEMENTS) {
+            let count = STAGED_BLOCK_ELEMENTS.min(elements - start);
+            let range = start * read..(start + count) * read;
+            // SAFETY: the caller's promise about this processor covers every stage.
+            unsafe {
+                for (k, input) in inputs.iter().enumerate() {
+                    if k == 0 {
+                        self.read_block(from, &input[range.clone()], &mut acc[..count]);
+                    } else {
+                        self.read_block(from, &input[range.clone()], &mut next[..count]);
+                        (self.merge)(&mut acc[..count], &next[..count]);
+                    }
+                }
+                self.write_block(
+                    to,
+                    &mut acc[..count],
+                    &mut out[start * written..(start + count) * written],
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Negotiation of a communicator among the devices of a set's members.
+//!
+//! Before the first operation whose tensors are on devices on every member, the members exchange
+//! the capabilities of their devices. They use an allgather of the communicator of hosts, at the
+//! same position in all members' lists. The capabilities decide whether a communicator is possible.
+//! If it is, the first member creates its name and broadcasts it, and all members begin to form the
+//! communicator. The name is created only then, because an unused name would leave a port open.
+
+use farandole_collectives::{
+    CollectiveOperation, Communicator, DeviceFabric, HostMemory, MAX_CAPABILITIES_BYTES,
+    OperationToken, TensorSegment,
+};
+use farandole_world::Rank;
+
+use super::{ProcessSetContext, Step};
+
+/// Token of the allgather of capabilities and of the broadcast of the name.
+pub(super) const NEGOTIATION_TOKEN: OperationToken = OperationToken(u64::MAX);
+
+pub(super) enum DeviceCommunicator {
+    /// No operation has needed it yet.
+    NotNegotiated,
+    /// The allgather of capabilities is in progress.
+    ExchangingCards(HostMemory),
+    /// The broadcast of the name is in progress.
+    ExchangingId(HostMemory),
+    /// The communicator exists; it may still be forming.
+    Ready(Box<dyn Communicator>),
+    /// Closed for new work. Kept until the process set ends, because peers' devices may still be
+    /// receiving data from this device.
+    Draining(Box<dyn Communicator>),
+    /// No communicator is possible.
+    Unavailable,
+}
+
+impl DeviceCommunicator {
+    /// Begins the negotiation. Returns the first operation, to be submitted as
+    /// [`NEGOTIATION_TOKEN`].
+    pub(super) fn begin_negotiation(
+        &mut self,
+        shared: &ProcessSetContext,
+        members: usize,
+    ) -> CollectiveOperation {
+        let own = shared.devices.fabric.as_ref().zip(shared.devices.own_ordinal());
+        let mut card = own.map(|(fabric, own)| fabric.device_capabilities(own)).unwrap_or_default();
+        card.resize(MAX_CAPABILITIES_BYTES, 0);
+        let cards = HostMemory::new(MAX_CAPABILITIES_BYTES * members);
+        let segment = TensorSegment {
+            input: HostMemory::filled_with(MAX_CAPABILITIES_BYTES, &card).as_buffer(),
+            output: cards.as_buffer(),
+        };
+        *self = Self::ExchangingCards(cards);
+        CollectiveOperation::Allgather {
+            segments: vec![segment],
+            bytes: vec![vec![MAX_CAPABILITIES_BYTES; members]],
+        }
+    }
+
+    /// Takes the result of the step in progress. Returns the operation of the next step, to be
+    /// submitted as [`NEGOTIATION_TOKEN`].
+    ///
+    /// # Errors
+    /// If a communicator is possible and cannot be formed.
+    pub(super) fn advance_negotiation(
+        &mut self,
+        shared: &ProcessSetContext,
+        members: &[Rank],
+        me: usize,
+    ) -> Step<Option<CollectiveOperation>> {
+        let before = std::mem::replace(self, Self::Unavailable);
+        let Some((fabric, own)) = shared.devices.fabric.as_ref().zip(shared.devices.own_ordinal())
+        else {
+            return Ok(None);
+        };
+        match before {
+            Self::ExchangingCards(cards) => {
+                let cards = cards.to_vec().unwrap_or_default();
+                let cards: Vec<&[u8]> = cards.chunks_exact(MAX_CAPABILITIES_BYTES).collect();
+                Ok(self.begin_id_exchange(shared, &**fabric, &cards, members, me))
+            }
+            Self::ExchangingId(name) => {
+                let name = name.to_vec().unwrap_or_default();
+                if let Some((&ID_PRESENT, name)) = name.split_first() {
+                    let patience = shared.settings.collective_timeout;
+                    *self = Self::Ready(fabric.form_communicator(
+                        own,
+                        name,
+                        (me, members.len()),
+                        patience,
+                    )?);
+                }
+                Ok(None)
+            }
+            Self::NotNegotiated | Self::Ready(_) | Self::Draining(_) | Self::Unavailable => {
+                Ok(None)
+            }
+        }
+    }
+
+    /// Returns the broadcast of the name, or `None` if no communicator is possible.
+    fn begin_id_exchange(
+        &mut self,
+        shared: &ProcessSetContext,
+        fabric: &dyn DeviceFabric,
+        cards: &[&[u8]],
+        members: &[Rank],
+        me: usize,
+    ) -> Option<CollectiveOperation> {
+        if let Some(reason) = fabric.formation_obstacle(cards, members, me) {
+            if me == 0 {
+                shared.observer.on_notice(&reason);
+            }
+            return None;
+        }
+        let mut frame = Vec::new();
+        if me == 0 {
+            match fabric.create_communicator_name(cards) {
+                Ok(name) => {
+                    frame = [&[ID_PRESENT], &name[..]].concat();
+                    if let Some(remark) = fabric.formation_notice(cards, members, me) {
+                        shared.observer.on_notice(&remark);
+                    }
+                }
+                // The other members then receive an empty name.
+                Err(reason) => shared.observer.on_notice(&reason),
+            }
+        }
+        frame.resize(MAX_CAPABILITIES_BYTES, 0);
+        let name = HostMemory::filled_with(MAX_CAPABILITIES_BYTES, &frame);
+        let segment = TensorSegment { input: name.as_buffer(), output: name.as_buffer() };
+        *self = Self::ExchangingId(name);
+        Some(CollectiveOperation::Broadcast { root: 0, segments: vec![segment] })
+    }
+
+    pub(super) fn ready_communicator(&mut self) -> Option<&mut Box<dyn Communicator>> {
+        match self {
+            Self::Ready(communicator) => Some(communicator),
+            _ => None,
+        }
+    }
+
+    /// Returns whether the members are forming the communicator; its completion wakes no thread.
+    pub(super) fn is_forming(&self) -> bool {
+        matches!(self, Self::Ready(communicator) if communicator.is_forming())
+    }
+
+    /// Returns whether the device has work in progress that a thread must poll.
+    pub(super) fn has_pending_work(&self) -> bool {
+        matches!(self, Self::Ready(communicator) if communicator.pending_count() > 0)
+    }
+
+    /// Returns whether peers wait for progress of this rank's device.
+    pub(super) fn has_waiting_peers(&self) -> bool {
+        matches!(self, Self::Ready(communicator) if communicator.has_waiting_peers())
+    }
+
+    /// Closes the communicator for new work. If the departure is `orderly` and nothing is `broken`,
+    /// waits for the launched work; otherwise abandons it.
+    pub(super) fn drain_or_abandon(&mut self, orderly: bool, broken: bool) {
+        match std::mem::replace(self, Self::Unavailable) {
+            Self::Draining(communicator) if orderly => *self = Self::Draining(communicator),
+            Self::Ready(mut communicator) => {
+                if orderly && !broken {
+                    communicator.drain_launched(DRAIN_TIMEOUT);
+                    if communicator.pending_count() == 0 {
+                        *self = Self::Draining(communicator);
+                        return;
+                    }
+                }
+                communicator.abandon_operations();
+            }
+            Self::Draining(mut communicator) => communicator.abandon_operations(),
+            Self::NotNegotiated
+            | Self::ExchangingCards(_)
+            | Self::ExchangingId(_)
+            | Self::Unavailable => {}
+        }
+    }
+}
+
+/// First byte of the broadcast if it contains a name.
+const ID_PRESENT: u8 = 1;
+
+/// Longest time that an orderly departure waits for launched work.
+const DRAIN_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);

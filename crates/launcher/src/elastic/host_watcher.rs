@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The thread of host discovery.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use super::discovery::{DiscoverySource, DiscoveryStopFlag};
+use crate::error::{Error, Result};
+use crate::hosts::HostSlots;
+use crate::local_hosts::are_local_hosts;
+
+/// Interval between two discoveries.
+const DISCOVERY_INTERVAL: Duration = Duration::from_secs(1);
+/// Longest time to wait for a discovery that is no longer needed.
+const DISCOVERY_END_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The result of a discovery.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct DiscoveredHosts {
+    /// Hosts with slots, in the order of ranks.
+    pub(super) hosts: Vec<HostSlots>,
+    /// Whether a name means this host, for every name that was ever found.
+    pub(super) is_local_by_name: BTreeMap<String, bool>,
+}
+
+impl DiscoveredHosts {
+    /// Returns whether this host is the only one.
+    pub(super) fn all_are_local(&self) -> bool {
+        self.hosts.iter().all(|host| self.is_local_host(&host.host))
+    }
+
+    pub(super) fn is_local_host(&self, host: &str) -> bool {
+        self.is_local_by_name.get(host).copied().unwrap_or(false)
+    }
+}
+
+/// Discovers hosts in a thread until it is dropped.
+pub(super) struct HostWatcher {
+    stop: DiscoveryStopFlag,
+    wake: mpsc::Sender<()>,
+    found: mpsc::Receiver<std::result::Result<DiscoveredHosts, String>>,
+}
+
+impl HostWatcher {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// `System` when no thread can be started.
+    pub(super) fn spawn_thread(discovery: Box<dyn DiscoverySource>) -> Result<Self> {
+        let (sender, found) = mpsc::channel();
+        let (wake, woken) = mpsc::channel();
+        let stop = DiscoveryStopFlag::default();
+        let looking = DiscoveryLoop {
+            discovery,
+            stop: stop.clone(),
+            last_found: DiscoveredHosts::default(),
+            last_failure: None,
+        };
+        thread::Builder::new()
+            .name("farandole-discovery".to_owned())
+            .spawn(move || looking.run_discovery(&sender, &woken))
+            .map_err(|source| Error::System { what: "starting a thread", source })?;
+        Ok(Self { stop, wake, found })
+    }
+
+    /// Returns the next change, or the error of the first discovery; `None` when `timeout` passes.
+    pub(super) fn next_change(
+        &self,
+        timeout: Duration,
+    ) -> Option<std::result::Result<DiscoveredHosts, String>> {
+        self.found.recv_timeout(timeout).ok()
+    }
+}
+
+impl Drop for HostWatcher {
+    fn drop(&mut self) {
+        self.stop.request_stop();
+        // A thread that has ended needs no wake-up.
+        let _gone = self.wake.send(());
+        // The channel closes when the thread ends. A discovery that runs foreign code may never
+        // end.
+        while let Ok(_late) = self.found.recv_timeout(DISCOVERY_END_TIMEOUT) {}
+    }
+}
+
+struct DiscoveryLoop {
+    discovery: Box<dyn DiscoverySource>,
+    stop: DiscoveryStopFlag,
+    last_found: DiscoveredHosts,
+    /// The message of the last failure.
+    last_failure: Option<String>,
+}
+
+impl DiscoveryLoop {
+    fn run_discovery(
+        mut self,
+        sender: &mpsc::Sender<std::result::Result<DiscoveredHosts, String>>,
+        woken: &mpsc::Receiver<()>,
+    ) {
+        let first = self
+            .discovery
+            .find_hosts(&self.stop)
+            .map(|hosts| self.detect_change(hosts).unwrap_or_default());
+        let failed = first.is_err();
+        if sender.send(first).is_err() || failed || self.discovery.is_fixed() {
+            return;
+        }
+        while let Err(mpsc::RecvTimeoutError::Timeout) = woken.recv_timeout(DISCOVERY_INTERVAL) {
+            let found = self.discovery.find_hosts(&self.stop);
+            if self.stop.is_stopped() {
+                return;
+            }
+            match found {
+                Ok(hosts) => {
+                    if self.last_failure.take().is_some() {
+                        tracing::info!("hosts were found again");
+                    }
+                    if let Some(found) = self.detect_change(hosts)
+                        && sender.send(Ok(found)).is_err()
+                    {
+                        return;
+                    }
+                }
+                Err(error) => self.warn_once(error),
+            }
+        }
+    }
+
+    /// Returns the present hosts, if they have changed.
+    fn detect_change(&mut self, mut hosts: Vec<HostSlots>) -> Option<DiscoveredHosts> {
+        hosts.retain(|host| host.slots > 0);
+        if hosts == self.last_found.hosts {
+            return None;
+        }
+        let new: Vec<&str> = hosts
+            .iter()
+            .map(|host| host.host.as_str())
+            .filter(|name| !self.last_found.is_local_by_name.contains_key(*name))
+            .collect();
+        let here: Vec<(String, bool)> =
+            new.iter().map(|name| (*name).to_owned()).zip(are_local_hosts(&new)).collect();
+        self.last_found.is_local_by_name.extend(here);
+        self.last_found.hosts = hosts;
+        Some(self.last_found.clone())
+    }
+
+    /// Logs a failure that may repeat every second only once.
+    fn warn_once(&mut self, error: String) {
+        if self.last_failure.as_ref() != Some(&error) {
+            tracing::warn!(
+                "{error}; the hosts that were found last are kept, and it is tried again"
+            );
+            self.last_failure = Some(error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Answers, in this order; the last one is repeated.
+    struct Played(Vec<std::result::Result<Vec<HostSlots>, String>>);
+
+    impl DiscoverySource for Played {
+        fn find_hosts(
+            &mut self,
+            _: &DiscoveryStopFlag,
+        ) -> std::result::Result<Vec<HostSlots>, String> {
+            if self.0.len() > 1 { self.0.remove(0) } else { self.0[0].clone() }
+        }
+    }
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    fn hosts(names: &[&str]) -> Vec<HostSlots> {
+        names.iter().map(|name| HostSlots::new(*name, 1)).collect()
+    }
+
+    #[test]
+    fn only_changes_are_reported_and_a_failure_is_none() {
+        // EL-1.
+        let one = hosts(&["localhost"]);
+        let two = hosts(&["localhost", "127.0.0.1"]);
+        let watch = HostWatcher::spawn_thread(Box::new(Played(vec![
+            Ok(one.clone()),
+            Ok(one.clone()),
+            Err("the cluster is busy".to_owned()),
+            Ok(two.clone()),
+            Ok(vec![HostSlots::new("localhost", 0)]),
+        ])))
+        .unwrap();
+        let found = watch.next_change(LONG).unwrap().unwrap();
+        assert_eq!(found.hosts, one);
+        assert!(
+            found.all_are_local()
+                && found.is_local_host("localhost")
+                && !found.is_local_host("elsewhere")
+        );
+        assert_eq!(watch.next_change(LONG).unwrap().unwrap().hosts, two);
+        assert_eq!(watch.next_change(LONG).unwrap().unwrap().hosts, []);
+    }
+
+    #[test]
+    fn a_first_failure_is_reported() {
+        let watch =
+            HostWatcher::spawn_thread(Box::new(Played(vec![Err("no".to_owned())]))).unwrap();
+        assert_eq!(watch.next_change(LONG).unwrap().unwrap_err(), "no");
+    }
+}

@@ -1,0 +1,558 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Formation of worlds from the requests of a generation's ranks. Each rank asks once, with its
+//! peer addresses, and gets one answer: the addresses of all ranks, or the reason why the world
+//! cannot form. So a world of N ranks costs N calls.
+//!
+//! The registrar counts the worlds of a rank; the rank's process does not. A world counts for all
+//! its members at once. If `init` failed on some ranks, the ranks therefore find each other when
+//! they try again.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use farandole_world::Generation;
+use prost::Message as _;
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use crate::generated as wire;
+use crate::kv::{KeyValueRefusal, MAX_VALUE_BYTES, text};
+
+/// Ranks, ascending.
+pub(crate) type Members = Arc<[u32]>;
+
+/// A rank's request for a world.
+#[derive(Clone, Debug)]
+pub(crate) struct FormationRequest {
+    pub(crate) rank: u32,
+    /// Random number of the attempt. A repeated call has the same number.
+    pub(crate) attempt: u64,
+    /// Unique name of the asking process.
+    pub(crate) holder: String,
+    /// The ranks of the world, with the asking rank.
+    pub(crate) members: Members,
+    pub(crate) card: Bytes,
+}
+
+/// A world whose ranks have all asked.
+#[derive(Debug, PartialEq)]
+pub(crate) struct FormedWorld {
+    members: Members,
+    /// A `Cards` message.
+    pub(crate) cards: Bytes,
+}
+
+/// A formed world, as the journal records it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct FormedWorldRecord {
+    generation: Generation,
+    members: Vec<FormedWorldMember>,
+    #[serde(with = "text")]
+    cards: Bytes,
+}
+
+/// A rank of a formed world, the attempt with which it asked, and the asking process.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct FormedWorldMember {
+    rank: u32,
+    attempt: u64,
+    holder: String,
+}
+
+/// A callback that gets each formed world before its ranks do.
+type Note = Box<dyn Fn(&FormedWorldRecord) + Send>;
+
+/// The reason why a world cannot form.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum FormationRefusal {
+    /// Another process holds the asking rank.
+    RankTaken(String),
+    /// A member asks for another world, or its world at the same position in its sequence was
+    /// another one.
+    MembersDiffer { rank: u32, members: Members },
+    /// A member's worker has ended.
+    WorkerEnded { rank: u32, host: String },
+}
+
+/// Outcome of a request: the formed world, or the reason why it cannot form.
+pub(crate) type Outcome = Result<Arc<FormedWorld>, FormationRefusal>;
+
+/// The answer to a rank.
+#[derive(Debug)]
+pub(crate) enum FormationAnswer {
+    Known(Outcome),
+    /// Receiver of the outcome. The end of the generation closes the channel.
+    Wait(watch::Receiver<Option<Outcome>>),
+}
+
+#[derive(Default)]
+struct RankRequests {
+    holder: Option<String>,
+    /// Members of each world that the rank has been in, in order.
+    worlds: Vec<Members>,
+    /// Latest request of the rank. It stands until the rank asks again or gives up, whatever the
+    /// answer was.
+    latest_request: Option<(u64, Members)>,
+    /// Latest attempt that formed a world, and the world: the call may be repeated.
+    last_formed: Option<(u64, Arc<FormedWorld>)>,
+    /// The host on which its worker ended.
+    ended: Option<String>,
+}
+
+struct PendingFormation {
+    cards: BTreeMap<u32, Bytes>,
+    outcome: watch::Sender<Option<Outcome>>,
+}
+
+impl Default for PendingFormation {
+    fn default() -> Self {
+        Self { cards: BTreeMap::new(), outcome: watch::Sender::new(None) }
+    }
+}
+
+/// Formation requests of one generation.
+#[derive(Default)]
+pub(crate) struct FormationTable {
+    generation: Generation,
+    ranks: HashMap<u32, RankRequests>,
+    waiting: HashMap<Members, PendingFormation>,
+    note: Option<Note>,
+    /// Worlds that have formed since `note` was set.
+    formed: Vec<FormedWorldRecord>,
+}
+
+impl FormationTable {
+    /// Clears the table if `generation` is newer, which ends the waits of older generations.
+    /// Returns false if `generation` is older.
+    fn enter_generation(&mut self, generation: Generation) -> bool {
+        if self.generation < generation {
+            *self = Self { generation, note: self.note.take(), ..Self::default() };
+        }
+        self.generation == generation
+    }
+
+    /// Makes the table call `note` with each world that forms, before the ranks of the world get
+    /// it.
+    pub(crate) fn on_world_formed(&mut self, note: impl Fn(&FormedWorldRecord) + Send + 'static) {
+        self.note = Some(Box::new(note));
+    }
+
+    /// Returns the worlds that have formed since `note` was set, in order.
+    pub(crate) fn formed_worlds(&self) -> &[FormedWorldRecord] {
+        &self.formed
+    }
+
+    /// Restores a world that formed before the registrar restarted. Ranks that did not get it ask
+    /// again.
+    pub(crate) fn restore_formed_world(&mut self, formed: FormedWorldRecord) {
+        if !self.enter_generation(formed.generation) {
+            return;
+        }
+        let members: Members = formed.members.iter().map(|member| member.rank).collect();
+        let met =
+            Arc::new(FormedWorld { members: Arc::clone(&members), cards: formed.cards.clone() });
+        for FormedWorldMember { rank, attempt, holder } in &formed.members {
+            let asker = self.ranks.entry(*rank).or_default();
+            asker.holder = Some(holder.clone());
+            asker.worlds.push(Arc::clone(&members));
+            asker.last_formed = Some((*attempt, Arc::clone(&met)));
+        }
+        self.formed.push(formed);
+    }
+
+    /// Records a request, and returns the outcome or a receiver for it.
+    ///
+    /// # Errors
+    /// `GenerationOver`, and `Value` for an oversized card.
+    pub(crate) fn submit_request(
+        &mut self,
+        generation: Generation,
+        ask: FormationRequest,
+    ) -> Result<FormationAnswer, KeyValueRefusal> {
+        if !self.enter_generation(generation) {
+            return Err(KeyValueRefusal::GenerationOver);
+        }
+        if ask.card.len() > MAX_VALUE_BYTES {
+            return Err(KeyValueRefusal::Value { length: ask.card.len() });
+        }
+        let own = self.ranks.entry(ask.rank).or_default();
+        let holder = own.holder.get_or_insert_with(|| ask.holder.clone());
+        if *holder != ask.holder {
+            return Ok(FormationAnswer::Known(Err(FormationRefusal::RankTaken(holder.clone()))));
+        }
+        if let Some((attempt, met)) = &own.last_formed
+            && *attempt == ask.attempt
+        {
+            return Ok(FormationAnswer::Known(Ok(Arc::clone(met))));
+        }
+        if let Some((_, earlier)) =
+            own.latest_request.replace((ask.attempt, Arc::clone(&ask.members)))
+            && let Some(group) = self.waiting.get_mut(&earlier)
+        {
+            group.cards.remove(&ask.rank);
+        }
+        let first = own.worlds.len();
+        self.refuse_conflicting_ranks(&ask, first);
+        if let Some(apart) = self.find_refusal(&ask, first) {
+            self.refuse_pending_world(&ask.members, &apart);
+            self.clear_ended_request(ask.rank, &apart);
+            return Ok(FormationAnswer::Known(Err(apart)));
+        }
+        let group = self.waiting.entry(Arc::clone(&ask.members)).or_default();
+        group.cards.insert(ask.rank, ask.card);
+        if group.cards.len() < ask.members.len() {
+            return Ok(FormationAnswer::Wait(group.outcome.subscribe()));
+        }
+        Ok(FormationAnswer::Known(Ok(self.form_world(&ask.members))))
+    }
+
+    /// Forms the world of `members`, who have all asked.
+    fn form_world(&mut self, members: &Members) -> Arc<FormedWorld> {
+        let group = self.waiting.remove(members).unwrap_or_default();
+        let cards = wire::Cards { cards: group.cards.into_values().collect() };
+        let met = Arc::new(FormedWorld {
+            members: Arc::clone(members),
+            cards: cards.encode_to_vec().into(),
+        });
+        let mut named = Vec::new();
+        for rank in members.iter() {
+            let asker = self.ranks.entry(*rank).or_default();
+            asker.worlds.push(Arc::clone(members));
+            if let Some((attempt, _)) = asker.latest_request.take() {
+                asker.last_formed = Some((attempt, Arc::clone(&met)));
+                named.push(FormedWorldMember {
+                    rank: *rank,
+                    attempt,
+                    holder: asker.holder.clone().unwrap_or_default(),
+                });
+            }
+        }
+        if let Some(note) = &self.note {
+            let formed = FormedWorldRecord {
+                generation: self.generation,
+                members: named,
+                cards: met.cards.clone(),
+            };
+            note(&formed);
+            self.formed.push(formed);
+        }
+        group.outcome.send_replace(Some(Ok(Arc::clone(&met))));
+        met
+    }
+
+    /// Returns the reason why this cannot be world number `first` of the asking rank, if there is
+    /// one.
+    fn find_refusal(&self, ask: &FormationRequest, first: usize) -> Option<FormationRefusal> {
+        ask.members.iter().filter(|rank| **rank != ask.rank).find_map(|rank| {
+            let other = self.ranks.get(rank)?;
+            if let Some(host) = &other.ended {
+                return Some(FormationRefusal::WorkerEnded { rank: *rank, host: host.clone() });
+            }
+            let asks = other.latest_request.as_ref().map(|(_, members)| members);
+            if asks == Some(&ask.members) {
+                return None;
+            }
+            let elsewhere = |members: &Members| FormationRefusal::MembersDiffer {
+                rank: *rank,
+                members: Arc::clone(members),
+            };
+            if let Some(members) = other.worlds.get(first) {
+                return (*members != ask.members).then(|| elsewhere(members));
+            }
+            let same_turn =
+                |members: &Members| other.worlds.len() == first || members.contains(&ask.rank);
+            asks.filter(|members| same_turn(members)).map(elsewhere)
+        })
+    }
+
+    /// Refuses the pending worlds in which ranks wait for the asking rank, if it asks for another
+    /// one.
+    fn refuse_conflicting_ranks(&mut self, ask: &FormationRequest, first: usize) {
+        let apart =
+            FormationRefusal::MembersDiffer { rank: ask.rank, members: Arc::clone(&ask.members) };
+        let waits = |members: &Members, group: &PendingFormation| {
+            *members != ask.members
+                && members.contains(&ask.rank)
+                && group.cards.keys().any(|rank| {
+                    ask.members.contains(rank)
+                        || self.ranks.get(rank).is_some_and(|waiter| waiter.worlds.len() == first)
+                })
+        };
+        let others: Vec<Members> = self
+            .waiting
+            .iter()
+            .filter(|(members, group)| waits(members, group))
+            .map(|(members, _)| Arc::clone(members))
+            .collect();
+        for members in others {
+            self.refuse_pending_world(&members, &apart);
+        }
+    }
+
+    /// Refuses a pending world, and sends the reason to the ranks that wait for it.
+    fn refuse_pending_world(&mut self, members: &Members, apart: &FormationRefusal) {
+        if let Some(group) = self.waiting.remove(members) {
+            for rank in group.cards.keys() {
+                self.clear_ended_request(*rank, apart);
+            }
+            group.outcome.send_replace(Some(Err(apart.clone())));
+        }
+    }
+
+    /// Clears the rank's latest request if it was refused because a member's worker has ended. That
+    /// request must not conflict with later requests for other worlds.
+    fn clear_ended_request(&mut self, rank: u32, apart: &FormationRefusal) {
+        if let (FormationRefusal::WorkerEnded { .. }, Some(asker)) =
+            (apart, self.ranks.get_mut(&rank))
+        {
+            asker.latest_request = None;
+        }
+    }
+
+    /// Withdraws a request: the rank no longer waits for the outcome of this attempt.
+    pub(crate) fn withdraw_request(&mut self, generation: Generation, rank: u32, attempt: u64) {
+        if self.generation != generation {
+            return;
+        }
+        let Some(asker) = self.ranks.get_mut(&rank) else { return };
+        if asker.latest_request.as_ref().is_none_or(|(present, _)| *present != attempt) {
+            return;
+        }
+        let Some((_, members)) = asker.latest_request.take() else { return };
+        if let Some(group) = self.waiting.get_mut(&members) {
+            group.cards.remove(&rank);
+            if group.cards.is_empty() {
+                self.waiting.remove(&members);
+            }
+        }
+    }
+
+    /// Records that a rank's worker has ended successfully: no rank waits for that rank any more.
+    pub(crate) fn record_worker_end(&mut self, generation: Generation, rank: u32, host: String) {
+        if !self.enter_generation(generation) {
+            return;
+        }
+        self.ranks.entry(rank).or_default().ended = Some(host.clone());
+        let with: Vec<Members> =
+            self.waiting.keys().filter(|members| members.contains(&rank)).map(Arc::clone).collect();
+        for members in with {
+            self.refuse_pending_world(
+                &members,
+                &FormationRefusal::WorkerEnded { rank, host: host.clone() },
+            );
+        }
+    }
+
+    /// Returns the members of a world that have not asked, ascending.
+    pub(crate) fn missing_ranks(&self, generation: Generation, members: &Members) -> Vec<u32> {
+        let group = (self.generation == generation).then(|| self.waiting.get(members)).flatten();
+        let here = |rank: &u32| group.is_some_and(|group| group.cards.contains_key(rank));
+        members.iter().copied().filter(|rank| !here(rank)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: Generation = Generation(1);
+
+    fn ask(rank: u32, attempt: u64, members: &[u32]) -> FormationRequest {
+        let card = Bytes::from(format!("{rank}.{attempt}"));
+        FormationRequest {
+            rank,
+            attempt,
+            holder: format!("process {rank}"),
+            members: members.into(),
+            card,
+        }
+    }
+
+    fn cards(outcome: &Outcome) -> Vec<String> {
+        let cards = wire::Cards::decode(outcome.as_ref().unwrap().cards.clone()).unwrap().cards;
+        cards.into_iter().map(|card| String::from_utf8(card.into()).unwrap()).collect()
+    }
+
+    fn waits(answer: FormationAnswer) -> watch::Receiver<Option<Outcome>> {
+        match answer {
+            FormationAnswer::Wait(outcome) => outcome,
+            FormationAnswer::Known(outcome) => panic!("it does not wait: {outcome:?}"),
+        }
+    }
+
+    fn known(answer: FormationAnswer) -> Outcome {
+        match answer {
+            FormationAnswer::Known(outcome) => outcome,
+            FormationAnswer::Wait(_) => panic!("it waits"),
+        }
+    }
+
+    fn told(outcome: &watch::Receiver<Option<Outcome>>) -> Option<Outcome> {
+        outcome.borrow().clone()
+    }
+
+    fn elsewhere(rank: u32, members: &[u32]) -> FormationRefusal {
+        FormationRefusal::MembersDiffer { rank, members: members.into() }
+    }
+
+    #[test]
+    fn the_last_rank_and_the_waiting_ones_get_all_cards_in_order() {
+        let mut meetings = FormationTable::default();
+        let second = waits(meetings.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap());
+        assert_eq!(meetings.missing_ranks(ONE, &[0, 1].into()), [0]);
+        let met = known(meetings.submit_request(ONE, ask(0, 3, &[0, 1])).unwrap());
+        assert_eq!(cards(&met), ["0.3", "1.7"]);
+        assert_eq!(told(&second), Some(met.clone()));
+        // A repeated call has the same answer; a new attempt waits for a new world.
+        assert_eq!(known(meetings.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap()), met);
+        drop(waits(meetings.submit_request(ONE, ask(1, 8, &[0, 1])).unwrap()));
+    }
+
+    #[test]
+    fn ranks_meet_again_after_an_attempt_that_failed_on_some_of_them() {
+        let mut meetings = FormationTable::default();
+        let first = waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap());
+        // Rank 0 asks and gives up twice before rank 1 asks.
+        drop(waits(meetings.submit_request(ONE, ask(0, 2, &[0, 1])).unwrap()));
+        drop(first);
+        meetings.withdraw_request(ONE, 0, 2);
+        drop(waits(meetings.submit_request(ONE, ask(1, 1, &[0, 1])).unwrap()));
+        let met = known(meetings.submit_request(ONE, ask(0, 3, &[0, 1])).unwrap());
+        assert_eq!(cards(&met), ["0.3", "1.1"]);
+        // A world formed, but rank 0 could not use it and asks again; so does rank 1.
+        drop(waits(meetings.submit_request(ONE, ask(0, 4, &[0, 1])).unwrap()));
+        assert_eq!(
+            cards(&known(meetings.submit_request(ONE, ask(1, 2, &[0, 1])).unwrap())),
+            ["0.4", "1.2"]
+        );
+    }
+
+    #[test]
+    fn a_rank_that_gives_up_is_awaited_again() {
+        let mut meetings = FormationTable::default();
+        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
+        meetings.withdraw_request(ONE, 0, 9);
+        assert_eq!(meetings.missing_ranks(ONE, &[0, 1].into()), [1]);
+        meetings.withdraw_request(ONE, 0, 1);
+        drop(waits(meetings.submit_request(ONE, ask(1, 1, &[0, 1])).unwrap()));
+        assert_eq!(meetings.missing_ranks(ONE, &[0, 1].into()), [0]);
+    }
+
+    #[test]
+    fn ranks_that_ask_for_different_worlds_get_an_error_in_any_order() {
+        for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1]] {
+            let mut meetings = FormationTable::default();
+            let mut outcomes = HashMap::new();
+            for rank in order {
+                let members: &[u32] = if rank == 0 { &[0, 1] } else { &[0, 1, 2] };
+                outcomes.insert(rank, meetings.submit_request(ONE, ask(rank, 1, members)).unwrap());
+            }
+            for (rank, answer) in outcomes {
+                let outcome = match answer {
+                    FormationAnswer::Known(outcome) => outcome,
+                    FormationAnswer::Wait(outcome) => told(&outcome).unwrap(),
+                };
+                let expected =
+                    if rank == 0 { elsewhere(1, &[0, 1, 2]) } else { elsewhere(0, &[0, 1]) };
+                assert_eq!(outcome, Err(expected), "rank {rank} in {order:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_form_side_by_side_and_all_ranks_after_them() {
+        let mut meetings = FormationTable::default();
+        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 2])).unwrap()));
+        drop(waits(meetings.submit_request(ONE, ask(1, 1, &[1, 3])).unwrap()));
+        known(meetings.submit_request(ONE, ask(2, 1, &[0, 2])).unwrap()).unwrap();
+        // Ranks 0 and 2 ask for the next world while 3 has not come to its first.
+        drop(waits(meetings.submit_request(ONE, ask(0, 2, &[0, 1, 2, 3])).unwrap()));
+        drop(waits(meetings.submit_request(ONE, ask(2, 2, &[0, 1, 2, 3])).unwrap()));
+        known(meetings.submit_request(ONE, ask(3, 1, &[1, 3])).unwrap()).unwrap();
+        drop(waits(meetings.submit_request(ONE, ask(1, 2, &[0, 1, 2, 3])).unwrap()));
+        known(meetings.submit_request(ONE, ask(3, 2, &[0, 1, 2, 3])).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn a_rank_that_waits_for_one_which_has_formed_another_world_hears_of_it() {
+        let mut meetings = FormationTable::default();
+        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
+        known(meetings.submit_request(ONE, ask(1, 1, &[0, 1])).unwrap()).unwrap();
+        let apart = known(meetings.submit_request(ONE, ask(2, 1, &[0, 1, 2])).unwrap());
+        assert_eq!(apart, Err(elsewhere(0, &[0, 1])));
+    }
+
+    #[test]
+    fn a_withdrawn_request_conflicts_with_no_other() {
+        let mut meetings = FormationTable::default();
+        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
+        let apart = known(meetings.submit_request(ONE, ask(2, 1, &[0, 1, 2])).unwrap());
+        assert_eq!(apart, Err(elsewhere(0, &[0, 1])));
+        drop(waits(meetings.submit_request(ONE, ask(0, 2, &[0, 1, 2])).unwrap()));
+        drop(waits(meetings.submit_request(ONE, ask(2, 2, &[0, 1, 2])).unwrap()));
+    }
+
+    #[test]
+    fn no_rank_waits_for_a_rank_that_has_ended() {
+        let mut meetings = FormationTable::default();
+        let outcome = waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap());
+        meetings.record_worker_end(ONE, 1, "box".to_owned());
+        let apart = FormationRefusal::WorkerEnded { rank: 1, host: "box".to_owned() };
+        assert_eq!(told(&outcome), Some(Err(apart.clone())));
+        assert_eq!(known(meetings.submit_request(ONE, ask(2, 1, &[1, 2])).unwrap()), Err(apart));
+        drop(waits(meetings.submit_request(ONE, ask(2, 2, &[0, 2])).unwrap()));
+    }
+
+    #[test]
+    fn one_process_has_a_rank_until_the_generation_is_over() {
+        let mut meetings = FormationTable::default();
+        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
+        let child = FormationRequest { holder: "child".to_owned(), ..ask(0, 2, &[0, 1]) };
+        let taken = known(meetings.submit_request(ONE, child.clone()).unwrap());
+        assert_eq!(taken, Err(FormationRefusal::RankTaken("process 0".to_owned())));
+        drop(waits(meetings.submit_request(Generation(2), child).unwrap()));
+    }
+
+    #[test]
+    fn a_world_that_formed_before_an_outage_is_the_answer_after_it() {
+        let mut before = FormationTable::default();
+        before.on_world_formed(|_| {});
+        drop(waits(before.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap()));
+        let met = known(before.submit_request(ONE, ask(0, 3, &[0, 1])).unwrap());
+        let text = serde_json::to_string(before.formed_worlds()).unwrap();
+        let mut after = FormationTable::default();
+        for formed in serde_json::from_str::<Vec<FormedWorldRecord>>(&text).unwrap() {
+            after.restore_formed_world(formed);
+        }
+        assert_eq!(
+            known(after.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap()),
+            met,
+            "rank 1 had not heard of it"
+        );
+        let stranger = FormationRequest { holder: "child".to_owned(), ..ask(0, 9, &[0, 1]) };
+        assert_eq!(
+            known(after.submit_request(ONE, stranger).unwrap()),
+            Err(FormationRefusal::RankTaken("process 0".to_owned()))
+        );
+        drop(waits(after.submit_request(ONE, ask(0, 4, &[0, 1])).unwrap()));
+        assert_eq!(
+            cards(&known(after.submit_request(ONE, ask(1, 8, &[0, 1])).unwrap())),
+            ["0.4", "1.8"]
+        );
+    }
+
+    #[test]
+    fn a_new_generation_ends_the_waits_of_the_old() {
+        let mut meetings = FormationTable::default();
+        let outcome = waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap());
+        drop(waits(meetings.submit_request(Generation(2), ask(1, 1, &[0, 1])).unwrap()));
+        assert!(outcome.has_changed().is_err(), "its sender lives");
+        assert!(matches!(
+            meetings.submit_request(ONE, ask(0, 1, &[0, 1])),
+            Err(KeyValueRefusal::GenerationOver)
+        ));
+    }
+}

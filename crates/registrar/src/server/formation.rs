@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The server side of a rank's formation request.
+
+use bytes::Bytes;
+use farandole_world::Generation;
+use tonic::Status;
+
+use super::core::{MAX_LISTED_TASKS, RegistrarCore};
+use crate::formation::{FormationRefusal, FormationRequest, Members, Outcome};
+use crate::generated as wire;
+use crate::generated::meet_reply::What;
+
+/// Bytes of peer addresses in one piece of a reply.
+const CARDS_PIECE_BYTES: usize = 8 << 10;
+
+/// A reply whose pieces are made when the connection has space for them.
+pub(super) type Pieces = Box<dyn Iterator<Item = Result<wire::MeetReply, Status>> + Send>;
+
+/// A recorded request. If it is dropped before the answer, for example because its caller is gone,
+/// the request is withdrawn.
+pub(super) struct FormationRequestGuard<'a> {
+    pub(super) core: &'a RegistrarCore,
+    pub(super) generation: Generation,
+    pub(super) ask: &'a FormationRequest,
+    pub(super) answered: bool,
+}
+
+impl Drop for FormationRequestGuard<'_> {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.core.formation_table().lock().withdraw_request(
+                self.generation,
+                self.ask.rank,
+                self.ask.attempt,
+            );
+        }
+    }
+}
+
+/// Parses the request of `rank` in a world of `size`.
+///
+/// # Errors
+/// `invalid_argument` if the members are not ascending ranks of the world that include `rank`.
+pub(super) fn parse_request(
+    rank: u32,
+    size: u32,
+    message: wire::MeetRequest,
+) -> Result<FormationRequest, Status> {
+    let wire::MeetRequest { attempt, holder, members, card, .. } = message;
+    let members: Members =
+        if members.is_empty() { (0..size).collect() } else { members.into_iter().collect() };
+    let ascending = members.is_sorted_by(|one, next| one < next);
+    if !ascending || !members.contains(&rank) || members.last().is_none_or(|last| *last >= size) {
+        let reason = format!(
+            "the members of a world are ranks of 0 to {}, ascending",
+            size.saturating_sub(1)
+        );
+        return Err(Status::invalid_argument(format!("{reason}, and rank {rank} is one of them")));
+    }
+    Ok(FormationRequest { rank, attempt, holder, members, card })
+}
+
+/// Converts an outcome to a reply.
+pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> Pieces {
+    match outcome {
+        Ok(met) => cards_reply(met.cards.clone()),
+        Err(apart) => single_piece_reply(match apart.clone() {
+            FormationRefusal::RankTaken(holder) => What::Taken(holder),
+            FormationRefusal::MembersDiffer { rank, members } => {
+                let all = members.len() == size as usize;
+                let members = if all { Vec::new() } else { members.to_vec() };
+                What::Elsewhere(wire::Elsewhere { rank, members })
+            }
+            FormationRefusal::WorkerEnded { rank, host } => What::Ended(wire::Ended { rank, host }),
+        }),
+    }
+}
+
+/// Returns the reply after a timeout.
+pub(super) fn timeout_reply(asked: &FormationRequestGuard<'_>) -> Pieces {
+    let missing =
+        asked.core.formation_table().lock().missing_ranks(asked.generation, &asked.ask.members);
+    let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);
+    let ranks = missing.into_iter().take(MAX_LISTED_TASKS).collect();
+    single_piece_reply(What::Missing(wire::Missing { ranks, count }))
+}
+
+fn single_piece_reply(what: What) -> Pieces {
+    Box::new(std::iter::once(Ok(wire::MeetReply { what: Some(what) })))
+}
+
+fn cards_reply(cards: Bytes) -> Pieces {
+    Box::new((0..cards.len()).step_by(CARDS_PIECE_BYTES).map(move |at| {
+        let piece = cards.slice(at..cards.len().min(at + CARDS_PIECE_BYTES));
+        Ok(wire::MeetReply { what: Some(What::Cards(piece)) })
+    }))
+}

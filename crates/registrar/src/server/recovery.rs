@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Recovery of an elastic job from the journal of an earlier registrar.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use farandole_world::{Generation, TaskId, World};
+
+use super::core::RegistrarCore;
+use crate::error::Result;
+use crate::exit::GenerationVerdict;
+use crate::formation::FormationTable;
+use crate::journal::{JournalRecord, MembershipJournal};
+use crate::kv::{KeyValuePair, KeyValueRefusal, KeyValueStore};
+use crate::membership::elastic::{ElasticMembership, ElasticRules};
+use crate::ticket::Ticket;
+use crate::tls::CertificateIdentity;
+
+/// The reason that a worker gets if the registrar counts it as gone.
+const GONE_WORKER_REASON: &str = "the registrar counts this worker as gone";
+
+/// A job as an earlier registrar left it.
+#[derive(Clone, Debug, Default)]
+pub struct ResumedJob {
+    /// Workers that have registered and are not known to have ended, and the discovered name of the
+    /// host of each.
+    pub workers: BTreeMap<TaskId, String>,
+    /// The present world, seen from rank 0.
+    pub world: Option<World>,
+}
+
+/// The state that was read from a journal.
+pub(super) struct RecoveredState {
+    pub(super) machine: ElasticMembership,
+    pub(super) journal: Option<Arc<MembershipJournal>>,
+    /// The job time at the end of the journal.
+    pub(super) at: Duration,
+    pub(super) kv: KeyValueStore,
+    pub(super) meetings: FormationTable,
+}
+
+impl RecoveredState {
+    /// Returns the state of a new job.
+    pub(super) fn new(rules: ElasticRules, journal: Option<Arc<MembershipJournal>>) -> Self {
+        let mut meetings = FormationTable::default();
+        if let Some(journal) = &journal {
+            let journal = Arc::clone(journal);
+            meetings.on_world_formed(move |formed| {
+                journal.append_record(&JournalRecord::Met(formed.clone()))
+            });
+        }
+        Self {
+            machine: ElasticMembership::new(rules),
+            journal,
+            at: Duration::ZERO,
+            kv: KeyValueStore::default(),
+            meetings,
+        }
+    }
+
+    /// Begins the journal of a new job.
+    ///
+    /// # Errors
+    /// `Journal`.
+    pub(super) fn begin_journal(
+        &self,
+        ticket: &Ticket,
+        identity: &CertificateIdentity,
+        port: u16,
+    ) -> Result<()> {
+        self.journal
+            .as_ref()
+            .map_or(Ok(()), |journal| journal.begin_job(ticket, identity, port, &self.machine))
+    }
+
+    /// Returns the state of a job that continues, with new rules.
+    pub(super) fn replay_records(
+        rules: ElasticRules,
+        journal: Arc<MembershipJournal>,
+        records: Vec<JournalRecord>,
+    ) -> Self {
+        let mut kept = Self::new(rules.clone(), Some(journal));
+        for record in records {
+            match record {
+                JournalRecord::State { at, machine } => (kept.at, kept.machine) = (at, *machine),
+                JournalRecord::Step(step) => {
+                    kept.at = step.at;
+                    kept.machine.replay_step(step);
+                }
+                // Values that were refused before the restart are refused again.
+                JournalRecord::Put(KeyValuePair { generation, key, value }) => {
+                    drop(kept.kv.put_value(generation, key, value))
+                }
+                JournalRecord::Met(formed) => kept.meetings.restore_formed_world(formed),
+            }
+        }
+        kept.machine.replace_rules(rules);
+        kept
+    }
+}
+
+impl RegistrarCore {
+    /// Continues the job of an earlier registrar: workers that still run get no new orders, and
+    /// workers that were given up must end.
+    pub(super) fn resume_job(&self) -> ResumedJob {
+        // Start a new journal: a later replay would apply the new rules to the earlier steps too.
+        self.compact_journal();
+        let verdict = Arc::new(GenerationVerdict {
+            reason: GONE_WORKER_REASON.to_owned(),
+            cause: None,
+            retry: false,
+        });
+        let mut membership = self.membership.lock();
+        let left = membership.elastic_machine().map(|machine| ResumedJob {
+            workers: machine.living_workers().map(|(task, host)| (task, host.to_owned())).collect(),
+            world: machine.current_world(),
+        });
+        let resumed = left.unwrap_or_default();
+        membership.resume_after_outage(self.job_time());
+        let gone: Vec<TaskId> = membership
+            .elastic_machine()
+            .map(|machine| machine.gone_workers().collect())
+            .unwrap_or_default();
+        drop(membership);
+        if let Some(world) = resumed.world.clone() {
+            self.publish_world(world);
+        }
+        self.board.send_modify(|board| {
+            board.ends.extend(gone.into_iter().map(|task| (task, Arc::clone(&verdict))));
+        });
+        self.carry_out_pending();
+        resumed
+    }
+
+    /// Replaces a long journal by a short one, on a separate thread, so that the clock continues
+    /// meanwhile.
+    pub(super) fn spawn_journal_compaction(self: &Arc<Self>) {
+        if self.journal.as_ref().is_some_and(|journal| journal.needs_replacement()) {
+            let core = Arc::clone(self);
+            // The task is not awaited: the journal is complete before and after the replacement.
+            drop(tokio::task::spawn_blocking(move || core.compact_journal()));
+        }
+    }
+
+    /// Replaces the journal's records by the present state.
+    fn compact_journal(&self) {
+        let Some(journal) = &self.journal else { return };
+        if let Some(records) = self.snapshot_records(journal) {
+            // No lock of the job is held during this write, which waits for the disk.
+            journal.replace_records(&records);
+        }
+    }
+
+    /// Returns the present state; later records follow it in the journal. Returns `None` if a
+    /// replacement is already being written.
+    fn snapshot_records(&self, journal: &MembershipJournal) -> Option<Vec<JournalRecord>> {
+        let _turn = self.effects_turn.lock();
+        let mut membership = self.membership.lock();
+        let due = membership.take_pending_effects();
+        let machine = membership.elastic_machine().cloned();
+        let at = self.job_time();
+        drop(membership);
+        self.carry_out_effects(due);
+        let state = JournalRecord::State { at, machine: Box::new(machine?) };
+        let (kv, meetings) = (self.kv.lock(), self.meetings.lock());
+        if !journal.begin_replacement() {
+            return None;
+        }
+        let puts = kv.key_value_pairs().map(JournalRecord::Put);
+        let met = meetings.formed_worlds().iter().cloned().map(JournalRecord::Met);
+        Some([state].into_iter().chain(puts).chain(met).collect())
+    }
+
+    /// Ends the journal, because the job is over.
+    pub(super) fn finish_journal(&self) {
+        if let Some(journal) = &self.journal {
+            journal.finish_job();
+        }
+    }
+
+    /// Publishes a value.
+    pub(super) fn put_value(
+        &self,
+        generation: Generation,
+        key: String,
+        value: Bytes,
+    ) -> std::result::Result<(), KeyValueRefusal> {
+        let mut kv = self.kv.lock();
+        self.journal_put(generation, &key, &value);
+        kv.put_value(generation, key, value)
+    }
+
+    /// Publishes a value if the key has none, and returns the value of the key.
+    pub(super) fn put_if_absent(
+        &self,
+        generation: Generation,
+        key: String,
+        value: Bytes,
+    ) -> std::result::Result<Bytes, KeyValueRefusal> {
+        let mut kv = self.kv.lock();
+        if let Some(held) = kv.current_value(generation, &key) {
+            return Ok(held);
+        }
+        self.journal_put(generation, &key, &value);
+        kv.put_if_absent(generation, key, value)
+    }
+
+    /// Records a value in the journal before any task can read it. A value that is refused now is
+    /// refused again when the journal is read.
+    fn journal_put(&self, generation: Generation, key: &str, value: &Bytes) {
+        if let Some(journal) = &self.journal {
+            journal.append_record(&JournalRecord::Put(KeyValuePair {
+                generation,
+                key: key.to_owned(),
+                value: value.clone(),
+            }));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Instant;
+
+    use farandole_config::Config;
+    use farandole_world::{HostHash, JobId};
+
+    use super::*;
+    use crate::membership::MembershipInput;
+    use crate::secret::JobSecret;
+    use crate::server::core::elastic_rules;
+    use crate::server::{ElasticOptions, RegistrarOptions};
+
+    fn core(journal: MembershipJournal) -> RegistrarCore {
+        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+        let options = RegistrarOptions::from_config(1, &config);
+        let second = Duration::from_secs(1);
+        let elastic = ElasticOptions {
+            first: 2,
+            least: 1,
+            most: 2,
+            spares: 0,
+            timeout: 60 * second,
+            reset_limit: None,
+            cooldown: (second, second),
+        };
+        let secret = JobSecret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
+        let ticket = secret.make_ticket(vec!["a:1".to_owned()]).unwrap();
+        let kept = RecoveredState::new(elastic_rules(&options, &elastic), Some(Arc::new(journal)));
+        kept.begin_journal(&ticket, &secret.derive_identity().unwrap(), 7).unwrap();
+        RegistrarCore::new_elastic(ticket.job_id().clone(), &options, kept)
+    }
+
+    #[test]
+    fn a_slow_disk_delays_no_sign_of_life_and_no_answer_precedes_its_journal_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let core = core(
+            MembershipJournal::open_or_create(&folder.path().join("journal"), "train").unwrap(),
+        );
+        let journal = Arc::clone(core.journal.as_ref().unwrap());
+        core.observe_input(MembershipInput::Hosts(vec![("a".to_owned(), 2)]));
+        let register =
+            |task| core.register_task(TaskId(task), 0, u64::from(task), HostHash("a".to_owned()));
+        let told = |task| core.board.borrow().holders.contains_key(&TaskId(task));
+        register(0).unwrap();
+        thread::scope(|scope| {
+            let disk = journal.block_writes();
+            let registers = scope.spawn(|| register(1));
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while core.effects_turn.try_lock().is_some() {
+                assert!(Instant::now() < deadline, "nothing is written");
+            }
+            let beats = scope.spawn(|| core.record_heartbeat(TaskId(0), 0));
+            while !beats.is_finished() {
+                assert!(Instant::now() < deadline, "a sign of life waits for the disk");
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert!(!registers.is_finished() && !told(1));
+            drop(disk);
+            registers.join().unwrap().unwrap();
+            assert!(told(1));
+        });
+    }
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Waits for a backend on the calling thread.
+
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+
+use tokio::runtime::{Builder, Handle, Runtime};
+
+use crate::error::{Error, Result};
+
+/// Threads that drive connections; the requests themselves wait on the callers' threads.
+const RUNTIME_THREADS: usize = 2;
+
+/// The runtime of this process, created when a store over the network is first used. A forked child
+/// has none of its parent's threads, so it creates another runtime. It never drops the parent's
+/// runtime, because dropping would wait for those threads.
+static PROCESS_RUNTIME: Mutex<Option<(u32, std::mem::ManuallyDrop<Runtime>)>> = Mutex::new(None);
+
+/// A way to wait for a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BackendWaiter {
+    /// The backend is ready at once: wait on the calling thread without a runtime.
+    CallingThread,
+    /// The backend uses the network: wait with the runtime.
+    Runtime,
+}
+
+impl BackendWaiter {
+    /// Runs `future` to completion.
+    ///
+    /// # Errors
+    /// Threads that cannot be started.
+    pub(crate) fn wait<T>(self, future: impl Future<Output = T>) -> Result<T> {
+        match self {
+            Self::CallingThread => Ok(block_on_thread(future)),
+            Self::Runtime => Ok(runtime_handle()?.block_on(future)),
+        }
+    }
+}
+
+/// Returns the runtime of this process.
+///
+/// # Errors
+/// Threads that cannot be started.
+pub(crate) fn runtime_handle() -> Result<Handle> {
+    let mut runtime = PROCESS_RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let pid = std::process::id();
+    if let Some((owner, runtime)) = &*runtime
+        && *owner == pid
+    {
+        return Ok(runtime.handle().clone());
+    }
+    let fresh = Builder::new_multi_thread()
+        .worker_threads(RUNTIME_THREADS)
+        .thread_name("farandole-store")
+        .enable_all()
+        .build()
+        .map_err(|source| Error::Runtime { source })?;
+    let handle = fresh.handle().clone();
+    *runtime = Some((pid, std::mem::ManuallyDrop::new(fresh)));
+    Ok(handle)
+}
+
+struct ThreadUnparker(Thread);
+
+impl Wake for ThreadUnparker {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Runs `future` to completion without a runtime. The backends here are ready at once, unless the
+/// caller is a thread of another runtime. Then their work runs in that runtime's blocking pool, and
+/// this thread is parked.
+fn block_on_thread<T>(future: impl Future<Output = T>) -> T {
+    let waker = Waker::from(Arc::new(ThreadUnparker(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(value) => return value,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}

@@ -1,0 +1,497 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Gives HDFS the same retries and deadlines as the other services. Transient failures (a failover
+//! of name nodes, broken connections) are retried with growing pauses, every answer has a deadline,
+//! and errors name the service without a Java stack trace.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::stream::{self, BoxStream};
+use futures::{StreamExt, TryStreamExt};
+use hdfs_native::HdfsError;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    RenameOptions, Result,
+};
+use tokio::time::{Instant, sleep, timeout};
+
+/// Pause after the first failure; it doubles with every further failure.
+const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
+/// Longest pause.
+const MAX_RETRY_PAUSE: Duration = Duration::from_secs(5);
+/// Longest wait for another name node of a name service to take over.
+const NAME_SERVICE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for a single name node to restart.
+const NAME_NODE_TIMEOUT: Duration = Duration::from_secs(16);
+/// Longest wait for an answer without data.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Slowest accepted transfer, in bytes a second.
+const MIN_BYTES_PER_SECOND: u64 = 256 << 10;
+/// Most concurrent deletions.
+const MAX_CONCURRENT_DELETIONS: usize = 10;
+
+/// Exception of a name node for a missing file, including one that was deleted while open.
+const MISSING_FILE_EXCEPTION: &str = "FileNotFoundException";
+
+/// Transient exceptions of name nodes.
+const TRANSIENT_EXCEPTIONS: [&str; 4] =
+    ["StandbyException", "RetriableException", "SafeModeException", "RetryCacheEntry"];
+/// Exceptions of name nodes for missing permissions.
+const PERMISSION_EXCEPTIONS: [&str; 2] = ["AccessControlException", "AuthorizationException"];
+
+/// The process that has read from HDFS, or 0. The client keeps connections to data nodes open for a
+/// while and gives them to the next reader, even in forked children.
+static READER_PROCESS_ID: AtomicU32 = AtomicU32::new(0);
+
+/// Returns an error if this process was forked after a read. It would share connections with its
+/// parent, and both would wait for ever.
+fn check_reader_process() -> Result<()> {
+    let me = std::process::id();
+    match READER_PROCESS_ID.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed) {
+        Err(reader) if reader != me => Err(generic_error(
+            "this process was forked from one that had read from HDFS, whose connections cannot be \
+             shared: start it by spawn or forkserver",
+        )),
+        Ok(_) | Err(_) => Ok(()),
+    }
+}
+
+/// Returns whether a file has the name of an unfinished upload to HDFS: `.name.tmp.1`.
+pub(crate) fn is_partial_upload(name: &str) -> bool {
+    let number =
+        name.strip_prefix('.').and_then(|name| name.rsplit_once(".tmp.")).map(|(_, number)| number);
+    number.is_some_and(|number| {
+        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    })
+}
+
+/// An HDFS backend that retries requests.
+#[derive(Debug)]
+pub(crate) struct RetryingHdfs<S> {
+    inner: Arc<S>,
+    /// Longest time for retries of transient failures.
+    retry_timeout: Duration,
+    /// Longest wait for an answer without data.
+    answer_timeout: Duration,
+}
+
+impl<S> Clone for RetryingHdfs<S> {
+    fn clone(&self) -> Self {
+        Self { inner: Arc::clone(&self.inner), ..*self }
+    }
+}
+
+impl<S: ObjectStore> RetryingHdfs<S> {
+    /// Wraps `inner`. `root` is the URL without a path; without a port, it is a name service.
+    pub(crate) fn new(inner: S, root: &str) -> Self {
+        let authority = root.split_once("://").map_or("", |(_, authority)| authority);
+        let patience =
+            if authority.contains(':') { NAME_NODE_TIMEOUT } else { NAME_SERVICE_TIMEOUT };
+        Self { inner: Arc::new(inner), retry_timeout: patience, answer_timeout: ANSWER_TIMEOUT }
+    }
+
+    /// Repeats a request until it succeeds or fails permanently. `bytes` are transferred with it.
+    async fn ask_with_retries<T, F>(&self, bytes: u64, mut question: impl FnMut() -> F) -> Result<T>
+    where
+        F: Future<Output = Result<T>>,
+    {
+        let (started, mut pause) = (Instant::now(), FIRST_RETRY_PAUSE);
+        let limit = self.answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND);
+        loop {
+            let error = match timeout(limit, question()).await {
+                Ok(Ok(answer)) => return Ok(answer),
+                Ok(Err(error)) => error,
+                Err(_) => return Err(generic_error(format!("no answer within {limit:?}"))),
+            };
+            if !is_transient(&error) || started.elapsed() + pause > self.retry_timeout {
+                return Err(translate_error(error));
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(MAX_RETRY_PAUSE);
+        }
+    }
+}
+
+/// Returns the HDFS error in the chain of sources, if there is one.
+fn hdfs_error(error: &Error) -> Option<&HdfsError> {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        if let Some(said) = error.downcast_ref() {
+            return Some(said);
+        }
+        next = error.source();
+    }
+    None
+}
+
+/// Returns whether the same request may succeed soon.
+fn is_transient(error: &Error) -> bool {
+    use std::io::ErrorKind;
+    match hdfs_error(error) {
+        Some(HdfsError::RPCError(class, _) | HdfsError::FatalRPCError(class, _)) => {
+            TRANSIENT_EXCEPTIONS.iter().any(|name| class.ends_with(name))
+        }
+        Some(HdfsError::IOError(error)) => matches!(
+            error.kind(),
+            ErrorKind::ConnectionRefused
+                | ErrorKind::ConnectionReset
+                | ErrorKind::ConnectionAborted
+                | ErrorKind::NotConnected
+                | ErrorKind::BrokenPipe
+                | ErrorKind::UnexpectedEof
+                | ErrorKind::TimedOut
+                | ErrorKind::HostUnreachable
+                | ErrorKind::NetworkUnreachable
+        ),
+        Some(HdfsError::DataTransferError(_) | HdfsError::ChecksumError) => true,
+        _ => false,
+    }
+}
+
+fn generic_error(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    Error::Generic { store: "HDFS", source: source.into() }
+}
+
+/// Converts an error to the form that other services use.
+pub(crate) fn translate_error(error: Error) -> Error {
+    let path = String::new();
+    match hdfs_error(&error) {
+        Some(HdfsError::RPCError(class, text) | HdfsError::FatalRPCError(class, text)) => {
+            let class = class.rsplit('.').next().unwrap_or(class);
+            let text = format!("{class}: {}", text.lines().next().unwrap_or_default());
+            if PERMISSION_EXCEPTIONS.contains(&class) {
+                Error::PermissionDenied { path, source: text.into() }
+            } else if class == MISSING_FILE_EXCEPTION {
+                Error::NotFound { path, source: text.into() }
+            } else {
+                generic_error(text)
+            }
+        }
+        Some(HdfsError::GSSAPIError(_, _, text)) => {
+            let text = format!("no Kerberos ticket that serves (kinit gets one): {}", text.trim());
+            Error::Unauthenticated { path, source: text.into() }
+        }
+        Some(error @ (HdfsError::SASLError(_) | HdfsError::NoSASLMechanism)) => {
+            Error::Unauthenticated { path, source: error.to_string().into() }
+        }
+        Some(HdfsError::InvalidArgument(text)) if text.contains("NameNode") => generic_error(
+            "no name nodes are known by this name: HADOOP_CONF_DIR or storage options tell of them",
+        ),
+        _ => error,
+    }
+}
+
+impl<S> fmt::Display for RetryingHdfs<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HDFS")
+    }
+}
+
+fn range_length(range: &Range<u64>) -> u64 {
+    range.end.saturating_sub(range.start)
+}
+
+#[async_trait]
+impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Result<PutResult> {
+        let bytes = payload.content_length() as u64;
+        let mut asked = 0;
+        let put = || {
+            asked += 1;
+            self.inner.put_opts(location, payload.clone(), opts.clone())
+        };
+        let result = self.ask_with_retries(bytes, put).await;
+        // The first request may have succeeded although its answer was lost. Then the file has
+        // exactly this content.
+        if opts.mode == PutMode::Create
+            && asked > 1
+            && matches!(result, Err(Error::AlreadyExists { .. }))
+            && self.get_opts(location, GetOptions::default()).await?.bytes().await?
+                == Bytes::from(payload)
+        {
+            return Ok(PutResult { e_tag: None, version: None });
+        }
+        result
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        location: &Path,
+        opts: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.ask_with_retries(0, || self.inner.put_multipart_opts(location, opts.clone())).await
+    }
+
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        if !options.head {
+            check_reader_process()?;
+        }
+        self.ask_with_retries(0, || self.inner.get_opts(location, options.clone())).await
+    }
+
+    async fn get_ranges(&self, location: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
+        check_reader_process()?;
+        let bytes = ranges.iter().map(range_length).sum();
+        self.ask_with_retries(bytes, || self.inner.get_ranges(location, ranges)).await
+    }
+
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
+        let this = self.clone();
+        let delete = move |location: Result<Path>| {
+            let this = this.clone();
+            async move {
+                let location = location?;
+                this.ask_with_retries(0, || this.inner.delete(&location)).await?;
+                Ok(location)
+            }
+        };
+        locations.map(delete).buffered(MAX_CONCURRENT_DELETIONS).boxed()
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        let (this, prefix) = (self.clone(), prefix.cloned());
+        let found = async move {
+            let found = this
+                .ask_with_retries(0, || this.inner.list(prefix.as_ref()).try_collect::<Vec<_>>())
+                .await?;
+            Ok::<_, Error>(stream::iter(found.into_iter().map(Ok)))
+        };
+        stream::once(found).try_flatten().boxed()
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.ask_with_retries(0, || self.inner.list_with_delimiter(prefix)).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.inner.copy_opts(from, to, options).await.map_err(translate_error)
+    }
+
+    async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
+        self.inner.rename_opts(from, to, options).await.map_err(translate_error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use object_store::memory::InMemory;
+
+    use super::*;
+
+    /// An in-memory store that returns these errors, the last first, before it answers.
+    #[derive(Debug, Default)]
+    struct Moody {
+        inner: InMemory,
+        errors: Mutex<Vec<HdfsError>>,
+        /// Whether the store executes the request before it returns the error.
+        after: bool,
+    }
+
+    impl fmt::Display for Moody {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("moody")
+        }
+    }
+
+    impl Moody {
+        fn mood(&self) -> Result<()> {
+            self.errors.lock().unwrap().pop().map_or(Ok(()), |error| Err(generic_error(error)))
+        }
+    }
+
+    #[async_trait]
+    impl ObjectStore for Moody {
+        async fn put_opts(
+            &self,
+            at: &Path,
+            payload: PutPayload,
+            opts: PutOptions,
+        ) -> Result<PutResult> {
+            if self.after {
+                let result = self.inner.put_opts(at, payload, opts).await;
+                return self.mood().and(result);
+            }
+            self.mood()?;
+            self.inner.put_opts(at, payload, opts).await
+        }
+
+        async fn put_multipart_opts(
+            &self,
+            at: &Path,
+            opts: PutMultipartOptions,
+        ) -> Result<Box<dyn MultipartUpload>> {
+            self.mood()?;
+            self.inner.put_multipart_opts(at, opts).await
+        }
+
+        async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+            self.mood()?;
+            self.inner.get_opts(at, options).await
+        }
+
+        fn delete_stream(
+            &self,
+            at: BoxStream<'static, Result<Path>>,
+        ) -> BoxStream<'static, Result<Path>> {
+            match self.mood() {
+                Ok(()) => self.inner.delete_stream(at),
+                Err(error) => stream::once(async { Err(error) }).boxed(),
+            }
+        }
+
+        fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+            match self.mood() {
+                Ok(()) => self.inner.list(prefix),
+                Err(error) => {
+                    self.inner.list(prefix).chain(stream::once(async { Err(error) })).boxed()
+                }
+            }
+        }
+
+        async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+            self.mood()?;
+            self.inner.list_with_delimiter(prefix).await
+        }
+
+        async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+            self.mood()?;
+            self.inner.copy_opts(from, to, options).await
+        }
+    }
+
+    fn standby() -> HdfsError {
+        HdfsError::RPCError(
+            "org.apache.hadoop.ipc.StandbyException".into(),
+            "not me\n\tat Java".into(),
+        )
+    }
+
+    fn refused() -> HdfsError {
+        HdfsError::IOError(std::io::ErrorKind::ConnectionRefused.into())
+    }
+
+    fn says(store: &RetryingHdfs<Moody>, errors: impl IntoIterator<Item = HdfsError>) {
+        store.inner.errors.lock().unwrap().extend(errors);
+    }
+
+    #[tokio::test]
+    async fn temporary_errors_are_retried_for_every_call() {
+        let store = RetryingHdfs::new(Moody::default(), "hdfs://service");
+        let at = Path::from("a/b");
+        says(&store, [standby(), refused()]);
+        store.put(&at, "text".into()).await.unwrap();
+        says(&store, [standby(), refused()]);
+        assert_eq!(store.get(&at).await.unwrap().bytes().await.unwrap(), "text");
+        says(&store, [standby()]);
+        assert_eq!(store.get_ranges(&at, &[0..1, 2..4]).await.unwrap(), ["t", "xt"]);
+        says(&store, [refused()]);
+        let listed: Vec<ObjectMeta> = store.list(None).try_collect().await.unwrap();
+        assert_eq!(listed.len(), 1, "a listing that broke off begins anew");
+        says(&store, [refused()]);
+        assert_eq!(store.list_with_delimiter(None).await.unwrap().common_prefixes.len(), 1);
+        says(&store, [refused()]);
+        store.delete(&at).await.unwrap();
+        says(&store, [standby()]);
+        store.put_multipart(&at).await.unwrap().abort().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_lasting_error_is_returned_after_the_retries() {
+        let told = |root| RetryingHdfs::new(Moody::default(), root).retry_timeout;
+        assert!(told("hdfs://service") > told("hdfs://node:8020"), "one of several takes over");
+        let store = RetryingHdfs {
+            retry_timeout: FIRST_RETRY_PAUSE * 8,
+            ..RetryingHdfs::new(Moody::default(), "hdfs://service")
+        };
+        says(&store, std::iter::repeat_with(standby).take(1000));
+        let started = Instant::now();
+        let error = store.head(&Path::from("x")).await.unwrap_err().to_string();
+        assert!(started.elapsed() >= FIRST_RETRY_PAUSE * 7, "after pauses of one, two and four");
+        assert_eq!(store.inner.errors.lock().unwrap().len(), 1000 - 4);
+        assert!(error.contains("StandbyException: not me") && !error.contains("Java"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn of_many_creators_one_succeeds_though_its_answer_was_lost() {
+        let lossy = Moody { after: true, ..Moody::default() };
+        let store = RetryingHdfs::new(lossy, "hdfs://service");
+        let (at, create) = (Path::from("lease"), PutOptions::from(PutMode::Create));
+        says(&store, [refused()]);
+        store.put_opts(&at, "mine".into(), create.clone()).await.unwrap();
+        says(&store, [refused()]);
+        let other = store.put_opts(&at, "other".into(), create).await.unwrap_err();
+        assert!(matches!(other, Error::AlreadyExists { .. }), "{other}");
+    }
+
+    #[tokio::test]
+    async fn refusals_are_reported_at_once_like_those_of_other_services() {
+        let store = RetryingHdfs::new(Moody::default(), "hdfs://service");
+        let at = Path::from("x");
+        let class = "org.apache.hadoop.security.AccessControlException";
+        let denied =
+            || HdfsError::RPCError(class.into(), "Permission denied: user=a\n\tat Java".into());
+        says(&store, [HdfsError::NoSASLMechanism, HdfsError::NoSASLMechanism, denied()]);
+        let error = store.head(&at).await.unwrap_err();
+        assert!(
+            matches!(error, Error::PermissionDenied { .. }) && !error.to_string().contains("Java"),
+            "{error}"
+        );
+        assert!(matches!(store.head(&at).await.unwrap_err(), Error::Unauthenticated { .. }));
+        assert_eq!(store.inner.errors.lock().unwrap().len(), 1, "each was asked for once");
+    }
+
+    #[test]
+    fn rests_of_uploads_are_distinguished_from_files() {
+        assert!(is_partial_upload(".part-0.parquet.tmp.12"));
+        for file in ["part-0.tmp.1", ".x.tmp.", ".x.tmp.a1", ".x", ".tmp.1"] {
+            assert!(!is_partial_upload(file), "{file}");
+        }
+    }
+
+    #[tokio::test]
+    async fn silence_ends() {
+        let answer = Duration::from_millis(50);
+        let store = RetryingHdfs {
+            answer_timeout: answer,
+            ..RetryingHdfs::new(Moody::default(), "hdfs://service")
+        };
+        let error =
+            store.ask_with_retries(0, std::future::pending::<Result<()>>).await.unwrap_err();
+        assert!(error.to_string().contains("no answer within 50ms"), "{error}");
+        let error = store
+            .ask_with_retries(MIN_BYTES_PER_SECOND, std::future::pending::<Result<()>>)
+            .await
+            .unwrap_err();
+        assert!(
+            error.to_string().contains("no answer within 1.05s"),
+            "data may take longer: {error}"
+        );
+    }
+
+    #[test]
+    fn a_file_that_vanishes_between_its_opening_and_its_reading_is_missing() {
+        let class = "java.io.FileNotFoundException".to_owned();
+        let text = "File does not exist: /x\n\tat java.lang.Thread.run".to_owned();
+        let error = translate_error(generic_error(HdfsError::RPCError(class, text)));
+        assert!(matches!(error, Error::NotFound { .. }), "{error}");
+    }
+}

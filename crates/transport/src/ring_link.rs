@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Link halves over rings that both ends map: shared memory, and loopback within a process.
+
+use std::sync::Arc;
+
+use farandole_shm::{ProcessDoorbell, RingConsumer, RingProducer};
+
+use crate::budget::RingByteReservation;
+use crate::peer::PeerState;
+use crate::{LinkReceiver, LinkSender, Result};
+
+/// Reason of the loss when the peer dropped its half of the link.
+const LINK_CLOSED_REASON: &str = "it closed the link";
+
+pub(crate) struct RingSender {
+    producer: RingProducer,
+    peer: Arc<PeerState>,
+    /// Doorbell of the peer; `None` if no thread of the peer sleeps.
+    bell: Option<Arc<ProcessDoorbell>>,
+    _reservation: Option<Arc<RingByteReservation>>,
+}
+
+impl RingSender {
+    pub(crate) fn new(
+        producer: RingProducer,
+        peer: Arc<PeerState>,
+        bell: Option<Arc<ProcessDoorbell>>,
+    ) -> Self {
+        Self { producer, peer, bell, _reservation: None }
+    }
+
+    /// Keeps the reservation of the memory until both halves are dropped.
+    pub(crate) fn with_reservation(mut self, lease: &Arc<RingByteReservation>) -> Self {
+        self._reservation = Some(Arc::clone(lease));
+        self
+    }
+
+    fn check_peer_alive(&self) -> Result<()> {
+        if let Some(error) = self.peer.loss_error() {
+            return Err(error);
+        }
+        if self.producer.is_consumer_closed() {
+            Err(self.peer.loss_error_or(LINK_CLOSED_REASON))
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl LinkSender for RingSender {
+    fn window(&mut self) -> Result<&mut [u8]> {
+        self.check_peer_alive()?;
+        let peer = &self.peer;
+        self.producer.window().map_err(|error| peer.convert_shm_error(error))
+    }
+
+    fn commit(&mut self, bytes: usize) -> Result<()> {
+        self.producer.commit(bytes).map_err(|error| self.peer.convert_shm_error(error))?;
+        ring_peer_doorbell(self.bell.as_deref(), &self.peer)
+    }
+
+    /// Returns true: committed bytes are already in shared memory.
+    fn flush(&mut self) -> Result<bool> {
+        Ok(true)
+    }
+}
+
+impl Drop for RingSender {
+    fn drop(&mut self) {
+        self.producer.close();
+        // If the doorbell cannot be rung, no peer waits for it.
+        drop(ring_peer_doorbell(self.bell.as_deref(), &self.peer));
+    }
+}
+
+pub(crate) struct RingReceiver {
+    consumer: RingConsumer,
+    peer: Arc<PeerState>,
+    bell: Option<Arc<ProcessDoorbell>>,
+    _reservation: Option<Arc<RingByteReservation>>,
+}
+
+impl RingReceiver {
+    pub(crate) fn new(
+        consumer: RingConsumer,
+        peer: Arc<PeerState>,
+        bell: Option<Arc<ProcessDoorbell>>,
+    ) -> Self {
+        Self { consumer, peer, bell, _reservation: None }
+    }
+
+    /// Keeps the reservation of the memory, like [`RingSender::with_reservation`].
+    pub(crate) fn with_reservation(mut self, lease: &Arc<RingByteReservation>) -> Self {
+        self._reservation = Some(Arc::clone(lease));
+        self
+    }
+
+    fn used_bytes(&self) -> Result<usize> {
+        self.consumer.used_bytes().map_err(|error| self.peer.convert_shm_error(error))
+    }
+}
+
+impl LinkReceiver for RingReceiver {
+    fn window(&mut self) -> Result<&[u8]> {
+        if self.used_bytes()? == 0 {
+            self.check_not_ended()?;
+        }
+        let peer = &self.peer;
+        self.consumer.window().map_err(|error| peer.convert_shm_error(error))
+    }
+
+    fn check_not_ended(&mut self) -> Result<()> {
+        let seen = self.used_bytes()?;
+        let end = self.peer.loss_error().or_else(|| {
+            self.consumer.is_producer_closed().then(|| self.peer.loss_error_or(LINK_CLOSED_REASON))
+        });
+        // Bytes that were committed before the end may have become visible only now.
+        match end {
+            Some(error) if self.used_bytes()? == seen => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    fn release(&mut self, bytes: usize) -> Result<()> {
+        if self.consumer.release(bytes).map_err(|error| self.peer.convert_shm_error(error))? {
+            ring_peer_doorbell(self.bell.as_deref(), &self.peer)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for RingReceiver {
+    fn drop(&mut self) {
+        self.consumer.close();
+        // A failure does not matter, as for the sender.
+        drop(ring_peer_doorbell(self.bell.as_deref(), &self.peer));
+    }
+}
+
+fn ring_peer_doorbell(bell: Option<&ProcessDoorbell>, peer: &PeerState) -> Result<()> {
+    bell.map_or(Ok(()), ProcessDoorbell::ring_if_parked)
+        .map_err(|error| peer.convert_shm_error(error))
+}

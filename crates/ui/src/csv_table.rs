@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Histories of runs as CSV.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::series::RunSeries;
+
+/// Returns a line an epoch: the run's name, the epoch, the seconds, and every number that one of
+/// the runs has.
+pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> String {
+    let names: BTreeSet<&str> =
+        runs.iter().flat_map(|(_, series)| series.columns.keys().map(String::as_str)).collect();
+    // The column that the history has as `seconds` is the time of one epoch.
+    let mut table = String::from("run,epoch,time");
+    for name in &names {
+        table.push(',');
+        table.push_str(&quote_field(name));
+    }
+    table.push_str("\r\n");
+    for (run, series) in runs {
+        let run = quote_field(run);
+        for row in 0..series.len() {
+            table.push_str(&run);
+            append_number(&mut table, series.epoch[row]);
+            append_number(&mut table, series.seconds[row]);
+            for name in &names {
+                append_number(
+                    &mut table,
+                    series.columns.get(*name).map_or(f64::NAN, |column| column[row]),
+                );
+            }
+            table.push_str("\r\n");
+        }
+    }
+    table
+}
+
+fn append_number(table: &mut String, value: f64) {
+    table.push(',');
+    if value.is_finite() {
+        table.push_str(&value.to_string());
+    }
+}
+
+/// Returns a text as a field. One that a spreadsheet would take for a formula begins with an
+/// apostrophe.
+fn quote_field(text: &str) -> String {
+    let formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']);
+    let text = format!("{}{text}", if formula { "'" } else { "" });
+    if text.contains([',', '"', '\n', '\r']) {
+        format!("\"{}\"", text.replace('"', "\"\""))
+    } else {
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::series::parse_history;
+
+    #[test]
+    fn runs_stand_below_each_other_with_all_columns() {
+        let first = parse_history(
+            br#"{"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "seconds": 2.0}"#,
+        );
+        let second =
+            parse_history(br#"{"epoch": 0, "train": {"loss": NaN, "all_metrics": [{"a,b": 1}]}}"#);
+        let table =
+            format_csv(&[("x".to_owned(), Arc::new(first)), ("=y\"".to_owned(), Arc::new(second))]);
+        assert_eq!(
+            table,
+            "run,epoch,time,\"a,b\",loss,seconds\r\nx,1,2,,0.5,2\r\n\"'=y\"\"\",1,0,1,,\r\n"
+        );
+    }
+}
